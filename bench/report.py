@@ -18,6 +18,7 @@ _PROTOCOLS = {"ours-http": "HTTP", "ours-grpc": "gRPC"}
 _LINEAR = 1.5
 # As much as two measurements of one thing differ.
 _SAME = 1.1
+_TRACED = 1.15
 _MIB = 1024 * 1024
 # Times a handler that does nothing.
 _SHORT = 3.0
@@ -136,6 +137,7 @@ def aims(
         *(_agent(rows, form) for form in AGENTS),
         *(_growth(rows, subject) for subject in ("ours-http", "ours-grpc")),
         _traced(rows),
+        _traced_request(rows),
         *(_short(rows, form, floor) for floor in FLOORS for form in ("text", "whole")),
         *_counted(paths),
         Aim("Start until it answers: CPU in s", 1.0, None if footprint is None else footprint.start_cpu),
@@ -182,6 +184,13 @@ def _traced(rows: Sequence[Row]) -> Aim:
         return Aim(text, _SAME, None)
     rounds = _ratios(traced.round_cpu_us_per_token, plain.round_cpu_us_per_token)
     return Aim(text, _SAME, ratio(traced.cpu_us_per_token, plain.cpu_us_per_token), rounds=rounds)
+
+
+def _traced_request(rows: Sequence[Row]) -> Aim:
+    """Return what a chat of one token costs with traces, beside what it costs without."""
+    found = {row.subject: row.cpu_us_per_answer for row in rows if (row.case, row.streams) == ("traces", 1)}
+    value = ratio(found.get("ours-traced"), found.get("ours-http"))
+    return Aim("HTTP with traces, chat of one token: CPU / without", _TRACED, value)
 
 
 def _short(rows: Sequence[Row], form: str, floor: str) -> Aim:

@@ -281,10 +281,11 @@ _SERVER_ADDRESS = ["server.address", "server.port"]
 #: The functions that make the attributes of each kind of span.
 _SPANS: Mapping[str, Sequence[Callable[..., Any]]] = {
     "server": (
-        tracing.head_attributes, tracing.request_attributes, tracing.response_attributes, tracing.content_attributes,
+        tracing.head_attributes, tracing.shared_attributes.__wrapped__, tracing.request_attributes,
+        tracing.response_attributes, tracing.content_attributes,
     ),
     "stage": (tracing.stage_attributes,),
-    "call": (tracing.call_attributes,),
+    "call": (tracing.call_attributes, tracing.upstream_attributes.__wrapped__),
 }  # fmt: skip
 
 
@@ -293,6 +294,8 @@ def spans() -> str:
     rows = []
     for span, functions in _SPANS.items():
         names = [name for function in functions for name in _attribute_names(function)]
+        if span == "server":
+            names += [name for name, _ in tracing.NUMBERS.values()]
         if span == "call":
             names.append("error.type")
         if unknown := set(names) - _ATTRIBUTES.keys():
@@ -305,9 +308,7 @@ def _attribute_names(function: Callable[..., Any]) -> Iterable[str]:
     source = inspect.getsource(function)
     if "_server(" in source:
         yield from _SERVER_ADDRESS
-    if 'f"gen_ai.request.{name}"' in source:
-        yield from (f"gen_ai.request.{name}" for name in tracing._NUMBERS)
-    yield from re.findall(r'(?<!f)"([a-z_]+(?:\.[a-z_]+)+)":', source)
+    yield from re.findall(r'"([a-z_]+(?:\.[a-z_]+)+)"(?::|\] =)', source)
 
 
 #: Those of vLLM's engine that people write most.

@@ -46,8 +46,8 @@ from triton_openai.triton.client import TritonClient
 from triton_openai.triton.endpoint import Endpoint
 
 _log = structlog.get_logger(__name__)
-# Longest time that the last spans have to leave when the service ends.
-_LAST_SPANS_SECONDS = 3.0
+# Longest time that the last spans have to leave when the service ends: there may be no collector.
+_LAST_SPANS_SECONDS = 0.8
 # Longest time to connect to the store of responses.
 _STORE_SECONDS = 10.0
 # Longest time that the first look at Triton's models may hold up the first connection.
@@ -136,7 +136,7 @@ def _traces(
         return Tracing(), None
     # Imported here: most services send no traces, and OpenTelemetry's SDK takes a quarter of a second.
     try:
-        from triton_openai.telemetry.otlp import exporter_class, tracer
+        from triton_openai.telemetry.otlp import exporter_class, spans
     except ValueError as error:
         # It reads some of its variables when it is imported.
         raise ConfigurationError(f"{SDK_REFUSES}: {error}") from error
@@ -148,7 +148,7 @@ def _traces(
 
     async def send(app: web.Application) -> AsyncIterator[None]:
         timeout = min(_LAST_SPANS_SECONDS, settings.server.shutdown_grace)
-        async with tracer(traces, flush_timeout=timeout) as tracing.tracer:
+        async with spans(traces, flush_timeout=timeout) as tracing.spans:
             yield
 
     return tracing, send

@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -385,6 +386,37 @@ async def test_without_a_collector_requests_are_answered(
                     assert 200 == (await ask(proxy, "chat", "vllm_model", steered(text="a"))).status
 
     assert "export" in caplog.text.lower()
+
+
+async def test_a_collector_that_speaks_grpc(
+    collector: Collector,
+    traced_triton: TestTriton,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Behind an exporter over HTTP: the log says once what to set, and nothing else."""
+    settings = TracesSettings(otlp_endpoint=collector.grpc_url, otlp_protocol="http/protobuf")
+    with caplog.at_level(logging.WARNING, "opentelemetry"):
+        async with traced(traced_triton, settings) as proxy:
+            said = ""
+            async with asyncio.timeout(30):
+                while "traces.otlp_protocol" not in said:
+                    await chat(proxy, "vllm_model", new_trace()[1])
+                    said += capsys.readouterr().out
+            for _ in range(3):
+                await chat(proxy, "vllm_model", new_trace()[1])
+        said += capsys.readouterr().out
+    assert 1 == said.count("traces.otlp_protocol")
+    assert "BadStatusLine" not in said + caplog.text
+
+
+async def test_a_stop_without_a_collector(traced_triton: TestTriton, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exporter would try for longer than an orchestrator waits."""
+    settings = TracesSettings(otlp_endpoint="http://127.0.0.1:9", otlp_protocol="http/protobuf")
+    async with traced(traced_triton, settings) as proxy:
+        assert 200 == (await ask(proxy, "chat", "vllm_model", steered(text="a"))).status
+    (said,) = re.findall(r"the last spans were not sent.*seconds=\S*?([\d.]+)", capsys.readouterr().out)
+    assert float(said) < 1
 
 
 @pytest.mark.parametrize(

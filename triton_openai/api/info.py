@@ -299,7 +299,11 @@ async def status(request: web.Request) -> web.Response:
     """Answer with each model, what it can do and why it cannot chat, and with what the service does now."""
     models, key = service_of(request).models, key_of(request)
     snapshot = models.catalog.snapshot
-    lines = [_visible(line, key) for line in model_lines(models, unserved=True)]
+    silent = request.app[CANARY].not_answering
+    lines = [
+        _visible(msgspec.structs.replace(line, state="does not answer") if line.name in silent else line, key)
+        for line in model_lines(models, unserved=True)
+    ]
     figures: Figures | msgspec.UnsetType = msgspec.UNSET
     with contextlib.suppress(ServiceError):
         request.app[GUARD].restrictions.check("metrics", request.headers)

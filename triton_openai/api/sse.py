@@ -251,10 +251,7 @@ class EventStream:
         events = b"" if self._flowing or not self._pending else self._first_events(answered=True)
         events += await self._renderer.ended(error)
         # The end of the connection is that of the body over HTTP/1.0.
-        if self._renderer.ends_failed or not self._chunked:
-            await self._finish(events)
-        else:
-            await self._break_off(events)
+        await self._finish(events, broken=self._chunked and not self._renderer.ends_failed)
 
     def close(self) -> None:
         """Stop the runs and the heartbeat."""
@@ -300,25 +297,20 @@ class EventStream:
             self._group.pause()
             self._group.wake()
 
-    async def _break_off(self, events: bytes) -> None:
-        """Send *events*, and have the connection closed after them, in the middle of the body."""
-        self._check_connection()
-        await self._send_head()
-        self.complete = True
-        self._write(events)
-        assert isinstance(self.response, _Response)
-        self.response.broken = True
-        self.response.force_close()
-        await self._request.writer.drain()
-
-    def _check_connection(self) -> None:
+    async def _finish(self, events: bytes, *, broken: bool = False) -> None:
+        """Send the last *events*; a *broken* body ends behind them with the connection."""
         transport = self._request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("The client has left.")
-
-    async def _finish(self, events: bytes) -> None:
-        self._check_connection()
         self.complete = True
+        if broken:
+            await self._send_head()
+            self._write(events)
+            assert isinstance(self.response, _Response)
+            self.response.broken = True
+            self.response.force_close()
+            await self._request.writer.drain()
+            return
         if self.response.prepared:
             await self.response.write_eof(events)
         else:

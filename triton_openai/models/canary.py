@@ -2,7 +2,8 @@
 Finds models that do not answer although Triton calls them ready: it sees that they loaded, not that an engine hangs.
 
 Clients' requests show it first: after :data:`FAILURES` in a row that got nothing from a model, the service sends small
-requests of its own until one is answered. Each process has its own view.
+requests of its own until one is answered. A model that lets :data:`FAILURES` requests in a row fall silent is shown at
+once, and until it answers a client, since it may answer small requests. Each process has its own view.
 """
 
 from __future__ import annotations
@@ -43,12 +44,16 @@ class Canary(Observer):
         self._metrics = metrics
         self._failures: dict[str, int] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._silent: dict[str, ServedModel] = {}
+        # How often in a row a client's request waited for a model in vain
+        self._silences: dict[str, int] = {}
+        # Those that did not answer a small request, and those that are shown
+        self._silent: set[str] = set()
+        self._shown: dict[str, ServedModel] = {}
 
     @property
     def not_answering(self) -> Collection[str]:
         """The Triton models that do not answer."""
-        return self._silent.keys()
+        return self._shown.keys()
 
     @property
     def asking(self) -> Collection[str]:
@@ -60,7 +65,7 @@ class Canary(Observer):
         """Whether a served model is left that answers; where some generate text, one of those."""
         served = self._models.served.values()
         wanted = {model.triton_model for model in served if model.adapter.capabilities.generate}
-        return not self._silent or not (wanted or {model.triton_model for model in served}) <= self._silent.keys()
+        return not self._silent or not (wanted or {model.triton_model for model in served}) <= self._silent
 
     def ended(self, observation: Observation) -> None:
         """Learn from the end of a request whether its model answers."""
@@ -72,6 +77,10 @@ class Canary(Observer):
             self._forget(name)
         elif _left_without(observation):
             self._failures[name] = self._failures.get(name, 0) + 1
+            if observation.error is not None and observation.error.code == "upstream_silent":
+                self._silences[name] = self._silences.get(name, 0) + 1
+                if self._silences[name] >= FAILURES:
+                    self._show(name, model, observation.error.reason)
             if self._failures[name] >= FAILURES and name not in self._asking:
                 # Without the context of the request that happened to be the last one.
                 self._asking[name] = contextvars.Context().run(asyncio.create_task, self._watch(name))
@@ -86,24 +95,34 @@ class Canary(Observer):
         while await self._reachable() and (model := self._models.served.get(name)) is not None:
             try:
                 await self._ask(model)
-                break
+                reason = None
             except UpstreamError as error:
                 reason = error.reason
             except ServiceError as error:
                 # Whoever refuses a request is there.
                 _log.debug("small request refused", model=name, reason=error.reason)
-                break
+                reason = None
             except Exception:  # noqa: BLE001 - an adapter's mistake says nothing of its model
                 _log.exception("an adapter failed to ask a model", model=name)
                 break
-            if not await self._reachable():
+            if reason is None:
+                self._silent.discard(name)
+                if self._silences.get(name, 0) < FAILURES:
+                    break
+            elif not await self._reachable():
                 break
-            if name not in self._silent and name in self._models.served:
-                self._silent[name] = model
-                _log.error("model does not answer", model=name, failures=self._failures.get(name), reason=reason)
-                self._gauge(model).set(1)
+            elif name in self._models.served:
+                self._silent.add(name)
+                self._show(name, model, reason)
             await asyncio.sleep(_INTERVAL)
         self._forget(name)
+
+    def _show(self, name: str, model: ServedModel, reason: str) -> None:
+        """Report that *model* does not answer, once."""
+        if name not in self._shown:
+            self._shown[name] = model
+            _log.error("model does not answer", model=name, failures=self._failures.get(name), reason=reason)
+            self._gauge(model).set(1)
 
     async def _reachable(self) -> bool:
         await self._models.catalog.refresh()
@@ -112,10 +131,12 @@ class Canary(Observer):
     def _forget(self, name: str) -> None:
         """Go back to where nothing is known against the model *name*."""
         self._failures.pop(name, None)
+        self._silences.pop(name, None)
+        self._silent.discard(name)
         task = self._asking.pop(name, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
-        model = self._silent.pop(name, None)
+        model = self._shown.pop(name, None)
         if model is not None:
             if name in self._models.served:
                 _log.info("model answers again", model=name)

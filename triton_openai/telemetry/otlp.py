@@ -9,22 +9,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
 
+import msgspec
 import structlog
+from opentelemetry.attributes import BoundedAttributes
+from opentelemetry.context import Context
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.trace import Tracer
+from opentelemetry.sdk.trace import Event, ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, get_current_span
 
 from triton_openai import __version__
 from triton_openai.config.sources import SDK_REFUSES
 from triton_openai.config.tree import TracesSettings
 from triton_openai.errors import ConfigurationError
-from triton_openai.telemetry.tracing import SCHEMA_URL
+from triton_openai.telemetry.tracing import SCHEMA_URL, Attributes, Span, Spans
 
 _log = structlog.get_logger(__name__)
+# As many as the SDK puts into a message by default.
+_MOST_SPANS = 512
+_UNSET, _FAILED = Status(StatusCode.UNSET), Status(StatusCode.ERROR)
 
 
 def exporter_class(settings: TracesSettings) -> type[SpanExporter]:
@@ -48,10 +58,103 @@ def resource() -> Resource:
     return defaults.merge(OTELResourceDetector().detect())
 
 
-@contextlib.asynccontextmanager
-async def tracer(settings: TracesSettings, *, flush_timeout: float) -> AsyncIterator[Tracer]:
+class _Ended(msgspec.Struct):
+    """The spans of one request, as the SDK's queue has them: it asks whether ``context`` is sampled."""
+
+    context: SpanContext
+    spans: Sequence[Span]
+
+
+class SdkSpans(Spans, SpanExporter):
     """
-    Yield a tracer whose spans are sent as *settings* say; the last ones have *flush_timeout* seconds at the end.
+    Queues the spans of each request, and makes the SDK's of them where they are sent, by *exporter*.
+
+    The sampler, the ids, the limits and the resource are those of *provider*. The SDK's own way checks and locks for
+    every attribute while the event loop waits. Made in batches, in the thread that sends them, they cost a fraction.
+    """
+
+    def __init__(
+        self, provider: TracerProvider, exporter: SpanExporter, processor: Callable[[SpanExporter], SpanProcessor]
+    ) -> None:
+        self._sampler, self._ids, self._resource = provider.sampler, provider.id_generator, provider.resource
+        self._exporter = exporter
+        self._scope = InstrumentationScope("triton_openai", __version__, SCHEMA_URL)
+        limits = SpanLimits()
+        self._most, self._longest = limits.max_span_attributes, limits.max_span_attribute_length
+        self._processor = processor(self)
+        provider.add_span_processor(self._processor)
+
+    def begin(self, name: str, parent: Context, attributes: Attributes) -> SpanContext:
+        above = get_current_span(parent).get_span_context()
+        trace_id = above.trace_id if above.is_valid else self._ids.generate_trace_id()
+        sampling = self._sampler.should_sample(parent, trace_id, name, SpanKind.SERVER, attributes, ())
+        attributes.update(sampling.attributes)
+        sampled = sampling.decision is Decision.RECORD_AND_SAMPLE
+        flags = TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT)
+        return SpanContext(trace_id, self._ids.generate_span_id(), False, flags, sampling.trace_state)
+
+    def child(self, parent: SpanContext) -> SpanContext:
+        span_id = self._ids.generate_span_id()
+        return SpanContext(parent.trace_id, span_id, False, parent.trace_flags, parent.trace_state)
+
+    def end(self, context: SpanContext, spans: Sequence[Span]) -> None:
+        # All that the processor reads of a span.
+        ended: Any = _Ended(context, spans)
+        self._processor.on_end(ended)
+
+    def export(self, spans: Sequence[Any]) -> SpanExportResult:
+        """Send what :meth:`end` has queued, in messages that collectors take."""
+        made = [self._made(span, each.context) for each in spans for span in each.spans]
+        results = [self._exporter.export(made[at : at + _MOST_SPANS]) for at in range(0, len(made), _MOST_SPANS)]
+        return next((result for result in results if result is not SpanExportResult.SUCCESS), SpanExportResult.SUCCESS)
+
+    def shutdown(self) -> None:
+        """Give up what is not sent."""
+        self._exporter.shutdown()
+
+    def _made(self, span: Span, request: SpanContext) -> ReadableSpan:
+        attributes: Mapping[str, Any] = span.attributes
+        if self._longest is not None or (self._most is not None and len(attributes) > self._most):
+            attributes = BoundedAttributes(self._most, attributes, max_value_len=self._longest)
+        return ReadableSpan(
+            span.name,
+            span.context or self.child(request),
+            span.parent,
+            self._resource,
+            attributes,
+            () if span.first_token is None else (Event("first_token", timestamp=span.first_token),),
+            kind=span.kind,
+            status=_FAILED if span.failed else _UNSET,
+            start_time=span.began,
+            end_time=span.ended,
+            instrumentation_scope=self._scope,
+        )
+
+
+class _SpeaksGrpc(logging.Filter):
+    """Says once what to do about a collector that answers HTTP with a frame of HTTP/2, in place of all such lines."""
+
+    _said = _hides_failure = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a line of the exporter over HTTP is logged."""
+        text = record.getMessage()
+        if "BadStatusLine" in text and "\\x00\\x00" in text:
+            if not self._said:
+                _log.error(
+                    "the collector speaks gRPC: set traces.otlp_protocol, or OTEL_EXPORTER_OTLP_PROTOCOL, to grpc"
+                )
+            self._said = self._hides_failure = True
+            return False
+        # The line that a batch is given up follows those of its attempts.
+        hidden, self._hides_failure = self._hides_failure, False
+        return not hidden
+
+
+@contextlib.asynccontextmanager
+async def spans(settings: TracesSettings, *, flush_timeout: float) -> AsyncIterator[Spans]:
+    """
+    Yield what takes spans, which are sent as *settings* say; the last ones have *flush_timeout* seconds at the end.
 
     Enter it in the process that serves: its thread does not survive a fork. Raises :class:`ConfigurationError` for
     variables that the SDK refuses.
@@ -59,13 +162,16 @@ async def tracer(settings: TracesSettings, *, flush_timeout: float) -> AsyncIter
     try:
         provider = TracerProvider(resource=resource(), shutdown_on_exit=False)
         exporter = exporter_class(settings)(endpoint=settings.exporter_url)  # type: ignore[call-arg]
-        provider.add_span_processor(BatchSpanProcessor(exporter))
+        made = SdkSpans(provider, exporter, BatchSpanProcessor)
     except Exception as error:
         # Any exception: only the SDK's own variables can still be wrong.
         raise ConfigurationError(f"{SDK_REFUSES}: {error}") from error
+    log, speaks_grpc = logging.getLogger(type(exporter).__module__), _SpeaksGrpc()
+    log.addFilter(speaks_grpc)
     try:
-        yield provider.get_tracer("triton_openai", __version__, schema_url=SCHEMA_URL)
+        yield made
     finally:
+        log.removeFilter(speaks_grpc)
         # In a thread: the SDK may take 30 seconds.
         thread = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
         thread.start()

@@ -2,9 +2,9 @@
 Trace context and spans.
 
 Where spans are made, a request has one from its head to its last byte; under it, one for each stage of the work and one
-for each request to Triton, whose ids are the parents of Triton's own spans. Those of the stages are made at the end,
-from the times in the record, and nothing happens per token. Where no spans are made, the client's trace context goes on
-to Triton. Needs OpenTelemetry's API only; ``otlp`` sends spans.
+for each request to Triton, whose ids are the parents of Triton's own spans. A span has its ids when it begins, and all
+else when it has ended, from the record; nothing happens per token. Where no spans are made, the client's trace context
+goes on to Triton. Needs OpenTelemetry's API only; ``otlp`` sends spans.
 
 Attributes follow OpenTelemetry's semantic conventions: ``gen_ai.*`` for generative AI, ``http.*``, ``url.*`` and
 ``server.*`` for HTTP servers. ``triton.*`` are those of Triton's own spans; ``triton_openai.*`` is what neither has a
@@ -16,13 +16,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from functools import lru_cache
+from typing import Any, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, get_current_span, set_span_in_context
+from opentelemetry.trace import SpanContext, SpanKind, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from triton_openai.errors import ServiceError, masked, printable
@@ -51,9 +52,52 @@ CANCELLED = "cancelled"
 _NANOSECONDS = 1_000_000_000
 # Clients choose the length of texts.
 _MAX_CHARS = 256
-_NUMBERS = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
+_LONGEST_HEADER = 1024
+#: The fields of a request that are numbers: their attributes and types. Of two for one attribute, the later one counts.
+NUMBERS: Mapping[str, tuple[str, type[int | float]]] = {
+    **{
+        name: (f"gen_ai.request.{name}", float)
+        for name in ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
+    },
+    "seed": ("gen_ai.request.seed", int),
+    "max_tokens": ("gen_ai.request.max_tokens", int),
+    "max_completion_tokens": ("gen_ai.request.max_tokens", int),
+    "dimensions": ("gen_ai.embeddings.dimension.count", int),
+}
 _OUTPUT_TYPES = {"text": "text", "json_object": "json", "json_schema": "json"}
 _propagator = TraceContextTextMapPropagator()
+
+
+class Span(msgspec.Struct, kw_only=True):
+    """
+    A span while it is made. Times are nanoseconds of the wall clock.
+
+    ``context`` has its ids, if anybody has to know them before it is sent. ``parent`` is ``None`` where a trace begins.
+    ``first_token`` is an event in it.
+    """
+
+    name: str
+    context: SpanContext | None = None
+    parent: SpanContext | None
+    kind: SpanKind = SpanKind.INTERNAL
+    began: int
+    ended: int = 0
+    attributes: Attributes
+    first_token: int | None = None
+    failed: bool = False
+
+
+class Spans(Protocol):
+    """Decides which traces are recorded, and takes the spans of those."""
+
+    def begin(self, name: str, parent: Context, attributes: Attributes) -> SpanContext:
+        """Return the ids of a request's span, and whether its trace is recorded; a sampler may add *attributes*."""
+
+    def child(self, parent: SpanContext) -> SpanContext:
+        """Return the ids of a span under one that is recorded."""
+
+    def end(self, context: SpanContext, spans: Sequence[Span]) -> None:
+        """Take *spans* that have ended, of the trace of *context*."""
 
 
 def trace_context(observation: Observation) -> Context:
@@ -67,15 +111,15 @@ def trace_context(observation: Observation) -> Context:
 
 class Tracing(Observer):
     """
-    Makes the spans of requests with ``tracer``, which is set before the first one. Without it, passes the client's
-    trace context on to Triton.
+    Makes the spans of requests for ``spans``, which is set before the first one. Without it, passes the client's trace
+    context on to Triton.
 
     Only POST requests have spans: the others are health checks, lists and metrics. *locate* returns Triton's address
     for a request. With *content*, spans have prompts and answers, each text cut to that many characters.
     """
 
     def __init__(self, locate: Callable[[Any], str] | None = None, *, content: int | None = None) -> None:
-        self.tracer: Tracer | None = None
+        self.spans: Spans | None = None
         self._locate = locate
         self._content = content
 
@@ -85,20 +129,17 @@ class Tracing(Observer):
             return
         parent = trace_context(observation)
         # Triton records every request with a traceparent, also if its flag is "not sampled": such a request gets none.
-        if self.tracer is None:
+        if self.spans is None:
             if parent and get_current_span(parent).get_span_context().trace_flags.sampled:
                 headers = dict(observation.upstream.headers)
                 _propagator.inject(headers, parent)
                 observation.upstream = Upstream(headers)
             return
-        attributes = head_attributes(observation)
+        attributes: Attributes = {"http.request.method": observation.method, "url.path": observation.path}
+        context = self.spans.begin(span_name(observation), parent, attributes)
         # Spans have wall-clock times, the record those of time.monotonic. It may have begun a while ago.
         zero = time.time_ns() - int(time.monotonic() * _NANOSECONDS)
         began = zero + int(observation.began * _NANOSECONDS)
-        span = self.tracer.start_span(
-            span_name(observation), parent, SpanKind.SERVER, attributes=attributes, start_time=began
-        )
-        context = span.get_span_context()
         # The names are those of OpenTelemetry's specification for logs. The flags say whether the trace is recorded.
         observation.log_fields = {
             **observation.log_fields,
@@ -106,19 +147,23 @@ class Tracing(Observer):
             "span_id": f"{context.span_id:016x}",
             "trace_flags": f"{context.trace_flags:02x}",
         }
-        if span.is_recording():
-            observation.upstream = Trace(self.tracer, span, observation, self._locate, zero=zero)
-
-    def identified(self, observation: Observation) -> None:
-        trace = observation.upstream
-        if isinstance(trace, Trace):
-            trace.span.update_name(span_name(observation))
+        if context.trace_flags.sampled:
+            found = get_current_span(parent).get_span_context()
+            span = Span(
+                name="",
+                context=context,
+                parent=found if found.is_valid else None,
+                kind=SpanKind.SERVER,
+                began=began,
+                attributes=attributes,
+            )
+            observation.upstream = Trace(self.spans, context, span, observation, self._locate, zero=zero)
 
     def ended(self, observation: Observation) -> None:
         trace = observation.upstream
         if isinstance(trace, Trace):
             if self._content is not None:
-                trace.span.set_attributes(content_attributes(observation, self._content))
+                trace.span.attributes |= content_attributes(observation, self._content)
             trace.end()
 
 
@@ -126,27 +171,34 @@ class Trace(Upstream):
     """The *span* of one request, and the spans under it. *zero* is the wall clock's time at zero of time.monotonic."""
 
     def __init__(
-        self, tracer: Tracer, span: Span, observation: Observation, locate: Callable[[Any], str] | None, *, zero: int
+        self,
+        spans: Spans,
+        context: SpanContext,
+        span: Span,
+        observation: Observation,
+        locate: Callable[[Any], str] | None,
+        *,
+        zero: int,
     ) -> None:
         super().__init__(observation.upstream.headers)
         self.span = span
-        self._tracer = tracer
-        self._context = set_span_in_context(span, Context())
+        self._spans = spans
+        self._context = context
+        self._done: list[Span] = []
         self._observation = observation
         self._locate = locate
         self._zero = zero
-        self._calls: dict[int, tuple[Span, int, Progress]] = {}
+        self._calls: dict[int, tuple[Span, Progress]] = {}
 
     def begin(self, request: Request, answer: Progress, *, lora: str | None = None) -> Request:
         """Start the span of a request to Triton. It ends with the client's request, at the answer's own end."""
         span, sent = self._start(request, lora)
-        now = time.time_ns()
         if id(answer) in self._calls:
             # The request is sent once more, with the LoRA weights that the first one lacked.
             first = self._calls[id(answer)][0]
-            first.set_status(Status(StatusCode.ERROR))
-            first.end(now)
-        self._calls[id(answer)] = span, now, answer
+            first.failed = True
+            self._end(first, span.began)
+        self._calls[id(answer)] = span, answer
         return sent
 
     @contextmanager
@@ -159,19 +211,31 @@ class Trace(Upstream):
             _fail(span, error)
             raise
         except BaseException:
-            span.set_attribute("error.type", CANCELLED)
+            span.attributes["error.type"] = CANCELLED
             raise
         finally:
-            span.end()
+            self._end(span, time.time_ns())
+            if self.span.ended:
+                # The request did not wait for it.
+                self._spans.end(self._context, [span])
 
     def _start(self, request: Request, lora: str | None = None) -> tuple[Span, Request]:
         url = None if self._locate is None else self._locate(request)
         attributes = call_attributes(request, url, lora)
-        name = f"infer {attributes['triton.model_name']}"
-        span = self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes=attributes)
-        headers = dict(self.headers)
-        _propagator.inject(headers, set_span_in_context(span, self._context))
+        name, began = f"infer {attributes['triton.model_name']}", time.time_ns()
+        context = self._spans.child(self._context)
+        span = Span(
+            name=name, context=context, parent=self._context, kind=SpanKind.CLIENT, began=began, attributes=attributes
+        )
+        parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+        headers = {**self.headers, "traceparent": parent}
+        if context.trace_state:
+            headers["tracestate"] = context.trace_state.to_header()
         return span, msgspec.structs.replace(request, headers=headers)
+
+    def _end(self, span: Span, ended: int) -> None:
+        span.ended = ended
+        self._done.append(span)
 
     def end(self) -> None:
         """End all spans."""
@@ -180,39 +244,40 @@ class Trace(Upstream):
             self._add(stage)
         for call in self._calls.values():
             self._end_call(*call)
-        span.set_attributes(request_attributes(observation) | response_attributes(observation))
+        span.name = span_name(observation)
+        span.attributes |= head_attributes(observation)
+        span.attributes |= request_attributes(observation)
+        span.attributes |= response_attributes(observation)
         error = observation.error
         # By the conventions, a client's mistake is no error of the server.
         if error is not None and error.status >= ServiceError.status and not observation.client_left:
-            span.set_status(Status(StatusCode.ERROR))
-        span.end()
+            span.failed = True
+        self._end(span, time.time_ns())
+        self._spans.end(self._context, self._done)
 
-    def _end_call(self, span: Span, began: int, answer: Progress) -> None:
+    def _end_call(self, span: Span, answer: Progress) -> None:
+        # The answer's times are those of the event loop's clock, which lags behind.
         if answer.first is not None:
-            span.add_event("first_token", timestamp=max(began, self._at(answer.first)))
+            span.first_token = max(span.began, self._at(answer.first))
         if answer.error is not None:
             _fail(span, answer.error)
         elif answer.cancelled:
-            span.set_attribute("error.type", CANCELLED)
-        # The answer's times are those of the event loop's clock, which lags behind.
-        span.end(None if answer.ended is None else max(began, self._at(answer.ended)))
+            span.attributes["error.type"] = CANCELLED
+        self._end(span, time.time_ns() if answer.ended is None else max(span.began, self._at(answer.ended)))
 
     def _add(self, stage: Stage) -> None:
-        attributes = stage_attributes(stage.name, self._observation)
-        began = self._at(stage.began)
-        span = self._tracer.start_span(stage.name, self._context, attributes=attributes, start_time=began)
-        if stage.failed:
-            span.set_status(Status(StatusCode.ERROR))
-        span.end(None if stage.ended is None else self._at(stage.ended))
+        attributes, began = stage_attributes(stage.name, self._observation), self._at(stage.began)
+        span = Span(name=stage.name, parent=self._context, began=began, attributes=attributes, failed=stage.failed)
+        self._end(span, time.time_ns() if stage.ended is None else self._at(stage.ended))
 
     def _at(self, moment: float) -> int:
         return self._zero + int(moment * _NANOSECONDS)
 
 
 def _fail(span: Span, error: ServiceError) -> None:
-    span.set_attribute("error.type", error.code)
+    span.attributes["error.type"] = error.code
     # By the conventions, every refusal is an error for a client of Triton. Its message may quote a prompt.
-    span.set_status(Status(StatusCode.ERROR))
+    span.failed = True
 
 
 def span_name(observation: Observation) -> str:
@@ -224,53 +289,57 @@ def span_name(observation: Observation) -> str:
 
 
 def head_attributes(observation: Observation) -> Attributes:
-    """Return what is known of a request when its head has come."""
+    """Return what the head of a request tells."""
     request = observation.request
-    found: _Found = {
-        "http.request.method": observation.method,
-        "url.path": observation.path,
-        "triton_openai.request_id": observation.request_id,
-    }
+    found: Attributes = {}
     if request is not None:
-        agent = request.headers.get("User-Agent")
-        found |= _server(f"//{request.headers.get('Host', '')}") | {
-            "http.route": _route(request),
-            "url.scheme": request.scheme,
-            "network.protocol.version": f"{request.version.major}.{request.version.minor}",
-            "user_agent.original": printable(agent, _MAX_CHARS) if agent else None,
-        }
+        version = f"{request.version.major}.{request.version.minor}"
+        host, agent = (request.headers.get(name, "")[:_LONGEST_HEADER] for name in ("Host", "User-Agent"))
+        found |= shared_attributes(_route(request), request.scheme, version, host, agent)
+    found["http.request.method"] = observation.method
+    found["url.path"] = observation.path
+    found["triton_openai.request_id"] = observation.request_id
+    return found
+
+
+@lru_cache(128)
+def shared_attributes(route: str | None, scheme: str, version: str, host: str, agent: str) -> Attributes:
+    """Return what the heads of many requests have alike."""
+    found = _server(f"//{host}") | {
+        "http.route": route,
+        "url.scheme": scheme,
+        "network.protocol.version": version,
+        "user_agent.original": printable(agent, _MAX_CHARS) if agent else None,
+    }
     return _known(found)
 
 
 def request_attributes(observation: Observation) -> Attributes:
     """Return what the client asked for."""
-    operation, model = observation.operation, observation.model
+    operation, model, body = observation.operation, observation.model, observation.parameters
     if operation is None or model is None:
         return {}
-
-    def asked(name: str) -> Any:
-        return getattr(observation.parameters, name, None)
-
-    stop, choices, encoding = asked("stop"), asked("n"), asked("encoding_format")
-    form = msgspec.to_builtins(asked("response_format"))
-    stops = [stop] if isinstance(stop, str) else stop or ()
-    return _known(
-        {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": PROVIDER,
-            "gen_ai.request.model": _clean(model),
-            "triton_openai.adapter": observation.adapter,
-            "gen_ai.request.stream": observation.stream or None,
-            **{f"gen_ai.request.{name}": _number(float, asked(name)) for name in _NUMBERS},
-            "gen_ai.request.seed": _number(int, asked("seed")),
-            "gen_ai.request.max_tokens": _number(int, asked("max_completion_tokens") or asked("max_tokens")),
-            "gen_ai.request.stop_sequences": [masked(_clean(text)) for text in stops] or None,
-            "gen_ai.request.choice.count": None if choices == 1 else choices,
-            "gen_ai.output.type": _OUTPUT_TYPES.get(str(form.get("type"))) if isinstance(form, Mapping) else None,
-            "gen_ai.request.encoding_formats": None if encoding is None else [encoding],
-            "gen_ai.embeddings.dimension.count": _number(int, asked("dimensions")),
-        }
-    )
+    found: _Found = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": _clean(model),
+        "triton_openai.adapter": observation.adapter,
+        "gen_ai.request.stream": observation.stream or None,
+    }
+    for name, (attribute, kind) in NUMBERS.items():
+        if (value := getattr(body, name, None)) is not None:
+            found[attribute] = _number(kind, value)
+    if stop := getattr(body, "stop", None):
+        stops = [stop] if isinstance(stop, str) else stop
+        found["gen_ai.request.stop_sequences"] = tuple([masked(_clean(text)) for text in stops])
+    if (choices := getattr(body, "n", None)) != 1:
+        found["gen_ai.request.choice.count"] = choices
+    if (form := getattr(body, "response_format", None)) is not None:
+        form = msgspec.to_builtins(form)
+        found["gen_ai.output.type"] = _OUTPUT_TYPES.get(str(form.get("type"))) if isinstance(form, Mapping) else None
+    if (encoding := getattr(body, "encoding_format", None)) is not None:
+        found["gen_ai.request.encoding_formats"] = (encoding,)
+    return _known(found)
 
 
 def _number(kind: type[int | float], value: Any) -> int | float | None:
@@ -291,7 +360,7 @@ def response_attributes(observation: Observation) -> Attributes:
         found |= {
             "gen_ai.response.id": observation.response_id,
             "gen_ai.response.model": _clean(answered_as) if observation.response_id and answered_as else None,
-            "gen_ai.response.finish_reasons": list(observation.finish_reasons) or None,
+            "gen_ai.response.finish_reasons": tuple(observation.finish_reasons) or None,
             "gen_ai.response.time_to_first_chunk": observation.time_to_first_token if observation.stream else None,
             "triton_openai.queued_seconds": observation.queued_seconds or None,
         }
@@ -332,8 +401,14 @@ def call_attributes(request: Any, url: str | None, lora: str | None = None) -> A
         "triton_openai.lora": None if lora is None else _clean(lora),
     }
     if url is not None:
-        found |= {"network.protocol.name": "grpc" if url.startswith("grpc") else "http", **_server(url)}
+        found |= upstream_attributes(url)
     return _known(found)
+
+
+@lru_cache(16)
+def upstream_attributes(url: str) -> _Found:
+    """Return those of all requests to the Triton at *url*."""
+    return {"network.protocol.name": "grpc" if url.startswith("grpc") else "http", **_server(url)}
 
 
 def _known(found: _Found) -> Attributes:

@@ -17,7 +17,7 @@ from tests.proxy_fixture import Answer, Proxy, serving
 from tests.scrape import scrape
 from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.config.worker import Worker
-from triton_openai.errors import UpstreamError
+from triton_openai.errors import UpstreamError, UpstreamTimeout
 from triton_openai.models import canary as canary_module
 from triton_openai.models.canary import CANARY, FAILURES, Canary
 from triton_openai.telemetry.metrics import Metrics
@@ -70,6 +70,8 @@ async def test_a_model_that_does_not_answer() -> None:
         assert (503, "not ready", ["m"]) == (answer.status, answer.json["status"], answer.json["not_answering"])
         assert "none of them answers" in answer.json["reason"]
         assert 1 == (await scrape(proxy)).sum(GAUGE, model="m")
+        (line,) = (await proxy.get("/status")).json["models"]
+        assert "does not answer" == line["state"]
         # Clients are still let through: they find out first when it is back.
         assert 503 == (await ask(proxy)).status
         asked = len(triton.asked)
@@ -97,6 +99,37 @@ async def test_another_model_that_answers_keeps_the_service_ready() -> None:
         await ask(proxy, "n", times=3)
         await until(lambda: {"m", "n"} <= set(canary.not_answering))
         assert 503 == (await proxy.get("/health/ready")).status
+
+
+async def test_a_model_that_answers_only_small_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    """Three silences in a row show, though the service's own request is answered, until a client's is."""
+    asked = asyncio.Event()
+    adapter = Mock(capabilities=Mock(generate=True))
+    adapter.name = "a"
+    model = Mock(triton_model="m", adapter=adapter)
+    models: Any = Mock(served={"m": model}, catalog=Mock(refresh=AsyncMock(), snapshot=Mock(reachable=True)))
+
+    async def answers(_: Any) -> None:
+        asked.set()
+
+    canary = Canary(models, answers, Metrics(Worker()))
+
+    def end(error: UpstreamError | None) -> None:
+        canary.ended(Observation(request_id="r", method="POST", path="/", operation="chat", model="m", error=error))
+
+    silence = UpstreamTimeout("The model sent no answer for 9 seconds.", code="upstream_silent")
+    for error in (silence, silence, None, silence, silence):
+        end(error)
+    assert not canary.not_answering
+    for _ in range(4):
+        end(silence)
+    await asked.wait()
+    await until(lambda: canary.any_answers)
+    assert {"m"} == set(canary.not_answering)
+    end(None)
+    assert not canary.not_answering
+    assert canary.any_answers
+    assert 1 == capsys.readouterr().out.count("model does not answer")
 
 
 async def test_an_answer_in_between_is_enough() -> None:

@@ -56,9 +56,8 @@ class Recorder:
     def __init__(self, sampler: Sampler | None = None, **options: Any) -> None:
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         self.tracing = Tracing(lambda request: "grpc://triton:8001", **options)
-        self.tracing.tracer = provider.get_tracer("test")
+        self.tracing.spans = otlp.SdkSpans(provider, self.exporter, SimpleSpanProcessor)
 
     def begin(self, *, method: str = "POST", headers: Any = None) -> Observation:
         """Let a request come."""
@@ -500,7 +499,7 @@ async def test_what_the_sdk_does_not_take_is_said_and_no_traceback(
     """Its variables are an operator's to mend, as settings of the service's own are."""
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigurationError, match="OTEL_"):
-        async with otlp.tracer(TracesSettings(otlp_endpoint=f"http://127.0.0.1:{port}"), flush_timeout=1):
+        async with otlp.spans(TracesSettings(otlp_endpoint=f"http://127.0.0.1:{port}"), flush_timeout=1):
             pass
 
 

@@ -202,7 +202,7 @@ class Job:
 
 async def handle(request: web.Request) -> web.StreamResponse:
     """Answer with a response."""
-    context = await begin(request, types.ResponsesRequest, "responses")
+    context = await begin(request, types.ResponsesRequest, "chat")
     body, state = context.body, request.app[STATE]
     if body.previous_response_id is not None and body.conversation is not None:
         raise errors.InvalidValue("'previous_response_id' cannot be used together with 'conversation'.", "conversation")
@@ -385,7 +385,7 @@ _SUMMARY_TOKENS = 2048
 
 async def compact(request: web.Request) -> web.Response:
     """Return a shorter form of a conversation: the user's messages, and a summary that the model writes."""
-    context = await begin(request, types.CompactRequest, "responses")
+    context = await begin(request, types.CompactRequest, "chat")
     given = context.body
     items = input_items(given)
     if not items and given.previous_response_id is None:
@@ -441,7 +441,7 @@ class InputTokens(msgspec.Struct, kw_only=True):
 
 async def count_tokens(request: web.Request) -> web.Response:
     """Count the tokens of a request's input, as the model's template and tokenizer make them."""
-    context = await begin(request, types.ResponsesRequest, "responses")
+    context = await begin(request, types.ResponsesRequest, "chat")
     job = Job(context)
     async with _chat(context, job) as asked:
         return json_response(InputTokens(input_tokens=await agents.count_tokens(asked)))
