@@ -14,7 +14,7 @@ import json
 import selectors
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.conformance.calls import steered
 from tests.proxy_fixture import Proxy, proxy_settings, serving
 from tests.triton_fixture import TestTriton
 from triton_openai.config.tree import ModelSettings
@@ -125,6 +126,30 @@ def response_format(properties: int) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": {"properties": json.loads(keys(properties, "{}"))}}}
 
 
+def response(given: str, **fields: Any) -> tuple[str, bytes]:
+    """Return a request for a response, with the JSON of its input."""
+    return request("/v1/responses", {"model": "vllm_model", "store": False}, {"input": given.encode(), **fields})
+
+
+def message(content: Any, *, before: Sequence[Any] = (), path: str = "/v1/messages") -> tuple[str, bytes]:
+    """Return a request of Anthropic's API."""
+    limit = {} if path.endswith("tokens") else {"max_tokens": 1}
+    return request(path, {"model": "vllm_model", **limit}, {"messages": [*before, said(content)]})
+
+
+def document(size: int) -> dict[str, Any]:
+    """Return a document of *size* characters of base64."""
+    return {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "A" * size}}
+
+
+THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "words " * 150}]}
+MORE_TOOLS: dict[str, Any] = {
+    "type": "additional_tools", "tools": [{"type": "function", "name": "f", "parameters": {}}]
+}  # fmt: skip
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": json.dumps({"a": "words " * 140})}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": "words " * 150}
+ROLES, LATE = ("user", "assistant"), ("user", "system")
+
 WORDS = "The quick brown fox jumps over the lazy dog. "
 AGENT = [said(WORDS * 3300, "system"), said("hi")]
 IDS = [1000 + number % 2000 for number in range(262_144)]
@@ -219,7 +244,55 @@ HOSTILE: Mapping[str, Callable[[], tuple[str, bytes]]] = {
     "4,000 parts of text": lambda: chat(messages=[said([{"type": "text", "text": "hi"}] * 4000)]),
     "4,096 messages": lambda: chat(messages=[said("hi")] * 4096),
     "a model's name of 3 MiB": lambda: other("/tokenize", "a-model_" * (3 * MIB // 8), prompt="hi"),
+    "4,090 reasoning items": lambda: response(many(json.dumps(THOUGHT), 4090)),
+    "3,500 times a tool, in items": lambda: response(many(json.dumps(MORE_TOOLS), 3500)),
+    "an item with 12,000 tools": lambda: response(
+        json.dumps([{"type": "additional_tools", "tools": MORE_TOOLS["tools"] * 12_000}])
+    ),
+    "12,000 hosted tools": lambda: response('"hi"', tools=[{"type": "web_search"}] * 12_000),
+    "4,090 calls in a response": lambda: response(many(json.dumps(CALL), 4090)),
+    "4,090 messages of a response": lambda: response(many(json.dumps(said("words " * 160)), 4090)),
+    "4,090 items of a conversation": lambda: other(
+        "/v1/conversations", "vllm_model", items=many(json.dumps(THOUGHT), 4090).encode()
+    ),
+    "a document of 40 MB": lambda: message([document(40_000_000)]),
+    "a document of 40 MB, counted": lambda: message([document(40_000_000)], path="/v1/messages/count_tokens"),
+    "an image of 40 MB": lambda: message([{**document(40_000_000), "type": "image"}]),
+    "4,096 blocks": lambda: message([{"type": "text", "text": "words " * 160}] * 4096),
+    "4,096 results of tools": lambda: message([RESULT] * 4096),
+    "4,090 turns of Messages": lambda: message("hi", before=[said("words " * 150, ROLES[n % 2]) for n in range(4090)]),
+    "4,096 late system messages": lambda: chat(messages=[said("words " * 150, LATE[n % 2]) for n in range(4096)]),
+    "4 MB to tokenize, with texts": lambda: other(
+        "/tokenize", "vllm_model", prompt=WORDS * 90_000, return_token_strs=True
+    ),
+    "900 KB echoed, 128 answers": lambda: completion(prompt=WORDS * 20_000, n=128, echo=True),
+    "262,144 prompt ids, 128 answers with ids": lambda: completion(prompt=IDS, n=128, return_token_ids=True),
+    "4 MB, truncated": lambda: completion(prompt=WORDS * 90_000, truncate_prompt_tokens=100),
+    "4 MB without a space, truncated": lambda: completion(prompt="a" * 4_000_000, truncate_prompt_tokens=100),
     "20,000 unknown fields": lambda: chat(**{f"unknown_{number}": 1 for number in range(20_000)}),
+}
+
+LONG_ANSWER = steered(text="one two three ", repeat=600)
+SCORED = {"max_tokens": 1800, "messages": [said(LONG_ANSWER)], "logprobs": True, "top_logprobs": 20}
+RESPONSE_LOGPROBS = {
+    "max_output_tokens": 1800, "top_logprobs": 20, "include": ["message.output_text.logprobs"]
+}  # fmt: skip
+ECHOED = {"prompt": steered("hi " * 600, text="one two"), "echo": True, "logprobs": 5, "n": 128}
+
+#: Answers with many log probabilities.
+LOGPROBS: Mapping[str, Callable[[], tuple[str, bytes]]] = {
+    "1,800 tokens, 20 alternatives": lambda: chat(**SCORED),
+    "the same, streamed": lambda: chat(**SCORED, stream=True),
+    "the same, held back by a stop string": lambda: chat(**SCORED, stream=True, stop=["x" * 1000]),
+    "the same as a response": lambda: response(json.dumps(LONG_ANSWER), **RESPONSE_LOGPROBS),
+    "the same as a streamed response": lambda: response(json.dumps(LONG_ANSWER), **RESPONSE_LOGPROBS, stream=True),
+    "the same of an engine": lambda: chat(**SCORED, model="tensorrt_llm"),
+    "128 answers of 50 tokens, 5 alternatives": lambda: completion(
+        model="vllm_model", prompt=steered(text="one two three ", repeat=50), n=128, max_tokens=50, logprobs=5
+    ),
+    "a prompt of 1.9 kB echoed with 128 answers": lambda: completion(**ECHOED),
+    "the same prompt, streamed": lambda: completion(**ECHOED, stream=True),
+    "a prompt's, 20 alternatives": lambda: completion(prompt="hi " * 600, prompt_logprobs=20, n=8),
 }
 
 
@@ -316,14 +389,16 @@ async def exposed(triton: TestTriton, transport: str = "http") -> AsyncIterator[
             gc.unfreeze()
 
 
-@pytest.mark.parametrize("cases", [USUAL, HOSTILE], ids=["usual", "hostile"])
+@pytest.mark.parametrize(
+    "cases, transport", [(USUAL, "http"), (HOSTILE, "http"), (LOGPROBS, "both")], ids=["usual", "hostile", "logprobs"]
+)
 def test_no_request_holds_the_event_loop(
-    triton: TestTriton, tmp_path: Path, cases: Mapping[str, Callable[[], tuple[str, bytes]]]
+    triton: TestTriton, tmp_path: Path, cases: Mapping[str, Callable[[], tuple[str, bytes]]], transport: str
 ) -> None:
     """Whatever becomes of it, a request leaves the loop its turns; those that people send are not too large for us."""
     stopwatch = Stopwatch()
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(stopwatch)) as runner:
-        held, refused = runner.run(measured(triton, stopwatch, tmp_path, cases))
+        held, refused = runner.run(measured(triton, stopwatch, tmp_path, cases, transport))
     assert {} == {name: took for name, took in held.items() if took >= LONGEST_TURN}
     assert cases is HOSTILE or not refused
 
@@ -336,12 +411,16 @@ def written(made: Callable[[], tuple[str, bytes]], file: Path) -> tuple[str, Pat
 
 
 async def measured(
-    triton: TestTriton, stopwatch: Stopwatch, folder: Path, cases: Mapping[str, Callable[[], tuple[str, bytes]]]
+    triton: TestTriton,
+    stopwatch: Stopwatch,
+    folder: Path,
+    cases: Mapping[str, Callable[[], tuple[str, bytes]]],
+    transport: str,
 ) -> tuple[dict[str, float], list[str]]:
     """Return the longest turn of each case, and which cases were refused."""
     held: dict[str, float] = {}
     refused = []
-    async with exposed(triton) as proxy, client_of(proxy, stopwatch) as client:
+    async with exposed(triton, transport) as proxy, client_of(proxy, stopwatch) as client:
         for name, made in cases.items():
             path, file = written(made, folder / "body")
             slower = 1.0

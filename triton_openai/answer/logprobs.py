@@ -151,8 +151,11 @@ class LogitsReader:
 
 async def _computed(logits: Logits, chosen: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
     """Do :func:`log_probabilities` without holding the event loop."""
-    size = len(chosen) * logits.width
-    return await offload.run(log_probabilities, logits, chosen, count, cost=offload.LOGIT * size)
+    return await offload.run(log_probabilities, logits, chosen, count, cost=_cost(logits, chosen))
+
+
+def _cost(logits: Logits, chosen: Sequence[int]) -> float:
+    return offload.LOGIT * len(chosen) * logits.width
 
 
 # A prompt's scores may be hundreds of megabytes.
@@ -188,7 +191,12 @@ async def score_prompts(
             return _named(tokenizer, generation, ())
         async with gate:
             logits = await _ask(model, generation, scoring.param, client)
-            return _named(tokenizer, generation, await _computed(logits, following, scoring.count))
+
+            def scored() -> tuple[TokenLogprob, ...]:
+                return _named(tokenizer, generation, log_probabilities(logits, following, scoring.count))
+
+            cost = _cost(logits, following) + offload.LOGPROB * len(following) * (1 + scoring.count)
+            return await offload.run(scored, cost=cost)
 
     tasks = [asyncio.create_task(score(generation)) for generation in generations]
     try:

@@ -61,9 +61,14 @@ async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T
     observation.body_size = len(body)
     ignored = observation.unknown_fields = []
     names = None if strict else ignored
-    # Made here: two threads that use a type for the first time at the same time can crash msgspec (0.22).
-    offload.json_decoder(kind)
-    parsed = await offload.run(read_within, body, kind, limits, names, cost=offload.json_cost(len(body)))
+    cost = offload.json_cost(len(body))
+    if cost <= offload.INLINE:
+        # Nothing is awaited for most requests.
+        parsed = read_within(body, kind, limits, names)
+    else:
+        # Made here: two threads that use a type for the first time at the same time can crash msgspec (0.22).
+        offload.json_decoder(kind)
+        parsed = await offload.run(read_within, body, kind, limits, names, cost=cost)
     if ignored:
         tell_ignored(observation, ignored)
     return parsed
@@ -290,7 +295,8 @@ def _without_images(body: bytes, most: int) -> bytes:
             continue
         if opening == b":":
             kept += view[begin:place], b'""'
-        elif body[start:end].translate(None, _BASE64):
+        elif any(body[at : min(at + _PIECE, end)].translate(None, _BASE64) for at in range(start, end, _PIECE)):
+            # In pieces, as each step keeps the interpreter lock.
             continue
         else:
             kept += view[begin:start], b'"'

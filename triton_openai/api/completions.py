@@ -259,8 +259,9 @@ class CompletionChunks(Chunks):
         run = self._runs[choice]
         text, logprobs = self._echoes[choice // self._n]
         ids = b',"prompt_token_ids":%b,"token_ids":[]' % _encode(run.generation.prompt_ids) if self._ids else b""
-        tail = b',"index":%d,"logprobs":%b,"finish_reason":null%b}' % (choice, logprobs, ids)
-        return self._text + text + tail + self._tail
+        # Copied once: together, the choices may be tens of megabytes.
+        index, end = b',"index":%d,"logprobs":' % choice, b',"finish_reason":null%b}' % ids
+        return b"".join((self._text, text, index, logprobs, end, self._tail))
 
     def piece(self, choice: int, delta: Delta) -> bytes:
         if not delta.logprobs and not self._continuous and not self._ids:

@@ -6,6 +6,7 @@ They work with the model's configured tokenizer, in this process: no request goe
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -21,6 +22,11 @@ from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.prompts.messages import Message
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
+from triton_openai.serving.connections import WholeResponse
+
+_encode = msgspec.json.Encoder().encode
+# Tokens that are encoded at once.
+_PIECE = 4096
 
 
 class TokenizeRequest(ModelRequest, kw_only=True):
@@ -80,17 +86,26 @@ async def tokenize(request: web.Request) -> web.Response:
         text = body.prompt or ""
         special = body.add_special_tokens is not False
     tokens = await tokenizer.encode_async(text, special)
-    wanted = tokens if body.return_token_strs else ()
-    strings = await offload.run(
-        lambda: [tokenizer.vocabulary_string(token) for token in wanted], cost=offload.TOKEN_STRING * len(wanted)
-    )
-    answer = TokenizeAnswer(
-        count=len(tokens),
-        max_model_len=model.settings.max_model_len,
-        tokens=tokens,
-        token_strs=strings if body.return_token_strs else None,
-    )
-    return json_response(answer)
+    texts = bool(body.return_token_strs)
+
+    def rendered() -> bytes:
+        pieces = [tokens[start : start + _PIECE] for start in range(0, len(tokens), _PIECE)]
+        strings = ([tokenizer.vocabulary_string(token) for token in piece] for piece in pieces) if texts else ()
+        answer = TokenizeAnswer(
+            count=len(tokens),
+            max_model_len=model.settings.max_model_len,
+            tokens=_joined(pieces),
+            token_strs=_joined(strings) if texts else None,
+        )
+        return _encode(answer)
+
+    cost = (offload.INTEGER + texts * offload.TOKEN_STRING) * len(tokens)
+    return WholeResponse(body=await offload.run(rendered, cost=cost), content_type="application/json")
+
+
+def _joined(pieces: Iterable[Sequence[Any]]) -> Any:
+    """Return the JSON of one list: to encode millions of values at once would hold the interpreter."""
+    return msgspec.Raw(b"[%b]" % b",".join([_encode(piece)[1:-1] for piece in pieces]))
 
 
 async def detokenize(request: web.Request) -> web.Response:

@@ -25,6 +25,8 @@ _CHARACTERS_PER_TOKEN = 8
 _SEARCHED = 4096
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_])[ \n](?=[^\W\d_])")
 _WORDS = 16
+# A longer text without words is cut anywhere: the places of millions of tokens take long to free.
+_LONGEST_WORD = 1_000_000
 
 #: More tokens than any model takes.
 MOST_TOKENS = 2 * 1024 * 1024
@@ -132,7 +134,8 @@ class Tokenizer:
     def part(self, text: str, count: int, side: Literal["left", "right"]) -> str:
         """
         Return the end of *text*, or with *side* "right" its start, that has the last, or first, *count* tokens as the
-        whole text has them; or the whole text, if such a part is not found quickly.
+        whole text has them; or the whole text, if such a part is not found quickly. In a text of millions of characters
+        without words, they may differ.
         """
         size = count * _CHARACTERS_PER_TOKEN
         if len(text) <= size + 2 * _SEARCHED:
@@ -142,7 +145,10 @@ class Tokenizer:
         searched = place - _SEARCHED if side == "left" else place
         cuts = [match.start() for match in _BETWEEN_WORDS.finditer(text, searched, searched + _SEARCHED)]
         if len(cuts) < _WORDS:
-            return text
+            if len(text) <= _LONGEST_WORD:
+                return text
+            # No text that somebody wrote: it is cut anywhere.
+            cuts = [searched if side == "left" else searched + _SEARCHED] * _WORDS
         start, end = (cuts[-_WORDS], len(text)) if side == "left" else (0, cuts[_WORDS - 1])
         part = text[start:end]
         tokens = self.tokens(part)
