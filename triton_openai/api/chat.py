@@ -333,8 +333,11 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
         return _encode(completion)
 
     cost = rendering_cost(answers, offload.RENDER if turn.parsers[0].plain else offload.PARSE)
-    cost += cost_of(len(runs[0].prompt_logprobs), body.prompt_logprobs)
-    return WholeResponse(body=await offload.run(rendered, cost=cost), content_type="application/json")
+    if body.prompt_logprobs is not None:
+        cost += cost_of(len(runs[0].prompt_logprobs), body.prompt_logprobs)
+    # Nothing is awaited for most answers.
+    content = rendered() if cost <= offload.INLINE else await offload.run(rendered, cost=cost)
+    return WholeResponse(body=content, content_type="application/json")
 
 
 async def _task(context: RequestContext[ChatRequest], answer_id: str, plan: ToolPlan, prompter: Prompter) -> Task:

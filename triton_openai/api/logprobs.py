@@ -72,8 +72,10 @@ def rendering_cost(answers: Sequence[Collected], per_character: float = offload.
     """Return about how many microseconds it takes to render *answers*, with so many for each character."""
     alternatives = answers[0].run.generation.sampling.logprobs if answers else None
     deltas = [delta for answer in answers for delta in answer.deltas]
-    tokens = sum(len(delta.logprobs) for delta in deltas)
-    return per_character * sum(len(delta.text) for delta in deltas) + cost_of(tokens, alternatives)
+    cost = per_character * sum([len(delta.text) for delta in deltas])
+    if alternatives is not None:
+        cost += cost_of(sum([len(delta.logprobs) for delta in deltas]), alternatives)
+    return cost
 
 
 def in_pieces(values: Iterable[Any]) -> list[Any]:

@@ -279,7 +279,12 @@ class EventStream:
             return self._renderer.keep_alive()
         self._flowing = True
         pending, self._pending = self._pending, []
-        return self._renderer.opening() + b"".join(pending)
+        opening = self._renderer.opening()
+        if len(opening) > _HIGH_WATER and self._transport is not None:
+            # Echoed prompts may be tens of megabytes, which each step would copy.
+            self._write(opening)
+            opening = b""
+        return opening + b"".join(pending)
 
     def _write(self, events: bytes) -> None:
         transport = self._transport
