@@ -172,7 +172,7 @@ async def test_too_many_images(proxy: Proxy, model: str, most: int) -> None:
         ({"type": "image_url", "image_url": [1]}, ".image_url", "invalid_type"),
         (part(data_url(png()), detail="huge"), ".image_url.detail", "invalid_value"),
         ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "", "unsupported_parameter"),
-        ({"type": "file", "file": {"file_id": "x"}}, "", "unsupported_parameter"),
+        ({"type": "file", "file": {"file_id": "x"}}, ".file.file_id", "unsupported_parameter"),
         ({"type": "video_url", "video_url": {"url": "x"}}, "", "unsupported_parameter"),
     ],
 )

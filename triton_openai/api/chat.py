@@ -417,6 +417,7 @@ def message_of(events: Sequence[Event], plan: ToolPlan, fields: Sequence[str]) -
         else:
             arguments[event.index].append(event.text)
     calls = [_call(start, "".join(parts), plan) for start, parts in zip(starts, arguments, strict=True)]
+    legacy = [call.function for call in calls if plan.legacy and isinstance(call, ToolCall)]
     text = "".join(content)
     reasoning = "".join(thoughts) or msgspec.UNSET
     return AnswerMessage(
@@ -425,7 +426,7 @@ def message_of(events: Sequence[Event], plan: ToolPlan, fields: Sequence[str]) -
         refusal=None,
         **dict.fromkeys(fields, reasoning),
         tool_calls=calls if calls and not plan.legacy else msgspec.UNSET,
-        function_call=calls[0].function if plan.legacy and isinstance(calls[0], ToolCall) else msgspec.UNSET,
+        function_call=legacy[0] if legacy else msgspec.UNSET,
     )
 
 

@@ -252,13 +252,26 @@ def test_bad_arguments(arguments: str, message: str) -> None:
 
 def test_calls_that_are_no_functions() -> None:
     """Calls of other types, and functions without a function, are refused."""
-    with pytest.raises(UnsupportedParameter, match="'custom'") as caught:
-        prepare(decode({"role": "assistant", "tool_calls": [{"type": "custom", "custom": {}}]}), STRING)
+    with pytest.raises(UnsupportedParameter, match="'mcp'") as caught:
+        prepare(decode({"role": "assistant", "tool_calls": [{"type": "mcp"}]}), STRING)
     assert caught.value.param == "messages[0].tool_calls[0].type"
 
     with pytest.raises(InvalidRequest, match="must have a 'function'") as missing:
         prepare(decode({"role": "assistant", "tool_calls": [{"id": "x"}]}), STRING)
     assert missing.value.param == "messages[0].tool_calls[0].function"
+
+    with pytest.raises(InvalidRequest, match="must have 'custom'") as missing:
+        prepare(decode({"role": "assistant", "tool_calls": [{"type": "custom"}]}), STRING)
+    assert missing.value.param == "messages[0].tool_calls[0].custom"
+
+
+def test_a_call_of_a_custom_tool() -> None:
+    """Its text is the one argument of a function."""
+    given = decode({"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "run", "input": "1"}}]})
+
+    assert [{"type": "function", "function": {"name": "run", "arguments": {"input": "1"}}}] == (
+        prepare(given, STRING)[0]["tool_calls"]
+    )
 
 
 def test_an_empty_list_of_calls_is_left_out() -> None:
