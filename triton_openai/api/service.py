@@ -105,29 +105,24 @@ class RequestContext(Generic[_Body]):
         """Return the context with another *body*."""
         return RequestContext(self.request, self.service, body, self.model, self.observation, self.limits)
 
-    async def admitted(self, answer: Callable[[RequestContext[_Body]], Awaitable[_Answer]], *, param: str) -> _Answer:
+    async def admitted(
+        self, answer: Callable[[RequestContext[_Body]], Awaitable[_Answer]], *, param: str, runs: bool = True
+    ) -> _Answer:
         """
         Wait for admission, and return what *answer* returns for this context, which counts as running.
 
-        The wait counts towards the limits. For the rest see :meth:`answered`. Raises also as :meth:`Admission.enter`.
+        The wait counts towards the limits. What only prepares an answer, and so *runs* not, does not wait. A text-level
+        model may be served by its token-level engine. If the engine does not take the request, the text-level model
+        gets it. *param* is the field to blame if the model refuses the input and names no field. Raises as
+        :meth:`Admission.enter`, and the engine's :class:`UnsupportedParameter` if neither takes the request.
         """
         admission, triton_model = self.service.admission, self.model.triton_model
-        task = await admission.enter(triton_model, self.observation, patience=self.limits.patience)
+        task = None
+        if runs:
+            task = await admission.enter(triton_model, self.observation, patience=self.limits.patience)
         try:
-            self.limits = self.limits.after(self.observation.queued_seconds)
-            return await self.answered(answer, param=param)
-        finally:
-            admission.leave(triton_model, task)
-
-    async def answered(self, answer: Callable[[RequestContext[_Body]], Awaitable[_Answer]], *, param: str) -> _Answer:
-        """
-        Return what *answer* returns for this context.
-
-        A text-level model may be served by its token-level engine. If the engine does not take the request, the
-        text-level model gets it. *param* is the field to blame if the model refuses the input and names no field.
-        Raises the engine's :class:`UnsupportedParameter` if neither takes the request.
-        """
-        try:
+            if runs:
+                self.limits = self.limits.after(self.observation.queued_seconds)
             try:
                 return await answer(self)
             except UnsupportedParameter as refusal:
@@ -141,6 +136,9 @@ class RequestContext(Generic[_Body]):
         except PromptRefused as error:
             error.param = error.param or param
             raise
+        finally:
+            if runs:
+                admission.leave(triton_model, task)
 
 
 async def begin(request: web.Request, kind: type[_Body], operation: str) -> RequestContext[_Body]:

@@ -97,8 +97,7 @@ class Admission:
         self._model_draining.check(model)
         if self._lag() > _MAX_LOOP_LAG:
             raise ServiceOverloaded("The service is overloaded.", retry_after=1)
-        full = self._total() >= self._limit or not self._has_room(model)
-        if full and len(self._queue) >= self._queue_limit:
+        if len(self._queue) >= self._queue_limit and (self._total() >= self._limit or not self._has_room(model)):
             raise ServiceOverloaded(
                 "Too many requests are running and waiting already.", retry_after=self._settings.queue_timeout
             )

@@ -286,7 +286,7 @@ async def _begin_in_background(context: RequestContext[types.ResponsesRequest], 
     try:
         async with AsyncExitStack() as stack:
             asked = await stack.enter_async_context(_chat(replace(context, observation=observation), job))
-            turn = await asked.answered(partial(_turn_of, job=job), param="messages")
+            turn = await asked.admitted(partial(_turn_of, job=job), param="messages", runs=False)
             # What is ignored was found out meanwhile.
             context.observation.headers = observation.headers
             events = job.events(turn)
