@@ -118,11 +118,13 @@ class Hostile:
             watching = threads.submit(self._watch)
             began = time.monotonic()
             remaining = iter(numbers)
-            for done in [threads.submit(self._client, remaining) for _ in range(self._clients)]:
-                done.result()
+            try:
+                for done in [threads.submit(self._client, remaining) for _ in range(self._clients)]:
+                    done.result()
+            finally:
+                self._over.set()
             figures.seconds = time.monotonic() - began
             figures.requests = figures.statuses.total()
-            self._over.set()
             most = watching.result()
         self._look_at_turns()
         deadline = time.monotonic() + _SETTLE_SECONDS

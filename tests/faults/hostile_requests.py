@@ -102,6 +102,10 @@ _DEEP = re.compile(r'"(lists|objects) nested (\d+) times"')
 _MOST_BYTES = 10 * 1024 * 1024
 
 
+#: What stands in paths, by its name there: models, and the kinds of ids.
+_SEGMENTS = {"model": "model", "deployment": "model", "response": "resp", "conversation": "conv", "item": "msg"}
+
+
 class Known:
     """Ids that the service has given out, by their kind; those of *foreign* belong to another key."""
 
@@ -276,6 +280,10 @@ class _Maker:
         if kind == 4 and isinstance(body, dict) and body:
             name = chance.choice(list(body))
             return b"{%s:%s,%s" % (json.dumps(name).encode(), _json(self.value()), data[1:])
+        if kind == 6:
+            return _json(self.value())[:_MOST_BYTES]
+        if kind == 7:
+            return chance.randbytes(int(10 ** chance.uniform(0, 3)))
         if kind == 5:
             return chance.choice((b"", b"null", b"1", b'"a"', b"[]", b"true", b" ", b"{}"))
         return data
@@ -288,9 +296,8 @@ class _Maker:
             return chance.choice((MANAGED, MANAGED, "nobody", "a/b", "\0", "é" * 100, "../x", "x" * 3000))
         if chance.random() < 0.1:
             return self.text(3.3).encode("utf-8", "replace").decode() or "-"
-        if name in ("model", "deployment"):
-            return chance.choice(MODELS)
-        return self._known.id(chance, {"response": "resp", "conversation": "conv", "item": "msg"}[name])
+        kind = _SEGMENTS[name]
+        return chance.choice(MODELS) if kind == "model" else self._known.id(chance, kind)
 
     def _query(self, operation: Operation) -> str:
         chance = self._chance
@@ -647,3 +654,6 @@ def check_complete() -> None:
     """Raise `AssertionError` if the service has an operation for which no request is made."""
     names = {operation.name for operation in OPERATIONS}
     assert names == BODIES.keys(), f"no requests are made for {sorted(names ^ BODIES.keys())}"
+    routes = " ".join(route for operation in OPERATIONS for route in operation.routes)
+    segments = set(re.findall(r"\{(\w+)", routes))
+    assert segments <= _SEGMENTS.keys(), f"nothing is put in paths for {sorted(segments - _SEGMENTS.keys())}"

@@ -7,12 +7,9 @@ as a process of its own: what it would print in distress is read in the end.
 
 from __future__ import annotations
 
-import copy
 import gzip
-import http.client
 import json
 import socket
-import string
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
@@ -23,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.cases import every_case
-from tests.clients.service import Reply, Service, exchange, serving
+from tests.clients.service import Reply, Service, serving
 from tests.triton_fixture import TestTriton
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -517,160 +514,10 @@ def test_strict_parameters(strict: Service, service: Service, path: str) -> None
         assert 400 == strict.post(path, {**VALID[path], name: 1}).status
 
 
-# Anything at all
-
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=True, allow_infinity=True)
-    | st.text(st.characters(), max_size=20),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8), inner, max_size=5),
-    max_leaves=20,
-)
-nasty_values: st.SearchStrategy[Any] = st.sampled_from(
-    [
-        *(None, True, False, 0, -1, 1, 2**31 - 1, 2**31, -(2**31) - 1, 2**53, 2**63, 2**64, -(2**64), 10**30),
-        *(0.0, -0.0, 0.5, 1.0, 1e-320, 1e308, float("nan"), float("inf"), float("-inf")),
-        *("", " ", "0", "null", "\0", "\ud800", "\U0001f600", "a" * 5000, "ensemble", "vllm_model", "text_embedding"),
-        *([], [None], [[]], [[[]]], [""], [0], ["a", 1], [{}], {}, {"": None}, {"type": "text"}, {"role": "user"}),
-        [{"role": "user", "content": [{"type": "text", "text": "a"}, "b", None]}],
-        [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-        [{"role": "tool", "content": "x"}, {"role": "system", "content": []}, {"role": "user"}],
-    ]
-)
-values = nasty_values | json_values
-names = st.sampled_from(FIELDS) | st.text(string.ascii_letters + "_", max_size=6)
-RERANKERS = ("text_rerank", "text_rerank_pairs", "text_rerank_ids")
-models = st.sampled_from([*MODELS, *RERANKERS, "text_embedding", "vllm_embedding", "preprocessing", "nobody"])
+# Anything at all: see also what `make hostile` sends to every endpoint
 
 
-@st.composite
-def mutated(draw: st.DrawFn) -> tuple[str, Any]:
-    """Draw a path and a request for it that was good before a few things in it were changed."""
-    path = draw(st.sampled_from(POSTS))
-    body = copy.deepcopy(VALID[path])
-    body["model"] = draw(models)
-    for _ in range(draw(st.integers(1, 3))):
-        if draw(st.integers(0, 5)) == 0:
-            body.pop(draw(st.sampled_from(sorted(body))), None)
-        else:
-            body[draw(names)] = draw(values)
-        if not body:
-            break
-    if path == CHAT and isinstance(body.get("messages"), list) and draw(st.booleans()):
-        fields = st.sampled_from(["role", "content", "name", "tool_calls", "tool_call_id", "refusal", "function_call"])
-        roles = st.sampled_from(["user", "system", "developer", "assistant", "tool", "function"])
-        body["messages"] = [*body["messages"], {"role": draw(roles), "content": "a", draw(fields): draw(values)}]
-    return path, body
-
-
-@st.composite
-def damaged(draw: st.DrawFn) -> tuple[str, bytes]:
-    """Draw a path and the bytes of a good request, a few of which were changed, put in or taken out."""
-    path = draw(st.sampled_from(POSTS))
-    data = bytearray(json.dumps(VALID[path]).encode())
-    for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, len(data) - 1)) if data else 0
-        kind = draw(st.integers(0, 2))
-        if kind == 0 and data:
-            data[at] = draw(st.integers(0, 255))
-        elif kind == 1:
-            data[at:at] = draw(st.binary(max_size=4))
-        else:
-            del data[at : at + draw(st.integers(1, 8))]
-    return path, bytes(data)
-
-
-def encode(body: Any) -> bytes:
-    """Return *body* as JSON text as Python writes it, with ``NaN`` and lone surrogates where there are any."""
-    return json.dumps(body).encode("utf-8", "surrogatepass")
-
-
-class Line:
-    """One connection that is kept for many requests and made anew when the service closes it."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._connection = service.connect()
-
-    def post(self, path: str, body: bytes) -> Reply:
-        """Send *body*."""
-        try:
-            return exchange(self._connection, "POST", path, body)
-        except (http.client.HTTPException, ConnectionError):
-            self._connection.close()
-            self._connection = self._service.connect()
-            return exchange(self._connection, "POST", path, body)
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
-
-
-@pytest.fixture
-def line(service: Service) -> Iterator[Line]:
-    """A connection to the service."""
-    opened = Line(service)
-    yield opened
-    opened.close()
-    assert_serves(service)
-
-
-def assert_answered(reply: Reply) -> None:
-    """Assert that *reply* is an answer or a refusal, each in its form, and no failure."""
-    assert reply.status < 500, reply.body
-    if reply.status != 200:
-        assert "invalid_request_error" == reply.error["type"]
-    elif reply.headers["Content-Type"].startswith("text/event-stream"):
-        events = reply.events
-        assert "[DONE]" == events[-1]
-        assert all("error" not in json.loads(event) for event in events[:-1])
-    else:
-        assert "results" in reply.json or reply.json["object"] in ("chat.completion", "text_completion", "list")
-
-
-anything = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-
-
-@anything
-@given(path=st.sampled_from([*PATHS]), body=values)
-def test_any_json(line: Line, path: str, body: Any) -> None:
-    """Any JSON, posted to any path, is answered or refused."""
-    assert_answered(line.post(path, encode(body))) if path in POSTS else line.post(path, encode(body))
-
-
-@anything
-@given(path=st.sampled_from(POSTS), body=st.dictionaries(names, values, max_size=6), model=models)
-def test_any_object(line: Line, path: str, body: dict[str, Any], model: str) -> None:
-    """So is any object of known fields with any values."""
-    assert_answered(line.post(path, encode({**body, "model": model})))
-
-
-@anything
-@given(request=mutated())
-def test_mutated_requests(line: Line, request: tuple[str, Any]) -> None:
-    """So is a good request with something wrong in it."""
-    path, body = request
-    assert_answered(line.post(path, encode(body)))
-
-
-@anything
-@given(request=damaged())
-def test_damaged_bytes(line: Line, request: tuple[str, bytes]) -> None:
-    """So is a good request with bytes that are wrong, missing or too many."""
-    path, body = request
-    assert_answered(line.post(path, body))
-
-
-@anything
-@given(path=st.sampled_from(POSTS), body=st.binary(max_size=200))
-def test_any_bytes(line: Line, path: str, body: bytes) -> None:
-    """So are any bytes."""
-    assert_answered(line.post(path, body))
-
-
-@anything
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(name=st.text(st.characters(codec="utf-8"), min_size=1, max_size=60))
 def test_any_model_name_in_the_path(service: Service, name: str) -> None:
     """Any name in a path is a model or an unknown one."""
