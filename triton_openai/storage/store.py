@@ -5,8 +5,8 @@ An entry has a head, which is replaced as a whole, and rows in named lists, whic
 one. It belongs to an owner, and may have a parent: entries that go on from each other are a chain. Whoever works on an
 entry holds its lease.
 
-What has not been used for longer than the configured age is dropped. So is what an owner used longest ago, while he has
-more than his share, or while all have too much together and he has most.
+What has not been used for longer than the configured age is dropped. So is what an owner used longest ago, while it has
+more than its share, or while all have too much together and it has most.
 """
 
 from __future__ import annotations
@@ -148,9 +148,9 @@ class Store(ABC):
     @abstractmethod
     async def claim(self, key: str, holder: str, seconds: float, *, renew: bool = False) -> bool:
         """
-        Give *holder* the lease of an entry for *seconds*, 0 to end it; return whether he has it.
+        Give *holder* the lease of an entry for *seconds*, 0 to end it; return whether *holder* has it.
 
-        He gets it if he holds it, or if nobody does; the latter not if he is to *renew* it.
+        A holder keeps its lease. A free lease is given away, unless the holder only wants to *renew* its own.
         """
 
     @abstractmethod
@@ -194,7 +194,7 @@ class Store(ABC):
     @abstractmethod
     async def _drop(self, owner: str, before: float, surplus: int) -> int:
         """
-        Drop a batch of what *owner* used longest ago: what he used before *before*, and *surplus* bytes.
+        Drop a batch of what *owner* used longest ago: what was used before *before*, and *surplus* bytes.
 
         Returns their bytes.
         """
@@ -262,7 +262,7 @@ class Store(ABC):
         """
         Count what *owner* writes: *rows*, and *size* bytes besides.
 
-        Raises :class:`StoreUnavailable` if he writes faster than the sweep drops.
+        Raises :class:`StoreUnavailable` if *owner* writes faster than the sweep drops.
         """
         size += sum(len(row.data) for row in rows)
         own, whole = self._written[owner] + size, self._written.total() + size

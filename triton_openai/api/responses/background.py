@@ -18,7 +18,7 @@ from triton_openai.telemetry.logging import warn
 
 _log = structlog.get_logger(__name__)
 
-#: Whoever makes a response, or holds a conversation, says so again within this time, else he is gone; and how often.
+#: A process that makes a response, or holds a conversation, renews its lease within this time; and how often it does.
 LEASE_SECONDS = 15.0
 RENEW_SECONDS = LEASE_SECONDS / 3
 #: The list of a response's events, without those that tell of its end: they follow from the response.

@@ -151,7 +151,7 @@ class ResponseState:
         events = b"".join(await self.store().read([response.id], [EVENTS]))
         response.output = await offload.run(replayed, events, cost=offload.JSON * len(events))
         if changed or response.output:
-            # If somebody else is faster, he does the same.
+            # Another process that is faster does the same.
             record.version += await self.keep(response, owner, record.version, output_rows(response))
 
     async def keep(
