@@ -59,7 +59,9 @@ local function drop(owner, of)
   redis.call('ZINCRBY', prefix .. 'owners', -size, owner)
 end
 local function lease(holder, seconds)
-  redis.call('HSET', entry(key), 'holder', holder, 'until', string.format('%.6f', now + seconds))
+  -- One that is ended is over by any clock.
+  local ends = seconds > 0 and now + seconds or 0
+  redis.call('HSET', entry(key), 'holder', holder, 'until', string.format('%.6f', ends))
 end
 local function append(owner, first, most_rows, most_size)
   local count, size, new = tonumber(field('rows') or 0), tonumber(field('size') or 0), {}

@@ -112,7 +112,7 @@ class SqlStore(Store):
     ) -> Steps[bool]:  # fmt: skip
         self._charge(owner, rows, len(head))
         now, grown = time.time(), len(head)
-        holder, until = (None, None) if lease is None else (lease[0], now + lease[1])
+        holder, until = (None, None) if lease is None else (lease[0], _end(lease[1]))
         if version:
             old = yield (
                 "SELECT LENGTH(head) FROM triton_openai_entry WHERE key = $1 AND owner = $2 AND version = $3",
@@ -129,7 +129,7 @@ class SqlStore(Store):
             done = yield (
                 "INSERT INTO triton_openai_entry (key, owner, parent, version, used, holder, until, size, rows, next,"
                 " head) VALUES ($1, $2, $3, 1, $4, $5, $6, $8, 0, 0, $7) ON CONFLICT (key) DO NOTHING RETURNING key",
-                *(key, owner, parent, now, holder or "", until or now, head, grown),
+                *(key, owner, parent, now, holder or "", until or 0.0, head, grown),
             )
         return bool(done) and (yield from _append(key, owner, rows, _LAST, _LAST, grown))
 
@@ -142,7 +142,7 @@ class SqlStore(Store):
         if lease is not None:
             held = yield (
                 "UPDATE triton_openai_entry SET until = $3 WHERE key = $1 AND holder = $2 RETURNING key",
-                *(key, lease[0], time.time() + lease[1]),
+                *(key, lease[0], _end(lease[1])),
             )
             if not held:
                 return False
@@ -154,7 +154,7 @@ class SqlStore(Store):
         done = yield (
             "UPDATE triton_openai_entry SET used = $3, holder = $5, until = $4"
             f" WHERE key = $1 AND (holder = $2{'' if renew else ' OR until <= $3'}) RETURNING key",
-            *(key, holder, now, now + seconds, holder if seconds else ""),
+            *(key, holder, now, _end(seconds), holder if seconds else ""),
         )
         return bool(done)
 
@@ -247,6 +247,11 @@ class SqlStore(Store):
         dropped = oldest([(key, used, size) for key, used, size in found], before, surplus)
         yield from _delete([key for key, _ in dropped])
         return sum(size for _, size in dropped)
+
+
+def _end(seconds: float) -> float:
+    """Return when a lease of *seconds* ends; one that is ended is over by any clock."""
+    return time.time() + seconds if seconds else 0.0
 
 
 def _touch(keys: Sequence[str], used: float) -> Steps[None]:

@@ -132,6 +132,9 @@ async def test_rows_of_the_holder(stores: tuple[Store, Store]) -> None:
     assert found is not None
     assert 190 < found.until - time.time() < 210
     assert await second.put("k", "me", b"other", 1, lease=("", 0))
+    found = await second.get("k")
+    assert found is not None
+    assert found.until < time.time() - 3600
     for holder in ("one", "two"):
         assert not await first.append("k", "me", PAIR[1:], lease=(holder, 100))
     assert ["a"] == [row.id for row in (await page(second, "k")).rows]
@@ -183,6 +186,8 @@ async def test_chains(stores: tuple[Store, Store]) -> None:
         (link.key, link.found, link.rows, link.size) for link in links
     ]
     assert [False, True, False] == [link.until > time.time() for link in links[:3]]
+    # By any clock: one that is behind, here or in the store, does not bring back a lease that was ended.
+    assert all(link.until < time.time() - 3600 for link in (links[0], links[2]))
     assert ["k3", "k2"] == [link.key for link in await first.chain("k3", "me", ["in"], most=2)]
     assert [Link("k3", False, 0.0, 0, 0)] == [
         link._replace(until=0.0) for link in await first.chain("k3", "you", ["in"], most=9)
