@@ -123,8 +123,9 @@ class Classifier(tensors.DescribedAdapter):
         """Return the inputs that share a request."""
         spec = next(iter(self._inputs.values()))
         size = 1 if self._single else self.config.batch_size(spec)
-        if self.capabilities.encoded:
-            size = min(size, tensors.id_batch(self.config, spec, job.pad_id))
+        if self.capabilities.encoded and not self._single:
+            places = tensors.id_batches(self.config, spec, [len(ids) for ids in job.inputs], job.pad_id)
+            return [job.inputs[place.start : place.stop] for place in places]
         return [job.inputs[start : start + size] for start in range(0, len(job.inputs), size)]
 
     def _tensors(self, part: Sequence[Any], pad_id: int | None) -> list[Tensor]:

@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from triton_openai.adapters._common.base import Adapter, Capabilities
-from triton_openai.adapters._common.interface import FLOATS, id_batch, id_inputs, id_tensors
+from triton_openai.adapters._common.interface import FLOATS, id_batches, id_inputs, id_tensors
 from triton_openai.errors import ConfigurationError, UpstreamError
 from triton_openai.generation import ScoreJob, ScoreResult
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
@@ -169,8 +169,10 @@ class CrossEncoder(Adapter):
     def _batches(self, job: ScoreJob) -> Iterator[range]:
         """Yield the places of the pairs that share a request."""
         specs = self._interface.inputs
-        batch = id_batch(self.config, specs[0], job.pad_id) if self._ids else self._interface.batch
-        start = 0
+        if self._ids:
+            yield from id_batches(self.config, specs[0], [len(pair.ids) for pair in job.encoded], job.pad_id)
+            return
+        start, batch = 0, self._interface.batch
         for _, group in groupby(job.pairs, key=lambda pair: self._interface.kind == "documents" and pair[0]):
             end = start + sum(1 for _ in group)
             for first in range(start, end, batch):

@@ -65,9 +65,25 @@ def id_inputs(config: ModelConfig) -> Mapping[str, TensorSpec]:
     return specs if known and fit and len(config.row_dims(specs[IDS])) == 1 else {}
 
 
-def id_batch(config: ModelConfig, spec: TensorSpec, pad_id: int | None) -> int:
-    """Return how many sequences of token ids share a request: one if they can be of any length and not be padded."""
-    return 1 if pad_id is None and spec.dims[-1] < 0 else config.batch_size(spec)
+# Padded ids of a request that are never too many.
+_FEW_IDS = 65_536
+
+
+def id_batches(config: ModelConfig, spec: TensorSpec, lengths: Sequence[int], pad_id: int | None) -> Sequence[range]:
+    """
+    Return the places of the sequences of token ids, of these *lengths*, that share a request.
+
+    They are as many as the model batches: one where sequences can be of any length and not be padded. A batch ends
+    before most of it would be padding, so that one long sequence among many short ones does not take gigabytes.
+    """
+    most = 1 if pad_id is None and spec.dims[-1] < 0 else config.batch_size(spec)
+    batches, first, longest, total = [], 0, 0, 0
+    for place, length in enumerate(lengths):
+        longest, total, rows = max(longest, length), total + length, place - first + 1
+        if rows > 1 and (rows > most or rows * longest > max(_FEW_IDS, 2 * total)):
+            batches.append(range(first, place))
+            first, longest, total = place, length, length
+    return [*batches, range(first, len(lengths))]
 
 
 def id_tensors(

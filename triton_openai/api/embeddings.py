@@ -330,7 +330,10 @@ async def _crossed(context: RequestContext[_Request], job_id: str, pairs: Pairs)
         if tokenizer is None:
             raise no_tokenizer(model)
         job = await _encoded(model, tokenizer, request, job)
-    requests = adapter.encode_scores(job)
+    size = sum(len(pair.ids) for pair in job.encoded)
+    # Three tensors at most, of which padding may double two.
+    cost = offload.TEXT * len(pairs) + 6 * offload.INTEGER * size
+    requests = await offload.run(adapter.encode_scores, job, cost=cost)
     answers = await answers_of(context.service, model, requests, timeout=context.limits.total)
     result = adapter.decode_scores(job, answers)
     scores, tokens = result.scores, result.prompt_tokens

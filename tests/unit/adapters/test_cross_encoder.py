@@ -14,6 +14,7 @@ from tokenizers import models, pre_tokenizers, processors
 from tests.cases import every_case
 from tests.unit.adapters.test_encode import TEXT, specs
 from tests.unit.prompts.test_template_support import save
+from triton_openai.adapters._common.interface import id_batches
 from triton_openai.adapters._common.registry import Registry
 from triton_openai.adapters.cross_encoder import CrossEncoder
 from triton_openai.errors import ConfigurationError, ContextLengthExceeded, UpstreamError
@@ -183,6 +184,22 @@ def test_padding() -> None:
         "token_type_ids": ((2, 5), [0, 0, 1, 0, 0, 0, 0, 0, 1, 1]),
     } == tensors(request)
     assert ("logits",) == request.outputs
+
+
+@given(lengths=st.lists(st.integers(1, 200_000), min_size=1, max_size=80), batch=st.integers(1, 40))
+def test_a_long_text_among_short_ones_is_not_padded_to_gigabytes(lengths: list[int], batch: int) -> None:
+    """Each pair is in one request; the requests are not more than they need be, and not mostly padding."""
+    model = config(IDS, ["logits FP32 1"], batch)
+    found = id_batches(model, model.inputs["input_ids"], lengths, 0)
+    assert list(range(len(lengths))) == [place for places in found for place in places]
+    for number, places in enumerate(found):
+        padded, held = len(places) * max(lengths[n] for n in places), sum(lengths[n] for n in places)
+        assert len(places) <= batch
+        assert len(places) == 1 or padded <= max(65_536, 2 * held)
+        if number + 1 < len(found):
+            longer = [*places, places.stop]
+            padded, held = len(longer) * max(lengths[n] for n in longer), sum(lengths[n] for n in longer)
+            assert len(longer) > batch or padded > max(65_536, 2 * held)
 
 
 def test_without_a_pad_token() -> None:
