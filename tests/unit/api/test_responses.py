@@ -16,7 +16,7 @@ from tests.described import check
 from triton_openai.api.agents import seal
 from triton_openai.api.bodies import read_within
 from triton_openai.api.responses.events import ResponseEvents, replayed, terminal_events
-from triton_openai.api.responses.reader import Reading, ToolName, input_items, read
+from triton_openai.api.responses.reader import Reading, ToolName, input_items, numbered, read
 from triton_openai.api.responses.types import ResponseObject, ResponsesRequest
 from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, ServiceError, ServiceOverloaded
@@ -143,6 +143,21 @@ def test_blame(blamed, param):
     error = InvalidRequest(f"'{blamed}' is wrong.", param=blamed)
     reading(CODEX).blame(error)
     assert (param, f"'{param}' is wrong.") == (error.param, error.message)
+
+
+def test_kept_items_are_whole() -> None:
+    """Items are kept with what the API requires of them, which clients may leave out."""
+    calls = [
+        {"type": f"{kind}{end}", "call_id": "c"} for kind in ("function_call", "custom_tool_call")
+        for end in ("", "_output")
+    ]  # fmt: skip
+    kept = numbered([*calls, {"role": "assistant", "content": "a"}, {**calls[0], "status": "incomplete"}], "s", "input")
+    assert [*["completed"] * 5, "incomplete"] == [item["status"] for item in kept]
+    whole = [{"type": "output_text", "text": "a", "annotations": [], "logprobs": []}]
+    assert whole == kept[4]["content"]
+    part = {"type": "output_text", "text": "a"}
+    (parted,) = numbered([{"role": "assistant", "content": [part]}], "s", "input")
+    assert whole == parted["content"]
 
 
 def test_places_after_truncation() -> None:

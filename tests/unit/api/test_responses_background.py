@@ -124,6 +124,10 @@ async def assert_ended(proxy: Proxy, made: str, status: str, *texts: str) -> dic
     assert (f"response.{status}", found) == (last["type"], last["response"])
     for after in (0, len(events) - 2, len(events) - 1, len(events) + 7):
         assert last == (await resumed(proxy, made, after))[-1]
+    # As openai-go asks
+    asked = {"stream": True, "starting_after": 0}
+    async with proxy.client.get(f"/v1/responses/{made}", json=asked) as answer:
+        assert await resumed(proxy, made, 0) == events_of(await answer.read())
     return dict(found)
 
 

@@ -20,7 +20,7 @@ from triton_openai.access.rate_limits import TICKET, Ticket, tokens_charged
 from triton_openai.answer.fan_out import collect
 from triton_openai.api import agents, chat
 from triton_openai.api.agents import known_effort
-from triton_openai.api.bodies import JsonCheck, check_texts, json_response, missing, tell_ignored
+from triton_openai.api.bodies import JsonCheck, check_texts, json_response, missing, read_json, tell_ignored
 from triton_openai.api.responses import types
 from triton_openai.api.responses.background import LEASE_SECONDS, EventLog
 from triton_openai.api.responses.events import ResponseEvents, terminal_events
@@ -447,11 +447,19 @@ async def count_tokens(request: web.Request) -> web.Response:
         return json_response(InputTokens(input_tokens=await agents.count_tokens(asked)))
 
 
+class _Retrieval(msgspec.Struct):
+    """What openai-go sends in the body of a GET, and other clients in the query."""
+
+    stream: bool = False
+    starting_after: int = -1
+
+
 async def retrieve(request: web.Request) -> web.StreamResponse:
     """Return a response that was stored; with ``stream``, its events, if it was made in the background."""
     state, record = await _found(request)
     live = state.live.get(record.response.id)
-    stream = request.query.get("stream", "false")
+    given = await read_json(request, _Retrieval, strict=False) if request.can_read_body else _Retrieval()
+    stream = request.query.get("stream", "true" if given.stream else "false")
     if stream not in ("true", "false"):
         raise errors.InvalidValue("'stream' must be 'true' or 'false'.", "stream")
     if stream == "false":
@@ -459,7 +467,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     if not record.response.background:
         raise errors.InvalidValue("Only responses that are made in the background can be streamed again.", "stream")
     try:
-        after = int(request.query.get("starting_after", "-1"))
+        after = int(request.query.get("starting_after", given.starting_after))
     except ValueError as error:
         raise errors.InvalidValue("'starting_after' must be the number of an event.", "starting_after") from error
     return await send_events(request, ResumedEvents(state, record, key_of(request).name, after))

@@ -375,6 +375,12 @@ _PREFIXES: Mapping[str, str] = {
 }  # fmt: skip
 
 
+# Items that have a status, which clients may leave out.
+_ENDED = frozenset({
+    "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+})  # fmt: skip
+
+
 # More than any id in use has, and few enough for the index of a database.
 _LONGEST_ID = 512
 
@@ -404,13 +410,22 @@ def numbered(items: Iterable[Item], suffix: str, place: str, taken: Collection[s
             item_id = f"{_PREFIXES.get(str(kind), 'item')}_{suffix}{number:03x}"
         used.add(item_id)
         whole = {**item, "type": kind, "id": item_id}
+        if kind in _ENDED:
+            whole["status"] = item.get("status") or "completed"
         if kind == "message":
-            whole.setdefault("status", "completed")
-            if isinstance(item.get("content"), str):
-                part = "output_text" if item.get("role") == "assistant" else "input_text"
-                whole["content"] = [{"type": part, "text": item["content"]}]
+            content = item.get("content")
+            if isinstance(content, str):
+                kind_of_text = "output_text" if item.get("role") == "assistant" else "input_text"
+                content = [{"type": kind_of_text, "text": content}]
+            whole["content"] = [_whole_part(part) for part in content or ()]
         kept.append(whole)
     return kept
+
+
+def _whole_part(part: Any) -> Any:
+    if isinstance(part, dict) and part.get("type") == "output_text":
+        return {**part, "annotations": part.get("annotations") or [], "logprobs": part.get("logprobs") or []}
+    return part
 
 
 def reference(item: Item) -> str | None:
