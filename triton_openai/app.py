@@ -19,12 +19,12 @@ from triton_openai.api.service import SERVICE, Service
 from triton_openai.config.sources import SDK_REFUSES
 from triton_openai.config.tree import AUTO, NONE, Settings
 from triton_openai.config.worker import WORKER, Worker
+from triton_openai.draining import DRAINING, Draining, ModelDraining
 from triton_openai.errors import ConfigurationError
 from triton_openai.media.fetch import AllowedHosts, Fetcher, is_public, is_public_or_private
 from triton_openai.media.images import ImageLoader
 from triton_openai.models.canary import CANARY, PATIENCE, Canary
 from triton_openai.models.control import ModelControl
-from triton_openai.models.draining import DRAINING, Draining, ModelDraining
 from triton_openai.models.served import Models, ServedModel, keep_loaded
 from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.prompts import infill

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +82,19 @@ def _is(module: str, *packages: str) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
+def _dotted(name: str) -> str:
+    """Return the name of the module at the path *name*; adapters and templates under the service's."""
+    dotted = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return dotted if _is(dotted, "triton_openai") else f"triton_openai.{dotted}"
+
+
+def _imported() -> Iterator[tuple[str, str]]:
+    """Yield the path of each module with each of the service's own that it imports."""
+    modules = {_dotted(name) for name in _modules()} - {"triton_openai"}
+    for name, tree in _modules().items():
+        yield from ((name, module) for module, _ in _imports(tree, _package(name)) if module in modules)
+
+
 def _found(rule: Callable[[str, ast.Module], Iterator[tuple[str, int]]]) -> list[str]:
     return [f"{name}:{line}: {what}" for name, tree in _modules().items() for what, line in rule(name, tree)]
 
@@ -134,18 +148,35 @@ def test_adapters_know_the_middle_and_tensors_only() -> None:
     assert [] == _found(rule)
 
 
-# What packages do not import, and what they may import of it all the same.
-BORDERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "triton_openai/answer/": (("triton_openai.api", "aiohttp"), ()),
-    "triton_openai/prompts/": (("triton_openai.api", "aiohttp"), ()),
-    "triton_openai/serving/": (("triton_openai.api",), ()),
-    "triton_openai/access/": (("triton_openai.api",), ()),
-    "triton_openai/triton/": (("triton_openai.api", "triton_openai.telemetry"), ()),
-    "triton_openai/storage/": (
-        ("triton_openai",),
-        ("triton_openai.config", "triton_openai.errors", "triton_openai.storage"),
-    ),
-    "triton_openai/telemetry/": (
+def _room(module: str) -> str:
+    """Return the package of the service, or the module beside the packages, that *module* is in."""
+    return ".".join(module.split(".")[:2])
+
+
+def test_no_packages_import_each_other_in_a_circle() -> None:
+    """What imports a package stands above it: nothing that the package imports, at any remove, imports it."""
+    rooms = {_room(_dotted(name)) for name in _modules()} - {"triton_openai"}
+    imports: dict[str, set[str]] = {
+        room: {_room(module) for name, module in _imported() if _room(_dotted(name)) == room} & rooms - {room}
+        for room in rooms
+    }
+    circle: list[str] = []
+    try:
+        tuple(TopologicalSorter(imports).static_order())
+    except CycleError as error:
+        # Each is imported by the one behind it.
+        circle = error.args[1]
+
+    assert [] == circle
+
+
+# What these packages never import, and what they may import of it all the same. That nothing imports what stands above
+# it follows from the rule about circles.
+NEVER: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "serving/": (("triton_openai.api",), ()),
+    "access/": (("triton_openai.api",), ()),
+    "triton/": (("triton_openai.telemetry",), ()),
+    "telemetry/": (
         ("triton_openai",),
         ("triton_openai.generation", "triton_openai.errors", "triton_openai.config", "triton_openai.telemetry"),
     ),
@@ -153,18 +184,15 @@ BORDERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def test_packages_keep_their_borders() -> None:
-    """The packages of `BORDERS` import nothing of the others."""
+    """The packages of `NEVER` import nothing that is closed to them."""
+    found = [
+        f"{name}: {module}"
+        for name, module in _imported()
+        for folder, (closed, open_) in NEVER.items()
+        if name.startswith(f"triton_openai/{folder}") and _is(module, *closed) and not _is(module, *open_)
+    ]
 
-    def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
-        for folder, (closed, open_) in BORDERS.items():
-            if name.startswith(folder):
-                for module, line in _imports(tree, _package(name)):
-                    # `from triton_openai import generation` also yields the bare package, which says nothing.
-                    named = module not in {"triton_openai", "triton_openai.__version__"}
-                    if named and _is(module, *closed) and not _is(module, *open_):
-                        yield module, line
-
-    assert [] == _found(rule)
+    assert [] == found
 
 
 def _docstrings(tree: ast.Module) -> set[int]:

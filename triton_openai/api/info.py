@@ -22,10 +22,10 @@ from triton_openai.api.generate import Task, generation_of, run_of
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages.events import asks_anthropic
 from triton_openai.api.service import Service, find_model, key_of, new_id, service_of
+from triton_openai.draining import DRAINING
 from triton_openai.errors import ModelNotFound, ServiceError
 from triton_openai.generation import EmbeddingJob, Sampling, ScoreJob
 from triton_openai.models.canary import CANARY
-from triton_openai.models.draining import DRAINING
 from triton_openai.models.overview import ModelLine, model_lines
 from triton_openai.models.served import Models, ServedModel
 from triton_openai.telemetry.exposition import EXPOSITION, Figures

@@ -23,9 +23,9 @@ from triton_openai.answer.run import Run
 from triton_openai.api.generate import Task
 from triton_openai.api.service import RequestContext, now, service_of
 from triton_openai.api.usage import UsageObject, known_usage, usage_of
+from triton_openai.draining import DRAINING
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
-from triton_openai.models.draining import DRAINING
 from triton_openai.serving.connections import WholeResponse
 from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.observation import Observation

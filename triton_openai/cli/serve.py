@@ -33,8 +33,8 @@ from triton_openai.config.reload import Reloader, Source, TakeOver
 from triton_openai.config.tls import server_context
 from triton_openai.config.tree import Settings
 from triton_openai.config.worker import Worker, private_directory
+from triton_openai.draining import DRAINING
 from triton_openai.errors import ConfigurationError
-from triton_openai.models.draining import DRAINING
 from triton_openai.prompts.prompter import check_files
 from triton_openai.serving.server import HttpServer, address_of, listening_sockets
 from triton_openai.serving.workers.pool import Pool, WorkerProcess

@@ -16,6 +16,7 @@ import structlog
 
 from triton_openai.adapters._common.registry import users_of
 from triton_openai.config.tree import Settings
+from triton_openai.draining import ModelDraining
 from triton_openai.errors import (
     InvalidRequest,
     ManagementDisabled,
@@ -25,7 +26,6 @@ from triton_openai.errors import (
     UpstreamTimeout,
     UpstreamUnavailable,
 )
-from triton_openai.models.draining import ModelDraining
 from triton_openai.models.served import Models
 from triton_openai.tasks import cancel, spawn
 from triton_openai.telemetry.logging import warn

@@ -17,8 +17,8 @@ from typing import Any
 
 from triton_openai.config.tree import ServerSettings
 from triton_openai.config.worker import Worker
+from triton_openai.draining import Draining, ModelDraining
 from triton_openai.errors import ModelUnloading, ServiceOverloaded
-from triton_openai.models.draining import Draining, ModelDraining
 from triton_openai.telemetry.observation import Observation, Observer
 
 # Event loop lag in seconds, five times in a row, above which the process refuses new requests.

@@ -22,8 +22,8 @@ from triton_openai.access.cors import CORS
 from triton_openai.access.guard import GUARD
 from triton_openai.access.keys import COUNTED, KEY, NO_KEY, ROUTE_GROUPS, ApiKey
 from triton_openai.access.rate_limits import TICKET, Ticket, tokens_charged
+from triton_openai.draining import DRAINING
 from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, PayloadTooLarge, ServiceError
-from triton_openai.models.draining import DRAINING
 from triton_openai.telemetry.exposition import EXPOSITION
 from triton_openai.telemetry.logging import LOG_FIELDS, warn
 from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, UPSTREAM, Observation, request_id

@@ -15,8 +15,8 @@ from aiohttp import HttpVersion10, HttpVersion11, StreamReader, web
 from aiohttp.http import RawRequestMessage
 
 from triton_openai.config.tree import LimitSettings, ServerSettings, Settings
+from triton_openai.draining import Draining
 from triton_openai.errors import ConfigurationError
-from triton_openai.models.draining import Draining
 from triton_openai.serving.connections import Connection
 from triton_openai.serving.request_body import EXPECTS_CONTINUE, without_expectations
 from triton_openai.tasks import cancel, first_of, spawn

@@ -22,8 +22,8 @@ from triton_openai.api.responses.resume import ResumedEvents
 from triton_openai.api.responses.state import STATE, Live, Record, ResponseState
 from triton_openai.api.responses.types import ResponseObject
 from triton_openai.config.tree import ModelDefaults, ResponsesSettings, ServerSettings, Settings, TritonSettings
+from triton_openai.draining import DRAINING
 from triton_openai.errors import StoreUnavailable
-from triton_openai.models.draining import DRAINING
 from triton_openai.storage import open_store
 from triton_openai.storage.sqlite import SqliteStore
 from triton_openai.storage.store import Page, Store

@@ -29,9 +29,9 @@ from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.tools import ToolPlan
 from triton_openai.config.tls import server_context
 from triton_openai.config.tree import LimitSettings, ServerSettings, Settings, TlsSettings
+from triton_openai.draining import DRAINING, Draining
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, Sampling
-from triton_openai.models.draining import DRAINING, Draining
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.serving.server import HttpServer
 from triton_openai.telemetry.observation import OBSERVATION, Observation

@@ -10,6 +10,7 @@ import pytest
 
 from tests.cases import every_case
 from triton_openai.config.tree import Settings, TritonSettings
+from triton_openai.draining import Draining, ModelDraining
 from triton_openai.errors import (
     ManagementDisabled,
     ModelConflict,
@@ -19,7 +20,6 @@ from triton_openai.errors import (
 )
 from triton_openai.models import control as module
 from triton_openai.models.control import ModelControl
-from triton_openai.models.draining import Draining, ModelDraining
 from triton_openai.triton.client import IndexEntry
 from triton_openai.triton.tensors import EnsembleStep, ModelConfig
 

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 from triton_openai.app import create_app
 from triton_openai.config.tree import Settings
-from triton_openai.models.draining import DRAINING, Draining
+from triton_openai.draining import DRAINING, Draining
 from triton_openai.serving.middleware import Observed
 from triton_openai.telemetry.observation import OBSERVERS, Observation
 

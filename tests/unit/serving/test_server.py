@@ -17,7 +17,7 @@ from aiohttp import web
 from tests.loops import on_uvloop
 from tests.tls_fixture import Authority
 from triton_openai.config.tree import LimitSettings
-from triton_openai.models.draining import Draining
+from triton_openai.draining import Draining
 from triton_openai.serving.server import HttpServer
 
 _CLIENTS = 40

@@ -31,8 +31,8 @@ from triton_openai.api.responses.state import STATE, Live, Record, ResponseState
 from triton_openai.api.service import RequestContext, begin, key_of, now
 from triton_openai.api.sse import send_events, stream
 from triton_openai.config.worker import WORKER
+from triton_openai.draining import DRAINING
 from triton_openai.generation import Delta
-from triton_openai.models.draining import DRAINING
 from triton_openai.serving.middleware import Observed
 from triton_openai.serving.request_body import LIMITS
 from triton_openai.storage.store import Row

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from triton_openai.access.rate_limits import Decision, RateLimit, RateLimits
+from triton_openai.draining import ModelChange
 from triton_openai.errors import ServiceOverloaded
-from triton_openai.models.draining import ModelChange
 from triton_openai.serving.workers.channel import Channel
 from triton_openai.telemetry.metrics import forget_worker
 

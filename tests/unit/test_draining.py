@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.unit.serving.test_shared import Workers, settled
 from triton_openai.config.tree import ServerSettings
+from triton_openai.draining import Draining, ModelDraining
 from triton_openai.errors import ModelConflict, ModelUnloading, ServiceError
-from triton_openai.models.draining import Draining, ModelDraining
 from triton_openai.serving.admission import Admission
 from triton_openai.serving.workers.shared import SharedClient
 from triton_openai.telemetry.observation import Observation
@@ -248,7 +248,7 @@ async def test_a_process_that_starts_while_a_model_is_unloaded():
 
 async def test_a_process_that_hangs_holds_an_unload_up_no_longer_than_the_grace(monkeypatch):
     """It gets the message, and is not waited for."""
-    monkeypatch.setattr("triton_openai.models.draining._ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr("triton_openai.draining._ANSWER_SECONDS", 0.01)
     service = Workers()
     unloading = Process(service.start(0))
     Process(service.start(1))

@@ -2,7 +2,7 @@
 Draining of the service, or of a model: running requests may finish for a while, then they are cancelled with a reason.
 
 A model that is to be unloaded takes no new requests first. In a service of several processes each drains its own
-requests, and makes changes in the others over its connection to their parent.
+requests, and has its peers make the same changes.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from aiohttp import web
 
 from triton_openai.errors import ModelConflict, ModelUnloading, ServiceError, UpstreamUnavailable
 from triton_openai.tasks import first_of
-
-if TYPE_CHECKING:
-    from triton_openai.serving.workers.shared import SharedClient
 
 # Longest time that cancelled requests may take to answer their clients, and other processes to make a change.
 _ANSWER_SECONDS = 1.0
@@ -90,14 +87,27 @@ DRAINING: web.AppKey[Draining] = web.AppKey("draining", Draining)
 ModelChange = Literal["close", "end", "open", "renew"]
 
 
+class Peers(Protocol):
+    """The other processes of the service."""
+
+    async def claim(self, models: Collection[str]) -> str | None:
+        """Claim *models* among all processes; return the one that is claimed already, if any is."""
+
+    def unclaim(self, models: Collection[str]) -> None:
+        """Give the claim back."""
+
+    def change(self, action: ModelChange, models: Collection[str]) -> asyncio.Future[Any]:
+        """Have all others make a change at once; the result is there when they have."""
+
+
 class ModelDraining:
     """
-    The requests of one process by model, and the models that take no new ones. *peers* connects to the others.
+    The requests of one process by model, and the models that take no new ones.
 
     Models are those that Triton knows, not their aliases.
     """
 
-    def __init__(self, draining: Draining, peers: SharedClient | None = None) -> None:
+    def __init__(self, draining: Draining, peers: Peers | None = None) -> None:
         self._draining = draining
         self._peers = peers
         self._claimed: set[str] = set()
