@@ -68,9 +68,7 @@ def create_app(
     to the state that they share. Raises :class:`ConfigurationError` for settings that cannot work.
     """
     _check_names(settings)
-    connection = client or Endpoint(
-        settings.triton.url, access=settings.triton_access, grpc_client=settings.triton.grpc_client
-    )
+    connection = client or Endpoint(settings.triton.url, access=settings.triton_access)
     worker = worker or Worker()
     metrics = Metrics(worker)
     count_lost_lines(metrics.child(LOG_LINES_LOST).inc)

@@ -108,7 +108,7 @@ def inspect(settings: Settings, parsed: Parsed) -> int:
 
 async def inspect_models(settings: Settings) -> list[ModelReport]:
     """Ask Triton once and report on every model that it has. Raises :class:`ServiceError` when it does not answer."""
-    client = Endpoint(settings.triton.url, access=settings.triton_access, grpc_client=settings.triton.grpc_client)
+    client = Endpoint(settings.triton.url, access=settings.triton_access)
     try:
         models = Models(settings, client)
         await models.catalog.refresh()

@@ -171,12 +171,6 @@ class TritonSettings(_Group, frozen=True):
     load_model: Annotated[
         tuple[str, ...], _flag("Model that a Triton started by this service loads first, in explicit mode; * is all.")
     ] = ()
-    grpc_client: Annotated[
-        Literal["own", "grpcio"],
-        _flag(
-            "Client for text streams over gRPC: the service's own, which takes a fraction of the CPU time, or grpcio."
-        ),
-    ] = "own"
     first_token_timeout: Annotated[Seconds, _file_only("Longest wait for a stream's first token.", live=True)] = 600.0
     idle_timeout: Annotated[Seconds, _file_only("Longest silence between two tokens of a stream.", live=True)] = 120.0
     request_timeout: Annotated[Seconds, _flag("Longest time for a request that does not stream.", live=True)] = 600.0

@@ -10,7 +10,6 @@ import ssl
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 
 import structlog
@@ -44,9 +43,8 @@ class ConnectionSettings:
     """
     The connection settings of both transports.
 
-    *connect_timeout* and *control_timeout* (for all calls but inference and loading) are in seconds. *grpc_client*
-    carries streams over gRPC. Raises :class:`ConfigurationError` for unusable files and headers. No message has the
-    values of headers and tokens.
+    *connect_timeout* and *control_timeout* (for all calls but inference and loading) are in seconds. Raises
+    :class:`ConfigurationError` for unusable files and headers. No message has the values of headers and tokens.
     """
 
     def __init__(
@@ -55,9 +53,7 @@ class ConnectionSettings:
         connect_timeout: float = 5.0,
         control_timeout: float = 10.0,
         access: TritonAccess = OPEN_ACCESS,
-        grpc_client: Literal["own", "grpcio"] = "own",
     ) -> None:
-        self.grpc_client = grpc_client
         self.connect_timeout = connect_timeout
         self.control_timeout = control_timeout
         self.access = access

@@ -8,11 +8,9 @@ gRPC otherwise, where the model prefers it, and when only gRPC is given.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ssl
+import re
 from collections.abc import Sequence
-from typing import Literal
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -26,9 +24,6 @@ from triton_openai.triton.tensors import InferRequest, InferResponse
 
 _log = structlog.get_logger(__name__)
 
-# Longest time in seconds that is spent to find out what listens at an address that is not Triton's.
-_EXPLAIN_SECONDS = 2.0
-
 
 class Endpoint:
     """See :class:`triton_openai.triton.client.TritonClient`."""
@@ -39,10 +34,9 @@ class Endpoint:
         *,
         connect_timeout: float = 5.0,
         access: TritonAccess = OPEN_ACCESS,
-        grpc_client: Literal["own", "grpcio"] = "own",
     ) -> None:
         self.urls = tuple(urls)
-        connection = ConnectionSettings(connect_timeout=connect_timeout, access=access, grpc_client=grpc_client)
+        connection = ConnectionSettings(connect_timeout=connect_timeout, access=access)
         connection.check(self.urls)
         self._http: TritonClient | None = None
         self._grpc: TritonClient | None = None
@@ -61,7 +55,6 @@ class Endpoint:
         assert control is not None, "there is an address"
         self._control: TritonClient = control
         self.model_config, self.unload_model = control.model_config, control.unload_model
-        self._explain_timeout = min(connect_timeout, _EXPLAIN_SECONDS)
         # Whether the gRPC address answered last time. With an HTTP address, discovery does not use it.
         self._grpc_answers: bool | None = None
         self._checking: asyncio.Task[None] | None = None
@@ -94,16 +87,15 @@ class Endpoint:
             await client.server_info()
         except ServiceError as error:
             if self._grpc_answers is not False:
-                reason = (await self._explained(client, error)).reason
+                reason = self._explained(client, error).reason
                 _log.warning("Triton does not answer at its gRPC address", reason=reason)
             self._grpc_answers = False
         else:
             self._grpc_answers = True
 
-    async def _explained(self, client: TritonClient, error: ServiceError) -> ServiceError:
-        """Return *error*. If no Triton listens at the address of *client*, its detail says what does."""
-        explanation = await explain(self._addresses[client], timeout=self._explain_timeout)
-        if explanation is not None:
+    def _explained(self, client: TritonClient, error: ServiceError) -> ServiceError:
+        """Return *error*. If no Triton seems to listen at the address of *client*, its detail says what does."""
+        if explanation := mistake(self._addresses[client], error.reason):
             error.detail = f"{explanation} ({error.reason})"
         return error
 
@@ -112,7 +104,7 @@ class Endpoint:
         try:
             return await self._control.repository_index()
         except ServiceError as error:
-            raise await self._explained(self._control, error) from error.__cause__
+            raise self._explained(self._control, error) from error.__cause__
 
     async def load_model(self, model: str) -> None:
         """Load a model: over gRPC if that answers. Over HTTP, one of Triton's threads serves no streams meanwhile."""
@@ -132,84 +124,31 @@ class Endpoint:
             await client.close()
 
 
-# Longest answer that is read: the head and a short body are enough.
-_MOST = 16 * 1024
+# Which Triton is meant, for those that found something else.
+_PORTS = "Triton's HTTP port is 8000 by default; 8001 is for gRPC, and 8002 for metrics only."
+# Mixed-up ports are the most common mistake: the scheme of an address, what the reason of a failed call has in it then,
+# what that looks like, and the scheme to write.
+_MISTAKES = (
+    ("https?", r"speaks HTTP/2", "looks like a gRPC port", "grpc"),
+    ("http", r"speaks TLS|to (an )?HTTPS (port|server)", "wants TLS", "https"),
+    ("http", r"connection without an answer", "perhaps wants TLS", "https"),
+    ("https", r"wrong version number", "does not use TLS", "http"),
+    # The words of gRPC's library.
+    ("grpc", r"http1\.x server", "looks like an HTTP port", "http"),
+    ("grpc", r"Socket closed", "perhaps wants TLS", "grpcs"),
+    ("grpcs", r"WRONG_VERSION_NUMBER", "does not use TLS", "grpc"),
+    # Triton's own errors are texts.
+    ("https?", r'^\{"message": ', "looks like another triton-openai, not like a Triton", None),
+    ("https?", r"HTTP status 404", "answers HTTP, but does not look like a Triton", None),
+)
 
 
-async def explain(url: str, *, timeout: float) -> str | None:
-    """
-    Return what seems to listen at *url*, an address of Triton, and what to write instead; ``None`` if nothing is wrong.
-
-    Mixed-up ports are the most common mistake, and one plain connection of at most *timeout* seconds shows them. A gRPC
-    server begins with its HTTP/2 settings; a TLS server sends an alert, or closes the connection; an HTTP server
-    answers a request. No credentials are sent.
-    """
+def mistake(url: str, reason: str) -> str | None:
+    """Return what seems to listen at *url*, where a call failed for this *reason*; ``None`` if nothing seems wrong."""
     parts = urlsplit(url)
-    tls, grpc = parts.scheme in ("https", "grpcs"), parts.scheme.startswith("grpc")
-    host, port = parts.hostname or "localhost", parts.port or (8001 if grpc else 443 if tls else 8000)
-    place = parts.netloc if parts.port else f"{parts.netloc}:{port}"
-    answer, speaks_tls = b"", False
-    with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(timeout):
-            answer = await _ask(host, port, parts)
-            speaks_tls = not tls and await _speaks_tls(host, port, answer)
-    if speaks_tls:
-        return f"{url} wants TLS: write {'grpcs' if grpc else 'https'}://{place}."
-    if answer[3:9] in (b"\x04\x00" + bytes(4), b"\x04\x01" + bytes(4)):
-        # A frame of settings on stream 0 (RFC 9113, 6.5).
-        if grpc:
-            return f"{url} does not use TLS: write grpc://{place}." if tls else None
-        return f"{url} looks like a gRPC port: write grpc://{place}, or use Triton's HTTP port (8000 by default)."
-    if not answer.startswith(b"HTTP/"):
-        return None
-    head, _, body = answer.partition(b"\r\n\r\n")
-    # Triton's own errors, and those of a relay, are texts.
-    if b"\r\nserver: triton-openai" in head.lower() and b'{"error":{' in body:
-        return (
-            f"{url} looks like another triton-openai, not like a Triton: write the address of the Triton behind it "
-            "(http://HOST:8000 or grpc://HOST:8001 by default)."
-        )
-    if grpc:
-        return f"{url} looks like an HTTP port: write http://{place}, or use Triton's gRPC port (8001 by default)."
-    if tls:
-        return f"{url} does not use TLS: write http://{place}."
-    if head.split(b" ", 2)[1:2] == [b"404"]:
-        return (
-            f"{url} answers HTTP, but does not look like a Triton: there is nothing at /v2. Triton's HTTP port is 8000 "
-            "by default; 8001 is for gRPC, and 8002 for metrics only."
-        )
+    for scheme, pattern, looks, right in _MISTAKES:
+        if re.fullmatch(scheme, parts.scheme) and re.search(pattern, reason):
+            place = parts.netloc if parts.port else f"{parts.netloc}:{443 if parts.scheme == 'https' else 8000}"
+            advice = f"write the address of the Triton. {_PORTS}" if right is None else f"write {right}://{place}."
+            return f"{url} {looks}: {advice}"
     return None
-
-
-async def _ask(host: str, port: int, parts: SplitResult) -> bytes:
-    reader, writer = await asyncio.open_connection(host, port)
-    try:
-        path = "" if parts.scheme.startswith("grpc") else parts.path.rstrip("/")
-        writer.write(f"GET {path}/v2 HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode())
-        answer = b""
-        while len(answer) < _MOST and (more := await reader.read(_MOST)):
-            answer += more
-            if not answer.startswith(b"HTTP/"):
-                # The first bytes of anything else are enough, and gRPC servers may keep the connection.
-                break
-        return answer
-    finally:
-        writer.close()
-
-
-async def _speaks_tls(host: str, port: int, answer: bytes) -> bool:
-    """Return whether the server that gave *answer* to plain HTTP takes TLS."""
-    if answer.startswith(b"\x15\x03") or b"plain HTTP request was sent to HTTPS port" in answer:
-        return True
-    if answer:
-        return False
-    # Some TLS servers close the connection without an alert.
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    try:
-        _, writer = await asyncio.open_connection(host, port, ssl=context)
-    except ssl.SSLError as error:
-        # A server that requires a client certificate takes TLS, too.
-        return "ALERT" in (error.reason or "")
-    writer.close()
-    return True

@@ -12,9 +12,8 @@ Source of the facts: ``grpc_service.proto`` and the decoupled and error document
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -29,7 +28,7 @@ from triton_openai import offload
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.tasks import cancel, spawn
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
-from triton_openai.triton.connection import ConnectionSettings, GrpcFiles, Header
+from triton_openai.triton.connection import ConnectionSettings, GrpcFiles
 from triton_openai.triton.http2 import LOST, UNREACHABLE, Call, Channel, varint
 from triton_openai.triton.status import classify, cut_off, no_answer, unreachable
 from triton_openai.triton.tensors import (
@@ -183,18 +182,16 @@ def translate(code: str, details: str, model: str) -> ServiceError:
     return classify(details, model, code)
 
 
-#: Sends a call with its one message and its own metadata.
-Start = Callable[[Call, bytes, Mapping[str, str]], None]
-
-
 class GrpcStream(Call):
     """
     One ``ModelStreamInfer`` call. See :class:`triton_openai.triton.client.ResponseStream`.
 
-    *start* is that of the channel. *reconnect* is called when the connection to Triton may be dead.
+    *reconnect* is called when the connection to Triton may be dead.
     """
 
-    def __init__(self, start: Start, request: InferRequest, receiver: Receiver, reconnect: Callable[[], None]) -> None:
+    def __init__(
+        self, channel: Channel, request: InferRequest, receiver: Receiver, reconnect: Callable[[], None]
+    ) -> None:
         super().__init__()
         self._receiver: Receiver | None = receiver
         self._model = request.model
@@ -205,17 +202,17 @@ class GrpcStream(Call):
         self._head = b""
         self._encoding: asyncio.Task[None] | None = None
         if request.cost > offload.INLINE:
-            self._encoding = asyncio.create_task(self._start_large(start, request))
+            self._encoding = asyncio.create_task(self._start_large(channel, request))
         else:
-            start(self, encode_request(request), request.headers)
+            channel.start(self, encode_request(request), request.headers)
 
-    async def _start_large(self, start: Start, request: InferRequest) -> None:
+    async def _start_large(self, channel: Channel, request: InferRequest) -> None:
         try:
             message = await offload.run(encode_large, request, cost=request.cost)
         except Exception as error:  # noqa: BLE001 - the receiver handles every error
             self._end(error)
         else:
-            start(self, message, request.headers)
+            channel.start(self, message, request.headers)
 
     def _end(self, error: Exception | None) -> None:
         receiver, self._receiver = self._receiver, None
@@ -258,11 +255,6 @@ class GrpcStream(Call):
         self._head = data[3 : -len(tail)] if data.endswith(tail) else b""
         return (BinaryResponse(self._layout, contents),)
 
-    @property
-    def sent(self) -> bool:
-        """Whether the server may have the request."""
-        return self.connection is not None
-
     def call_ended(self, code: str, details: str) -> None:
         self._end(None if code == "OK" else translate(code, details, self._model))
 
@@ -278,65 +270,14 @@ class GrpcStream(Call):
         self._receiver = None
         if self._encoding is not None:
             self._encoding.cancel()
-        if self._cancellable or silent or not self.sent:
+        # Without a connection, the server cannot have the request.
+        if self._cancellable or silent or self.connection is None:
             self.cancel()
         else:
             self.resume()
             asyncio.get_running_loop().call_later(_READ_OUT_SECONDS, self.cancel)
         if silent:
             self._reconnect()
-
-
-class GrpcioStream(GrpcStream):
-    """The same through grpc.aio, on the channel of *client*."""
-
-    def __init__(self, client: GrpcClient, request: InferRequest, receiver: Receiver) -> None:
-        self._client = client
-        self._task: asyncio.Task[None] | None = None
-        self._written = False
-        self._resumed = asyncio.Event()
-        super().__init__(self._begin, request, receiver, client.reconnect)
-
-    @property
-    def sent(self) -> bool:
-        return self._written
-
-    def _begin(self, _: Call, message: bytes, own: Mapping[str, str]) -> None:
-        self._task = self._client.start(self._run(message, (*self._client.metadata, *own.items())))
-
-    async def _run(self, message: bytes, metadata: tuple[Header, ...]) -> None:
-        try:
-            self.end(*await self._exchange(message, metadata))
-        except Exception as error:  # noqa: BLE001 - the receiver handles every error
-            self._end(error)
-
-    async def _exchange(self, message: bytes, metadata: tuple[Header, ...]) -> tuple[str, str]:
-        """Send *message* and take the responses; return how the call ended."""
-        rpc: Any = self._client.channel.stream_stream(_STREAM_METHOD)(metadata=metadata)
-        try:
-            # Where it fails, the call has ended: its status says why.
-            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
-                await rpc.write(message)
-                await rpc.done_writing()
-                self._written = True
-                while (response := await rpc.read()) is not grpc.aio.EOF:
-                    self.messages.append(response)
-                    self.deliver()
-                    while self.paused:
-                        self._resumed.clear()
-                        await self._resumed.wait()
-            return (await rpc.code()).name, await rpc.details() or ""
-        finally:
-            rpc.cancel()
-
-    def resume(self) -> None:
-        super().resume()
-        self._resumed.set()
-
-    def cancel(self) -> None:
-        super().cancel()
-        if self._task is not None:
-            self._task.cancel()
 
 
 class GrpcClient:
@@ -354,23 +295,18 @@ class GrpcClient:
         self._used: GrpcFiles | None = None
         self._channel: grpc.aio.Channel | None = None
         self._reconnects = False
-        self._streams = Channel(url, _STREAM_METHOD, settings) if settings.grpc_client == "own" else None
-        # Streams that run on the channel, and older channels that are closing.
+        self._streams = Channel(url, _STREAM_METHOD, settings)
+        # Older channels that are closing.
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def metadata(self) -> tuple[Header, ...]:
-        """The metadata of every call."""
-        return self._settings.headers()
-
-    @property
     def channel(self) -> grpc.aio.Channel:
-        """The channel to begin calls on, with :attr:`metadata`."""
+        """The channel to begin calls on."""
         # Created on first use: a channel belongs to the running loop.
         files = self._files.current() if self._files is not None else None
         if self._channel is None or self._reconnects or files is not self._used:
             if self._channel is not None:
-                self.start(self._channel.close(_OLD_CHANNEL_SECONDS))
+                spawn(self._channel.close(_OLD_CHANNEL_SECONDS), self._tasks)
             self._used, self._reconnects = files, False
             self._channel = self._connect(files)
         return self._channel
@@ -384,15 +320,10 @@ class GrpcClient:
             options.append(("grpc.ssl_target_name_override", self._settings.access.server_name))
         return grpc.aio.secure_channel(self._target, grpc.ssl_channel_credentials(*files), options=options)
 
-    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start *work*, which ends with the client at the latest."""
-        return spawn(work, self._tasks)
-
     def reconnect(self) -> None:
         """Use new connections for further calls: one was silent, and may be dead."""
         self._reconnects = True
-        if self._streams is not None:
-            self._streams.reconnect()
+        self._streams.reconnect()
 
     async def _unary(
         self,
@@ -412,7 +343,7 @@ class GrpcClient:
                 request_serializer=serialize,
                 response_deserializer=getattr(service_pb2, f"{method}Response").FromString,
             )
-            return await call(message, timeout=timeout, metadata=(*self.metadata, *headers.items()))
+            return await call(message, timeout=timeout, metadata=(*self._settings.headers(), *headers.items()))
         except asyncio.CancelledError:
             # The caller gave up on a silent connection. Further calls must not wait for it too.
             if loop.time() - began >= self._settings.connect_timeout:
@@ -456,14 +387,11 @@ class GrpcClient:
         return decode_response(answer)
 
     def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
-        if self._streams is None:
-            return GrpcioStream(self, request, receiver)
-        return GrpcStream(self._streams.start, request, receiver, self.reconnect)
+        return GrpcStream(self._streams, request, receiver, self.reconnect)
 
     async def close(self) -> None:
         """Close every connection; calls in flight are cancelled."""
         await cancel(*self._tasks)
-        if self._streams is not None:
-            await self._streams.close()
+        await self._streams.close()
         if self._channel is not None:
             await self._channel.close(None)

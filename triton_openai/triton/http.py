@@ -20,8 +20,8 @@ from triton_openai import offload
 from triton_openai.errors import UpstreamError, UpstreamTimeout
 from triton_openai.triton.client import IndexEntry, Receiver, ServerInfo
 from triton_openai.triton.connection import ConnectionSettings, Header
-from triton_openai.triton.http_stream import ConnectionPool, HttpCall, HttpStream, error_text
-from triton_openai.triton.status import classify, no_answer
+from triton_openai.triton.http_stream import ConnectionPool, HttpCall, HttpStream, refusal
+from triton_openai.triton.status import no_answer
 from triton_openai.triton.tensors import (
     BinaryResponse,
     InferRequest,
@@ -139,7 +139,7 @@ class HttpClient:
                 self._pool.close_idle()
             raise
         if answer.status >= 300:
-            raise classify(error_text(b"".join(answer.parts)), model, str(answer.status))
+            raise refusal(answer.parts, answer.status, model)
         return answer
 
     async def server_info(self) -> ServerInfo:

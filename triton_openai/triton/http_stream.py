@@ -175,7 +175,7 @@ class Connection(asyncio.Protocol):
         if self._complete and self._stream is stream:
             stream.finish()
         elif broken:
-            self._lose(None)
+            self._lose(None, data)
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -251,7 +251,7 @@ class Connection(asyncio.Protocol):
         self._stream = None
         self._transport.abort()
 
-    def _lose(self, error: Exception | None) -> None:
+    def _lose(self, error: Exception | None, data: bytes = b"") -> None:
         stream, self._stream = self._stream, None
         if stream is None:
             return
@@ -260,7 +260,18 @@ class Connection(asyncio.Protocol):
         elif self._encrypted and not self._used and not stream.status:
             stream.lose(unreachable(failure_reason(error) if isinstance(error, ssl.SSLError) else PERHAPS_REFUSED))
         else:
-            stream.lose(cut_off())
+            answers = self._used or stream.status or (self._bare and not data)
+            stream.lose(cut_off(None if answers else _spoken(data)))
+
+
+def _spoken(data: bytes) -> str:
+    """Return what a server seems to speak that has not answered a connection's first request, only sent *data*."""
+    # A frame of settings on stream 0 (RFC 9113, 6.5).
+    if data[3:9] in (b"\x04\x00" + bytes(4), b"\x04\x01" + bytes(4)):
+        return "The server speaks HTTP/2, as for gRPC."
+    if data.startswith(b"\x15\x03"):
+        return "The server speaks TLS."
+    return "The server's answer is not HTTP." if data else "The server closed the connection without an answer."
 
 
 class ConnectionPool:
@@ -511,7 +522,7 @@ class HttpStream:
             self._end(error)
 
     def _refuse(self) -> None:
-        self._end(classify(error_text(b"".join(self._parts)), self._model, str(self.status)))
+        self._end(refusal(self._parts, self.status, self._model))
 
     def _end(self, error: Exception | None, *, whole: bool = False) -> None:
         receiver = self._receiver
@@ -558,13 +569,13 @@ class HttpStream:
             self._pool.close_idle()
 
 
-def error_text(body: bytes) -> str:
-    """Return the text of Triton's ``{"error": "…"}`` body, or the start of any other body."""
+def refusal(parts: Sequence[bytes], status: int, model: str) -> ServiceError:
+    """Return the error for an answer with *status* and this body: Triton's ``{"error": "…"}``, or another server's."""
+    body = b"".join(parts)
     try:
-        values = decode_leniently(body)
+        error = decode_leniently(body).get("error")
     except UpstreamError:
-        values = {}
-    error = values.get("error")
+        error = None
     if error is None:
-        return body[:500].decode("utf-8", "replace")
-    return error if isinstance(error, str) else json.dumps(error)
+        error = f"HTTP status {status}: {body[:500].decode('utf-8', 'replace')}"
+    return classify(error if isinstance(error, str) else json.dumps(error), model, str(status))

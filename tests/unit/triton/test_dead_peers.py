@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Literal
 from unittest.mock import Mock
 
 import pytest
@@ -105,13 +104,11 @@ def stopped() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-@every_case("transport, library", [("http", "own"), ("grpc", "own"), ("grpc", "grpcio")])
+@every_case("transport", ["http", "grpc"])
 @every_case("silent", [True, False])
-async def test_a_stream_to_a_server_that_is_stopped(
-    transport: str, library: Literal["own", "grpcio"], silent: bool
-) -> None:
+async def test_a_stream_to_a_server_that_is_stopped(transport: str, silent: bool) -> None:
     """It ends when it is closed, also while its request could not even be sent."""
-    settings = ConnectionSettings(connect_timeout=60, grpc_client=library)
+    settings = ConnectionSettings(connect_timeout=60)
     with stopped() as address:
         url = f"{transport}://{address}"
         client: TritonClient = HttpClient(url, settings) if transport == "http" else GrpcClient(url, settings)

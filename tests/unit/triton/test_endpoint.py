@@ -22,7 +22,7 @@ from tests.tls_fixture import Authority
 from triton_openai.app import create_app
 from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.errors import ServiceError
-from triton_openai.triton.endpoint import Endpoint, explain
+from triton_openai.triton.endpoint import Endpoint, mistake
 from triton_openai.triton.tensors import InferRequest
 
 
@@ -99,17 +99,16 @@ async def tls_http(tmp_path: Path) -> AsyncIterator[str]:
     "scheme, listening, looks, write",
     [
         ("http", plain_grpc, "looks like a gRPC port", "grpc://"),
-        ("http", tls_http, "wants TLS", "https://"),
-        ("http", another_of_us, "looks like another triton-openai", "http://HOST:8000"),
+        ("http", tls_http, "perhaps wants TLS", "https://"),
+        ("http", another_of_us, "looks like another triton-openai", "8000 by default"),
         ("http", plain_http, "answers HTTP, but does not look like a Triton", "8000 by default"),
         ("https", plain_http, "does not use TLS", "http://"),
-        ("https", plain_grpc, "looks like a gRPC port", "grpc://"),
-        ("https", another_of_us, "looks like another triton-openai", "http://HOST:8000"),
+        ("https", plain_grpc, "does not use TLS", "http://"),
         ("grpc", plain_http, "looks like an HTTP port", "http://"),
-        ("grpc", tls_grpc, "wants TLS", "grpcs://"),
-        ("grpc", another_of_us, "looks like another triton-openai", "grpc://HOST:8001"),
+        ("grpc", tls_grpc, "perhaps wants TLS", "grpcs://"),
+        ("grpc", another_of_us, "looks like an HTTP port", "http://"),
         ("grpcs", plain_grpc, "does not use TLS", "grpc://"),
-        ("grpcs", plain_http, "looks like an HTTP port", "http://"),
+        ("grpcs", plain_http, "does not use TLS", "grpc://"),
     ],
 )
 async def test_each_mistake_is_named(
@@ -117,15 +116,10 @@ async def test_each_mistake_is_named(
 ) -> None:
     """Discovery fails with what the address looks like, and what to write instead."""
     async with listening(tmp_path) as address:
-        endpoint = Endpoint([f"{scheme}://{address}"], connect_timeout=5)
-        try:
-            with pytest.raises(ServiceError) as caught:
-                await endpoint.repository_index()
-        finally:
-            await endpoint.close()
+        said = await reason_at(f"{scheme}://{address}")
 
-    assert f"{scheme}://{address} {looks}" in caught.value.reason
-    assert (f"write {write}{address}" if write.endswith("//") else write) in caught.value.reason
+    assert f"{scheme}://{address} {looks}" in said
+    assert (f"write {write}{address}" if write.endswith("//") else write) in said
 
 
 @pytest.mark.parametrize("scheme, listening", [("grpc", plain_grpc), ("grpcs", tls_grpc), ("https", tls_http)])
@@ -134,10 +128,10 @@ async def test_what_is_right_is_not_named(
 ) -> None:
     """A server of the right kind may fail for other reasons."""
     async with listening(tmp_path) as address:
-        assert None is await explain(f"{scheme}://{address}", timeout=5)
+        assert "write " not in await reason_at(f"{scheme}://{address}")
 
 
-@every_case("answer", [b"", b"\x00", b"HTTP/1.1", b"HTTP/1.1 401 No\r\n\r\n", b"\xff" * 100_000])
+@every_case("answer", [b"\x00", b"HTTP/1.1", b"HTTP/1.1 401 No\r\n\r\n", b"\xff" * 100_000])
 async def test_servers_of_other_kinds(answer: bytes) -> None:
     """Nothing is said of what is not known, whatever it sends; and of nobody."""
 
@@ -147,11 +141,32 @@ async def test_servers_of_other_kinds(answer: bytes) -> None:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        for scheme in ("http", "https", "grpcs"):
-            url = f"{scheme}://127.0.0.1:{port}"
-            said = await explain(url, timeout=5)
-            assert said is None or (answer.startswith(b"HTTP/") and scheme != "http")
-    assert None is await explain(f"http://127.0.0.1:{port}", timeout=5)
+        assert "write " not in await reason_at(f"http://127.0.0.1:{port}")
+    assert "Connection refused" == await reason_at(f"http://127.0.0.1:{port}")
+
+
+async def reason_at(url: str) -> str:
+    """Return why the models at *url* cannot be listed."""
+    endpoint = Endpoint([url], connect_timeout=5)
+    try:
+        with pytest.raises(ServiceError) as caught:
+            await endpoint.repository_index()
+    finally:
+        await endpoint.close()
+    return caught.value.reason
+
+
+@every_case(
+    "text, looks",
+    [
+        ("HTTP status 400: <center>The plain HTTP request was sent to HTTPS port</center>", "wants TLS"),
+        ("HTTP status 400: Client sent an HTTP request to an HTTPS server.", "wants TLS"),
+        ("HTTP status 404: <html>", "does not look like a Triton"),
+    ],
+)
+def test_servers_that_say_it_themselves(text: str, looks: str) -> None:
+    """nginx and servers in Go answer plain HTTP at a TLS port with a page."""
+    assert looks in (mistake("http://triton:443", text) or "")
 
 
 async def test_a_grpc_address_beside_a_good_one() -> None:
@@ -197,7 +212,7 @@ async def test_models_are_loaded_over_grpc() -> None:
                 asked.append(error.reason)
             await endpoint.close()
 
-    assert ["m", "404: Not Found"] == asked
+    assert ["m", "HTTP status 404: 404: Not Found"] == asked
 
 
 async def test_the_address_of_a_request() -> None:

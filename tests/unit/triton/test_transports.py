@@ -10,10 +10,9 @@ import json
 import math
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import Mock
 
 import grpc
@@ -40,7 +39,7 @@ from triton_openai.errors import (
 from triton_openai.triton import http_stream
 from triton_openai.triton.client import ResponseStream, TritonClient, gather
 from triton_openai.triton.connection import ConnectionSettings
-from triton_openai.triton.grpc import GrpcClient, GrpcioStream, GrpcStream, translate
+from triton_openai.triton.grpc import GrpcClient, GrpcStream, translate
 from triton_openai.triton.http import HttpClient
 from triton_openai.triton.http2 import varint
 from triton_openai.triton.http_stream import HttpStream
@@ -185,9 +184,8 @@ class FakeHttp(FakeTriton):
 class FakeGrpc(FakeTriton, service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     """Triton's gRPC service in this process, made by grpcio: an implementation of HTTP/2 that is not ours."""
 
-    def __init__(self, library: Literal["own", "grpcio"] = "own") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._library = library
         self.calls = 0
         # Instead of `reply`.
         self.script: Callable[[Any, Any], AsyncIterator[Any]] | None = None
@@ -203,7 +201,7 @@ class FakeGrpc(FakeTriton, service_pb2_grpc.GRPCInferenceServiceServicer):  # ty
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         self.url = f"grpc://127.0.0.1:{port}"
-        self.client = GrpcClient(self.url, ConnectionSettings(connect_timeout=5, grpc_client=self._library))
+        self.client = GrpcClient(self.url, ConnectionSettings(connect_timeout=5))
 
     async def stop(self) -> None:
         await self.client.close()
@@ -276,15 +274,15 @@ async def http() -> AsyncIterator[FakeHttp]:
     await server.stop()
 
 
-@pytest.fixture(params=["own", "grpcio"])
-async def grpc_server(request: pytest.FixtureRequest) -> AsyncIterator[FakeGrpc]:
-    server = FakeGrpc(request.param)
+@pytest.fixture
+async def grpc_server() -> AsyncIterator[FakeGrpc]:
+    server = FakeGrpc()
     await server.start()
     yield server
     await server.stop()
 
 
-@pytest.fixture(params=[FakeHttp, FakeGrpc, partial(FakeGrpc, "grpcio")], ids=["http", "grpc", "grpcio"])
+@pytest.fixture(params=[FakeHttp, FakeGrpc], ids=["http", "grpc"])
 async def triton(request: pytest.FixtureRequest) -> AsyncIterator[FakeTriton]:
     server = request.param()
     await server.start()
@@ -539,7 +537,7 @@ async def test_no_failure_waits_for_the_collector(triton):
         # Tasks that were cancelled have ended.
         await asyncio.sleep(0)
         gc.collect()
-        streams = (HttpStream, GrpcStream, GrpcioStream, ServiceError)
+        streams = (HttpStream, GrpcStream, ServiceError)
         assert [] == [each for each in gc.garbage if isinstance(each, streams)]
     finally:
         gc.set_debug(0)
@@ -1134,7 +1132,6 @@ async def test_closing_while_a_large_request_is_encoded(grpc_server):
     assert (1, [len(REQUEST.inputs)]) == (grpc_server.calls, [len(request["raw"]) for request in grpc_server.requests])
 
 
-@pytest.mark.parametrize("grpc_server", ["own"], indirect=True)
 async def test_a_server_that_shuts_down(grpc_server):
     """It finishes the streams that run; who comes then does not reach it."""
     go_on = asyncio.Event()
