@@ -13,7 +13,7 @@ import msgspec
 import yaml
 
 from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, is_struct, options
-from triton_openai.config.tree import NAMED_KEY, OTLP_PATH, OTLP_PORTS, LoraSettings, Protocol, Settings
+from triton_openai.config.tree import NAMED_KEY, OTLP_PATH, LoraSettings, Protocol, Settings
 from triton_openai.errors import ConfigurationError
 
 # The path of a setting in the tree.
@@ -298,15 +298,20 @@ _CONTENT_CHARACTERS = 1024
 
 def _add_opentelemetry(found: _Layer, environ: Mapping[str, str]) -> None:
     """
-    Add what OpenTelemetry's variables set and no setting of ours does; ``OTEL_SDK_DISABLED`` switches traces off.
+    Add the collector and the wish for content of OpenTelemetry's variables where no setting of ours says it.
 
-    An empty variable counts as one that is not set.
+    An empty variable counts as one that is not set. The SDK reads all other variables itself.
 
     Source: OpenTelemetry's specification, "Environment Variable Specification" and "OpenTelemetry Protocol Exporter".
     """
 
     def first(*names: str) -> tuple[str, str]:
         return next(((value, name) for name in names if (value := environ.get(name, "").strip())), ("", ""))
+
+    def add(name: str, value: Any, annotation: Any, origin: str) -> None:
+        path = ("traces", name)
+        if value and path not in found:
+            found[path] = _converted(value, annotation, path, origin, strict=True), origin
 
     content = first(_CONTENT_VARIABLE)[0].lower() or "false"
     # The service has no events, only spans.
@@ -316,33 +321,21 @@ def _add_opentelemetry(found: _Layer, environ: Mapping[str, str]) -> None:
             f"{_CONTENT_VARIABLE}: {content!r} is not accepted: expected SPAN_ONLY, SPAN_AND_EVENT, true, or "
             "NO_CONTENT, EVENT_ONLY, false."
         )
+    add("content", wanted and _CONTENT_CHARACTERS, int, _CONTENT_VARIABLE)
     exporter = first("OTEL_TRACES_EXPORTER")[0].lower()
     if exporter not in ("", "otlp", "none"):
         raise ConfigurationError(f"OTEL_TRACES_EXPORTER: {exporter!r} is not accepted: expected otlp or none.")
-    protocol, protocol_origin = first("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    protocol = first("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     url, origin = first("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-    if not url and exporter == "otlp":
-        port = OTLP_PORTS["grpc" if protocol == "grpc" else "http/protobuf"]
-        url, origin = f"http://localhost:{port}", "OTEL_TRACES_EXPORTER"
-    if url and "://" not in url:
-        # Allowed for gRPC, whose own addresses have no scheme.
-        insecure, _ = first("OTEL_EXPORTER_OTLP_TRACES_INSECURE", "OTEL_EXPORTER_OTLP_INSECURE")
-        url = f"{'http' if insecure.lower() == 'true' else 'https'}://{url}"
-    if origin == "OTEL_EXPORTER_OTLP_ENDPOINT" and urlsplit(url).path.strip("/") and protocol != "grpc":
+    if origin == "OTEL_EXPORTER_OTLP_ENDPOINT" and urlsplit(url).path.strip("/") and protocol[0] != "grpc":
         # The address of a whole collector: each kind of data has its path below it.
         url = url.rstrip("/") + OTLP_PATH
-
-    endpoint = ("traces", "otlp_endpoint")
     if first("OTEL_SDK_DISABLED")[0].lower() == "true":
-        found[endpoint] = (None, "OTEL_SDK_DISABLED")
-        return
-    if url and exporter != "none":
-        found.setdefault(endpoint, (url, origin))
-    if wanted:
-        found.setdefault(("traces", "content"), (_CONTENT_CHARACTERS, _CONTENT_VARIABLE))
-    path = ("traces", "otlp_protocol")
-    if protocol and endpoint in found and path not in found:
-        found[path] = (_converted(protocol, Protocol, path, protocol_origin, strict=True), protocol_origin)
+        found["traces", "otlp_endpoint"] = None, "OTEL_SDK_DISABLED"
+    elif exporter != "none":
+        add("otlp_endpoint", url, str, origin)
+    if found.get(("traces", "otlp_endpoint"), (None, ""))[0] is not None:
+        add("otlp_protocol", protocol[0], Protocol, protocol[1])
 
 
 # Settings that depend on each other
