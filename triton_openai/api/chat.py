@@ -286,7 +286,7 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
         raise not_generating(context.model)
     plan = plan_of(body)
     prompter = await context.model.prompter()
-    parsers = prompter.parsers
+    parsers = context.model.parsers
     task = await _task(context, answer_id, plan, prompter)
     if fitting and not task.open_ended:
         task = msgspec.structs.replace(task, open_ended=True, open_limit=task.sampling.max_tokens)
@@ -341,7 +341,7 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
 
 
 async def _task(context: RequestContext[ChatRequest], answer_id: str, plan: ToolPlan, prompter: Prompter) -> Task:
-    body, model, parsers = context.body, context.model, prompter.parsers
+    body, model, parsers = context.body, context.model, context.model.parsers
     if body.top_logprobs and not body.logprobs:
         raise InvalidValue("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     forced = None

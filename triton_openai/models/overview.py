@@ -65,13 +65,13 @@ def model_lines(models: Models, *, unserved: bool = False) -> list[ModelLine]:
 
 
 def _features(model: ServedModel) -> tuple[str, ...]:
-    capabilities, prompter = model.adapter.capabilities, model.lazy_prompter.resolved
+    capabilities = model.adapter.capabilities
     if "generate" not in model.tasks:
         return ()
     found = {
         "streaming": capabilities.streaming,
-        "tools": prompter is not None and prompter.parsers.tools is not None,
-        "reasoning": prompter is not None and prompter.parsers.reasoning is not None,
+        "tools": model.parsers.tools is not None,
+        "reasoning": model.parsers.reasoning is not None,
         "json_schema": "json_schema" in capabilities.guides,
         "images": model.takes_images and model.marks_images,
         "logprobs": capabilities.logprobs,

@@ -22,7 +22,7 @@ import structlog
 from triton_openai import offload
 from triton_openai.config.tree import ModelDefaults, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.parsers.registry import DetectionRule, Parsers, choose, detected
+from triton_openai.parsers.registry import DetectionRule, detected
 from triton_openai.prompts.history import HistoryTemplate
 from triton_openai.prompts.messages import PLAIN, Message, PromptTemplate, Rendering, continued, prepare
 from triton_openai.prompts.template import ChatTemplate
@@ -70,21 +70,17 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prompter(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    Makes the prompts of one served model. Thread-safe. :meth:`resolve` creates it.
+    """Makes the prompts of one served model. Thread-safe. :meth:`resolve` creates it."""
 
-    *tokenizer* is None if unknown: then tokens cannot be counted, but a configured template works. *recommended* is the
-    sampling of the model's ``generation_config.json``, under the names of a request. *parsers* read the answers to its
-    prompts. *foreign* is whether the templates came in a request. *incomplete* is whether the model's config or files
-    name a tokenizer that could not be loaded: another attempt may help.
-    """
-
+    #: None if unknown: then tokens cannot be counted, but a configured template works.
     tokenizer: Tokenizer | None
     templates: Templates
     provenance: Provenance
+    #: The sampling of the model's ``generation_config.json``, under the names of a request.
     recommended: Mapping[str, Any] = {}
-    parsers: Parsers = Parsers()
+    #: Whether the templates came in a request.
     foreign: bool = False
+    #: Whether the model's config or files name a tokenizer that could not be loaded: another attempt may help.
     incomplete: bool = False
 
     @classmethod
@@ -103,7 +99,7 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
         recommended, generation_origin = recommended_sampling(
             settings.generation_config, {} if tokenizer is None else tokenizer.generation_config, notes
         )
-        prompter = cls(
+        return cls(
             tokenizer=tokenizer,
             templates=templates,
             provenance=Provenance(
@@ -115,8 +111,6 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
             recommended=recommended,
             incomplete=incomplete,
         )
-        parsers = choose(prompter.tools_source, tools=settings.tool_call_parser, reasoning=settings.reasoning_parser)
-        return msgspec.structs.replace(prompter, parsers=parsers)
 
     @property
     def can_chat(self) -> bool:
@@ -324,7 +318,7 @@ class LazyPrompter:
         self._settings = settings
         self.hint = hint
         self.named = named
-        #: The settings that determine prompts and parsers.
+        #: What determines prompts.
         self.key = _prompting(settings), hint, named
         #: The prompter, once it is resolved.
         self.resolved: Prompter | None = None
@@ -397,9 +391,7 @@ class LazyPrompter:
             _log.warning(what, model=model, reason=problem.message, detail=problem.detail)
 
 
-_prompting = attrgetter(
-    *("tokenizer", "generation_config", "chat_template", "history_template", "tool_call_parser", "reasoning_parser")
-)
+_prompting = attrgetter("tokenizer", "generation_config", "chat_template", "history_template")
 
 
 class Prompters:
