@@ -23,7 +23,7 @@ from triton_openai.api import sse
 from triton_openai.api.service import SERVICE
 from triton_openai.app import create_app
 from triton_openai.config.tree import ModelSettings, Settings, TritonSettings
-from triton_openai.models.served import Models
+from triton_openai.models.lookup import Models
 from triton_openai.triton.client import TritonClient
 
 TRANSPORTS = ("http", "grpc")

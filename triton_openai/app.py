@@ -25,7 +25,8 @@ from triton_openai.media.fetch import AllowedHosts, Fetcher, is_public, is_publi
 from triton_openai.media.images import ImageLoader
 from triton_openai.models.canary import CANARY, PATIENCE, Canary
 from triton_openai.models.control import ModelControl
-from triton_openai.models.served import Models, ServedModel, keep_loaded
+from triton_openai.models.lookup import Models, keep_loaded
+from triton_openai.models.served import ServedModel
 from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.prompts import infill
 from triton_openai.prompts.history import HistoryTemplate

@@ -216,7 +216,7 @@ async def test_what_only_http_cannot_carry_is_not_served(served):
     """A stream over HTTP has JSON inputs: the adapter is left out, and the reason is there for `inspect`."""
     async with served("ensemble", "http") as proxy:
         listed = {model["id"] for model in (await proxy.get("/v1/models")).json["data"]}
-        (problem,) = proxy.models.lora_problems["ensemble"]
+        (problem,) = proxy.models.loras.problems["ensemble"]
 
         (report,) = [each for each in await report_of(proxy.models) if each.name == "ensemble"]
 
@@ -273,7 +273,7 @@ async def test_the_repository_names_adapters_with_their_folders(triton, tmp_path
     async with serving(settings) as proxy:
         await proxy.ready()
         listed = {model["id"] for model in (await proxy.get("/v1/models")).json["data"]}
-        problems = proxy.models.lora_problems["ensemble"]
+        problems = proxy.models.loras.problems["ensemble"]
         answers = [await ask(proxy, name) for name in ("near", "documented")]
         found = [(await sent(triton, "ensemble", id_of(answer), 1))[0] for answer in answers]
 

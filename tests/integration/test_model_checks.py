@@ -150,7 +150,7 @@ async def test_what_could_not_be_loaded_is_tried_again(
     fake: FakeTriton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has to ask: a file that appears, or a hub that comes back, is enough."""
-    monkeypatch.setattr("triton_openai.models.served._RECHECK_SECONDS", 0.01)
+    monkeypatch.setattr("triton_openai.models.lookup._RECHECK_SECONDS", 0.01)
     folder = tmp_path / "later"
     with structlog.testing.capture_logs() as lines:
         async with checked(fake, settings_of(fake, tokenizer=str(folder))) as proxy:
@@ -310,7 +310,7 @@ async def test_a_model_of_the_hub_that_cannot_be_had(
         asked.append(source)
         raise ConfigurationError("the hub cannot be reached")
 
-    monkeypatch.setattr("triton_openai.models.served._RECHECK_SECONDS", 0.01)
+    monkeypatch.setattr("triton_openai.models.lookup._RECHECK_SECONDS", 0.01)
     monkeypatch.setattr(Tokenizer, "load", unreachable)
     settings = Settings(triton=TritonSettings(url=(fake.url,), repository=(repository,)))
     with structlog.testing.capture_logs() as lines:

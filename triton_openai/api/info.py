@@ -26,8 +26,9 @@ from triton_openai.draining import DRAINING
 from triton_openai.errors import ModelNotFound, ServiceError
 from triton_openai.generation import EmbeddingJob, Sampling, ScoreJob
 from triton_openai.models.canary import CANARY
+from triton_openai.models.lookup import Models
 from triton_openai.models.overview import ModelLine, model_lines
-from triton_openai.models.served import Models, ServedModel
+from triton_openai.models.served import ServedModel
 from triton_openai.telemetry.exposition import EXPOSITION, Figures
 from triton_openai.triton.client import ServerInfo
 from triton_openai.triton.status import public_reason

@@ -18,7 +18,8 @@ from triton_openai.config.tree import Settings
 from triton_openai.errors import PromptRefused, UnsupportedParameter
 from triton_openai.media.images import ImageLoader
 from triton_openai.models.control import ModelControl
-from triton_openai.models.served import Models, ServedModel
+from triton_openai.models.lookup import Models
+from triton_openai.models.served import ServedModel
 from triton_openai.serving.admission import Admission
 from triton_openai.tasks import Background
 from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, Observation

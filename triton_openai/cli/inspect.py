@@ -18,7 +18,8 @@ from triton_openai.cli.table import problems, table
 from triton_openai.config.sources import closest
 from triton_openai.config.tree import DefaultParameters, Settings
 from triton_openai.errors import ConfigurationError
-from triton_openai.models.served import Models, ServedModel
+from triton_openai.models.lookup import Models
+from triton_openai.models.served import ServedModel
 from triton_openai.prompts.infill import fim_form, known_fim_form
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
@@ -145,10 +146,10 @@ async def report(models: Models) -> list[ModelReport]:
 
 async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelReport:
     """Report on the model that is served under *names*."""
-    model = await models.settled(list(names.values())[-1])
+    model = await list(names.values())[-1].settled()
     await model.check()
     problem = model.lazy_prompter.problem
-    lora_problems = models.lora_problems.get(model.triton_model, ())
+    lora_problems = models.loras.problems.get(model.triton_model, ())
     capabilities = model.adapter.capabilities
     found: dict[str, Any] = {"images": "none"}
     try:

@@ -16,7 +16,8 @@ import structlog
 from aiohttp import web
 
 from triton_openai.errors import ModelUnloading, ServiceError, UpstreamError
-from triton_openai.models.served import Models, ServedModel
+from triton_openai.models.lookup import Models
+from triton_openai.models.served import ServedModel
 from triton_openai.tasks import cancel
 from triton_openai.telemetry.metrics import NOT_ANSWERING, Metrics, Series
 from triton_openai.telemetry.observation import Observation, Observer

@@ -26,7 +26,7 @@ from triton_openai.errors import (
     UpstreamTimeout,
     UpstreamUnavailable,
 )
-from triton_openai.models.served import Models
+from triton_openai.models.lookup import Models
 from triton_openai.tasks import cancel, spawn
 from triton_openai.telemetry.logging import warn
 from triton_openai.triton.client import IndexEntry, TritonClient, check_name

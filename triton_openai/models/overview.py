@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from triton_openai.models.served import Models, ServedModel
+from triton_openai.models.lookup import Models
+from triton_openai.models.served import ServedModel
 
 
 class ModelLine(msgspec.Struct, frozen=True, kw_only=True):

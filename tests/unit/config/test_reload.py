@@ -20,7 +20,7 @@ from triton_openai.config.reload import Reloader, Source
 from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import AccessSettings, ApiSettings, RestrictedApi, Settings
 from triton_openai.errors import ConfigurationError
-from triton_openai.models.served import Models
+from triton_openai.models.lookup import Models
 
 
 class Service:

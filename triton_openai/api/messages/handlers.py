@@ -19,7 +19,8 @@ from triton_openai.api.parameters import check_unused
 from triton_openai.api.service import RequestContext, Service, begin, key_of, new_id, read_request, service_of
 from triton_openai.api.sse import stream
 from triton_openai.errors import InvalidRequest
-from triton_openai.models.served import Models, ServedModel
+from triton_openai.models.lookup import Models
+from triton_openai.models.served import ServedModel
 from triton_openai.telemetry.observation import OBSERVATION, Observation
 
 _log = structlog.get_logger(__name__)

@@ -12,7 +12,8 @@ from tests.proxy_fixture import serving
 from triton_openai.access.keys import ApiKey
 from triton_openai.config.tree import ApiSettings, ModelSettings, Settings, TritonSettings
 from triton_openai.errors import ConfigurationError, ModelNotFound, UpstreamUnavailable
-from triton_openai.models.served import Models, ServedModel
+from triton_openai.models.lookup import Models
+from triton_openai.models.served import ServedModel
 from triton_openai.triton.catalog import Snapshot
 
 

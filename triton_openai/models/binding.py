@@ -1,0 +1,124 @@
+"""Binds the models of Triton to adapters, tokenizers and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from triton_openai.adapters._common.base import Adapter
+from triton_openai.adapters._common.registry import Registry, helper_role
+from triton_openai.config.tree import ModelSettings, Settings
+from triton_openai.errors import ServiceError
+from triton_openai.generation import Interface
+from triton_openai.models.served import ServedModel, Unserved
+from triton_openai.prompts.prompter import Prompters, may_have_tokenizer
+from triton_openai.triton.tensors import ModelConfig
+
+_log = structlog.get_logger(__name__)
+
+# Of a file in a model's folder. What is read are settings; nobody writes longer ones.
+_LARGEST = 1 << 20
+
+
+class Binder:
+    """Binds models by *settings*, with the tokenizers and templates of *prompters*. Immutable."""
+
+    def __init__(self, settings: Settings, prompters: Prompters) -> None:
+        self.settings = settings
+        self.prompters = prompters
+        self.aliases = settings.aliases()
+        self._registry = Registry()
+        self._files = partial(_read_file, settings.triton.readable_repositories)
+
+    def bind(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> ServedModel | Unserved:
+        """Return the model with this *config* among those of *repository*. Blocks: it reads files."""
+        name, settings, own = config.name, self.settings.model(config.name), self.settings.models.get(config.name)
+        role = helper_role(config, repository)
+        # A default adapter for all models is for those that could be served: a helper stays a helper.
+        if role is not None and (own is None or own.adapter is None):
+            return Unserved(name=name, why=f"it is the {role}", role=role)
+        try:
+            registry = self._registry
+            claim = registry.claim(config) if settings.adapter is None else registry.named(settings.adapter)
+            if claim is None:
+                return Unserved(name=name, why=_why_unclaimed(config))
+            adapter, reason = claim.adapter.described(config, repository, _interface(settings)), claim.reason
+            hints, text_level = adapter.hints_with(self._files), None
+            direct = self._token_level(adapter, repository) if settings.adapter is None else None
+            if direct is not None and may_have_tokenizer(settings.tokenizer, hints.tokenizer_dir):
+                reason = f"{adapter.name}, answered by its engine '{direct.config.name}', see --prefer-token-level"
+                adapter, text_level = direct, adapter
+        except ServiceError as error:
+            _log.error("model cannot be served", model=name, reason=error.message)
+            return Unserved(name=name, why=error.message, failed=True)
+        except Exception as error:  # noqa: BLE001 - a third party's mistake must not keep the others from their models
+            _log.exception("an adapter failed to take a model", model=name)
+            return Unserved(name=name, why=f"its adapter failed: {type(error).__name__}", failed=True)
+        if settings.multimodal is not None:
+            hints = msgspec.structs.replace(hints, images=settings.multimodal)
+        if settings.max_model_len is None:
+            settings = msgspec.structs.replace(settings, max_model_len=hints.max_model_len)
+        return ServedModel(
+            name=name,
+            triton_model=name,
+            adapter=adapter,
+            reason=reason,
+            settings=settings,
+            lazy_prompter=self.prompters.of(name, settings, hints.tokenizer_dir, hints.tokenizer),
+            text_level=text_level,
+            priorities=max(_priorities(each.config, repository) for each in (adapter, text_level) if each is not None),
+            fingerprint=config.fingerprint,
+            hints=hints,
+        )
+
+    def _token_level(self, adapter: Adapter, repository: Mapping[str, ModelConfig]) -> Adapter | None:
+        """Return what answers with the engine behind *adapter*'s model, where there is one and it is wanted."""
+        mode = self.settings.triton.prefer_token_level
+        if mode == "never" or (mode == "auto" and not adapter.capabilities.splits_characters):
+            return None
+        engine = adapter.token_level
+        claim = None if engine is None else self._registry.claim(engine)
+        if engine is None or claim is None:
+            return None
+        direct = claim.adapter(engine, repository)
+        return direct if direct.capabilities.tokens else None
+
+
+def _interface(settings: ModelSettings) -> Interface | None:
+    """Return the model's tensors, where its settings describe them."""
+    if not (settings.inputs or settings.constants or settings.outputs or settings.text):
+        return None
+    return Interface(inputs=settings.inputs, constants=settings.constants, outputs=settings.outputs, text=settings.text)
+
+
+def _priorities(config: ModelConfig, repository: Mapping[str, ModelConfig]) -> int:
+    """Return the levels of priority of a model's queue; an ensemble hands a request's priority to each of its steps."""
+    steps = [step for step in (repository.get(step.model) for step in config.steps) if step is not None]
+    return max([config.priority_levels, *(step.priority_levels for step in steps)])
+
+
+def _why_unclaimed(config: ModelConfig) -> str:
+    inputs = ", ".join(f"{spec.name}{'?' if spec.optional else ''} {spec.datatype}" for spec in config.inputs.values())
+    outputs = ", ".join(f"{spec.name} {spec.datatype}" for spec in config.outputs.values())
+    return f"no adapter knows its tensors (inputs: {inputs or 'none'}; outputs: {outputs or 'none'})"
+
+
+def _read_file(repositories: Sequence[Path], model: str, name: str) -> bytes | None:
+    """
+    Return the file *name* of the newest version of *model*; ``None`` where there is none that can be read.
+
+    The first of *repositories* that has the model counts, as it does for Triton. Blocks.
+    """
+    folder = next((path / model for path in repositories if (path / model).is_dir()), None)
+    if folder is None:
+        return None
+    try:
+        versions = [path for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
+        path = max(versions, key=lambda path: int(path.name)) / name
+        return path.read_bytes() if path.stat().st_size <= _LARGEST else None
+    except (OSError, ValueError):
+        return None

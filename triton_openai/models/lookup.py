@@ -1,0 +1,248 @@
+"""Names to models: the served model that a request means, kept up to date with what Triton has."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import msgspec
+import structlog
+
+from triton_openai.config.sources import closest
+from triton_openai.config.tree import Settings
+from triton_openai.errors import ConfigurationError, InvalidRequest, ModelNotFound, UpstreamUnavailable
+from triton_openai.models.binding import Binder
+from triton_openai.models.lora.names import LoraModels
+from triton_openai.models.served import ServedModel, Unserved
+from triton_openai.prompts.prompter import Prompters
+from triton_openai.tasks import first_of
+from triton_openai.triton.catalog import Catalog, Snapshot
+from triton_openai.triton.client import TritonClient
+
+_log = structlog.get_logger(__name__)
+
+# What a request that names no model has in its place.
+_DEFAULT_NAMES = frozenset({"", "default"})
+# Models that an unknown name is compared with and that its error lists, and the longest name that is compared: the time
+# for that grows with both (20 ms).
+_MOST_SUGGESTED = 20
+_LONGEST_COMPARED = 100
+# What Triton says of models that nobody has loaded, and of those that were unloaded.
+_NOT_LOADED = frozenset({"", "unloaded"})
+# How often what could not be loaded is tried again.
+_RECHECK_SECONDS = 60.0
+
+
+class Models:
+    """Finds the served model of a name, and keeps up with what Triton has."""
+
+    def __init__(self, settings: Settings, client: TritonClient, *, version: Callable[[], int] = lambda: 0) -> None:
+        """*version* gives another number when another process of the service has changed what Triton has."""
+        self._version = version
+        self._seen = version()
+        self._binder = Binder(settings, Prompters())
+        self._binding = asyncio.Lock()
+        self.loras = LoraModels()
+        #: By public name, aliases included.
+        self.served: Mapping[str, ServedModel] = {}
+        self.unserved: Sequence[Unserved] = ()
+        #: By Triton model: when it was first seen loaded, in whole seconds since the epoch.
+        self.created: Mapping[str, int] = {}
+        #: Set when other models are served, or other settings hold.
+        self.changed = asyncio.Event()
+        #: Names in the settings that no model has, each with what is wrong, in a sentence.
+        self.misnamed: Mapping[str, str] = {}
+        triton = settings.triton
+        self.catalog = Catalog(
+            client, interval=triton.refresh_interval, changed=self._rebind, starts=bool(triton.model_repository)
+        )
+
+    @property
+    def _settings(self) -> Settings:
+        return self._binder.settings
+
+    @property
+    def over_grpc(self) -> bool:
+        """Whether Triton's gRPC address is known."""
+        return self._settings.triton.grpc_url is not None
+
+    @property
+    def ready(self) -> bool:
+        """
+        Whether Triton answers and at least one served model is ready.
+
+        Where clients load the models, none need be there yet. But one that is loading, or could not be loaded or
+        served, is missing.
+        """
+        snapshot = self.catalog.snapshot
+        if self.served or not snapshot.reachable or self._settings.triton.model_control_mode != "explicit":
+            return snapshot.reachable and bool(self.served)
+        failed = any(model.failed for model in self.unserved)
+        return not failed and all(reason in _NOT_LOADED for reason in snapshot.waiting.values())
+
+    def triton_model(self, name: str) -> str:
+        """Return the Triton model that *name* stands for, loaded or not: an alias's, or *name* itself."""
+        return name if self._exists(name) else self._binder.aliases.get(name, name)
+
+    def _exists(self, name: str) -> bool:
+        return any(entry.name == name for entry in self.catalog.snapshot.index)
+
+    def wanted(self, name: str) -> str:
+        """Return the name of the model that a request for *name* wants. Raises :class:`InvalidRequest` if none."""
+        if name in self.served or self._exists(name):
+            return name
+        if name not in _DEFAULT_NAMES:
+            fitting = [alias for alias in self._binder.aliases if "*" in alias and fnmatchcase(name, alias)]
+            return self._binder.aliases[max(fitting, key=len)] if fitting else name
+        default = self._settings.api.default_model
+        if default is None and not name:
+            raise InvalidRequest(
+                "Missing required parameter: 'model'.", param="model", code="missing_required_parameter"
+            )
+        return default or name
+
+    async def find(self, name: str, allows: Callable[[str], bool] = lambda _: True) -> ServedModel:
+        """
+        Return the served model called *name*, asking Triton again if it is not known.
+
+        An empty name, and ``default`` unless a model has that name, is the default model where one is configured.
+        *allows* says which names the client may use. Raises :class:`InvalidRequest` for an empty name without a default
+        model, :class:`ModelNotFound`, or :class:`UpstreamUnavailable` when Triton does not answer or loads the model.
+        """
+        version = self._version()
+        if version != self._seen:
+            await self.catalog.renew()
+            self._seen = version
+        if name not in self.served:
+            name = self.wanted(name)
+        if not allows(name):
+            raise ModelNotFound(name, hidden=True, hint=self._suggestion(name, allows))
+        unlisted = None if name in self.served else self.unlisted_lora(name)
+        if (name not in self.served and unlisted is None) or not self.catalog.snapshot.reachable:
+            await self.catalog.refresh_on_miss()
+        model = self.served.get(name) or unlisted
+        if model is not None:
+            return model if model.text_level is None else await model.settled()
+        snapshot = self.catalog.snapshot
+        if snapshot.error is not None:
+            raise UpstreamUnavailable(
+                "Triton cannot be reached at the moment.", detail=snapshot.error.detail, retry_after=2
+            )
+        triton_model = self.loras.waiting.get(name) or self._binder.aliases.get(name, name)
+        if triton_model in snapshot.coming:
+            raise UpstreamUnavailable(f"The model '{name}' is not ready.", param="model", retry_after=2)
+        if triton_model in snapshot.waiting:
+            # Nobody loads it for a client that tries again, as the official ones do after a 503.
+            raise ModelNotFound(name, why="is not loaded", detail=snapshot.waiting[triton_model])
+        raise ModelNotFound(name, hint=self._suggestion(name, allows))
+
+    def _suggestion(self, name: str, allows: Callable[[str], bool]) -> str:
+        """Return a sentence with the name that the client may have meant, or with all that it may use."""
+        names = [one for one in self.served if allows(one)]
+        if len(names) > _MOST_SUGGESTED:
+            return " GET /v1/models lists the models."
+        hint = closest(name, names) if len(name) <= _LONGEST_COMPARED else ""
+        return hint or (f" Available: {', '.join(names)}." if names else "")
+
+    async def take_over(self, settings: Settings, *, renew: bool) -> None:
+        """
+        Serve by *settings* from now on; running requests keep the model that they began with.
+
+        Tokenizers and templates that the settings change are resolved before anything else changes; all others too
+        when asked to *renew*, but one that then fails stays as it was. Raises :class:`ConfigurationError` where the
+        settings cannot be used; nothing has changed then.
+        """
+        prompters = await self._binder.prompters.renewed(settings, renew=renew)
+        async with self._binding:
+            before, self._binder = self._binder, Binder(settings, prompters)
+            try:
+                await self._bind_all(self.catalog.snapshot, refuse=True)
+            except BaseException:
+                self._binder = before
+                raise
+
+    def unlisted_lora(self, name: str) -> ServedModel | None:
+        """Return the model and LoRA adapter that *name* consists of, where only the backend knows its adapters."""
+        return self.loras.unlisted(name, self.served, self._settings.api.lora_separator)
+
+    async def _rebind(self, snapshot: Snapshot) -> None:
+        async with self._binding:
+            await self._bind_all(snapshot)
+
+    async def _bind_all(self, snapshot: Snapshot, *, refuse: bool = False) -> None:
+        """
+        Bind every model of *snapshot*.
+
+        When asked to *refuse*, raise :class:`ConfigurationError` where a mistake takes away a model that was served.
+        """
+        if not snapshot.reachable:
+            # What was served stays known: requests for it get a 503 and not a 404 while Triton is away.
+            return
+        served: dict[str, ServedModel] = {}
+        unserved: list[Unserved] = []
+        configs = snapshot.configs
+        binder = self._binder
+        every = await asyncio.to_thread(lambda: [binder.bind(each, configs) for each in configs.values()])
+        for bound in every:
+            if isinstance(bound, ServedModel):
+                served[bound.name] = bound
+            else:
+                unserved.append(bound)
+                if refuse and bound.failed and bound.name in self.served:
+                    raise ConfigurationError(f"{bound.name}: {bound.why}")
+        for alias, name in self._binder.aliases.items():
+            if "*" in alias:
+                continue
+            if alias in snapshot.configs:
+                _log.warning("alias is hidden by a model of that name", alias=alias, model=name)
+            elif name in served:
+                served[alias] = msgspec.structs.replace(served[name], name=alias)
+        await self.loras.add(served, snapshot, self._settings)
+        for name in served.keys() - self.served.keys():
+            _log.info("model is served", model=name, adapter=served[name].adapter.name)
+        for name in self.served.keys() - served.keys():
+            _log.info("model is gone", model=name)
+        now = int(time.time())
+        self.created = {name: self.created.get(name, now) for name in configs}
+        self.served, self.unserved = served, unserved
+        binder.prompters.keep({model.triton_model for model in served.values()})
+        known = {entry.name for entry in snapshot.index}
+        misnamed = _misnamed(self._settings, known, served.keys() | self.loras.waiting)
+        for name in sorted(misnamed.keys() - self.misnamed):
+            _log.warning("a name in the settings is no model's", name=name, reason=misnamed[name])
+        self.misnamed = misnamed
+        self.changed.set()
+
+
+async def keep_loaded(models: Models) -> None:
+    """
+    Load the tokenizers and templates of served models, and warn of models that cannot chat.
+
+    Runs until cancelled. What failed is tried again every minute.
+    """
+    while True:
+        models.changed.clear()
+        by_triton_model = {model.triton_model: model for model in models.served.values() if model.lora is None}
+        await asyncio.gather(*(model.check() for model in by_triton_model.values() if not model.lazy_prompter.settled))
+        await first_of(models.changed, timeout=_RECHECK_SECONDS)
+
+
+def _misnamed(settings: Settings, known: Collection[str], served: Collection[str]) -> Mapping[str, str]:
+    """
+    Return the names in *settings* that no model has, which nothing else would show, with what is wrong.
+
+    *known* are the models that Triton has, loaded or not, *served* further public names.
+    """
+    aliases = settings.aliases()
+    found = {
+        name: f"The settings are for an alias: give them to the model '{aliases[name]}'."
+        if name in aliases
+        else f"The settings are for a model that Triton does not have.{closest(name, known)}"
+        for name in settings.models.keys() - set(known)
+    }
+    default = settings.api.default_model
+    if default is not None and default not in {*known, *served, *aliases}:
+        found[default] = f"The default model is none that Triton has.{closest(default, [*known, *served])}"
+    return found

@@ -1,0 +1,108 @@
+"""The LoRA adapters that are served as models of their own, and the names that they have then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+
+import msgspec
+import structlog
+
+from triton_openai.config.tree import Settings
+from triton_openai.generation import Lora, LoraFormat
+from triton_openai.models.lora.delivery import LoraDelivery
+from triton_openai.models.lora.files import FoundLora, find_loras, names_of, served_name
+from triton_openai.models.served import ServedModel
+from triton_openai.triton.catalog import Snapshot
+
+_log = structlog.get_logger(__name__)
+
+
+class LoraModels:
+    """Finds the LoRA adapters of the served models, and keeps what is known of them."""
+
+    def __init__(self) -> None:
+        #: The names of adapters of models that exist and are not ready, each with its model.
+        self.waiting: Mapping[str, str] = {}
+        #: By Triton model, in sentences: why LoRA adapters of it are not served.
+        self.problems: Mapping[str, Sequence[str]] = {}
+        # Triton models whose LoRA adapters only the backend knows.
+        self._unlisted: Collection[str] = ()
+        self._deliveries: dict[tuple[str, FoundLora, LoraFormat], LoraDelivery] = {}
+
+    async def add(self, served: dict[str, ServedModel], snapshot: Snapshot, settings: Settings) -> None:
+        """Add the LoRA adapters of the models that can be asked for one, under names that are free and unambiguous."""
+        repositories, separator = settings.triton.readable_repositories, settings.api.lora_separator
+        named: dict[str, list[ServedModel]] = {}
+        unlisted: set[str] = set()
+        problems: dict[str, Sequence[str]] = {}
+        for model in served.values():
+            if model.name == model.triton_model and model.adapter.capabilities.lora:
+                found, problems[model.name] = await asyncio.to_thread(_found, model, settings)
+                for lora in found:
+                    name = served_name(model.name, lora.name, separator)
+                    named.setdefault(name, []).append(self._bound(model, lora, name))
+                if separator and not found and not problems[model.name] and _only_backend_knows(model, settings):
+                    unlisted.add(model.name)
+            elif model.name == model.triton_model and model.settings.loras:
+                problems[model.name] = ["Its LoRA adapters are not served: the model has no inputs for them."]
+        for name, models in named.items():
+            if len(models) > 1 or name in served or name in snapshot.configs:
+                _log.warning("a LoRA adapter's name is taken", name=name)
+            else:
+                served[name] = models[0]
+        for name, sentences in problems.items():
+            for sentence in sentences:
+                if sentence not in self.problems.get(name, ()):
+                    _log.warning("LoRA adapter is not served", model=name, reason=sentence)
+        self.problems, self._unlisted = problems, unlisted
+        self.waiting = await asyncio.to_thread(names_of, snapshot.waiting, settings.model, repositories, separator)
+
+    def unlisted(self, name: str, served: Mapping[str, ServedModel], separator: str | None) -> ServedModel | None:
+        """Return the model and LoRA adapter that *name* consists of, where only the backend knows its adapters."""
+        base, _, lora = name.partition(separator or "\0")
+        model = served.get(base)
+        if not lora or model is None or model.lora is not None or model.triton_model not in self._unlisted:
+            return None
+        return msgspec.structs.replace(model, name=name, lora=Lora(name=lora), listed=False)
+
+    def _bound(self, model: ServedModel, found: FoundLora, name: str) -> ServedModel:
+        wanted = model.adapter.capabilities.lora_format
+        delivery = None
+        if wanted is not None and found.folder is not None:
+            key = (model.name, found, wanted)
+            # Kept over reloads of the model: an engine that has forgotten the weights says so.
+            delivery = self._deliveries.setdefault(key, LoraDelivery(partial(asyncio.to_thread, found.read, wanted)))
+        return msgspec.structs.replace(model, name=name, lora=found, lora_delivery=delivery)
+
+
+def _only_backend_knows(model: ServedModel, settings: Settings) -> bool:
+    """Return whether only the backend of *model* can tell its LoRA adapters: it takes them by name, from its files."""
+    able, repositories = model.adapter.capabilities, settings.triton.readable_repositories
+    by_name = able.lora_format is None and not able.lora_paths and model.hints.loras
+    return by_name and not any((path / model.name).is_dir() for path in repositories)
+
+
+def _found(model: ServedModel, settings: Settings) -> tuple[list[FoundLora], list[str]]:
+    if not model.hints.loras:
+        why = "Its engine takes no LoRA adapters, as the model's files say."
+        return [], [why] if model.settings.loras else []
+    triton, capabilities = settings.triton, model.adapter.capabilities
+    found, problems = find_loras(
+        model.name,
+        model.settings,
+        triton.readable_repositories,
+        capabilities.lora_format,
+        by_path=capabilities.lora_paths,
+        local=bool(triton.model_repository),
+    )
+    if capabilities.streaming and triton.grpc_url is None:
+        # Over HTTP a stream's inputs are JSON, which has no matrices, and other requests get no stream.
+        problems += [
+            f"The LoRA adapter '{lora.name}' is not served: its weights need Triton's gRPC address (--triton-url)."
+            for lora in found
+            if lora.folder is not None
+        ]
+        found = [lora for lora in found if lora.folder is None]
+    return found, problems
