@@ -29,8 +29,9 @@ from triton_openai.config.tree import Settings
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Sampling
 from triton_openai.telemetry import tracing
-from triton_openai.telemetry.exposition import LOOKED_UP, LOOKED_UP_RENAMED, RENAMED, RENAMED_LABELS
+from triton_openai.telemetry.gauges import LOOKED_UP
 from triton_openai.telemetry.metrics import INSTRUMENTS
+from triton_openai.telemetry.vllm_names import LOOKED_UP_RENAMED, RENAMED, RENAMED_LABELS
 
 ROOT = Path(__file__).resolve().parents[1]
 VALUES_SCHEMA = ROOT / "deploy" / "helm" / "triton-openai" / "values.schema.json"

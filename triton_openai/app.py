@@ -37,7 +37,8 @@ from triton_openai.serving.workers.shared import SharedClient
 from triton_openai.storage import open_store
 from triton_openai.tasks import Background, cancel, first_of
 from triton_openai.telemetry.access_log import AccessLog, ContentLog, UnknownFields
-from triton_openai.telemetry.exposition import EXPOSITION, Exposition, ServedName, State
+from triton_openai.telemetry.exposition import EXPOSITION, Exposition
+from triton_openai.telemetry.gauges import ServedName, State
 from triton_openai.telemetry.logging import count_lost_lines
 from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, LOG_LINES_LOST, Metrics
 from triton_openai.telemetry.observation import OBSERVERS, Observer, Observers

@@ -19,7 +19,7 @@ from tests.conformance.calls import ask, steered
 from tests.proxy_fixture import changed, proxy_settings, serving
 from tests.scrape import Scrape, scrape
 from tests.triton_fixture import TestTriton
-from triton_openai.telemetry.exposition import LOOKED_UP
+from triton_openai.telemetry.gauges import LOOKED_UP
 from triton_openai.telemetry.metrics import INSTRUMENTS, OTHER, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]

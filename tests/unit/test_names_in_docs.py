@@ -18,7 +18,7 @@ from triton_openai.cli.aliases import ALIASES, ENGINE_ARGUMENTS, REFUSED, WITHOU
 from triton_openai.cli.arguments import parse
 from triton_openai.config.options import ENVIRONMENT_PREFIX, options
 from triton_openai.config.sources import closest, load_settings
-from triton_openai.telemetry.exposition import LOOKED_UP
+from triton_openai.telemetry.gauges import LOOKED_UP
 from triton_openai.telemetry.metrics import INSTRUMENTS
 
 ROOT = generate.ROOT

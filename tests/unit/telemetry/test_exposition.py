@@ -20,9 +20,11 @@ from tests.proxy_fixture import serving
 from tests.scrape import Scrape, scrape
 from triton_openai.config.tree import MetricsSettings, Settings, TritonSettings
 from triton_openai.config.worker import Worker
-from triton_openai.telemetry import exposition
-from triton_openai.telemetry.exposition import Exposition, ServedName, State, cache_blocks, parse
+from triton_openai.telemetry import exposition, triton_metrics
+from triton_openai.telemetry.exposition import Exposition
+from triton_openai.telemetry.gauges import ServedName, State
 from triton_openai.telemetry.metrics import QUEUED, RUNNING, Metrics
+from triton_openai.telemetry.triton_metrics import cache_blocks, parse
 
 TEXT = """\
 # HELP nv_inference_request_success Number of successful inference requests, all batch sizes
@@ -216,7 +218,7 @@ async def test_answers_that_are_none(text: str, status: int) -> None:
 
 async def test_a_port_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not waited for longer than Prometheus waits."""
-    monkeypatch.setattr(exposition, "_TIMEOUT", 0.05)
+    monkeypatch.setattr(triton_metrics, "_TIMEOUT", 0.05)
     async with port_with(hang) as url:
         found = await merged(url)
 
@@ -225,7 +227,7 @@ async def test_a_port_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_port_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more is read than fits."""
-    monkeypatch.setattr(exposition, "_MAX_BYTES", 1000)
+    monkeypatch.setattr(triton_metrics, "_MAX_BYTES", 1000)
     async with port_with(await say(TEXT * 10)) as url:
         assert 0 == (await merged(url)).sum("triton_openai_triton_metrics_up")
 

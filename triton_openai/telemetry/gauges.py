@@ -1,0 +1,88 @@
+"""Metrics of what this process knows of Triton and its models at a scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from triton_openai import __version__
+from triton_openai.telemetry.metrics import Instrument
+
+BUILD = Instrument("triton_openai_build_info", ("version",), "The version of this service; always 1.")
+WORKERS = Instrument("triton_openai_workers", (), "Processes that this service is configured to have.")
+UP = Instrument("triton_openai_triton_up", (), "Whether Triton answered the last request for its models.")
+TRITON_MODELS = Instrument(
+    "triton_openai_triton_models", ("state",),
+    "Models in Triton's repository, by state: ready, not_ready (loading, or failed to load), or unloaded (in explicit "
+    "mode).",
+)  # fmt: skip
+SERVED = Instrument("triton_openai_models_served", (), "Names under which models are served, aliases included.")
+MODEL = Instrument(
+    "triton_openai_model_info", ("model", "triton_model", "adapter"),
+    "A served name, its Triton model and its adapter; always 1.",
+)  # fmt: skip
+CHAT = Instrument(
+    "triton_openai_model_can_chat", ("model",),
+    "Whether a Triton model that generates text has a working tokenizer and chat template; missing until they are "
+    "loaded.",
+)  # fmt: skip
+TRITON_METRICS_UP = Instrument(
+    "triton_openai_triton_metrics_up", (),
+    "Whether Triton's own metrics could be read for this response; only with --relay-triton-metrics.",
+)  # fmt: skip
+STORE_UP = Instrument(
+    "triton_openai_store_up", (), "Whether the store of responses answers, as far as this process knows."
+)
+LOOKED_UP = (BUILD, WORKERS, UP, STORE_UP, TRITON_MODELS, SERVED, MODEL, CHAT, TRITON_METRICS_UP)
+
+
+class ServedName(msgspec.Struct, frozen=True, kw_only=True):
+    """A public name of a model."""
+
+    name: str
+    triton_model: str
+    adapter: str
+    #: Whether the chat template works; ``None`` while that is not known.
+    can_chat: bool | None
+    #: The Triton models that do the work.
+    engines: Collection[str]
+    #: Whether the name stands for a LoRA adapter.
+    lora: bool
+    #: How many LoRA adapters the engine runs at once; ``None`` where that is not known.
+    max_loras: int | None
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """What this process knows of Triton, the number of its models by state and the served names, and of the store."""
+
+    workers: int
+    triton_up: bool
+    store_up: bool = True
+    triton_models: Mapping[str, int]
+    served: Sequence[ServedName]
+
+
+def gauge(one: Instrument, series: Mapping[tuple[str, ...], float]) -> Metric:
+    """Return the metric *one* with its *series*: a value for each tuple of labels."""
+    family = GaugeMetricFamily(one.name, one.help, labels=one.labels)
+    for labels, value in series.items():
+        family.add_metric(labels, value)
+    return family
+
+
+def state_metrics(state: State) -> list[Metric]:
+    """Return the metrics of *state*."""
+    # Nothing is served while Triton does not answer, though its models stay known.
+    served = state.served if state.triton_up else ()
+    return [
+        gauge(BUILD, {(__version__,): 1}),
+        gauge(WORKERS, {(): state.workers}),
+        gauge(UP, {(): state.triton_up}),
+        gauge(STORE_UP, {(): state.store_up}),
+        gauge(TRITON_MODELS, {(name,): number for name, number in state.triton_models.items()}),
+        gauge(SERVED, {(): len(served)}),
+        gauge(MODEL, {(one.name, one.triton_model, one.adapter): 1 for one in served}),
+        gauge(CHAT, {(one.triton_model,): one.can_chat for one in served if one.can_chat is not None}),
+    ]

@@ -1,0 +1,103 @@
+"""The metrics that dashboards and gateways read under the names of vLLM's server."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from prometheus_client.core import Metric
+
+from triton_openai.telemetry import metrics
+from triton_openai.telemetry.gauges import ServedName, State, gauge
+from triton_openai.telemetry.metrics import Instrument
+
+#: vLLM's names: the metric that each shows, and which of its series.
+RENAMED: Mapping[str, tuple[Instrument, Mapping[str, str]]] = {
+    "vllm:num_requests_running": (metrics.RUNNING, {}),
+    "vllm:num_requests_waiting": (metrics.QUEUED, {}),
+    "vllm:prompt_tokens_total": (metrics.TOKENS, {"type": "input"}),
+    "vllm:generation_tokens_total": (metrics.TOKENS, {"type": "output"}),
+    "vllm:request_success_total": (metrics.FINISHED, {}),
+    "vllm:time_to_first_token_seconds": (metrics.FIRST_TOKEN, {}),
+    "vllm:inter_token_latency_seconds": (metrics.INTER_TOKEN_LATENCY, {}),
+    "vllm:time_per_output_token_seconds": (metrics.PER_TOKEN, {}),
+    "vllm:request_time_per_output_token_seconds": (metrics.PER_TOKEN, {}),
+    "vllm:e2e_request_latency_seconds": (metrics.DURATION, {"error_type": ""}),
+    "vllm:request_queue_time_seconds": (metrics.QUEUE, {}),
+    "vllm:request_prompt_tokens": (metrics.INPUT_TOKENS, {}),
+    "vllm:request_generation_tokens": (metrics.OUTPUT_TOKENS, {}),
+}
+#: Our labels under vLLM's names; sums are taken over the others.
+RENAMED_LABELS = {"model": "model_name", "gen_ai_request_model": "model_name", "reason": "finished_reason", "le": "le"}
+CACHE_USAGE = Instrument(
+    "vllm:kv_cache_usage_perc", ("model_name",),
+    "Usage of the engine's KV cache, from 0 to 1; only engines that report it in Triton's metrics.",
+)  # fmt: skip
+CACHE_CONFIG = Instrument(
+    "vllm:cache_config_info", ("model_name", "block_size", "num_gpu_blocks"),
+    "Tokens in a block of the engine's KV cache, and its blocks; always 1. Only engines that report them in Triton's "
+    "metrics.",
+)  # fmt: skip
+LORA_REQUESTS = Instrument(
+    "vllm:lora_requests_info", ("model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    "Names of the LoRA adapters with running and with queued requests, separated by commas, and how many adapters the "
+    "engine runs at once, where the model's files say it. The value is the time of the scrape.",
+)  # fmt: skip
+LOOKED_UP_RENAMED = (CACHE_USAGE, CACHE_CONFIG, LORA_REQUESTS)
+
+
+def renamed(name: str, counted: Mapping[str, Metric], triton_models: Mapping[str, str]) -> Iterable[Metric]:
+    """
+    Yield the metric that vLLM calls *name*, if any of it is *counted*.
+
+    *triton_models* are those of served names. Aliases and LoRA adapters count for their model: a reader of these names
+    may take one series for the whole model.
+    """
+    instrument, only = RENAMED[name]
+    source = counted.get(instrument.name.removesuffix("_total"))
+    if source is None:
+        return
+    sums: defaultdict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+    for sample in source.samples:
+        if only.items() <= sample.labels.items():
+            labels = {RENAMED_LABELS[label]: value for label, value in sample.labels.items() if label in RENAMED_LABELS}
+            labels["model_name"] = triton_models.get(labels["model_name"], labels["model_name"])
+            sums[sample.name.removeprefix(source.name), tuple(labels.items())] += sample.value
+    metric = Metric(name.removesuffix("_total"), instrument.help, source.type)
+    for (suffix, pairs), value in sums.items():
+        metric.add_sample(metric.name + suffix, dict(pairs), value)
+    yield metric
+
+
+def cache_metrics(state: State, engines: Mapping[str, Mapping[str, float]]) -> list[Metric]:
+    """Return the KV cache of each Triton model: that of the fullest of its *engines*."""
+    usage: dict[tuple[str, ...], float] = {}
+    config: dict[tuple[str, ...], float] = {}
+    for one in state.served:
+        known = [engines[engine] for engine in one.engines if engine in engines]
+        if known:
+            kinds = max(known, key=lambda kinds: kinds["used"] / kinds["max"])
+            usage[(one.triton_model,)] = kinds["used"] / kinds["max"]
+            if "tokens_per" in kinds:
+                config[one.triton_model, f"{kinds['tokens_per']:.0f}", f"{kinds['max']:.0f}"] = 1
+    return [gauge(CACHE_USAGE, usage), gauge(CACHE_CONFIG, config)]
+
+
+def lora_requests(served: Iterable[ServedName], counted: Mapping[str, Metric]) -> Metric:
+    """Return the LoRA adapters with requests: one series for each Triton model that has any adapters."""
+    names: defaultdict[tuple[str, int | None], list[str]] = defaultdict(list)
+    for one in served:
+        if one.lora:
+            names[one.triton_model, one.max_loras].append(one.name)
+
+    def busy(instrument: Instrument, names: Iterable[str]) -> str:
+        metric = counted.get(instrument.name)
+        models = {sample.labels["model"] for sample in metric.samples if sample.value} if metric is not None else ()
+        return ",".join(name for name in names if name in models)
+
+    series: dict[tuple[str, ...], float] = {}
+    for (model, most), loras in names.items():
+        running, queued = busy(metrics.RUNNING, loras), busy(metrics.QUEUED, loras)
+        series[model, "" if most is None else str(most), running, queued] = time.time()
+    return gauge(LORA_REQUESTS, series)
