@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import sys
 import time
 from collections.abc import AsyncIterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from structlog.testing import capture_logs
 from tests.store_fixture import Server
 from triton_openai.config.tree import ResponsesSettings
 from triton_openai.errors import ConfigurationError, StoreUnavailable
-from triton_openai.storage import open_store
+from triton_openai.storage import ENTRY_POINT_GROUP, open_store
+from triton_openai.storage.sqlite import SqliteStore
 from triton_openai.storage.store import EntryFull, Link, Page, Place, Row, Store
 
 PAIR = [Row("list", "a", b"1"), Row("list", "b", b"\0\xff")]
@@ -306,7 +309,6 @@ async def test_many_more_than_may_be_kept(tmp_path: Path) -> None:
         " next, head FROM triton_openai_entry WHERE key = 'k'",
         [(number,) for number in range(5000)],
     )
-    connection.execute("UPDATE triton_openai_owner SET size = 500100")
     connection.commit()
     connection.close()
     store = opened(f"sqlite:{path}", max_size=1000)
@@ -354,6 +356,75 @@ async def test_what_an_earlier_version_kept(tmp_path: Path) -> None:
         assert await store.put("k", "me", b"x", 0)
     assert ["warning"] == [line["log_level"] for line in logs]
     await store.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
+async def test_a_store_that_was_unavailable(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be written takes no room: whoever tried has all of it when the store answers again."""
+    server: Server = request.getfixturevalue(kind)
+    store = opened(server.url(), max_size=10_000)
+    await store.put("k", "me", b"", 0)
+    await store.sweep()
+    await store.sweep()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "available", False)
+        for _ in range(9):
+            with pytest.raises(StoreUnavailable):
+                await store.put("new", "me", bytes(1000), 0)
+    assert 0 == store._written.total()
+    assert await store.put("new", "me", bytes(5000), 0)
+    await store.close()
+
+
+async def test_a_clock_that_runs_ahead(redis: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the store is asked again from time to time: a difference that grows makes no call late."""
+    store = opened(redis.url())
+    assert await store.put("k", "me", b"", 0)
+    monotonic = time.monotonic
+    # Here the time goes by, there it does not.
+    monkeypatch.setattr("triton_openai.storage.redis.time.monotonic", lambda: monotonic() + 100)
+    monkeypatch.setattr(store, "_ahead", -3600.0)
+    assert await store.append("k", "me", PAIR)
+    await store.close()
+
+
+async def test_stores_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheme of the URL names one; what is no store, or cannot be loaded, ends the start with a sentence."""
+    values = {"mine": f"{__name__}:Mine", "not": "json:loads", "gone": "nowhere.at.all:Store", "no": "json:Nothing"}
+    points = [EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in values.items()]
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[Mine.__module__])
+    monkeypatch.setattr("triton_openai.storage.entry_points", lambda group: points)
+    assert isinstance(opened("mine://somewhere"), Mine)
+    for url, said in (
+        ("not://x", "json:loads is no subclass of triton_openai.storage.store.Store"),
+        ("gone://x", "'gone' cannot be loaded: No module named 'nowhere'"),
+        ("no://x", "'no' cannot be loaded: module 'json' has no attribute 'Nothing'"),
+        ("mysql://x", "there is no store 'mysql'. Known stores: none, memory, sqlite, gone, mine, no, not"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            opened(url)
+
+
+class Mine(SqliteStore):
+    """A store of another package."""
+
+    def __init__(self, url: str, settings: ResponsesSettings) -> None:
+        assert "mine://somewhere" == url
+        super().__init__(None, settings)
+
+
+async def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says which extra has it."""
+    for url, driver, extra in (
+        ("redis://x", "redis.asyncio", "redis"),
+        ("postgres://x", "asyncpg", "postgresql"),
+    ):
+        monkeypatch.setitem(sys.modules, driver, None)
+        monkeypatch.delitem(sys.modules, f"triton_openai.storage.{extra}", raising=False)
+        with pytest.raises(ConfigurationError, match=f"pip install 'triton-openai\\[{extra}\\]'"):
+            opened(url)
 
 
 async def test_the_default_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
