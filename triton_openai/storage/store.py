@@ -30,8 +30,8 @@ _log = structlog.get_logger(__name__)
 _SLOW_SECONDS = 1.0
 _SWEEP_SECONDS = 300.0
 # The sweep also begins when this part of a size was written since the last one; writing ends at the other part.
-_SWEEP_PART = 16
-_MOST_PART = 2
+_SWEEP_PART = 1 / 16
+_MOST_PART = 1 / 2
 # Entries and bytes that the sweep drops at once.
 BATCH = 64
 BATCH_SIZE = 8 * 1024 * 1024
@@ -157,7 +157,7 @@ class Store(ABC):
 
         *lease* gives the lease to a holder for so many seconds, 0 to end it. Returns whether the entry had the version.
         """
-        self._charge(owner, rows, len(head))
+        await self._charge(owner, rows, len(head))
         return await self._change(key, Change(owner, version, head, parent, rows, lease=lease))
 
     async def append(
@@ -170,7 +170,7 @@ class Store(ABC):
         With a *lease*, there is none unless that holder has it, who then has it for so many seconds.
         Raises :class:`EntryFull` if it would have more rows or bytes than allowed.
         """
-        self._charge(owner, rows)
+        await self._charge(owner, rows)
         change = Change(owner, rows=rows, most_rows=most_rows, most_size=most_size, lease=lease)
         return await self._change(key, change if lease is None else change._replace(needs="held"))
 
@@ -270,8 +270,10 @@ class Store(ABC):
                 _log.warning("the store of responses does not answer: responses are not kept until it does")
                 self._probing = asyncio.create_task(self._probe())
             raise _unavailable(f"{type(error).__name__}: {error}") from error
-        if not inner and time.monotonic() > self._next_sweep and self._sweeping is None:
-            self._sweeping = asyncio.create_task(self._sweep())
+        finally:
+            # Also when this was refused because too much was written.
+            if not inner and self.available and time.monotonic() > self._next_sweep and self._sweeping is None:
+                self._sweeping = asyncio.create_task(self._sweep())
 
     async def sweep(self) -> None:
         """Drop what is too old and what is too much. A store begins with it by itself from time to time."""
@@ -291,21 +293,21 @@ class Store(ABC):
         self._probing = None
         _log.info("the store of responses answers again")
 
-    def _charge(self, owner: str, rows: Sequence[Row], size: int = 0) -> None:
+    async def _charge(self, owner: str, rows: Sequence[Row], size: int = 0) -> None:
         """
         Count what *owner* writes: *rows*, and *size* bytes besides.
 
         Raises :class:`StoreUnavailable` if *owner* writes faster than the sweep drops.
         """
         size += sum(len(row.data) for row in rows)
-        own, whole = self._written[owner] + size, self._written.total() + size
-        if own > self._share // _MOST_PART or whole > self._settings.max_size // _MOST_PART:
-            self._next_sweep = 0.0
-            raise _unavailable("more is written than can be dropped, or than may be kept at all")
-        if self.available:
+        async with self._operation():
+            own, whole = self._written[owner] + size, self._written.total() + size
+            part = max(own / self._share, whole / self._settings.max_size)
+            if part > _SWEEP_PART:
+                self._next_sweep = 0.0
+            if part > _MOST_PART:
+                raise _unavailable("more is written than can be dropped, or than may be kept at all")
             self._written[owner] = own
-        if own > self._share // _SWEEP_PART or whole > self._settings.max_size // _SWEEP_PART:
-            self._next_sweep = 0.0
 
     async def _sweep(self) -> None:
         # In batches, between which others have their turn.
