@@ -33,7 +33,7 @@ _PREFIX = "triton-openai:"
 _CLOCK_SECONDS = 60.0
 # An entry is a hash with its fields, and `=ID` for the data and `@ID` for the member of each row. Its rows have their
 # order in a sorted set, whose members are `LIST:POSITION:ID`. Of each owner a sorted set has the times at which entries
-# were used, and one sorted set has the sizes of all owners.
+# were used, and one sorted set has the sizes of all owners. A set has the entries that go on from an entry.
 _SCRIPT = """
 local op, prefix, deadline, given = ARGV[1], ARGV[2], tonumber(ARGV[3]), cjson.decode(ARGV[4])
 local call, key, clock = redis.call, given.key, redis.call('TIME')
@@ -41,6 +41,7 @@ local now = clock[1] + clock[2] / 1000000
 if now > deadline then return redis.error_reply('LATE') end
 local function entry(of) return prefix .. 'entry:' .. of end
 local function rows(of) return prefix .. 'rows:' .. of end
+local function heirs(of) return prefix .. 'next:' .. of end
 local function field(of, ...) return unpack(call('HMGET', entry(of), ...)) end
 local function use(of, owner)
   call('HSET', entry(of), 'used', string.format('%.6f', now))
@@ -59,8 +60,10 @@ local function grow(of, owner, size, count)
   call('ZINCRBY', prefix .. 'owners', size, owner)
 end
 local function drop(of, owner)
-  local size = tonumber(field(of, 'size') or 0)
-  call('UNLINK', entry(of), rows(of))
+  local size, parent = field(of, 'size', 'parent')
+  size = tonumber(size or 0)
+  if parent then call('SREM', heirs(parent), of) end
+  call('UNLINK', entry(of), rows(of), heirs(of))
   call('ZREM', prefix .. 'used:' .. owner, of)
   call('ZINCRBY', prefix .. 'owners', -size, owner)
   if call('EXISTS', prefix .. 'used:' .. owner) == 0 then call('ZREM', prefix .. 'owners', owner) end
@@ -97,7 +100,10 @@ elseif op == 'change' then
     grown = grown + #head - call('HSTRLEN', entry(key), 'head')
     call('HSET', entry(key), 'owner', owner, 'version', given.version + 1, 'head', head)
   end
-  if given.version == 0 and given.parent then call('HSET', entry(key), 'parent', given.parent) end
+  if given.version == 0 and given.parent then
+    call('HSET', entry(key), 'parent', given.parent)
+    call('SADD', heirs(given.parent), key)
+  end
   if lease or given.version == 0 then
     -- One that is ended is over by any clock.
     local held = lease and lease[2] ~= 0
@@ -162,7 +168,14 @@ elseif op == 'read' then
   end
   return data
 elseif op == 'delete' then
-  local owner = field(key, 'owner')
+  local owner, parent = field(key, 'owner', 'parent')
+  for _, of in ipairs(owner and given.bridged and call('SMEMBERS', heirs(key)) or {}) do
+    call('HDEL', entry(of), 'parent')
+    if parent then
+      call('HSET', entry(of), 'parent', parent)
+      call('SADD', heirs(parent), of)
+    end
+  end
   if owner then drop(key, owner) end
   return owner and 1 or 0
 elseif op == 'delete_row' then
@@ -261,8 +274,8 @@ class RedisStore(Store):
         rows: list[bytes] = await self._call("read", keys=keys, names=names)
         return rows
 
-    async def delete(self, key: str) -> bool:
-        return bool(await self._call("delete", key=key))
+    async def delete(self, key: str, *, bridged: bool = False) -> bool:
+        return bool(await self._call("delete", key=key, bridged=bridged))
 
     async def delete_row(self, key: str, row_id: str) -> bool:
         return bool(await self._call("delete_row", key=key, id=row_id))

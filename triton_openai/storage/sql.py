@@ -55,6 +55,7 @@ MIGRATIONS: Sequence[Sequence[str]] = (
         "DROP TABLE triton_openai_owner",
         "DROP INDEX triton_openai_entry_used",
         "CREATE INDEX triton_openai_entry_used ON triton_openai_entry (owner, used, size)",
+        "CREATE INDEX triton_openai_entry_parent ON triton_openai_entry (parent)",
     ),
 )
 
@@ -246,7 +247,13 @@ class SqlStore(Store):
         return [data for rows in by_key.values() for data in rows]
 
     @_operation(write=True)
-    def delete(self, key: str) -> Steps[bool]:
+    def delete(self, key: str, *, bridged: bool = False) -> Steps[bool]:
+        if bridged:
+            yield (
+                "UPDATE triton_openai_entry SET parent = (SELECT parent FROM triton_openai_entry WHERE key = $1)"
+                " WHERE parent = $1",
+                key,
+            )
         return (yield from _delete([key]))
 
     @_operation(write=True)

@@ -213,8 +213,12 @@ class Store(ABC):
         """Return the rows that the entries of *keys* have in the lists *names*, in the order of both names and keys."""
 
     @abstractmethod
-    async def delete(self, key: str) -> bool:
-        """Drop the entry of *key*; return whether there was one."""
+    async def delete(self, key: str, *, bridged: bool = False) -> bool:
+        """
+        Drop the entry of *key*; return whether there was one.
+
+        If *bridged*, entries that go on from it go on from its parent.
+        """
 
     @abstractmethod
     async def delete_row(self, key: str, row_id: str) -> bool:

@@ -88,6 +88,30 @@ async def test_what_a_response_goes_on_from(state: ResponseState) -> None:
         await read(None, "you", [{"type": "item_reference", "id": items[1]["id"]}])
 
 
+async def test_a_deleted_response_in_the_middle() -> None:
+    """What follows it can be continued without its items; what is lost is named beside the id that the client sent."""
+    async with service("memory") as proxy:
+        made = [(await proxy.post("/v1/responses", {"model": "m", "input": "turn 0"})).json["id"]]
+        for turn in range(1, 4):
+            body = {"model": "m", "input": f"turn {turn}", "previous_response_id": made[-1]}
+            made.append((await proxy.post("/v1/responses", body)).json["id"])
+        body = {"model": "m", "input": "now", "previous_response_id": made[3]}
+        state = proxy.client.app[STATE]
+        for gone, left in ((None, "0123"), (2, "013"), (0, "13")):
+            if gone is not None:
+                assert 200 == (await send(proxy, "DELETE", f"/v1/responses/{made[gone]}", None)).status
+            assert "completed" == (await proxy.post("/v1/responses", body)).json["status"]
+            keys, count, _ = await state.chain(made[3], "", most=9)
+            assert [made[int(turn)] for turn in left] == keys
+            assert 2 * len(left) == count
+            assert made[2] == (await proxy.get(f"/v1/responses/{made[3]}")).json["previous_response_id"]
+        # The store's own sweep leaves a gap.
+        await state.store().delete(made[1])
+        refused = await proxy.post("/v1/responses", body)
+        assert (400, "previous_response_not_found") == (refused.status, refused.error["code"])
+        assert f"'{made[3]}' goes on from '{made[1]}'" in refused.error["message"]
+
+
 async def test_a_maker_that_is_gone(state: ResponseState) -> None:
     """A response whose process has ended has failed."""
     response = (await state.record(await keep(state, 1, status="in_progress"), "me")).response

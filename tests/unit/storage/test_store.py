@@ -198,6 +198,28 @@ async def test_chains(stores: tuple[Store, Store]) -> None:
     ]
     assert [b"i0", b"o0", b"i2", b"o2"] == list(await second.read(["k0", "k2"], ["in", "out"]))
 
+    # One that is taken out of the middle, the first one, and two that go on from the same.
+    await first.put("other", "me", b"h", 0, parent="k2")
+    for gone, left in (("k2", ["k3", "k1", "k0", "k-1"]), ("k1", ["k3", "k0", "k-1"])):
+        assert await second.delete(gone, bridged=True)
+        for key in ("k3", "other"):
+            assert [key, *left[1:]] == [link.key for link in await first.chain(key, "me", ["in"], most=9)]
+    assert await first.delete("k3")
+    await first.put("k3", "me", b"h", 0, parent="k1")
+    await first.put("k1", "me", b"h", 0)
+    assert await first.delete("k1", bridged=True)
+    assert ["k3"] == [link.key for link in await first.chain("k3", "me", ["in"], most=9)]
+    # Without a bridge there is a gap.
+    assert await first.delete("k0")
+    links = await second.chain("other", "me", ["in"], most=9)
+    assert [("other", True), ("k0", False)] == [(link.key, link.found) for link in links]
+
+
+async def test_rows_at_places(stores: tuple[Store, Store]) -> None:
+    """Rows are found by their places, and no others'."""
+    first, second = stores
+    for number in range(2):
+        await first.put(f"k{number}", "me", b"h", 0, rows=[Row("in", "i", b"i%d" % number), Row("out", "o", b"o1")])
     places = [Place("k0", "i"), Place("k1", "o"), Place("k1", "none"), Place("none", "i"), Place("k1", "é '\"")]
     assert {places[0]: 2, places[1]: 2} == await first.sizes("me", places)
     assert {places[0]: b"i0", places[1]: b"o1"} == await second.fetch("me", places)

@@ -487,9 +487,13 @@ class Deleted(msgspec.Struct, kw_only=True):
 
 
 async def delete(request: web.Request) -> web.Response:
-    """Delete a response that was stored; one that is being made is cancelled."""
+    """
+    Delete a response that was stored; one that is being made is cancelled.
+
+    Responses that go on from it go on without its items.
+    """
     state, record = await _found(request)
-    await state.store().delete(record.response.id)
+    await state.store().delete(record.response.id, bridged=True)
     await state.stop(record.response.id)
     return json_response(Deleted(id=record.response.id, object="response"))
 

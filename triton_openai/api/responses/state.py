@@ -224,8 +224,11 @@ class ResponseState:
             if link.key.startswith("conv_"):
                 raise errors.InvalidValue("The response before this one is part of a conversation: give that.", param)
             if not link.found:
+                found = f"Previous response with id '{key[:100]}' not found."
+                if link.key != key:
+                    found = f"The response '{key}' goes on from '{link.key}', which is not stored any more."
                 raise errors.InvalidRequest(
-                    f"Previous response with id '{link.key[:100]}' not found.",
+                    found,
                     param=param,
                     code="previous_response_not_found",
                 )
