@@ -13,7 +13,7 @@ from triton_openai.access.guard import GUARD, Guard
 from triton_openai.adapters._common.registry import Registry
 from triton_openai.api.info import probe
 from triton_openai.api.page import add_page
-from triton_openai.api.responses.state import STATE, ResponseState
+from triton_openai.api.responses.stored import STATE, ResponseStore
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, Service
 from triton_openai.config.sources import SDK_REFUSES
@@ -110,7 +110,7 @@ def create_app(
     app[OBSERVERS] = Observers(*observers)
     app[CANARY] = canary
     app[LIMITS] = settings.limits
-    app[STATE] = ResponseState(open_store(settings.responses), settings.responses)
+    app[STATE] = ResponseStore(open_store(settings.responses), settings.responses)
     app[CORS] = Cors(settings.access)
     guard = app[GUARD] = Guard(settings.access, limits=shared)
     if send_spans is not None:
@@ -154,7 +154,7 @@ def _traces(
     return tracing, send
 
 
-def _state(models: Models, worker: Worker, responses: ResponseState) -> State:
+def _state(models: Models, worker: Worker, responses: ResponseStore) -> State:
     """Return the state of *models* and of what is kept of *responses* for the metrics."""
     snapshot = models.catalog.snapshot
     # What Triton's index says of a model that was unloaded, and of one that was never loaded (seen with 24.10).

@@ -26,9 +26,9 @@ from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages import types as message_types
 from triton_openai.api.messages.events import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
-from triton_openai.api.responses import conversations
-from triton_openai.api.responses import handlers as responses
-from triton_openai.api.responses import types as response_types
+from triton_openai.api.responses import conversations, retrieve
+from triton_openai.api.responses import create as responses
+from triton_openai.api.responses import objects as response_types
 from triton_openai.api.service import service_of
 from triton_openai.api.tools import ToolDefinition
 from triton_openai.config.tree import Group, Settings
@@ -389,21 +389,21 @@ OPERATIONS = (
               chat.ChatRequest, chat.ChatCompletion, event=chat.ChatCompletionChunk, infers=True),
     Operation(completions.handle, _deployed("POST /completions"), "create_completion", "inference",
               completions.CompletionRequest, completions.Completion, event=completions.Completion, infers=True),
-    Operation(responses.handle, _openai("POST /responses"), "create_response", "inference",
+    Operation(responses.create, _openai("POST /responses"), "create_response", "inference",
               response_types.ResponsesRequest, response_types.ResponseObject,
               event=response_types.ResponseEvent, infers=True, errors=_KEPT),
     Operation(responses.count_tokens, _openai("POST /responses/input_tokens"), "count_input_tokens", "inference",
-              response_types.ResponsesRequest, responses.InputTokens, errors=_KEPT),
+              response_types.ResponsesRequest, response_types.InputTokens, errors=_KEPT),
     Operation(responses.compact, _openai("POST /responses/compact"), "compact_response", "inference",
               response_types.CompactRequest, response_types.CompactedResponse, infers=True, errors=_KEPT),
-    Operation(responses.retrieve, _openai(f"GET {_RESPONSE}"), "get_response", "inference",
+    Operation(retrieve.retrieve, _openai(f"GET {_RESPONSE}"), "get_response", "inference",
               answer=response_types.ResponseObject, event=response_types.ResponseEvent, query=_AGAIN, errors=_KEPT),
-    Operation(responses.delete, _openai(f"DELETE {_RESPONSE}"), "delete_response", "inference",
-              answer=responses.Deleted, errors=_KEPT),
-    Operation(responses.cancel, _openai(f"POST {_RESPONSE}/cancel"), "cancel_response", "inference",
+    Operation(retrieve.delete, _openai(f"DELETE {_RESPONSE}"), "delete_response", "inference",
+              answer=response_types.Deleted, errors=_KEPT),
+    Operation(retrieve.cancel, _openai(f"POST {_RESPONSE}/cancel"), "cancel_response", "inference",
               answer=response_types.ResponseObject, errors=_KEPT),
-    Operation(responses.list_input, _openai(f"GET {_RESPONSE}/input_items"), "list_input_items", "inference",
-              answer=responses.ItemList, query=_PAGE, errors=_KEPT),
+    Operation(retrieve.list_input, _openai(f"GET {_RESPONSE}/input_items"), "list_input_items", "inference",
+              answer=response_types.ItemList, query=_PAGE, errors=_KEPT),
     Operation(conversations.create, _openai("POST /conversations"), "create_conversation", "inference",
               conversations.ConversationRequest, conversations.ConversationObject, errors=_KEPT),
     Operation(conversations.retrieve, _openai(f"GET {_CONVERSATION}"), "get_conversation", "inference",
@@ -411,11 +411,11 @@ OPERATIONS = (
     Operation(conversations.update, _openai(f"POST {_CONVERSATION}"), "update_conversation", "inference",
               conversations.ConversationUpdate, conversations.ConversationObject, errors=_KEPT),
     Operation(conversations.delete, _openai(f"DELETE {_CONVERSATION}"), "delete_conversation", "inference",
-              answer=responses.Deleted, errors=_KEPT),
+              answer=response_types.Deleted, errors=_KEPT),
     Operation(conversations.list_items, _openai(f"GET {_CONVERSATION}/items"), "list_items", "inference",
-              answer=responses.ItemList, query=_PAGE, errors=_KEPT),
+              answer=response_types.ItemList, query=_PAGE, errors=_KEPT),
     Operation(conversations.add_items, _openai(f"POST {_CONVERSATION}/items"), "add_items", "inference",
-              conversations.NewItems, responses.ItemList, errors=_KEPT),
+              conversations.NewItems, response_types.ItemList, errors=_KEPT),
     Operation(conversations.retrieve_item, _openai(f"GET {_ITEM}"), "get_item", "inference", errors=_KEPT),
     Operation(conversations.delete_item, _openai(f"DELETE {_ITEM}"), "delete_item", "inference",
               answer=conversations.ConversationObject, errors=_KEPT),

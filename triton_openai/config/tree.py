@@ -254,7 +254,7 @@ class ResponsesSettings(_Group, frozen=True):
 
     store: Annotated[
         str,
-        Meta(pattern=r"^(none|memory|sqlite(:.+)?|(rediss?|unix|postgres(ql)?)://.+)$"),
+        Meta(pattern=r"^(none|memory|sqlite(:.+)?|[a-z][a-z0-9+.-]*://.+)$"),
         _flag(
             "Where responses and conversations are kept: none, memory, sqlite[:PATH], redis://... or postgresql://...; "
             "by default a SQLite file in the user's state folder.",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from triton_openai.config.files import state_folder
 from triton_openai.config.tree import ResponsesSettings
-from triton_openai.storage.postgresql import PostgresStore
-from triton_openai.storage.redis import RedisStore
+from triton_openai.errors import ConfigurationError
 from triton_openai.storage.sqlite import SqliteStore
 from triton_openai.storage.store import Store
+
+#: The stores by the schemes of their URLs, PostgreSQL and Redis as well as those of other packages.
+ENTRY_POINT_GROUP = "triton_openai.stores"
 
 
 def open_store(settings: ResponsesSettings) -> Store | None:
@@ -21,6 +26,18 @@ def open_store(settings: ResponsesSettings) -> Store | None:
         return SqliteStore(None, settings)
     if kind == "sqlite":
         return SqliteStore(Path(rest or state_folder() / "responses.sqlite"), settings, or_memory=not rest)
-    if kind in ("redis", "rediss", "unix"):
-        return RedisStore(settings.store, settings)
-    return PostgresStore(settings.store, settings)
+    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if kind not in points:
+        known = ", ".join(("none", "memory", "sqlite", *sorted(points)))
+        raise ConfigurationError(f"--responses-store: there is no store '{kind}'. Known stores: {known}.")
+    try:
+        loaded: Any = points[kind].load()
+    except (ImportError, AttributeError) as error:
+        # A driver, which only few services need. The extras are called as the modules here.
+        package, _, extra = points[kind].module.rpartition(".")
+        advice = f" It needs the extra [{extra}]: pip install 'triton-openai[{extra}]'." if package == __name__ else ""
+        raise ConfigurationError(f"--responses-store: '{kind}' cannot be loaded: {error}.{advice}") from error
+    if not (isinstance(loaded, type) and issubclass(loaded, Store)):
+        raise ConfigurationError(f"--responses-store: {points[kind].value} is no subclass of {Store.__module__}.Store.")
+    make: Callable[[str, ResponsesSettings], Store] = loaded
+    return make(settings.store, settings)

@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from functools import lru_cache
+from contextlib import nullcontext
 from typing import Any, TypeVar
+
+import asyncpg
 
 from triton_openai.config.tree import ResponsesSettings
 from triton_openai.storage.sql import SqlStore, Steps, pending
-from triton_openai.storage.store import driver
 
 _T = TypeVar("_T")
-
-
-@lru_cache(64)
-def _statement(text: str) -> str:
-    pairs = r"(SELECT value->>0 AS key, value->>1 AS id FROM json_array_elements(CAST(\1 AS json)))"
-    text = re.sub(r"PAIRS\((.*?)\)", pairs, text)
-    return re.sub(r"EACH\((.*?)\)", r"(SELECT json_array_elements_text(CAST(\1 AS json)))", text)
 
 
 class PostgresStore(SqlStore):
     """Keeps entries in PostgreSQL, which several machines may share."""
 
+    dialect = (
+        (r"PAIRS\((.*?)\)", r"(SELECT value->>0 AS key, value->>1 AS id FROM json_array_elements(CAST(\1 AS json)))"),
+        (r"EACH\((.*?)\)", r"(SELECT json_array_elements_text(CAST(\1 AS json)))"),
+    )
+
     def __init__(self, url: str, settings: ResponsesSettings) -> None:
         super().__init__(settings)
-        self._asyncpg = driver("asyncpg", "postgresql")
         self._url = url
         self._connecting = asyncio.Lock()
         self._pool: Any = None
 
     async def _connect(self) -> Any:
-        pool = await self._asyncpg.create_pool(self._url, min_size=0, max_size=4, command_timeout=self.timeout)
+        pool = await asyncpg.create_pool(self._url, min_size=0, max_size=4, command_timeout=self.timeout)
         try:
             async with pool.acquire() as connection, connection.transaction():
                 # One process at a time.
@@ -56,28 +53,25 @@ class PostgresStore(SqlStore):
                 # A server that hangs does not answer to the end of the transaction either.
                 timer = asyncio.get_running_loop().call_later(self.timeout, connection.terminate)
                 try:
-                    if not write:
-                        return await _execute(connection, steps)
-                    async with connection.transaction():
-                        return await _execute(connection, steps)
+                    async with connection.transaction() if write else nullcontext():
+                        return await self._execute(connection, steps)
                 finally:
                     timer.cancel()
+
+    async def _execute(self, connection: Any, steps: Steps[_T]) -> _T:
+        rows: Any = None
+        while True:
+            try:
+                text, *values = steps.send(rows)
+            except StopIteration as stop:
+                result: _T = stop.value
+                return result
+            if values and isinstance(values[0], list):
+                await connection.executemany(self._statement(text), values[0])
+                rows = ()
+            else:
+                rows = await connection.fetch(self._statement(text), *values)
 
     async def _disconnect(self) -> None:
         if self._pool is not None:
             await self._pool.close()
-
-
-async def _execute(connection: Any, steps: Steps[_T]) -> _T:
-    rows: Any = None
-    while True:
-        try:
-            text, *values = steps.send(rows)
-        except StopIteration as stop:
-            result: _T = stop.value
-            return result
-        if values and isinstance(values[0], list):
-            await connection.executemany(_statement(text), values[0])
-            rows = ()
-        else:
-            rows = await connection.fetch(_statement(text), *values)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Generator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from functools import cache
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import structlog
 
 from triton_openai.errors import ConfigurationError
 from triton_openai.storage.store import (
     BATCH,
+    LARGEST,
     TOUCH_SECONDS,
+    Change,
     Entry,
     EntryFull,
     Link,
@@ -22,12 +26,10 @@ from triton_openai.storage.store import (
     Row,
     Store,
     oldest,
-    within,
 )
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
-_P = ParamSpec("_P")
 #: Yields a statement and its values, and is sent its rows. Values in a list are those of as many executions.
 Steps: TypeAlias = Generator[tuple[Any, ...], Sequence[Sequence[Any]], _T]
 
@@ -48,8 +50,14 @@ MIGRATIONS: Sequence[Sequence[str]] = (
         "CREATE UNIQUE INDEX triton_openai_row_id ON triton_openai_row (key, id)",
         "CREATE TABLE triton_openai_owner (owner TEXT PRIMARY KEY, size BIGINT NOT NULL)",
     ),
+    (
+        # The sizes of owners come from an index alone.
+        "DROP TABLE triton_openai_owner",
+        "DROP INDEX triton_openai_entry_used",
+        "CREATE INDEX triton_openai_entry_used ON triton_openai_entry (owner, used, size)",
+        "CREATE INDEX triton_openai_entry_parent ON triton_openai_entry (parent)",
+    ),
 )
-_LAST = 2**62
 
 
 def pending(version: int) -> Sequence[tuple[int, Sequence[str]]]:
@@ -63,15 +71,12 @@ def pending(version: int) -> Sequence[tuple[int, Sequence[str]]]:
 
 def _operation(
     *, write: bool = False, inner: bool = False
-) -> Callable[[Callable[Concatenate[Any, _P], Steps[_T]]], Callable[Concatenate[Any, _P], Coroutine[Any, Any, _T]]]:
+) -> Callable[[Callable[..., Steps[_T]]], Callable[..., Coroutine[Any, Any, _T]]]:
     """Make steps a method that runs them, in a transaction if they *write*; *inner* is as in the base class."""
 
-    def decorate(
-        steps: Callable[Concatenate[Any, _P], Steps[_T]],
-    ) -> Callable[Concatenate[Any, _P], Coroutine[Any, Any, _T]]:
-        async def run(self: Any, /, *args: _P.args, **options: _P.kwargs) -> _T:
-            done: _T = await self._run(steps(self, *args, **options), write=write, inner=inner)
-            return done
+    def decorate(steps: Callable[..., Steps[_T]]) -> Callable[..., Coroutine[Any, Any, _T]]:
+        async def run(self: SqlStore, /, *args: Any, **options: Any) -> _T:
+            return await self._run(steps(self, *args, **options), write=write, inner=inner)
 
         return run
 
@@ -79,11 +84,22 @@ def _operation(
 
 
 class SqlStore(Store):
-    """Keeps entries in tables. An operation locks entries first, and owners last."""
+    """Keeps entries in tables. An operation locks an entry before its rows."""
+
+    #: Patterns of what the database calls otherwise, and what stands for them.
+    dialect: ClassVar[Sequence[tuple[str, str]]]
 
     @abstractmethod
     async def _run(self, steps: Steps[_T], *, write: bool, inner: bool) -> _T:
         """Return the result of *steps*."""
+
+    @classmethod
+    @cache
+    def _statement(cls, text: str) -> str:
+        """Return a statement in the words of the database."""
+        for pattern, words in cls.dialect:
+            text = re.sub(pattern, words, text)
+        return text
 
     def _before(self) -> float:
         return time.time() - self._settings.max_age_seconds
@@ -106,63 +122,62 @@ class SqlStore(Store):
         return Entry(owner, bytes(head), *rest)
 
     @_operation(write=True)
-    def put(
-        self, key: str, owner: str, head: bytes, version: int, *, rows: Sequence[Row] = (), parent: str | None = None,
-        lease: tuple[str, float] | None = None,
-    ) -> Steps[bool]:  # fmt: skip
-        self._charge(owner, rows, len(head))
-        now, grown = time.time(), len(head)
-        holder, until = (None, None) if lease is None else (lease[0], _end(lease[1]))
-        if version:
-            old = yield (
-                "SELECT LENGTH(head) FROM triton_openai_entry WHERE key = $1 AND owner = $2 AND version = $3",
-                *(key, owner, version),
-            )
-            grown -= old[0][0] if old else 0
-            done = yield (
-                "UPDATE triton_openai_entry SET version = version + 1, used = $4, holder = COALESCE($5, holder),"
-                " until = COALESCE($6, until), head = $7, size = size + $8"
-                " WHERE key = $1 AND owner = $2 AND version = $3 RETURNING key",
-                *(key, owner, version, now, holder, until, head, grown),
-            )
-        else:
-            done = yield (
-                "INSERT INTO triton_openai_entry (key, owner, parent, version, used, holder, until, size, rows, next,"
-                " head) VALUES ($1, $2, $3, 1, $4, $5, $6, $8, 0, 0, $7) ON CONFLICT (key) DO NOTHING RETURNING key",
-                *(key, owner, parent, now, holder or "", until or 0.0, head, grown),
-            )
-        return bool(done) and (yield from _append(key, owner, rows, _LAST, _LAST, grown))
-
-    @_operation(write=True)
-    def append(
-        self, key: str, owner: str, rows: Sequence[Row], *, most_rows: int | None = None, most_size: int | None = None,
-        lease: tuple[str, float] | None = None,
-    ) -> Steps[bool]:  # fmt: skip
-        self._charge(owner, rows)
-        if lease is not None:
-            held = yield (
-                "UPDATE triton_openai_entry SET until = $3 WHERE key = $1 AND holder = $2 RETURNING key",
-                *(key, lease[0], _end(lease[1])),
-            )
-            if not held:
-                return False
-        return (yield from _append(key, owner, rows, most_rows or _LAST, most_size or _LAST))
-
-    @_operation(write=True)
-    def claim(self, key: str, holder: str, seconds: float, *, renew: bool = False) -> Steps[bool]:
-        now = time.time()
-        done = yield (
-            "UPDATE triton_openai_entry SET used = $3, holder = $5, until = $4"
-            f" WHERE key = $1 AND (holder = $2{'' if renew else ' OR until <= $3'}) RETURNING key",
-            *(key, holder, now, _end(seconds), holder if seconds else ""),
+    def _change(self, key: str, change: Change) -> Steps[bool]:
+        found = yield (
+            "SELECT owner, version, holder, until, size, rows, next, LENGTH(head) FROM triton_openai_entry"
+            " WHERE key = $1 FOR UPDATE",
+            key,
         )
-        return bool(done)
+        now, new, head, rows = time.time(), change.version == 0, change.head, list[Row]()
+        owner, version, holder, until, size, count, position, head_size = (
+            found[0] if found else (change.owner, 0, "", 0.0, 0, 0, 0, 0)
+        )
+        if new is bool(found) or change.owner not in (None, owner) or change.version not in (None, version):
+            return False
+        if change.lease is not None:
+            wanted, seconds = change.lease
+            if change.needs and holder != wanted and (change.needs == "held" or until > now):
+                return False
+            # One that is ended is over by any clock.
+            holder, until = (wanted, now + seconds) if seconds else ("", 0.0)
+        if change.rows:
+            ids = json.dumps([row.id for row in change.rows])
+            known = yield "SELECT id FROM triton_openai_row WHERE key = $1 AND id IN EACH($2)", key, ids
+            there = {row_id for (row_id,) in known}
+            rows = list({row.id: row for row in reversed(change.rows) if row.id not in there}.values())[::-1]
+            size, count = size + sum(len(row.data) for row in rows), count + len(rows)
+            if size > change.most_size or count > change.most_rows:
+                raise EntryFull
+        if head is not None:
+            size, version = size + len(head) - head_size, version + 1
+        values = (key, version, now, holder, until, size, count, position + len(rows), head)
+        if new:
+            made = yield (
+                "INSERT INTO triton_openai_entry (key, version, used, holder, until, size, rows, next, head, owner,"
+                " parent) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) ON CONFLICT (key) DO NOTHING"
+                " RETURNING key",
+                *(*values, owner, change.parent),
+            )
+            if not made:
+                return False
+        else:
+            yield (
+                "UPDATE triton_openai_entry SET version = $2, used = $3, holder = $4, until = $5, size = $6, rows = $7,"
+                " next = $8, head = COALESCE($9, head) WHERE key = $1",
+                *values,
+            )
+        if rows:
+            yield (
+                "INSERT INTO triton_openai_row (key, list, position, id, data) VALUES ($1, $2, $3, $4, $5)",
+                [(key, row.list, place, row.id, row.data) for place, row in enumerate(rows, position)],
+            )
+        return True
 
     @_operation()
     def page(
         self, key: str, name: str, *, after: str | None = None, limit: int, most_size: int, reverse: bool = False
     ) -> Steps[Page | None]:
-        first, last = -1, _LAST
+        first, last = -1, LARGEST
         if after is not None:
             found = yield (
                 "SELECT position FROM triton_openai_row WHERE key = $1 AND list = $2 AND id = $3",
@@ -176,19 +191,33 @@ class SqlStore(Store):
             f" ORDER BY position {'DESC' if reverse else 'ASC'} LIMIT $5"
         )
         sizes = yield f"SELECT LENGTH(data) {rows}", *(key, name, first, last, limit + 1)
-        count = within([size for (size,) in sizes], limit, most_size)
+        count = total = 0
+        for (size,) in sizes[:limit]:
+            total += size
+            if count and total > most_size:
+                break
+            count += 1
         shown = yield f"SELECT id, data {rows}", *(key, name, first, last, count)
         return Page([Row(name, row_id, bytes(data)) for row_id, data in shown], count < len(sizes))
 
     @_operation()
     def sizes(self, owner: str, places: Collection[Place]) -> Steps[Mapping[Place, int]]:
-        found = yield _rows_at("LENGTH(r.data)", owner, places, self._before())
-        return {Place(key, row_id): int(size) for key, row_id, size in found}
+        return (yield from self._at("LENGTH(r.data)", int, owner, places))
 
     @_operation()
     def fetch(self, owner: str, places: Collection[Place]) -> Steps[Mapping[Place, bytes]]:
-        found = yield _rows_at("r.data", owner, places, self._before())
-        return {Place(key, row_id): bytes(data) for key, row_id, data in found}
+        return (yield from self._at("r.data", bytes, owner, places))
+
+    def _at(
+        self, column: str, kind: Callable[[Any], _T], owner: str, places: Collection[Place]
+    ) -> Steps[Mapping[Place, _T]]:
+        found = yield (
+            f"SELECT p.key, p.id, {column} FROM PAIRS($1) p CROSS JOIN triton_openai_row r CROSS JOIN"
+            " triton_openai_entry e WHERE r.key = p.key AND r.id = p.id AND e.key = r.key AND e.owner = $2"
+            " AND e.used >= $3",
+            *(json.dumps(list(places)), owner, self._before()),
+        )
+        return {Place(key, row_id): kind(value) for key, row_id, value in found}
 
     @_operation()
     def chain(self, key: str, owner: str, names: Sequence[str], *, most: int) -> Steps[Sequence[Link]]:
@@ -202,7 +231,7 @@ class SqlStore(Store):
             " GROUP BY c.depth, c.key, e.used, e.until ORDER BY c.depth",
             *(key, owner, most, json.dumps(names), self._before()),
         )
-        yield from _touch([link for link, *_ in found], min(used or _LAST for _, used, *_ in found))
+        yield from _touch([link for link, *_ in found], min(used or LARGEST for _, used, *_ in found))
         return [Link(link, used is not None, until or 0.0, rows, int(size)) for link, used, until, rows, size in found]
 
     @_operation()
@@ -218,24 +247,26 @@ class SqlStore(Store):
         return [data for rows in by_key.values() for data in rows]
 
     @_operation(write=True)
-    def delete(self, key: str) -> Steps[bool]:
+    def delete(self, key: str, *, bridged: bool = False) -> Steps[bool]:
+        if bridged:
+            yield (
+                "UPDATE triton_openai_entry SET parent = (SELECT parent FROM triton_openai_entry WHERE key = $1)"
+                " WHERE parent = $1",
+                key,
+            )
         return (yield from _delete([key]))
 
     @_operation(write=True)
     def delete_row(self, key: str, row_id: str) -> Steps[bool]:
-        owners = yield "UPDATE triton_openai_entry SET used = $2 WHERE key = $1 RETURNING owner", key, time.time()
-        gone = yield ("DELETE FROM triton_openai_row WHERE key = $1 AND id = $2 RETURNING LENGTH(data)", *(key, row_id))
-        if not gone:
-            return False
-        size = gone[0][0]
-        yield "UPDATE triton_openai_entry SET size = size - $2, rows = rows - 1 WHERE key = $1", key, size
-        yield _grow(owners[0][0], -size)
-        return True
+        yield "UPDATE triton_openai_entry SET used = $2 WHERE key = $1", key, time.time()
+        gone = yield "DELETE FROM triton_openai_row WHERE key = $1 AND id = $2 RETURNING LENGTH(data)", key, row_id
+        for (size,) in gone:
+            yield "UPDATE triton_openai_entry SET size = size - $2, rows = rows - 1 WHERE key = $1", key, size
+        return bool(gone)
 
-    @_operation(write=True, inner=True)
+    @_operation(inner=True)
     def owners(self) -> Steps[Mapping[str, int]]:
-        yield ("DELETE FROM triton_openai_owner WHERE size <= 0",)
-        found = yield ("SELECT owner, size FROM triton_openai_owner",)
+        found = yield ("SELECT owner, SUM(size) FROM triton_openai_entry GROUP BY owner",)
         return {owner: int(size) for owner, size in found}
 
     @_operation(write=True, inner=True)
@@ -249,11 +280,6 @@ class SqlStore(Store):
         return sum(size for _, size in dropped)
 
 
-def _end(seconds: float) -> float:
-    """Return when a lease of *seconds* ends; one that is ended is over by any clock."""
-    return time.time() + seconds if seconds else 0.0
-
-
 def _touch(keys: Sequence[str], used: float) -> Steps[None]:
     """Let *keys*, the oldest of which was used at *used*, be used now."""
     now = time.time()
@@ -261,55 +287,8 @@ def _touch(keys: Sequence[str], used: float) -> Steps[None]:
         yield "UPDATE triton_openai_entry SET used = $2 WHERE key IN EACH($1)", json.dumps(keys), now
 
 
-def _append(key: str, owner: str, rows: Sequence[Row], most_rows: int, most_size: int, grown: int = 0) -> Steps[bool]:
-    """Add *rows* to an entry that grows by *grown* besides."""
-    found = yield (
-        "UPDATE triton_openai_entry SET used = $3 WHERE key = $1 AND owner = $2 RETURNING size, rows, next",
-        *(key, owner, time.time()),
-    )
-    if not found:
-        return False
-    size, count, position = found[0]
-    there = yield (
-        "SELECT id FROM triton_openai_row WHERE key = $1 AND id IN EACH($2)",
-        *(key, json.dumps([row.id for row in rows])),
-    )
-    known = {row_id for (row_id,) in there}
-    new = list({row.id: row for row in reversed(rows) if row.id not in known}.values())[::-1]
-    added = sum(len(row.data) for row in new)
-    if size + added > most_size or count + len(new) > most_rows:
-        raise EntryFull
-    if new:
-        values = [(key, row.list, position + number, row.id, row.data) for number, row in enumerate(new)]
-        yield "INSERT INTO triton_openai_row (key, list, position, id, data) VALUES ($1, $2, $3, $4, $5)", values
-        yield (
-            "UPDATE triton_openai_entry SET size = size + $2, rows = rows + $3, next = next + $3 WHERE key = $1",
-            *(key, added, len(new)),
-        )
-    yield _grow(owner, grown + added)
-    return True
-
-
-def _grow(owner: str, size: int) -> tuple[Any, ...]:
-    return (
-        "INSERT INTO triton_openai_owner (owner, size) VALUES ($1, $2)"
-        " ON CONFLICT (owner) DO UPDATE SET size = triton_openai_owner.size + excluded.size",
-        *(owner, size),
-    )
-
-
-def _rows_at(column: str, owner: str, places: Collection[Place], before: float) -> tuple[Any, ...]:
-    return (
-        f"SELECT p.key, p.id, {column} FROM PAIRS($1) p CROSS JOIN triton_openai_row r CROSS JOIN triton_openai_entry e"
-        " WHERE r.key = p.key AND r.id = p.id AND e.key = r.key AND e.owner = $2 AND e.used >= $3",
-        *(json.dumps(list(places)), owner, before),
-    )
-
-
 def _delete(keys: Sequence[str]) -> Steps[bool]:
-    """Drop entries, which have one owner."""
-    gone = yield "DELETE FROM triton_openai_entry WHERE key IN EACH($1) RETURNING owner, size", json.dumps(keys)
+    gone = yield "DELETE FROM triton_openai_entry WHERE key IN EACH($1) RETURNING key", json.dumps(keys)
     if gone:
         yield "DELETE FROM triton_openai_row WHERE key IN EACH($1)", json.dumps(keys)
-        yield _grow(gone[0][0], -sum(size for _, size in gone))
     return bool(gone)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import sqlite3
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,22 +19,23 @@ _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
 
 
-@lru_cache(64)
-def _statement(text: str) -> str:
-    text = re.sub(
-        r"PAIRS\((.*?)\)",
-        r"(SELECT json_extract(value, '$[0]') AS key, json_extract(value, '$[1]') AS id FROM json_each(\1))",
-        text,
-    )
-    return re.sub(r"EACH\((.*?)\)", r"(SELECT value FROM json_each(\1))", text)
-
-
 class SqliteStore(SqlStore):
     """
     Keeps entries in a file, which several processes of one machine may share; without a *path*, in memory.
 
     With *or_memory*, a file that cannot be opened is replaced by memory.
     """
+
+    dialect = (
+        (
+            r"PAIRS\((.*?)\)",
+            r"(SELECT json_extract(value, '$[0]') AS key, json_extract(value, '$[1]') AS id FROM json_each(\1))",
+        ),
+        (r"EACH\((.*?)\)", r"(SELECT value FROM json_each(\1))"),
+        # A transaction that writes has the whole file.
+        (" FOR UPDATE$", ""),
+        (r"\$(\d)", r"?\1"),
+    )
 
     def __init__(self, path: Path | None, settings: ResponsesSettings, *, or_memory: bool = False) -> None:
         super().__init__(settings)
@@ -107,12 +105,21 @@ class SqliteStore(SqlStore):
         connection = self._connected()
         if write:
             connection.execute("BEGIN IMMEDIATE")
+        rows: Any = None
         try:
-            result = _results(connection, steps)
+            while True:
+                text, *values = steps.send(rows)
+                if values and isinstance(values[0], list):
+                    connection.executemany(self._statement(text), values[0])
+                    rows = ()
+                else:
+                    rows = connection.execute(self._statement(text), values).fetchall()
+        except StopIteration as stop:
             # Whoever waited for it longer was told that it failed.
             _check(deadline)
             if write:
                 connection.execute("COMMIT")
+            result: _T = stop.value
             return result
         finally:
             if connection.in_transaction:
@@ -121,26 +128,6 @@ class SqliteStore(SqlStore):
     async def _disconnect(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._thread.shutdown(wait=False)
-
-
-def _results(connection: sqlite3.Connection, steps: Steps[_T]) -> _T:
-    rows: Any = None
-    while True:
-        try:
-            text, *values = steps.send(rows)
-        except StopIteration as stop:
-            result: _T = stop.value
-            return result
-        if values and isinstance(values[0], list):
-            connection.executemany(_statement(text), [_named(row) for row in values[0]])
-            rows = ()
-        else:
-            rows = connection.execute(_statement(text), _named(values)).fetchall()
-
-
-def _named(values: Iterable[Any]) -> dict[str, Any]:
-    # To SQLite, $1 is a parameter with the name 1.
-    return {str(number): value for number, value in enumerate(values, 1)}
 
 
 def _check(deadline: float) -> None:

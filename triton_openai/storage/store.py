@@ -18,25 +18,27 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import structlog
 
 from triton_openai.config.tree import ResponsesSettings
-from triton_openai.errors import ConfigurationError, ServiceError, StoreUnavailable
+from triton_openai.errors import ServiceError, StoreUnavailable
 
 _log = structlog.get_logger(__name__)
 # What fails only after this time is as bad as what does not answer.
 _SLOW_SECONDS = 1.0
 _SWEEP_SECONDS = 300.0
 # The sweep also begins when this part of a size was written since the last one; writing ends at the other part.
-_SWEEP_PART = 16
-_MOST_PART = 2
+_SWEEP_PART = 1 / 16
+_MOST_PART = 1 / 2
 # Entries and bytes that the sweep drops at once.
 BATCH = 64
-_BATCH_SIZE = 8 * 1024 * 1024
+BATCH_SIZE = 8 * 1024 * 1024
 # What is read becomes used at most this often.
 TOUCH_SECONDS = 3600.0
+#: No number of rows, bytes or positions is larger.
+LARGEST = 2**62
 
 
 class Row(NamedTuple):
@@ -91,12 +93,36 @@ class EntryFull(Exception):
     """The rows would make an entry exceed a bound; nothing was added."""
 
 
+class Change(NamedTuple):
+    """
+    What :meth:`Store.put`, :meth:`Store.append` and :meth:`Store.claim` do to an entry, all or nothing.
+
+    It is done only to an entry of *owner* and *version*, if these are given, and under a lease that *needs* allows.
+    """
+
+    owner: str | None = None
+    #: 0 for an entry that is not there yet.
+    version: int | None = None
+    head: bytes | None = None
+    parent: str | None = None
+    rows: Sequence[Row] = ()
+    most_rows: int = LARGEST
+    most_size: int = LARGEST
+    #: Who has the lease from now on, and for how many seconds, 0 to end it.
+    lease: tuple[str, float] | None = None
+    #: The holder must have the lease already, or nobody else, or it does not matter.
+    needs: Literal["held", "free", ""] = ""
+
+
 class Store(ABC):
     """
     Keeps entries. Every method raises :class:`StoreUnavailable` when it cannot.
 
     What takes too long is not applied after its caller was told that it failed. From then on all operations fail at
     once, until the store answers again.
+
+    A store of another package is found under the entry point group ``triton_openai.stores``, by the scheme of its URL,
+    with which and the settings it is made.
     """
 
     #: Longest time for one operation, in seconds.
@@ -122,7 +148,6 @@ class Store(ABC):
     async def get(self, key: str) -> Entry | None:
         """Return the entry of *key*."""
 
-    @abstractmethod
     async def put(
         self, key: str, owner: str, head: bytes, version: int, *, rows: Sequence[Row] = (), parent: str | None = None,
         lease: tuple[str, float] | None = None,
@@ -132,10 +157,11 @@ class Store(ABC):
 
         *lease* gives the lease to a holder for so many seconds, 0 to end it. Returns whether the entry had the version.
         """
+        await self._charge(owner, rows, len(head))
+        return await self._change(key, Change(owner, version, head, parent, rows, lease=lease))
 
-    @abstractmethod
     async def append(
-        self, key: str, owner: str, rows: Sequence[Row], *, most_rows: int | None = None, most_size: int | None = None,
+        self, key: str, owner: str, rows: Sequence[Row], *, most_rows: int = LARGEST, most_size: int = LARGEST,
         lease: tuple[str, float] | None = None,
     ) -> bool:  # fmt: skip
         """
@@ -144,14 +170,21 @@ class Store(ABC):
         With a *lease*, there is none unless that holder has it, who then has it for so many seconds.
         Raises :class:`EntryFull` if it would have more rows or bytes than allowed.
         """
+        await self._charge(owner, rows)
+        change = Change(owner, rows=rows, most_rows=most_rows, most_size=most_size, lease=lease)
+        return await self._change(key, change if lease is None else change._replace(needs="held"))
 
-    @abstractmethod
     async def claim(self, key: str, holder: str, seconds: float, *, renew: bool = False) -> bool:
         """
         Give *holder* the lease of an entry for *seconds*, 0 to end it; return whether *holder* has it.
 
         A holder keeps its lease. A free lease is given away, unless the holder only wants to *renew* its own.
         """
+        return await self._change(key, Change(lease=(holder, seconds), needs="held" if renew else "free"))
+
+    @abstractmethod
+    async def _change(self, key: str, change: Change) -> bool:
+        """Change the entry of *key*; return whether it could be. Raises :class:`EntryFull`."""
 
     @abstractmethod
     async def page(
@@ -180,8 +213,12 @@ class Store(ABC):
         """Return the rows that the entries of *keys* have in the lists *names*, in the order of both names and keys."""
 
     @abstractmethod
-    async def delete(self, key: str) -> bool:
-        """Drop the entry of *key*; return whether there was one."""
+    async def delete(self, key: str, *, bridged: bool = False) -> bool:
+        """
+        Drop the entry of *key*; return whether there was one.
+
+        If *bridged*, entries that go on from it go on from its parent.
+        """
 
     @abstractmethod
     async def delete_row(self, key: str, row_id: str) -> bool:
@@ -198,6 +235,10 @@ class Store(ABC):
 
         Returns their bytes.
         """
+
+    @abstractmethod
+    async def _ping(self) -> None:
+        """Return if the store answers, as an inner operation."""
 
     @abstractmethod
     async def _disconnect(self) -> None: ...
@@ -233,18 +274,16 @@ class Store(ABC):
                 _log.warning("the store of responses does not answer: responses are not kept until it does")
                 self._probing = asyncio.create_task(self._probe())
             raise _unavailable(f"{type(error).__name__}: {error}") from error
-        if not inner and time.monotonic() > self._next_sweep and self._sweeping is None:
-            self._sweeping = asyncio.create_task(self._sweep())
+        finally:
+            # Also when this was refused because too much was written.
+            if not inner and self.available and time.monotonic() > self._next_sweep and self._sweeping is None:
+                self._sweeping = asyncio.create_task(self._sweep())
 
     async def sweep(self) -> None:
         """Drop what is too old and what is too much. A store begins with it by itself from time to time."""
         if self._sweeping is None:
             self._sweeping = asyncio.create_task(self._sweep())
         await asyncio.shield(self._sweeping)
-
-    @abstractmethod
-    async def _ping(self) -> None:
-        """Return if the store answers, as an inner operation."""
 
     async def _probe(self) -> None:
         answers = False
@@ -258,20 +297,21 @@ class Store(ABC):
         self._probing = None
         _log.info("the store of responses answers again")
 
-    def _charge(self, owner: str, rows: Sequence[Row], size: int = 0) -> None:
+    async def _charge(self, owner: str, rows: Sequence[Row], size: int = 0) -> None:
         """
         Count what *owner* writes: *rows*, and *size* bytes besides.
 
         Raises :class:`StoreUnavailable` if *owner* writes faster than the sweep drops.
         """
         size += sum(len(row.data) for row in rows)
-        own, whole = self._written[owner] + size, self._written.total() + size
-        if own > self._share // _MOST_PART or whole > self._settings.max_size // _MOST_PART:
-            self._next_sweep = 0.0
-            raise _unavailable("more is written than can be dropped, or than may be kept at all")
-        self._written[owner] = own
-        if own > self._share // _SWEEP_PART or whole > self._settings.max_size // _SWEEP_PART:
-            self._next_sweep = 0.0
+        async with self._operation():
+            own, whole = self._written[owner] + size, self._written.total() + size
+            part = max(own / self._share, whole / self._settings.max_size)
+            if part > _SWEEP_PART:
+                self._next_sweep = 0.0
+            if part > _MOST_PART:
+                raise _unavailable("more is written than can be dropped, or than may be kept at all")
+            self._written[owner] = own
 
     async def _sweep(self) -> None:
         # In batches, between which others have their turn.
@@ -311,35 +351,12 @@ def oldest(found: Sequence[tuple[str, float, int]], before: float, surplus: int)
     dropped: list[tuple[str, int]] = []
     total = 0
     for key, used, size in found:
-        if (used >= before and total >= surplus) or total > _BATCH_SIZE:
+        if (used >= before and total >= surplus) or total > BATCH_SIZE:
             break
         dropped.append((key, size))
         total += size
     return dropped
 
 
-def within(sizes: Sequence[int], limit: int, most: int) -> int:
-    """Return how many of *sizes* a page has."""
-    count = total = 0
-    for size in sizes[:limit]:
-        total += size
-        if count and total > most:
-            break
-        count += 1
-    return count
-
-
 def _unavailable(detail: str) -> StoreUnavailable:
     return StoreUnavailable("The store of responses cannot be used at the moment.", detail=detail, retry_after=2)
-
-
-def driver(module: str, extra: str) -> Any:
-    """Import a driver, which only few services need. Raises :class:`ConfigurationError`."""
-    from importlib import import_module
-
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigurationError(
-            f"--responses-store needs the extra [{extra}]: pip install 'triton-openai[{extra}]'."
-        ) from error

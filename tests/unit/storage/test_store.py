@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ from structlog.testing import capture_logs
 from tests.store_fixture import Server
 from triton_openai.config.tree import ResponsesSettings
 from triton_openai.errors import ConfigurationError, StoreUnavailable
-from triton_openai.storage import open_store
+from triton_openai.storage import ENTRY_POINT_GROUP, open_store
+from triton_openai.storage.sqlite import SqliteStore
 from triton_openai.storage.store import EntryFull, Link, Page, Place, Row, Store
 
 PAIR = [Row("list", "a", b"1"), Row("list", "b", b"\0\xff")]
@@ -194,6 +198,28 @@ async def test_chains(stores: tuple[Store, Store]) -> None:
     ]
     assert [b"i0", b"o0", b"i2", b"o2"] == list(await second.read(["k0", "k2"], ["in", "out"]))
 
+    # One that is taken out of the middle, the first one, and two that go on from the same.
+    await first.put("other", "me", b"h", 0, parent="k2")
+    for gone, left in (("k2", ["k3", "k1", "k0", "k-1"]), ("k1", ["k3", "k0", "k-1"])):
+        assert await second.delete(gone, bridged=True)
+        for key in ("k3", "other"):
+            assert [key, *left[1:]] == [link.key for link in await first.chain(key, "me", ["in"], most=9)]
+    assert await first.delete("k3")
+    await first.put("k3", "me", b"h", 0, parent="k1")
+    await first.put("k1", "me", b"h", 0)
+    assert await first.delete("k1", bridged=True)
+    assert ["k3"] == [link.key for link in await first.chain("k3", "me", ["in"], most=9)]
+    # Without a bridge there is a gap.
+    assert await first.delete("k0")
+    links = await second.chain("other", "me", ["in"], most=9)
+    assert [("other", True), ("k0", False)] == [(link.key, link.found) for link in links]
+
+
+async def test_rows_at_places(stores: tuple[Store, Store]) -> None:
+    """Rows are found by their places, and no others'."""
+    first, second = stores
+    for number in range(2):
+        await first.put(f"k{number}", "me", b"h", 0, rows=[Row("in", "i", b"i%d" % number), Row("out", "o", b"o1")])
     places = [Place("k0", "i"), Place("k1", "o"), Place("k1", "none"), Place("none", "i"), Place("k1", "é '\"")]
     assert {places[0]: 2, places[1]: 2} == await first.sizes("me", places)
     assert {places[0]: b"i0", places[1]: b"o1"} == await second.fetch("me", places)
@@ -294,6 +320,32 @@ async def test_growth_has_a_bound() -> None:
     await store.close()
 
 
+@pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
+async def test_writing_goes_on_after_a_failure(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who only writes, and was refused since nothing could be dropped, is not refused for ever."""
+    store = opened(request.getfixturevalue(kind).url(), max_size_per_key=10_000)
+    await store.put("k", "me", b"head", 0)
+    await store.sweep()
+
+    async def fail(_: Store) -> None:
+        raise StoreUnavailable("It cannot be used.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "owners", fail)
+        with suppress(StoreUnavailable):
+            for number in range(10):
+                await store.put(f"k{number}", "me", bytes(600), 0)
+        await store.sweep()
+    with pytest.raises(StoreUnavailable):
+        await store.put("new", "me", bytes(600), 0)
+    assert store._sweeping is not None
+    await store._sweeping
+    assert await store.put("new", "me", bytes(600), 0)
+    await store.close()
+
+
 async def test_many_more_than_may_be_kept(tmp_path: Path) -> None:
     """The first write does not wait for what is dropped, which goes on while others read and write."""
     path = tmp_path / "file"
@@ -306,7 +358,6 @@ async def test_many_more_than_may_be_kept(tmp_path: Path) -> None:
         " next, head FROM triton_openai_entry WHERE key = 'k'",
         [(number,) for number in range(5000)],
     )
-    connection.execute("UPDATE triton_openai_owner SET size = 500100")
     connection.commit()
     connection.close()
     store = opened(f"sqlite:{path}", max_size=1000)
@@ -354,6 +405,75 @@ async def test_what_an_earlier_version_kept(tmp_path: Path) -> None:
         assert await store.put("k", "me", b"x", 0)
     assert ["warning"] == [line["log_level"] for line in logs]
     await store.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
+async def test_a_store_that_was_unavailable(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be written takes no room: whoever tried has all of it when the store answers again."""
+    server: Server = request.getfixturevalue(kind)
+    store = opened(server.url(), max_size=10_000)
+    await store.put("k", "me", b"", 0)
+    await store.sweep()
+    await store.sweep()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "available", False)
+        for _ in range(9):
+            with pytest.raises(StoreUnavailable):
+                await store.put("new", "me", bytes(1000), 0)
+    assert 0 == store._written.total()
+    assert await store.put("new", "me", bytes(5000), 0)
+    await store.close()
+
+
+async def test_a_clock_that_runs_ahead(redis: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the store is asked again from time to time: a difference that grows makes no call late."""
+    store = opened(redis.url())
+    assert await store.put("k", "me", b"", 0)
+    monotonic = time.monotonic
+    # Here the time goes by, there it does not.
+    monkeypatch.setattr("triton_openai.storage.redis.time.monotonic", lambda: monotonic() + 100)
+    monkeypatch.setattr(store, "_ahead", -3600.0)
+    assert await store.append("k", "me", PAIR)
+    await store.close()
+
+
+async def test_stores_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheme of the URL names one; what is no store, or cannot be loaded, ends the start with a sentence."""
+    values = {"mine": f"{__name__}:Mine", "not": "json:loads", "gone": "nowhere.at.all:Store", "no": "json:Nothing"}
+    points = [EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in values.items()]
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[Mine.__module__])
+    monkeypatch.setattr("triton_openai.storage.entry_points", lambda group: points)
+    assert isinstance(opened("mine://somewhere"), Mine)
+    for url, said in (
+        ("not://x", "json:loads is no subclass of triton_openai.storage.store.Store"),
+        ("gone://x", "'gone' cannot be loaded: No module named 'nowhere'"),
+        ("no://x", "'no' cannot be loaded: module 'json' has no attribute 'Nothing'"),
+        ("mysql://x", "there is no store 'mysql'. Known stores: none, memory, sqlite, gone, mine, no, not"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            opened(url)
+
+
+class Mine(SqliteStore):
+    """A store of another package."""
+
+    def __init__(self, url: str, settings: ResponsesSettings) -> None:
+        assert "mine://somewhere" == url
+        super().__init__(None, settings)
+
+
+async def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says which extra has it."""
+    for url, driver, extra in (
+        ("redis://x", "redis.asyncio", "redis"),
+        ("postgres://x", "asyncpg", "postgresql"),
+    ):
+        monkeypatch.setitem(sys.modules, driver, None)
+        monkeypatch.delitem(sys.modules, f"triton_openai.storage.{extra}", raising=False)
+        with pytest.raises(ConfigurationError, match=f"pip install 'triton-openai\\[{extra}\\]'"):
+            opened(url)
 
 
 async def test_the_default_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,156 +1,239 @@
-"""The events of responses that are made in the background: stored as they come, and read by any process."""
+"""Responses that are made in the background: making one, and reading its stream from any place, in any process."""
 
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 
+import msgspec
 import structlog
 
-from triton_openai.api.sse import event_count, without_events
-from triton_openai.errors import StoreUnavailable
-from triton_openai.storage.store import Row, Store
-from triton_openai.tasks import first_of
+from triton_openai import errors
+from triton_openai.access.rate_limits import TICKET, tokens_charged
+from triton_openai.answer.fan_out import collect
+from triton_openai.api.chat import ChatRequest, Turn
+from triton_openai.api.responses.event_log import EVENTS, EventLog
+from triton_openai.api.responses.objects import ResponsesRequest
+from triton_openai.api.responses.response_events import ResponseEvents, response_event, terminal_events
+from triton_openai.api.responses.stored import StoredResponse
+from triton_openai.api.service import RequestContext
+from triton_openai.api.sse import EventSource, event_count, without_events
+from triton_openai.config.worker import WORKER
+from triton_openai.draining import DRAINING
+from triton_openai.generation import Delta
+from triton_openai.serving.middleware import Observed
+from triton_openai.storage.store import Row
 from triton_openai.telemetry.logging import warn
+from triton_openai.telemetry.observation import OBSERVERS, Observation
 
 _log = structlog.get_logger(__name__)
-
-#: A process that makes a response, or holds a conversation, renews its lease within this time; and how often it does.
-LEASE_SECONDS = 15.0
-RENEW_SECONDS = LEASE_SECONDS / 3
-#: The list of a response's events, without those that tell of its end: they follow from the response.
-EVENTS = "events"
-_BATCH_SECONDS = 0.25
-# Bytes of stored events that stay here for readers, and of events that may wait to be stored.
-_MOST_STORED = 256 * 1024
-_MOST_WAITING = 8 * 1024 * 1024
+# Bytes and rows that are read at once.
+_PAGE_SIZE = 256 * 1024
+_PAGE_ROWS = 100
+# How long a reader waits before it asks the store again, more each time that there is nothing new.
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0
 
 
-class EventLog:
+def observation_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -> Observation:
     """
-    The events of response *key* of *owner*, which this process makes.
+    Return the observation of a response that is to be made in the background, beside that of the request for it.
 
-    Readers in this process get them at once. *store* gets them a few times a second, as rows whose ids are the numbers
-    with which they begin; only the latest stay here.
+    Raises :class:`InvalidValue` for one that is not stored, and :class:`ServiceOverloaded` for too many.
     """
+    if not made.response.store:
+        raise errors.InvalidValue("'background' needs the response to be stored.", "background")
+    most = context.request.app[WORKER].share(context.service.settings.responses.max_background)
+    if len(made.state.live) + made.state.beginning >= most:
+        raise errors.ServiceOverloaded("Too many responses are being made in the background already.", retry_after=10)
+    context.service.admission.check(context.model.triton_model)
+    return msgspec.structs.replace(
+        context.observation, request=None, began=time.monotonic(), stages=[], unknown_fields=(), stream=True, status=200
+    )
 
-    def __init__(self, store: Store, key: str, owner: str) -> None:
-        #: How many events there are, without those that tell of the end.
-        self.count = 0
-        #: Those, once the response has ended.
-        self.last: bytes | None = None
-        self._store, self._key, self._owner = store, key, owner
-        # Pieces of the latest events, each with its first number; their bytes; from which number on they are in no row.
-        self._recent: deque[tuple[int, bytes]] = deque()
-        self._size = self._unwritten = 0
-        # The rows that the store may lack; the bytes that it lacks; the numbers with which all rows begin.
-        self._rows: list[Row] = []
-        self._waiting = 0
-        self._starts: list[int] = []
-        self._readers: set[asyncio.Future[None]] = set()
-        self._work, self._closed = asyncio.Event(), asyncio.Event()
-        self._storing: asyncio.Task[None] | None = None
 
-    def start(self, lost: Callable[[], object]) -> None:
-        """Store events until :meth:`close`; *lost* is called when somebody else has ended the response."""
-        self._storing = asyncio.create_task(self._keep_storing(lost))
+async def start(
+    context: RequestContext[ChatRequest],
+    made: StoredResponse,
+    turn: Turn,
+    events: ResponseEvents,
+    again: Callable[[RequestContext[ChatRequest]], Awaitable[Turn]],
+    held: AsyncExitStack,
+) -> None:
+    """
+    Make a response of its *turn*, whatever becomes of the client; then what is *held* is closed.
 
-    def check_room(self) -> None:
-        """Raise :class:`StoreUnavailable` if too much waits to be stored."""
-        if self._waiting > _MOST_WAITING:
-            raise StoreUnavailable("The store of responses cannot be used at the moment.", detail="events wait for it")
+    *again* makes another turn for the text-level model. The request's key is charged when the response has ended.
+    Raises :class:`StoreUnavailable`.
+    """
+    made.response.status = "queued"
+    await made.announce()
+    ticket = context.request.pop(TICKET, None)
+    log = made.log = EventLog(made.state.store(), made.response, made.owner)
+    log.add(events.queued())
+    kept = held.pop_all()
 
-    def add(self, events: bytes) -> None:
-        """Add whole *events*."""
-        if events:
-            self._recent.append((self.count, events))
-            self.count += event_count(events)
-            self._size += len(events)
-            self._waiting += len(events)
-            self._work.set()
-            self._wake()
-
-    def end(self, last: bytes) -> None:
-        """Let the readers end, with the *last* events."""
-        self.last = last
-        self._wake()
-
-    def _wake(self) -> None:
-        for reader in self._readers:
-            if not reader.done():
-                reader.set_result(None)
-
-    async def wait(self, seconds: float) -> None:
-        """Wait for further events, or the last ones, for *seconds* at most."""
-        reader = asyncio.get_running_loop().create_future()
-        self._readers.add(reader)
+    async def work() -> None:
         try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await reader
+            await _make(context, made, log, turn, events, again, kept)
         finally:
-            self._readers.discard(reader)
+            if ticket is not None:
+                observed = context.observation
+                ticket.close(tokens_charged(observed, served=observed.error is None, cut_short=False))
 
-    def after(self, place: int) -> bytes | None:
-        """Return the events from number *place* on; ``None`` where only the store has them all."""
-        found: list[bytes] = []
-        for first, events in reversed(self._recent):
-            if place >= first:
-                found.append(without_events(events, place - first))
-                break
-            found.append(events)
-        else:
-            if place < self.count:
-                return None
-        return b"".join(reversed(found))
+    log.task = asyncio.create_task(work())
+    made.state.live[made.response.id] = log
 
-    def row_before(self, place: int) -> tuple[str | None, int]:
-        """Return the id of the row before the one with event number *place*, and the number with which that begins."""
-        number = bisect_right(self._starts, place) - 1
-        return str(self._starts[number - 1]) if number > 0 else None, self._starts[max(number, 0)]
 
-    async def _keep_storing(self, lost: Callable[[], object]) -> None:
-        pause = _BATCH_SECONDS
-        while not self._closed.is_set():
-            await first_of(self._work, self._closed, timeout=RENEW_SECONDS)
-            await first_of(self._closed, timeout=pause)
-            if self._closed.is_set():
-                return
-            rows = self.rows()
+async def _make(
+    context: RequestContext[ChatRequest],
+    made: StoredResponse,
+    log: EventLog,
+    prepared: Turn,
+    events: ResponseEvents,
+    again: Callable[[RequestContext[ChatRequest]], Awaitable[Turn]],
+    held: AsyncExitStack,
+) -> None:
+    app, observation = context.request.app, context.observation
+    failure: errors.ServiceError | None = None
+    turns = [prepared]
+
+    async def answer(context: RequestContext[ChatRequest]) -> None:
+        # If the model's engine does not take it, the text-level model gets another turn.
+        turn = turns.pop() if turns else await again(context)
+        (events.run,), (events.parser,) = turn.runs, turn.parsers
+        log.add(events.opening())
+        if not await made.begin():
+            raise asyncio.CancelledError
+
+        def push(choice: int, deltas: Sequence[Delta]) -> None:
+            log.check_room()
+            log.add(b"".join([events.piece(choice, delta) for delta in deltas]))
+
+        await collect(turn.runs, timeout=context.limits.total, push=push)
+        log.add(events.last(0))
+
+    with Observed(app, observation):
+        app[OBSERVERS].identified(observation)
+        log.start()
+        try:
             try:
-                # Without news too: it renews the lease.
-                if not await self._store.append(self._key, self._owner, rows, lease=(self._key, LEASE_SECONDS)):
-                    lost()
-                    return
-                self._take_stored(rows)
-                pause = _BATCH_SECONDS
-            except StoreUnavailable as error:
-                pause = min(2 * pause, RENEW_SECONDS)
-                if self._store.available:
-                    warn(_log, "events of a response are not stored yet", error, response=self._key)
+                async with held:
+                    await context.admitted(answer, param="messages")
+                    log.add(events.concluded(None))
+                    await made.keep()
+            except asyncio.CancelledError:
+                failure = app[DRAINING].reason()
+                if failure is None:
+                    # Somebody has cancelled it.
+                    log.add(events.cancelled())
+                    await made.keep()
+            except errors.ServiceError as error:
+                failure = error
+            except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
+                _log.exception("response failed", request_id=observation.request_id, response=made.response.id)
+                failure = errors.ServiceError("The service failed to answer the request.")
+            if failure is not None:
+                observation.error = failure
+                log.add(events.concluded(failure))
+                await made.keep()
+        finally:
+            await log.close()
+            log.end(terminal_events(made.response, log.count, None if failure is None else failure.param))
+            made.state.live.pop(log.response.id, None)
 
-    async def close(self) -> None:
-        """Store nothing more: what is left is in :meth:`rows`."""
-        self._closed.set()
-        if self._storing is not None:
-            await asyncio.wait({self._storing})
 
-    def rows(self) -> Sequence[Row]:
-        """Return the rows that the store may lack."""
-        self._work.clear()
-        pieces = [events for first, events in self._recent if first >= self._unwritten]
-        if pieces:
-            # It stays as it is: the store may have it though it could not say so.
-            self._rows.append(Row(EVENTS, str(self._unwritten), b"".join(pieces)))
-            self._starts.append(self._unwritten)
-            self._unwritten = self.count
-        return tuple(self._rows)
+class ResumedEvents(EventSource):
+    """
+    The events of a response that follow number *after*, and those to come, up to its end.
 
-    def _take_stored(self, rows: Sequence[Row]) -> None:
-        del self._rows[: len(rows)]
-        self._waiting -= sum(len(row.data) for row in rows)
-        while self._size - self._waiting > _MOST_STORED:
-            self._size -= len(self._recent.popleft()[1])
+    There is always its end. What another process makes is read from the store as it comes.
+    """
+
+    def __init__(self, found: StoredResponse, after: int) -> None:
+        self._found = found
+        self._log = found.state.live.get(found.response.id)
+        self._place = max(0, after + 1)
+        # The last row that was read, and the number of the event behind it.
+        self._row: str | None = None
+        self._behind = 0
+        self._pause = _FIRST_WAIT
+        self._stopping: errors.ServiceError | None = None
+        self._over = False
+
+    def stop(self, reason: errors.ServiceError) -> None:
+        self._stopping = reason
+
+    async def next(self, seconds: float) -> bytes | None:
+        if self._over:
+            return None
+        events = await self._stored(seconds) if self._log is None else await self._made(self._log, seconds)
+        if not self._over:
+            self._place += event_count(events)
+        return events
+
+    async def _made(self, log: EventLog, seconds: float) -> bytes:
+        """Return further events of a response that this process makes."""
+        if self._place >= log.count and log.last is None:
+            await log.wait(seconds)
+        events = log.after(self._place)
+        if events is None:
+            # The reader is far behind.
+            self._row, self._behind = log.row_before(self._place)
+            return await self._stored(seconds)
+        if not events and log.last is not None:
+            self._over = True
+            return log.last
+        return events
+
+    async def _stored(self, seconds: float) -> bytes:
+        """Return further events from the store, or the last ones; nothing if there are none for *seconds*."""
+        state, until = self._found.state, time.monotonic() + seconds
+        while self._stopping is None:
+            response = self._found.response
+            try:
+                while rows := await self._rows():
+                    if events := b"".join([self._read(row) for row in rows]):
+                        self._pause = _FIRST_WAIT
+                        return events
+                if not self._found.running:
+                    return self._end()
+                self._found = await state.find(response.id, self._found.owner)
+                if not self._found.running:
+                    # Events may have come before the end.
+                    continue
+            except errors.ObjectNotFound:
+                if self._found.running:
+                    response.status = "cancelled"
+                return self._end()
+            except errors.StoreUnavailable as error:
+                if state.available:
+                    warn(_log, "events of a response cannot be read yet", error, response=response.id)
+            left = until - time.monotonic()
+            if left <= self._pause:
+                await asyncio.sleep(max(0.0, left))
+                return b""
+            await asyncio.sleep(self._pause)
+            self._pause = min(1.5 * self._pause, _LONGEST_WAIT)
+        # The response goes on in another process. The number is that of the last event, after which clients resume.
+        self._over = True
+        code, message = self._stopping.code, self._stopping.message
+        return response_event("error", max(0, self._place - 1), code=code, message=message, param=None)
+
+    async def _rows(self) -> Sequence[Row]:
+        page = await self._found.state.store().page(
+            self._found.response.id, EVENTS, after=self._row, limit=_PAGE_ROWS, most_size=_PAGE_SIZE
+        )
+        return () if page is None else page.rows
+
+    def _read(self, row: Row) -> bytes:
+        """Return those of the next row's events that are asked for."""
+        events = without_events(row.data, self._place - self._behind)
+        self._row = row.id
+        self._behind += event_count(row.data)
+        return events
+
+    def _end(self) -> bytes:
+        self._over = True
+        return terminal_events(self._found.response, self._behind)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from secrets import token_hex
 from typing import Annotated, Literal
 
 import msgspec
+import structlog
 from aiohttp import web
 from msgspec import Meta
 
-from triton_openai import offload
+from triton_openai import errors, offload
 from triton_openai.api.bodies import json_response, read_json
-from triton_openai.api.responses.handlers import Deleted, list_of, page_of
-from triton_openai.api.responses.reader import check_items, is_id, numbered
-from triton_openai.api.responses.sources import encode
-from triton_openai.api.responses.state import STATE, Conversation, ResponseState
-from triton_openai.api.responses.types import Item, Metadata
+from triton_openai.api.responses.chat_request import check_items
+from triton_openai.api.responses.event_log import LEASE_SECONDS, RENEW_SECONDS
+from triton_openai.api.responses.items import is_id, rows_of
+from triton_openai.api.responses.objects import Deleted, Item, Metadata
+from triton_openai.api.responses.retrieve import list_of, page_of
+from triton_openai.api.responses.stored import STATE, ResponseStore
 from triton_openai.api.service import key_of, now
-from triton_openai.errors import InvalidValue, ObjectNotFound
 from triton_openai.storage.store import Place, Row
+from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.observation import OBSERVATION
 
+_log = structlog.get_logger(__name__)
+# A change that somebody else was faster with is tried so often.
+_TRIES = 8
 # As many as OpenAI takes at once.
 _Items = Annotated[list[Item], Meta(max_length=20)]
 
@@ -54,15 +62,63 @@ class ConversationObject(msgspec.Struct, kw_only=True):
     metadata: dict[str, str]
 
 
-def _state(request: web.Request) -> tuple[ResponseState, str, str]:
-    """Return the state, the conversation's id and the owner. Raises :class:`UnsupportedParameter` for no store."""
-    state = request.app[STATE]
-    state.store()
-    return state, request.match_info.get("conversation", ""), key_of(request).name
+_CONVERSATION = offload.json_decoder(ConversationObject)
 
 
-def _shown(conversation: Conversation) -> web.Response:
-    return json_response(msgspec.convert(conversation, ConversationObject, from_attributes=True))
+async def find(state: ResponseStore, conversation_id: str, owner: str) -> tuple[ConversationObject, int]:
+    """Return a conversation and its version. Raises :class:`ObjectNotFound`."""
+    entry = await state.entry("conv_", conversation_id, owner)
+    if entry is None:
+        raise errors.ObjectNotFound(f"There is no conversation '{conversation_id[:100]}'.", param="conversation")
+    return _CONVERSATION.decode(entry.head), entry.version
+
+
+@asynccontextmanager
+async def claimed(state: ResponseStore, conversation_id: str, owner: str, response_id: str) -> AsyncIterator[None]:
+    """Hold a conversation for a response: no other is made in it meanwhile. Raises :class:`ConversationBusy`."""
+    store = state.store()
+
+    async def renew() -> None:
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            try:
+                await store.claim(conversation_id, response_id, LEASE_SECONDS, renew=True)
+            except errors.StoreUnavailable as error:
+                warn(_log, "a lease is not renewed", error)
+
+    await find(state, conversation_id, owner)
+    if not await store.claim(conversation_id, response_id, LEASE_SECONDS):
+        raise errors.ConversationBusy("Another response is being made in this conversation.", param="conversation")
+    renewing = asyncio.create_task(renew())
+    try:
+        yield
+    finally:
+        renewing.cancel()
+        await asyncio.wait({renewing})
+        try:
+            await store.claim(conversation_id, response_id, 0, renew=True)
+        except errors.StoreUnavailable as error:
+            # Then the lease ends by itself.
+            warn(_log, "a conversation is not released", error, conversation=conversation_id)
+
+
+async def describe(
+    state: ResponseStore, conversation_id: str, owner: str, metadata: dict[str, str]
+) -> ConversationObject:
+    """Replace the metadata of a conversation. Raises :class:`ObjectNotFound` and :class:`ConversationBusy`."""
+    for number in range(_TRIES):
+        conversation, version = await find(state, conversation_id, owner)
+        conversation.metadata = metadata
+        if await state.store().put(conversation_id, owner, msgspec.json.encode(conversation), version):
+            return conversation
+        await asyncio.sleep(random.uniform(0, 0.01 * 2**number))
+    raise errors.ConversationBusy("The conversation is being changed by others.", param="conversation")
+
+
+async def _found(request: web.Request) -> tuple[ResponseStore, str, ConversationObject]:
+    """Return the state, the owner and the conversation of *request*. Raises :class:`ObjectNotFound`."""
+    state, owner = request.app[STATE], key_of(request).name
+    return state, owner, (await find(state, request.match_info["conversation"], owner))[0]
 
 
 async def _rows(request: web.Request, items: Sequence[Item]) -> Sequence[Row]:
@@ -70,76 +126,74 @@ async def _rows(request: web.Request, items: Sequence[Item]) -> Sequence[Row]:
 
     def rows() -> Sequence[Row]:
         check_items(items)
-        own = numbered(items, token_hex(16), "items")
-        return [Row("items", item["id"], encode(item, f"items[{number}]")) for number, item in enumerate(own)]
+        return rows_of(items, token_hex(16), "items", name="items")
 
     return await offload.run(rows, cost=offload.json_cost(request[OBSERVATION].body_size or 0))
 
 
 async def create(request: web.Request) -> web.Response:
     """Create a conversation."""
-    state, _, owner = _state(request)
-    body = ConversationRequest()
+    state = request.app[STATE]
+    store, body = state.store(), ConversationRequest()
     if request.can_read_body:
         body = await read_json(request, ConversationRequest, strict=True)
     rows = await _rows(request, body.items or ())
-    conversation = Conversation(f"conv_{token_hex(16)}", now(), body.metadata or {})
-    await state.begin(conversation, owner, rows)
-    return _shown(conversation)
+    state.check_room(0, 0, rows)
+    made = ConversationObject(id=f"conv_{token_hex(16)}", created_at=now(), metadata=body.metadata or {})
+    await store.put(made.id, key_of(request).name, msgspec.json.encode(made), 0, rows=rows)
+    return json_response(made)
 
 
 async def retrieve(request: web.Request) -> web.Response:
     """Return a conversation, without its items."""
-    state, conversation_id, owner = _state(request)
-    return _shown((await state.conversation(conversation_id, owner))[0])
+    return json_response((await _found(request))[2])
 
 
 async def update(request: web.Request) -> web.Response:
     """Replace the metadata of a conversation."""
-    state, conversation_id, owner = _state(request)
+    state = request.app[STATE]
+    state.store()
     body = await read_json(request, ConversationUpdate, strict=True)
-    return _shown(await state.describe(conversation_id, owner, body.metadata))
+    conversation_id = request.match_info["conversation"]
+    return json_response(await describe(state, conversation_id, key_of(request).name, body.metadata))
 
 
 async def delete(request: web.Request) -> web.Response:
     """Delete a conversation with its items."""
-    state, conversation_id, owner = _state(request)
-    await state.conversation(conversation_id, owner)
-    await state.store().delete(conversation_id)
-    return json_response(Deleted(id=conversation_id, object="conversation.deleted"))
+    state, _, conversation = await _found(request)
+    await state.store().delete(conversation.id)
+    return json_response(Deleted(id=conversation.id, object="conversation.deleted"))
 
 
 async def list_items(request: web.Request) -> web.Response:
     """List the items of a conversation."""
-    state, conversation_id, owner = _state(request)
-    await state.conversation(conversation_id, owner)
-    return json_response(await page_of(request, conversation_id, "items"))
+    _, _, conversation = await _found(request)
+    return json_response(await page_of(request, conversation.id, "items"))
 
 
 async def add_items(request: web.Request) -> web.Response:
     """Add items to the end of a conversation. One that is in it already is not added again."""
-    state, conversation_id, owner = _state(request)
+    request.app[STATE].store()
     body = await read_json(request, NewItems, strict=True)
     rows = await _rows(request, body.items)
-    await state.conversation(conversation_id, owner)
-    places = {Place(conversation_id, row.id): row for row in rows}
+    state, owner, conversation = await _found(request)
+    places = {Place(conversation.id, row.id): row for row in rows}
     known = await state.store().fetch(owner, places)
     for number, (place, row) in enumerate(places.items()):
         if known.get(place, row.data) != row.data:
-            raise InvalidValue("The conversation has another item with this id.", f"items[{number}].id")
-    await state.extend(conversation_id, owner, rows)
+            raise errors.InvalidValue("The conversation has another item with this id.", f"items[{number}].id")
+    await state.extend(conversation.id, owner, rows)
     return json_response(list_of(rows))
 
 
-def _unknown(item_id: str) -> ObjectNotFound:
-    return ObjectNotFound(f"There is no item '{item_id[:100]}' in the conversation.", param="item_id")
+def _unknown(item_id: str) -> errors.ObjectNotFound:
+    return errors.ObjectNotFound(f"There is no item '{item_id[:100]}' in the conversation.", param="item_id")
 
 
 async def retrieve_item(request: web.Request) -> web.Response:
     """Return an item of a conversation."""
-    state, conversation_id, owner = _state(request)
-    await state.conversation(conversation_id, owner)
-    place = Place(conversation_id, request.match_info["item"])
+    state, owner, conversation = await _found(request)
+    place = Place(conversation.id, request.match_info["item"])
     found = await state.store().fetch(owner, [place] if is_id(place.id) else [])
     if place not in found:
         raise _unknown(place.id)
@@ -148,9 +202,8 @@ async def retrieve_item(request: web.Request) -> web.Response:
 
 async def delete_item(request: web.Request) -> web.Response:
     """Delete an item of a conversation."""
-    state, conversation_id, owner = _state(request)
-    conversation, _ = await state.conversation(conversation_id, owner)
+    state, _, conversation = await _found(request)
     item_id = request.match_info["item"]
-    if not is_id(item_id) or not await state.store().delete_row(conversation_id, item_id):
+    if not is_id(item_id) or not await state.store().delete_row(conversation.id, item_id):
         raise _unknown(item_id)
-    return _shown(conversation)
+    return json_response(conversation)

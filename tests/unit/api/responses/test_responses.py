@@ -15,9 +15,10 @@ from tests.cases import every_case
 from tests.described import check
 from triton_openai.api.agents import seal
 from triton_openai.api.bodies import read_within
-from triton_openai.api.responses.events import ResponseEvents, replayed, terminal_events
-from triton_openai.api.responses.reader import Reading, ToolName, input_items, numbered, read
-from triton_openai.api.responses.types import ResponseObject, ResponsesRequest
+from triton_openai.api.responses.chat_request import Reading, ToolName, read
+from triton_openai.api.responses.items import input_items, numbered
+from triton_openai.api.responses.objects import ResponseObject, ResponsesRequest
+from triton_openai.api.responses.response_events import ResponseEvents, replayed, terminal_events
 from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, ServiceError, ServiceOverloaded
 from triton_openai.generation import Delta, FinishReason, TokenLogprob, Usage
@@ -141,7 +142,7 @@ def test_names_in_include() -> None:
 def test_blame(blamed, param):
     """An error of the chat names the field that the client wrote."""
     error = InvalidRequest(f"'{blamed}' is wrong.", param=blamed)
-    reading(CODEX).blame(error)
+    reading(CODEX).relabel_param(error)
     assert (param, f"'{param}' is wrong.") == (error.param, error.message)
 
 
@@ -169,11 +170,11 @@ def test_places_after_truncation() -> None:
         msgspec.to_builtins(message)["role"] for message in read.chat.messages
     ]
     error = InvalidRequest("", param="messages[2].content[0].image_url")
-    read.blame(error)
+    read.relabel_param(error)
     assert "input[3].content[0].image_url" == error.param
     assert read.leave_out(8)
     error = InvalidRequest("", param="messages[2].content")
-    read.blame(error)
+    read.relabel_param(error)
     assert "input[5].content" == error.param
     assert not read.leave_out(1)
 

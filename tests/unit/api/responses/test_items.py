@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 from tests.cases import every_case
 from tests.proxy_fixture import Answer, Proxy
 from tests.store_fixture import Server
-from tests.unit.api.test_responses_store import service
-from triton_openai.api.responses.reader import numbered
+from tests.unit.api.responses.test_stored import service
+from triton_openai.api.responses.items import numbered
 from triton_openai.config.tree import LimitSettings, ResponsesSettings, ServerSettings
 from triton_openai.errors import InvalidValue
 from triton_openai.storage.sqlite import SqliteStore

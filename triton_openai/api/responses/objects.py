@@ -16,7 +16,7 @@ from triton_openai.api import parameters
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest
 from triton_openai.api.logprobs import ContentLogprob
 
-#: An item of ``input``: kept as it is, because it may be stored, and read by :mod:`triton_openai.api.responses.reader`.
+#: An item of ``input``: kept as it is, because it may be stored; `chat_request.py` reads it.
 Item: TypeAlias = dict[str, Any]
 
 
@@ -281,6 +281,31 @@ class CompactedResponse(msgspec.Struct, kw_only=True):
     created_at: int
     output: Sequence[Item]
     usage: ResponseUsage
+
+
+class InputTokens(msgspec.Struct, kw_only=True):
+    """How many tokens an input has."""
+
+    object: Literal["response.input_tokens"] = msgspec.field(name="object", default="response.input_tokens")
+    input_tokens: int
+
+
+class Deleted(msgspec.Struct, kw_only=True):
+    """The answer to a deletion; ``object`` says of what."""
+
+    id: str
+    object: Literal["response", "conversation.deleted"] = msgspec.field(name="object")
+    deleted: bool = True
+
+
+class ItemList(msgspec.Struct, kw_only=True):
+    """Items, with the ids of the first and the last, and whether more follow."""
+
+    object: Literal["list"] = msgspec.field(name="object", default="list")
+    data: Sequence[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):

@@ -11,8 +11,8 @@ import msgspec
 from triton_openai.answer.run import Run
 from triton_openai.api.agents import seal
 from triton_openai.api.logprobs import ContentLogprob, chat_logprobs, in_pieces
-from triton_openai.api.responses import types
-from triton_openai.api.responses.reader import ToolName
+from triton_openai.api.responses import objects as types
+from triton_openai.api.responses.chat_request import ToolName
 from triton_openai.api.service import now
 from triton_openai.api.sse import Renderer, event, event_data
 from triton_openai.api.tools import custom_input

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -12,7 +12,7 @@ from triton_openai.api.agents import LONGEST_TYPE, unsealed
 from triton_openai.api.bodies import MAX_MESSAGES, explain, missing
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema, ResponseFormat
-from triton_openai.api.responses.types import SHARED, CompactRequest, Item, ResponsesRequest, SchemaFormat
+from triton_openai.api.responses.objects import SHARED, Item, ResponsesRequest, SchemaFormat
 from triton_openai.api.tools import (
     AllowedToolList,
     AllowedTools,
@@ -252,12 +252,9 @@ class _Turns:
         """End the assistant's message, if one is open."""
         if not self._thoughts and self._said is None and not self._calls:
             return
+        thoughts = "\n".join(self._thoughts) if self._thoughts else None
         self.messages.append(
-            messages.AssistantMessage(
-                content=self._said,
-                reasoning_content="\n".join(self._thoughts) if self._thoughts else None,
-                tool_calls=self._calls or None,
-            )
+            messages.AssistantMessage(content=self._said, reasoning_content=thoughts, tool_calls=self._calls or None)
         )
         self.places.append((self._place or self._call_places[0], self._call_places))
         self._thoughts, self._said, self._calls, self._place, self._call_places = [], None, [], "", []
@@ -284,6 +281,8 @@ class Reading(msgspec.Struct):
     chat: ChatRequest
     tools: Tools
     places: Sequence[tuple[str, Sequence[str]]]
+    #: The items that it goes on from.
+    before: Sequence[Item] = ()
 
     def leave_out(self, turns: int) -> bool:
         """
@@ -301,7 +300,7 @@ class Reading(msgspec.Struct):
         self.places = [self.places[n] for n in left]
         return True
 
-    def blame(self, error: ServiceError) -> None:
+    def relabel_param(self, error: ServiceError) -> None:
         """Make *error*, which may name a field of the chat, name the field of the request."""
         param = error.param
         if param is not None:
@@ -360,78 +359,6 @@ def check_items(items: Iterable[Item]) -> None:
     """Raise :class:`InvalidRequest` for *items* that no request could hold."""
     for number, item in enumerate(items):
         _read_item(item, f"items[{number}]", _Turns(), Tools(strict=False))
-
-
-def input_items(body: ResponsesRequest | CompactRequest) -> list[Item]:
-    """Return the items of ``input``; a text is a message of the user."""
-    if isinstance(body.input, str):
-        return [{"type": "message", "role": "user", "content": body.input}]
-    return body.input or []
-
-
-_PREFIXES: Mapping[str, str] = {
-    "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
-    "custom_tool_call": "ctc", "custom_tool_call_output": "ctco", "compaction": "cmp",
-}  # fmt: skip
-
-
-# Items that have a status, which clients may leave out.
-_ENDED = frozenset({
-    "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
-})  # fmt: skip
-
-
-# More than any id in use has, and few enough for the index of a database.
-_LONGEST_ID = 512
-
-
-def is_id(text: object) -> bool:
-    """Return whether an item can have the id *text*."""
-    return isinstance(text, str) and len(text) <= _LONGEST_ID and text.isprintable()
-
-
-def numbered(items: Iterable[Item], suffix: str, place: str, taken: Collection[str] = ()) -> list[Item]:
-    """
-    Return *items*, which stand at *place*, in the form in which they are kept: with a type, parts for content, an id.
-
-    *suffix* makes the ids of those that have none, or one that is *taken*, with a number: it names where the items are
-    to be found. Raises :class:`InvalidValue` for an id that cannot be kept.
-    """
-    kept = []
-    used = set(taken)
-    for number, item in enumerate(items):
-        kind = item.get("type") or "message"
-        item_id = item.get("id") or ""
-        if not is_id(item_id):
-            raise InvalidValue(
-                f"'{place}[{number}].id' must be a text of at most {_LONGEST_ID} characters.", f"{place}[{number}].id"
-            )
-        if not item_id or item_id in used:
-            item_id = f"{_PREFIXES.get(str(kind), 'item')}_{suffix}{number:03x}"
-        used.add(item_id)
-        whole = {**item, "type": kind, "id": item_id}
-        if kind in _ENDED:
-            whole["status"] = item.get("status") or "completed"
-        if kind == "message":
-            content = item.get("content")
-            if isinstance(content, str):
-                kind_of_text = "output_text" if item.get("role") == "assistant" else "input_text"
-                content = [{"type": kind_of_text, "text": content}]
-            whole["content"] = [_whole_part(part) for part in content or ()]
-        kept.append(whole)
-    return kept
-
-
-def _whole_part(part: Any) -> Any:
-    if isinstance(part, dict) and part.get("type") == "output_text":
-        return {**part, "annotations": part.get("annotations") or [], "logprobs": part.get("logprobs") or []}
-    return part
-
-
-def reference(item: Item) -> str | None:
-    """Return the id that *item* refers to, if it stands for another one."""
-    refers = item.get("type") == "item_reference" or (item.get("type") is None and item.keys() <= {"type", "id"})
-    return str(item.get("id")) if refers else None
 
 
 def _format(body: ResponsesRequest) -> ResponseFormat | None:

@@ -15,12 +15,12 @@ from structlog.testing import capture_logs
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Answer, Proxy, serving
-from triton_openai.api.responses import handlers
-from triton_openai.api.responses.background import EVENTS, EventLog
-from triton_openai.api.responses.events import response_event
-from triton_openai.api.responses.resume import ResumedEvents
-from triton_openai.api.responses.state import STATE, Live, Record, ResponseState
-from triton_openai.api.responses.types import ResponseObject
+from triton_openai.api.responses import stored
+from triton_openai.api.responses.background import ResumedEvents
+from triton_openai.api.responses.event_log import EVENTS, EventLog
+from triton_openai.api.responses.objects import ResponseObject
+from triton_openai.api.responses.response_events import response_event
+from triton_openai.api.responses.stored import STATE, ResponseStore, StoredResponse
 from triton_openai.config.tree import ModelDefaults, ResponsesSettings, ServerSettings, Settings, TritonSettings
 from triton_openai.draining import DRAINING
 from triton_openai.errors import StoreUnavailable
@@ -333,8 +333,7 @@ async def test_a_maker_that_was_killed() -> None:
             await other.until("output_text.delta")
             # As much is stored as another process would find.
             await rows_of(state.store(), made, 1)
-            live = state.live.pop(made)
-            await live.log.close()
+            await state.live.pop(made).close()
             await state.store().claim(made, made, -1.0)
             found = await assert_ended(proxy, made, "failed", "one")
             assert "server_error" == found["error"]["code"]
@@ -359,7 +358,7 @@ async def test_a_store_that_fails_at_the_end(fails: int, monkeypatch: pytest.Mon
         return await put(store, key, owner, head, version, **more)
 
     monkeypatch.setattr(SqliteStore, "put", sometimes)
-    monkeypatch.setattr(handlers, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(stored, "_PAUSES", (0.0, 0.0))
     async with (
         held() as triton,
         service(triton) as proxy,
@@ -394,10 +393,10 @@ async def test_events_that_cannot_be_stored_yet(monkeypatch: pytest.MonkeyPatch)
     store = open_store(ResponsesSettings(store="memory"))
     assert store is not None
     await store.put("k", "me", b"", 0, lease=("k", 10))
-    log = EventLog(store, "k", "me")
-    lost = asyncio.Event()
+    log = EventLog(store, ResponseObject(id="k", created_at=1, model="m", reasoning={}, text={}), "me")
+    log.task = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]  # what it returns does not matter
     with capture_logs() as logs:
-        log.start(lost.set)
+        log.start()
         for number in range(40):
             log.add(response_event("a", number))
             await asyncio.sleep(0.02)
@@ -406,7 +405,8 @@ async def test_events_that_cannot_be_stored_yet(monkeypatch: pytest.MonkeyPatch)
     # Somebody else takes over.
     await store.put("k", "me", b"", 1, lease=("", 0))
     log.add(response_event("a", 40))
-    await asyncio.wait_for(lost.wait(), 30)
+    await asyncio.wait({log.task}, timeout=30)
+    assert log.task.cancelled()
     await log.close()
     found = b"".join([*await store.read(["k"], [EVENTS]), *(row.data for row in log.rows())])
     assert list(range(41)) == [event["sequence_number"] for event in events_of(found)]
@@ -420,13 +420,12 @@ async def test_events_that_cannot_be_stored_yet(monkeypatch: pytest.MonkeyPatch)
 async def test_a_long_stream_and_a_slow_reader() -> None:
     """Only the latest events stay in memory; who is behind reads the others from the store, from any place."""
     settings = ResponsesSettings(store="memory")
-    state = ResponseState(open_store(settings), settings)
+    state = ResponseStore(open_store(settings), settings)
     response = ResponseObject(id=f"resp_{1:032x}", created_at=1, model="m", reasoning={}, text={}, background=True)
-    await state.keep(response, "me", 0, lease=10)
-    log = EventLog(state.store(), response.id, "me")
-    task = asyncio.create_task(asyncio.Event().wait())
-    state.live[response.id] = Live(response, log, task)  # type: ignore[arg-type]  # what it returns does not matter
-    readers = {after: ResumedEvents(state, Record(response, 1), "me", after) for after in (-1, 0, 41, 1023, 5000)}
+    made = StoredResponse(state, "me", response)
+    await made.put(lease=10)
+    log = state.live[response.id] = EventLog(state.store(), response, "me")
+    readers = {after: ResumedEvents(made, after) for after in (-1, 0, 41, 1023, 5000)}
     read: dict[int, list[int]] = {after: [] for after in readers}
 
     async def read_on(after: int) -> bool:
@@ -435,7 +434,7 @@ async def test_a_long_stream_and_a_slow_reader() -> None:
         return found is not None
 
     await read_on(-1)
-    log.start(task.cancel)
+    log.start()
     for number in range(2048):
         log.add(response_event("a", number, delta="x" * 1024))
         if number % 100 == 0:
@@ -450,7 +449,6 @@ async def test_a_long_stream_and_a_slow_reader() -> None:
             pass
         assert read[after] == list(range(min(after + 1, 2048), 2049))
     await log.close()
-    task.cancel()
     await state.close()
 
 

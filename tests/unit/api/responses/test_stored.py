@@ -11,15 +11,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Answer, Proxy, serving
 from tests.store_fixture import Server
-from triton_openai.api.responses.sources import gather
-from triton_openai.api.responses.state import STATE, Conversation, ResponseState, output_rows
-from triton_openai.api.responses.types import INTERRUPTED, OutputMessage, OutputText, ResponseObject
+from triton_openai.api.responses.conversations import ConversationObject, claimed, describe
+from triton_openai.api.responses.items import Sources
+from triton_openai.api.responses.objects import INTERRUPTED, OutputMessage, OutputText, ResponseObject
+from triton_openai.api.responses.stored import STATE, ResponseStore, StoredResponse
 from triton_openai.config.tree import ModelDefaults, ResponsesSettings, ServerSettings, Settings, TritonSettings
 from triton_openai.errors import ConversationBusy, InvalidRequest, ObjectNotFound
 from triton_openai.storage import open_store
@@ -28,16 +30,16 @@ from triton_openai.storage.store import Row
 
 
 @pytest.fixture
-async def state() -> AsyncIterator[ResponseState]:
+async def state() -> AsyncIterator[ResponseStore]:
     """What is kept in memory."""
     settings = ResponsesSettings(store="memory")
-    state = ResponseState(open_store(settings), settings)
+    state = ResponseStore(open_store(settings), settings)
     yield state
     await state.close()
 
 
 async def keep(
-    state: ResponseState, number: int, previous: int | None = None, *, lease: float = 0.0, **fields: Any
+    state: ResponseStore, number: int, previous: int | None = None, *, lease: float = 0.0, **fields: Any
 ) -> str:
     """Keep a response with one item each way; return its id."""
     digits = f"{number:032x}"
@@ -52,12 +54,13 @@ async def keep(
         **{"status": "completed", **fields},
     )
     item = {"type": "message", "id": f"msg_{digits}i000", "role": "user", "content": "in"}
-    rows = [Row("input", item["id"], json.dumps(item).encode()), *output_rows(response)]
-    assert await state.keep(response, "me", 0, rows, lease=lease)
+    rows = [Row("input", item["id"], json.dumps(item).encode())]
+    rows += [Row("output", made.id, msgspec.json.encode(made)) for made in response.output]
+    assert await StoredResponse(state, "me", response).put(rows, lease=lease)
     return response.id
 
 
-async def test_what_a_response_goes_on_from(state: ResponseState) -> None:
+async def test_what_a_response_goes_on_from(state: ResponseStore) -> None:
     """Items of all responses before it, in order; only the key's own, and only those that have ended."""
     await keep(state, 1)
     await keep(state, 2, 1)
@@ -67,9 +70,10 @@ async def test_what_a_response_goes_on_from(state: ResponseState) -> None:
     await keep(state, 6, 5)
     ids = [f"resp_{number:032x}" for number in range(7)]
 
-    def read(source: str | None, owner: str = "me", items: Any = (), **limits: Any) -> Any:
-        settings = Settings(server=ServerSettings(**limits))
-        return gather(state, items, owner, source=source, suffix="x", size=9, settings=settings)
+    async def read(source: str | None, owner: str = "me", items: Any = (), **limits: Any) -> Sources:
+        sources = Sources(state, owner, Settings(server=ServerSettings(**limits)))
+        await sources.gather(items, source=source, suffix="x", size=9)
+        return sources
 
     items = (await read(ids[2])).before
     assert ["msg_" + f"{n:032x}{end}" for n in (1, 2) for end in ("i000", "0000")] == [item["id"] for item in items]
@@ -80,7 +84,7 @@ async def test_what_a_response_goes_on_from(state: ResponseState) -> None:
             await read(ids[number], owner, **limits)
         assert "previous_response_id" == refused.value.param
     with pytest.raises(ObjectNotFound):
-        await state.record(ids[1], "you")
+        await state.find(ids[1], "you")
     # An item's id is enough to find it.
     (found,) = (await read(None, items=[{"id": items[1]["id"]}])).resolved
     assert "out 1" == found["content"][0]["text"]
@@ -88,28 +92,61 @@ async def test_what_a_response_goes_on_from(state: ResponseState) -> None:
         await read(None, "you", [{"type": "item_reference", "id": items[1]["id"]}])
 
 
-async def test_a_maker_that_is_gone(state: ResponseState) -> None:
+async def test_a_deleted_response_in_the_middle() -> None:
+    """What follows it can be continued without its items; what is lost is named beside the id that the client sent."""
+    async with service("memory") as proxy:
+        made = [(await proxy.post("/v1/responses", {"model": "m", "input": "turn 0"})).json["id"]]
+        for turn in range(1, 4):
+            body = {"model": "m", "input": f"turn {turn}", "previous_response_id": made[-1]}
+            made.append((await proxy.post("/v1/responses", body)).json["id"])
+        body = {"model": "m", "input": "now", "previous_response_id": made[3]}
+        state = proxy.client.app[STATE]
+        for gone, left in ((None, "0123"), (2, "013"), (0, "13")):
+            if gone is not None:
+                assert 200 == (await send(proxy, "DELETE", f"/v1/responses/{made[gone]}", None)).status
+            assert "completed" == (await proxy.post("/v1/responses", body)).json["status"]
+            keys, count, _ = await state.chain(made[3], "", most=9)
+            assert [made[int(turn)] for turn in left] == keys
+            assert 2 * len(left) == count
+            assert made[2] == (await proxy.get(f"/v1/responses/{made[3]}")).json["previous_response_id"]
+        # The store's own sweep leaves a gap.
+        await state.store().delete(made[1])
+        refused = await proxy.post("/v1/responses", body)
+        assert (400, "previous_response_not_found") == (refused.status, refused.error["code"])
+        assert f"'{made[3]}' goes on from '{made[1]}'" in refused.error["message"]
+
+
+async def test_a_maker_that_is_gone(state: ResponseStore) -> None:
     """A response whose process has ended has failed."""
-    response = (await state.record(await keep(state, 1, status="in_progress"), "me")).response
+    response = (await state.find(await keep(state, 1, status="in_progress"), "me")).response
     assert ("failed", INTERRUPTED) == (response.status, response.error)
 
 
-async def test_one_response_at_a_time_in_a_conversation(state: ResponseState) -> None:
+async def test_one_response_at_a_time_in_a_conversation(state: ResponseStore) -> None:
     """The second one is refused while the first one is made; afterwards its turn has come."""
     conversation = f"conv_{1:032x}"
-    await state.begin(Conversation(conversation, 1), "me", ())
-    async with state.claimed(conversation, "me", "resp_1"):
+    head = msgspec.json.encode(ConversationObject(id=conversation, created_at=1, metadata={}))
+    await state.store().put(conversation, "me", head, 0)
+    async with claimed(state, conversation, "me", "resp_1"):
         with pytest.raises(ConversationBusy):
-            async with state.claimed(conversation, "me", "resp_2"):
+            async with claimed(state, conversation, "me", "resp_2"):
                 pass
-        await state.describe(conversation, "me", {"a": "b"})
+        await describe(state, conversation, "me", {"a": "b"})
         with pytest.raises(ConversationBusy):
-            async with state.claimed(conversation, "me", "resp_2"):
+            async with claimed(state, conversation, "me", "resp_2"):
                 pass
-    async with state.claimed(conversation, "me", "resp_2"):
-        pass
+    async with claimed(state, conversation, "me", "resp_2"):
+        await state.extend(conversation, "me", [Row("input", "a", b"{}")], holder="resp_2")
+        # It has lost it, and another response has it.
+        await state.store().claim(conversation, "resp_2", 0)
+        async with claimed(state, conversation, "me", "resp_3"):
+            with pytest.raises(ConversationBusy):
+                await state.extend(conversation, "me", [Row("input", "b", b"{}")], holder="resp_2")
+            # Items that a client adds itself need no turn.
+            await state.extend(conversation, "me", [Row("items", "c", b"[]")])
+    assert [b"{}", b"[]"] == list(await state.read([conversation]))
     with pytest.raises(ObjectNotFound):
-        async with state.claimed(conversation, "you", "resp_3"):
+        async with claimed(state, conversation, "you", "resp_3"):
             pass
 
 
@@ -190,10 +227,11 @@ async def test_a_background_response_that_is_being_kept(monkeypatch: pytest.Monk
         made = (await proxy.post("/v1/responses", {"model": "m", "input": "Hi", "background": True})).json
         await asyncio.wait_for(writing.wait(), 30)
         # Another process would not find it.
-        live = proxy.client.app[STATE].live.pop(made["id"])
+        log = proxy.client.app[STATE].live.pop(made["id"])
         await proxy.post(f"/v1/responses/{made['id']}/cancel", {})
         kept.set()
-        await live.task
+        assert log.task is not None
+        await log.task
         assert "cancelled" == (await proxy.get(f"/v1/responses/{made['id']}")).json["status"]
 
 

@@ -1,0 +1,260 @@
+"""``POST /v1/responses``: making a response, at once or in the background; compaction, and counts of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from secrets import token_hex
+
+import msgspec
+from aiohttp import web
+
+from triton_openai import errors, offload
+from triton_openai.api import agents, chat
+from triton_openai.api.bodies import check_texts, json_response, missing, tell_ignored
+from triton_openai.api.responses import background
+from triton_openai.api.responses.chat_request import Reading, read
+from triton_openai.api.responses.conversations import claimed
+from triton_openai.api.responses.items import Sources, input_items, too_long
+from triton_openai.api.responses.objects import (
+    CompactedResponse,
+    CompactRequest,
+    InputTokens,
+    Item,
+    OutputMessage,
+    ResponseObject,
+    ResponsesRequest,
+)
+from triton_openai.api.responses.response_events import ResponseEvents
+from triton_openai.api.responses.stored import STATE, StoredResponse
+from triton_openai.api.service import RequestContext, begin, key_of, now
+from triton_openai.api.sse import send_events, stream
+
+# What a response repeats of its request.
+_REPEATED = (
+    "background", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "model", "parallel_tool_calls",
+    "previous_response_id", "prompt_cache_key", "safety_identifier", "tool_choice", "top_logprobs", "truncation",
+    "user",
+)  # fmt: skip
+_SUMMARIZE = (
+    "Summarize this conversation for somebody who has to go on with it, and who has only the user's messages and your "
+    "summary: what the user wants, what was found out, decided and done, the names, paths, numbers and texts that "
+    "matter, and what is left to do. Write the summary and nothing else."
+)
+# Most tokens of a summary, thoughts included; less where the context is small, so that the next turn has room.
+_SUMMARY_TOKENS = 2048
+
+
+async def create(request: web.Request) -> web.StreamResponse:
+    """Answer with a response."""
+    context = await begin(request, ResponsesRequest, "chat")
+    body = context.body
+    if body.previous_response_id is not None and body.conversation is not None:
+        raise errors.InvalidValue("'previous_response_id' cannot be used together with 'conversation'.", "conversation")
+    made = _begun(context)
+    if body.background:
+        return await _begin_in_background(context, made)
+    async with _chat(context, made) as (asked, reading):
+        if body.stream and made.response.store:
+            try:
+                await made.announce()
+            except errors.StoreUnavailable as error:
+                made.not_kept(error)
+        return await asked.admitted(partial(_answer, made=made, reading=reading, body=body), param="messages")
+
+
+def _begun(context: RequestContext[ResponsesRequest]) -> StoredResponse:
+    """Return the response to a request, of which nothing is made yet. Raises :class:`UnsupportedParameter`."""
+    body, state = context.body, context.request.app[STATE]
+    given = body.conversation
+    conversation = given if given is None or isinstance(given, str) else given.id
+    for param in ("previous_response_id", "conversation"):
+        if getattr(body, param) is not None:
+            state.store(param)
+    response = ResponseObject(
+        id=f"resp_{token_hex(16)}",
+        created_at=now(),
+        conversation=None if conversation is None else {"id": conversation},
+        reasoning={"effort": None, "summary": None if body.reasoning is None else body.reasoning.summary},
+        store=body.store is not False and state.keeps,
+        text={"format": (body.text and body.text.format) or {"type": "text"}, "verbosity": "medium"},
+        **{name: value for name in _REPEATED if (value := getattr(body, name)) is not None},
+    )
+    return StoredResponse(state, key_of(context.request).name, response)
+
+
+@asynccontextmanager
+async def _chat(
+    context: RequestContext[ResponsesRequest], made: StoredResponse
+) -> AsyncIterator[tuple[RequestContext[chat.ChatRequest], Reading]]:
+    """
+    Yield a request for a response as a chat, with what it goes on from; its conversation is held for the block.
+
+    An error of the block names the field of the request.
+    """
+    response = made.response
+    async with AsyncExitStack() as stack:
+        if response.conversation is not None:
+            conversation = response.conversation["id"]
+            await stack.enter_async_context(claimed(made.state, conversation, made.owner, response.id))
+        reading = await _read(context, made)
+        context.observation.parameters = reading.chat
+        try:
+            yield context.about(reading.chat), reading
+        except errors.ServiceError as error:
+            reading.relabel_param(error)
+            raise
+
+
+async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse) -> Reading:
+    """Return the request as a chat, with what it goes on from. Raises :class:`InvalidRequest`."""
+    body, response, settings = context.body, made.response, context.service.settings
+    source, param = body.previous_response_id, "previous_response_id"
+    if response.conversation is not None:
+        source, param = response.conversation["id"], "conversation"
+    sources = Sources(made.state, made.owner, settings)
+    suffix, size = f"{response.id.removeprefix('resp_')}i", context.observation.body_size or 0
+    await sources.gather(input_items(body), source=source, suffix=suffix, size=size)
+    made.input = sources.rows
+    # The response says whether it is used.
+    wanted = None if body.reasoning is None else body.reasoning.effort
+    effort = await agents.known_effort(context.model, wanted)
+    items = [(param, item) for item in sources.before]
+    items += [(f"input[{number}]", item) for number, item in enumerate(sources.resolved)]
+    if not items:
+        raise missing("input")
+    reading = await offload.run(
+        partial(read, body, items, strict_tools=settings.api.strict_tools, effort=effort),
+        cost=offload.rendering_cost(items, body.tools or ()),
+    )
+    reading.before = sources.before
+    if sources.check is not None:
+        # It goes on with the JSON in texts, now that it is together.
+        try:
+            await offload.run(check_texts, reading.chat, sources.check, cost=offload.LONG)
+        except errors.InvalidRequest as error:
+            reading.relabel_param(error)
+            raise too_long(error.message, error.param) from error
+    agents.tell_left_out(context.observation, reading.tools.left_out)
+    if effort is None and wanted is not None:
+        tell_ignored(context.observation, ["reasoning.effort"])
+    if body.text is not None and body.text.verbosity in ("low", "high"):
+        tell_ignored(context.observation, ["text.verbosity"])
+    response.tools = reading.tools.shown
+    response.reasoning = {**response.reasoning, "effort": effort}
+    return reading
+
+
+async def _answer(
+    context: RequestContext[chat.ChatRequest], *, made: StoredResponse, reading: Reading, body: ResponsesRequest
+) -> web.StreamResponse:
+    turn = await _turn_of(context, made=made, reading=reading, body=body)
+    events = _events(made, reading, body, turn)
+    if body.stream:
+        return await stream(context, turn.runs, events)
+    await agents.render(events, turn.runs[0], timeout=context.limits.total)
+    await events.ended(None)
+    return json_response(made.response)
+
+
+async def _turn_of(
+    context: RequestContext[chat.ChatRequest], *, made: StoredResponse, reading: Reading, body: ResponsesRequest
+) -> chat.Turn:
+    """Return the turn that is the response; with ``truncation``, without the oldest messages until the rest fits."""
+    turns = 1
+    while True:
+        try:
+            return await chat.turn_of(context, made.response.id, fitting=True)
+        except errors.ContextLengthExceeded:
+            if body.truncation != "auto" or not reading.leave_out(turns):
+                raise
+            context.body = reading.chat
+            turns *= 2
+
+
+def _events(made: StoredResponse, reading: Reading, body: ResponsesRequest, turn: chat.Turn) -> ResponseEvents:
+    """Return what renders the response, which is the answer of *turn*."""
+    (run,), (parser,) = turn.runs, turn.parsers
+    for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
+        if (value := getattr(turn.task.sampling, name)) is not None:
+            setattr(made.response, name, value)
+    sealed = "reasoning.encrypted_content" in (body.include or ())
+    return ResponseEvents(made.response, run, parser, names=reading.tools.names, sealed=sealed, keep=made.keep)
+
+
+async def _begin_in_background(context: RequestContext[ResponsesRequest], made: StoredResponse) -> web.StreamResponse:
+    """
+    Answer with the response, and make it in the background.
+
+    Whatever can be wrong with the request is found out before. Raises :class:`ServiceError`.
+    """
+    observation = background.observation_of(context, made)
+    made.state.beginning += 1
+    try:
+        async with AsyncExitStack() as stack:
+            asked, reading = await stack.enter_async_context(_chat(replace(context, observation=observation), made))
+            turn_of = partial(_turn_of, made=made, reading=reading, body=context.body)
+            turn = await asked.admitted(turn_of, param="messages", runs=False)
+            # What is ignored was found out meanwhile.
+            context.observation.headers = observation.headers
+            events = _events(made, reading, context.body, turn)
+            await background.start(asked, made, turn, events, turn_of, stack)
+    finally:
+        made.state.beginning -= 1
+    if context.body.stream:
+        return await send_events(context.request, background.ResumedEvents(made, -1))
+    return json_response(made.response)
+
+
+async def compact(request: web.Request) -> web.Response:
+    """Return a shorter form of a conversation: the user's messages, and a summary that the model writes."""
+    context = await begin(request, CompactRequest, "chat")
+    given = context.body
+    items = input_items(given)
+    if not items and given.previous_response_id is None:
+        raise missing("input")
+    adapter, room = context.model.adapter, context.model.settings.max_model_len
+    limit = _SUMMARY_TOKENS if room is None else min(_SUMMARY_TOKENS, max(1, room // 4))
+    body = ResponsesRequest(
+        model=given.model,
+        max_output_tokens=limit,
+        temperature=0.0 if "temperature" in adapter.honoured else None,
+        input=[*items, {"role": "user", "content": _SUMMARIZE}],
+        instructions=given.instructions,
+        previous_response_id=given.previous_response_id,
+        store=False,
+    )
+    about = context.about(body)
+    made = _begun(about)
+    async with _chat(about, made) as (asked, reading):
+        await asked.admitted(partial(_answer, made=made, reading=reading, body=body), param="messages")
+    response = made.response
+    summary = "".join(part.text for item in response.output if isinstance(item, OutputMessage) for part in item.content)
+    if not summary or response.usage is None:
+        raise errors.UpstreamError(f"The model wrote no summary of the conversation in {limit} tokens.")
+    own = [msgspec.json.decode(row.data, type=Item) for row in made.input[:-1]]
+    kept = [item for item in [*reading.before, *own] if item.get("role") == "user"]
+    compaction = {"type": "compaction", "id": f"cmp_{token_hex(16)}", "encrypted_content": agents.seal(summary)}
+    return json_response(
+        CompactedResponse(id=response.id, created_at=now(), output=[*kept, compaction], usage=response.usage)
+    )
+
+
+async def refuse_websocket(request: web.Request) -> web.Response:
+    """
+    Refuse a WebSocket.
+
+    Agents try it first, and take this status as the sign to go on with POST at once.
+    """
+    if request.headers.get("Upgrade", "").lower() == "websocket":
+        raise errors.UpgradeRefused("Responses are not served over WebSocket: use POST, with 'stream' for events.")
+    raise web.HTTPMethodNotAllowed(request.method, ("POST",))
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """Count the tokens of a request's input, as the model's template and tokenizer make them."""
+    context = await begin(request, ResponsesRequest, "chat")
+    async with _chat(context, _begun(context)) as (asked, _):
+        return json_response(InputTokens(input_tokens=await agents.count_tokens(asked)))

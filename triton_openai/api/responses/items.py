@@ -1,0 +1,209 @@
+"""
+The items that a request is about: its own, and those that it goes on from and refers to; and how they are kept.
+
+A request goes on from a conversation or from earlier responses, and refers to single items. All of it counts against
+the limits that a body has, before it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from triton_openai import offload
+from triton_openai.api.bodies import MAX_MESSAGES, JsonCheck
+from triton_openai.api.responses.objects import CompactRequest, Item, ResponsesRequest
+from triton_openai.api.responses.stored import ResponseStore, joined
+from triton_openai.config.tree import Settings
+from triton_openai.errors import ContextLengthExceeded, InvalidRequest, InvalidValue, ObjectNotFound
+from triton_openai.storage.store import Place, Row
+
+_ITEMS = offload.json_decoder(list[Item])
+_PREFIXES: Mapping[str, str] = {
+    "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
+    "custom_tool_call": "ctc", "custom_tool_call_output": "ctco", "compaction": "cmp",
+}  # fmt: skip
+# Items that have a status, which clients may leave out.
+_ENDED = frozenset({
+    "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+})  # fmt: skip
+# More than any id in use has, and few enough for the index of a database.
+_LONGEST_ID = 512
+
+
+def input_items(body: ResponsesRequest | CompactRequest) -> list[Item]:
+    """Return the items of ``input``; a text is a message of the user."""
+    if isinstance(body.input, str):
+        return [{"type": "message", "role": "user", "content": body.input}]
+    return body.input or []
+
+
+def is_id(text: object) -> bool:
+    """Return whether an item can have the id *text*."""
+    return isinstance(text, str) and len(text) <= _LONGEST_ID and text.isprintable()
+
+
+def reference(item: Item) -> str | None:
+    """Return the id that *item* refers to, if it stands for another one."""
+    refers = item.get("type") == "item_reference" or (item.get("type") is None and item.keys() <= {"type", "id"})
+    return str(item.get("id")) if refers else None
+
+
+def numbered(items: Iterable[Item], suffix: str, place: str, taken: Collection[str] = ()) -> list[Item]:
+    """
+    Return *items*, which stand at *place*, in the form in which they are kept: with a type, parts for content, an id.
+
+    *suffix* makes the ids of those that have none, or one that is *taken*, with a number: it names where the items are
+    to be found. Raises :class:`InvalidValue` for an id that cannot be kept.
+    """
+    kept = []
+    used = set(taken)
+    for number, item in enumerate(items):
+        kind, item_id = item.get("type") or "message", item.get("id") or ""
+        if not is_id(item_id):
+            param = f"{place}[{number}].id"
+            raise InvalidValue(f"'{param}' must be a text of at most {_LONGEST_ID} characters.", param)
+        if not item_id or item_id in used:
+            item_id = f"{_PREFIXES.get(str(kind), 'item')}_{suffix}{number:03x}"
+        used.add(item_id)
+        whole = {**item, "type": kind, "id": item_id}
+        if kind in _ENDED:
+            whole["status"] = item.get("status") or "completed"
+        if kind == "message":
+            content = item.get("content")
+            if isinstance(content, str):
+                kind_of_text = "output_text" if item.get("role") == "assistant" else "input_text"
+                content = [{"type": kind_of_text, "text": content}]
+            whole["content"] = [_whole_part(part) for part in content or ()]
+        kept.append(whole)
+    return kept
+
+
+def _whole_part(part: Any) -> Any:
+    if isinstance(part, dict) and part.get("type") == "output_text":
+        return {**part, "annotations": part.get("annotations") or [], "logprobs": part.get("logprobs") or []}
+    return part
+
+
+def rows_of(items: Iterable[Item], suffix: str, place: str, taken: Collection[str] = (), *, name: str) -> Sequence[Row]:
+    """
+    Return the rows of the list *name* as which *items* are kept, numbered as :func:`numbered` does.
+
+    Raises :class:`InvalidRequest`.
+    """
+    rows = []
+    for number, item in enumerate(numbered(items, suffix, place, taken)):
+        try:
+            rows.append(Row(name, item["id"], msgspec.json.encode(item)))
+        except (TypeError, ValueError, RecursionError) as error:
+            param = f"{place}[{number}]"
+            raise InvalidRequest(f"'{param}' cannot be stored: {error}.", param=param) from error
+    return rows
+
+
+class Sources:
+    """What a request of *owner* is about; what it brings in counts against the limits of a body."""
+
+    def __init__(self, state: ResponseStore, owner: str, settings: Settings) -> None:
+        #: The items before the request, and its own with their references resolved.
+        self.before: Sequence[Item] = ()
+        self.resolved: Sequence[Item] = ()
+        #: What its own are kept as.
+        self.rows: Sequence[Row] = ()
+        #: The count of their values, which goes on with the JSON in their texts; ``None`` where that is too few.
+        self.check: JsonCheck | None = None
+        self._state, self._owner, self._settings = state, owner, settings
+        # What the request brings in.
+        self._count = self._size = 0
+
+    async def gather(self, items: Sequence[Item], *, source: str | None, suffix: str, size: int) -> None:
+        """
+        Find out what a request with *items*, in a body of *size* bytes, is about.
+
+        *source* is the conversation or the response that it goes on from. The rows have ids with *suffix*. Raises
+        :class:`InvalidRequest`.
+        """
+        param = "conversation" if source is not None and source.startswith("conv_") else "previous_response_id"
+        before: Sequence[bytes] = ()
+        if source is not None:
+            keys, count, total = await self._state.chain(source, self._owner, most=MAX_MESSAGES)
+            self._add(count, total, param)
+            before = await self._state.read(keys)
+        known: dict[str, bytes] = {}
+        if before:
+            self.before = await offload.run(self._decoded, before, param, cost=offload.json_cost(self._size))
+            known = {str(item.get("id")): data for item, data in zip(self.before, before, strict=True)}
+        wanted = {number: found for number, item in enumerate(items) if (found := reference(item)) is not None}
+        fetched = await self._fetched({number: found for number, found in wanted.items() if found not in known})
+        for number, item_id in wanted.items():
+            if item_id in known:
+                self._add(1, len(known[item_id]), f"input[{number}]")
+
+        def assemble() -> None:
+            found = {**known, **fetched}
+            parsed = {item_id: msgspec.json.decode(found[item_id], type=Item) for item_id in wanted.values()}
+            self.resolved = [parsed[wanted[n]] if n in wanted else item for n, item in enumerate(items)]
+            # All will stand in the conversation.
+            taken = known if param == "conversation" else ()
+            self.rows = rows_of(self.resolved, suffix, "input", taken, name="input")
+            if before or wanted:
+                self.check = self._checked([*before, *(row.data for row in self.rows)], param if before else "input")
+
+        await offload.run(assemble, cost=offload.json_cost(size + self._size))
+        if param == "conversation":
+            self._state.check_room(len(before), sum(map(len, before)), self.rows)
+
+    async def _fetched(self, wanted: Mapping[int, str]) -> Mapping[str, bytes]:
+        """Return the kept items that are *wanted*, each with the number of its reference, by their ids."""
+        # The id of an item ends with that of its response, and a number.
+        places = {item_id: Place(f"resp_{item_id.partition('_')[2][:32]}", item_id) for item_id in wanted.values()}
+        sizes: Mapping[Place, int] = {}
+        found: Mapping[Place, bytes] = {}
+        if places and self._state.keeps:
+            store = self._state.store()
+            sizes = await store.sizes(self._owner, [place for place in places.values() if is_id(place.id)])
+            for number, item_id in wanted.items():
+                self._add(1, sizes.get(places[item_id], 0), f"input[{number}]")
+            found = await store.fetch(self._owner, sizes)
+        for number, item_id in wanted.items():
+            # It may also have been deleted meanwhile.
+            if places[item_id] not in found:
+                raise ObjectNotFound(f"There is no item '{item_id[:100]}'.", param=f"input[{number}].id")
+        return {item_id: found[place] for item_id, place in places.items()}
+
+    def _add(self, count: int, size: int, param: str) -> None:
+        """Count more items. Raises :class:`ContextLengthExceeded` for too many, which *param* brings in."""
+        self._count += count
+        self._size += size
+        if self._count > MAX_MESSAGES:
+            raise too_long(f"There are more than {MAX_MESSAGES} items.", param)
+        self._check_size(self._size, param)
+
+    def _check_size(self, size: int, param: str) -> None:
+        most = self._settings.server.max_body_size
+        if size > most:
+            raise too_long(f"There are more than {most} bytes (server.max_body_size).", param)
+
+    def _decoded(self, items: Sequence[bytes], param: str) -> Sequence[Item]:
+        """Check *items* as a body, and read them."""
+        self._checked(items, param)
+        decoded: Sequence[Item] = _ITEMS.decode(joined(items))
+        return decoded
+
+    def _checked(self, items: Sequence[bytes], param: str) -> JsonCheck | None:
+        """Check all *items* together as a body; return what counts the JSON in their texts."""
+        self._check_size(sum(map(len, items)), param)
+        check = JsonCheck(self._settings.limits)
+        try:
+            return None if check.check(joined(items)) else check
+        except InvalidRequest as error:
+            raise too_long(error.message, param) from error
+
+
+def too_long(what: str, param: str | None) -> ContextLengthExceeded:
+    """Return the error for a request that *param* brings too much into."""
+    return ContextLengthExceeded(
+        f"The input, with what it goes on from and refers to, is larger than a request may be. {what}", param=param
+    )

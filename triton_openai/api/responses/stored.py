@@ -1,0 +1,280 @@
+"""
+What is kept of responses: when, and where.
+
+A response is an entry of the store, which belongs to the key that made it. The entry's head is the response without
+its output; its rows are its ``input`` and ``output``, by item, and the ``events`` of one that is made in the
+background. Its parent is the response or the conversation that it goes on from.
+
+One that is made at once is kept when it has ended, and before the last event of its stream is sent. A stream is kept
+when it begins, too, as one that has failed: so it stays if this process is killed. One that is made in the background
+is kept while it waits, when it begins, and when it has ended. Its maker has a lease meanwhile: without, it has failed.
+Whoever cancels or deletes it changes the entry, and its maker can add nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from triton_openai import errors, offload
+from triton_openai.api.responses.event_log import EVENTS, LEASE_SECONDS, EventLog
+from triton_openai.api.responses.objects import INTERRUPTED, OutputItem, ResponseObject
+from triton_openai.api.responses.response_events import replayed
+from triton_openai.config.tree import ResponsesSettings
+from triton_openai.storage.store import Entry, EntryFull, Link, Row, Store
+from triton_openai.telemetry.logging import warn
+
+_log = structlog.get_logger(__name__)
+_RUNNING = frozenset({"queued", "in_progress"})
+_KEY = re.compile(r"(resp|conv)_[0-9a-f]{32}")
+# The lists of a response's rows; a conversation has the list `items`.
+_ITEMS = ("input", "output")
+# The seconds between attempts to keep a response that was made in the background.
+_PAUSES = (0.5, 1.0, 2.0, 4.0)
+# Made at import: two threads that use a type for the first time at the same time can crash msgspec (0.22).
+_RESPONSE, _OUTPUT = offload.json_decoder(ResponseObject), offload.json_decoder(list[OutputItem])
+
+
+class ResponseStore:
+    """Responses and conversations in *store*, of which each key sees its own; ``None`` keeps nothing."""
+
+    def __init__(self, store: Store | None, settings: ResponsesSettings) -> None:
+        self._store = store
+        self._settings = settings
+        #: The responses that this process makes in the background, by their ids.
+        self.live: dict[str, EventLog] = {}
+        #: How many more are about to be.
+        self.beginning = 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept."""
+        return self._store is not None
+
+    @property
+    def available(self) -> bool:
+        """Whether the store answers, as far as is known, or there is none."""
+        return self._store is None or self._store.available
+
+    def store(self, param: str | None = None) -> Store:
+        """Return the store. Raises :class:`UnsupportedParameter` if there is none."""
+        if self._store is None:
+            raise errors.UnsupportedParameter("This service keeps no responses (--responses-store none).", param=param)
+        return self._store
+
+    async def check(self) -> None:
+        """Warn the operator if the store cannot be used."""
+        try:
+            await self.store().get("")
+        except errors.ServiceError as error:
+            warn(_log, "responses cannot be stored", error)
+
+    async def close(self) -> None:
+        """Disconnect from the store."""
+        if self._store is not None:
+            await self._store.close()
+
+    async def entry(self, prefix: str, key: str, owner: str) -> Entry | None:
+        """Return the entry of *key*, which begins with *prefix*, if it is *owner*'s."""
+        store = self.store()
+        entry = await store.get(key) if key.startswith(prefix) and _KEY.fullmatch(key) else None
+        return entry if entry is not None and entry.owner == owner else None
+
+    async def find(self, response_id: str, owner: str) -> StoredResponse:
+        """Return a response. Raises :class:`ObjectNotFound`."""
+        entry = await self.entry("resp_", response_id, owner)
+        if entry is None:
+            raise errors.ObjectNotFound(f"There is no response '{response_id[:100]}'.", param="response_id")
+        output = await self.store().read([response_id], ["output"])
+        cost = offload.json_cost(entry.size)
+        response, items = await offload.run(lambda: (_RESPONSE.decode(entry.head), _decoded(output)), cost=cost)
+        found = StoredResponse(self, owner, response, entry.version)
+        lost = found.running and entry.until < time.time()
+        response.output = items
+        if lost:
+            response.status, response.error = "failed", INTERRUPTED
+        if lost or (response.status == "cancelled" and not output):
+            # Its maker has not ended it: it has the output that its events tell of.
+            events = b"".join(await self.store().read([response_id], [EVENTS]))
+            response.output = await offload.run(replayed, events, cost=offload.JSON * len(events))
+            if lost or response.output:
+                # Another process that is faster does the same.
+                await found.put(_output_rows(response))
+        return found
+
+    async def chain(self, key: str, owner: str, *, most: int) -> tuple[Sequence[str], int, int]:
+        """
+        Return the keys of a conversation, or of a response and those before it, the number of their items and bytes.
+
+        They are *most* items at most, and the oldest comes first. Raises :class:`InvalidRequest` for what is not there,
+        has not ended, or is part of a conversation.
+        """
+        if key.startswith("conv_"):
+            (link,) = await self.store().chain(key, owner, ["items"], most=1)
+            return [key], link.rows, link.size
+        param, links = "previous_response_id", list[Link]()
+        if _KEY.fullmatch(key) and key.startswith("resp_"):
+            links.extend(await self.store().chain(key, owner, _ITEMS, most=most + 1))
+        for link in links or [Link(key, False, 0.0, 0, 0)]:
+            if link.key.startswith("conv_"):
+                raise errors.InvalidValue("The response before this one is part of a conversation: give that.", param)
+            if not link.found:
+                found = f"Previous response with id '{key[:100]}' not found."
+                if link.key != key:
+                    found = f"The response '{key}' goes on from '{link.key}', which is not stored any more."
+                raise errors.InvalidRequest(found, param=param, code="previous_response_not_found")
+            if link.until > time.time():
+                raise errors.InvalidValue(f"The response '{link.key}' has not ended yet.", param)
+        return [link.key for link in reversed(links)], sum(x.rows for x in links), sum(x.size for x in links)
+
+    async def read(self, keys: Sequence[str]) -> Sequence[bytes]:
+        """Return the items of responses or of a conversation, each in JSON."""
+        return await self.store().read(keys, ["items", *_ITEMS])
+
+    def check_room(self, count: int, size: int, items: Sequence[Row]) -> None:
+        """Raise :class:`ConversationFull` if there is no room for *items* beside *count* items of *size* bytes."""
+        most_items, most_size = self._settings.max_conversation_items, self._settings.max_conversation_size
+        if count + len(items) > most_items or size + sum(len(row.data) for row in items) > most_size:
+            raise errors.ConversationFull(most_items, most_size)
+
+    async def extend(
+        self, conversation_id: str, owner: str, items: Sequence[Row], *, holder: str | None = None
+    ) -> None:
+        """
+        Add *items* to a conversation, those of a response only if that is its *holder*.
+
+        Raises :class:`ConversationFull`, :class:`ConversationBusy` and :class:`ObjectNotFound`.
+        """
+        most_items, most_size = self._settings.max_conversation_items, self._settings.max_conversation_size
+        rows = [row._replace(list="items") for row in items]
+        lease = None if holder is None else (holder, LEASE_SECONDS)
+        try:
+            added = await self.store().append(
+                conversation_id, owner, rows, most_rows=most_items, most_size=most_size, lease=lease
+            )
+        except EntryFull as error:
+            raise errors.ConversationFull(most_items, most_size) from error
+        if not added and holder is not None:
+            raise errors.ConversationBusy("The conversation was deleted or is held by another response.")
+        if not added:
+            raise errors.ObjectNotFound(f"There is no conversation '{conversation_id[:100]}'.", param="conversation")
+
+
+class StoredResponse:
+    """
+    A *response* of *owner* that is kept, or will be unless it has ``store: false``.
+
+    *version* is that of what is kept, 0 before the first time.
+    """
+
+    def __init__(self, state: ResponseStore, owner: str, response: ResponseObject, version: int = 0) -> None:
+        self.state, self.owner, self.response, self.version = state, owner, response, version
+        #: What its input is kept as, while it is made.
+        self.input: Sequence[Row] = ()
+        #: Its events, if this process makes it in the background.
+        self.log: EventLog | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it is being made."""
+        return self.response.status in _RUNNING
+
+    async def put(
+        self, rows: Sequence[Row] = (), *, response: ResponseObject | None = None, lease: float = 0.0
+    ) -> bool:
+        """
+        Keep it, or *response* in its place, without the output, with more *rows*, unless another version is kept.
+
+        Whoever makes it says so again within *lease* seconds. Returns whether it is kept.
+        """
+        head = msgspec.structs.replace(response or self.response, output=())
+        encoded = await offload.run(msgspec.json.encode, head, cost=offload.rendering_cost(head))
+        parent = head.previous_response_id if head.conversation is None else head.conversation["id"]
+        kept = await self.state.store().put(
+            *(head.id, self.owner, encoded, self.version),
+            rows=rows, parent=parent, lease=(head.id if lease else "", lease),
+        )  # fmt: skip
+        self.version += kept
+        return kept
+
+    async def announce(self) -> None:
+        """Keep it before it is made. Raises :class:`StoreUnavailable`."""
+        if self.response.background:
+            await self.put(self.input, lease=LEASE_SECONDS)
+        else:
+            # What it will be if this process ends in the middle of it.
+            lost = msgspec.structs.replace(self.response, status="failed", error=INTERRUPTED)
+            await self.put(self.input, response=lost)
+
+    async def begin(self) -> bool:
+        """Tell other processes that it is in progress; return false if one of them has cancelled it."""
+        try:
+            return await self.put(lease=LEASE_SECONDS)
+        except errors.StoreUnavailable as error:
+            self.not_kept(error)
+            return True
+
+    async def keep(self) -> None:
+        """
+        Keep it, which has ended. If that does not work, it says so.
+
+        One of the background, of which a waiting client has nothing, is kept a little later if not at once.
+        """
+        response, log = self.response, self.log
+        rows = [*self.input, *_output_rows(response)]
+        if response.conversation is not None and response.status in ("completed", "incomplete"):
+            try:
+                await self.state.extend(response.conversation["id"], self.owner, rows, holder=response.id)
+            except errors.ServiceError as error:
+                self.not_kept(error)
+                response.conversation = None
+        if log is not None:
+            await log.close()
+            rows += log.rows()
+        for pause in (*(() if log is None else _PAUSES), None) if response.store else ():
+            try:
+                if await self.put(rows):
+                    return
+                # Somebody has ended or deleted it, or this was kept, and the store could not say so.
+                if log is None:
+                    response.store = False
+                else:
+                    self.response = (await self.state.find(response.id, self.owner)).response
+                return
+            except errors.ObjectNotFound:
+                response.status = "cancelled"
+                return
+            except errors.StoreUnavailable as error:
+                self.not_kept(error)
+                if pause is None:
+                    response.store, response.conversation = False, None
+                else:
+                    await asyncio.sleep(pause)
+
+    def not_kept(self, error: errors.ServiceError) -> None:
+        """Log that it is not kept; that a store does not answer is logged once."""
+        if self.state.available:
+            warn(_log, "response is not kept", error, response=self.response.id)
+
+
+def joined(items: Sequence[bytes]) -> bytes:
+    """Return *items*, each in JSON, as a list in JSON."""
+    return b"[%b]" % b",".join(items)
+
+
+def _decoded(output: Sequence[bytes]) -> list[OutputItem]:
+    items: list[OutputItem] = _OUTPUT.decode(joined(output))
+    return items
+
+
+def _output_rows(response: ResponseObject) -> list[Row]:
+    return [Row("output", item.id, msgspec.json.encode(item)) for item in response.output]
+
+
+STATE: web.AppKey[ResponseStore] = web.AppKey("responses", ResponseStore)
