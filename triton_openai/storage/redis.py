@@ -233,7 +233,8 @@ class RedisStore(Store):
         self, key: str, owner: str, head: bytes, version: int, *, rows: Sequence[Row] = (), parent: str | None = None,
         lease: tuple[str, float] | None = None,
     ) -> bool:  # fmt: skip
-        self._charge(owner, rows, len(head))
+        async with self._operation():
+            self._charge(owner, rows, len(head))
         held = lease or ("", 0 if version == 0 else "")
         return bool(await self._call("put", key, owner, version, head, parent or "", *held, *chain(*rows)))
 
@@ -241,7 +242,8 @@ class RedisStore(Store):
         self, key: str, owner: str, rows: Sequence[Row], *, most_rows: int | None = None, most_size: int | None = None,
         lease: tuple[str, float] | None = None,
     ) -> bool:  # fmt: skip
-        self._charge(owner, rows)
+        async with self._operation():
+            self._charge(owner, rows)
         most = (most_rows or "inf", most_size or "inf")
         return bool(await self._call("append", key, owner, *most, *(lease or ("", 0)), *chain(*rows)))
 

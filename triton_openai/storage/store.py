@@ -233,8 +233,10 @@ class Store(ABC):
                 _log.warning("the store of responses does not answer: responses are not kept until it does")
                 self._probing = asyncio.create_task(self._probe())
             raise _unavailable(f"{type(error).__name__}: {error}") from error
-        if not inner and time.monotonic() > self._next_sweep and self._sweeping is None:
-            self._sweeping = asyncio.create_task(self._sweep())
+        finally:
+            # Also when this was refused because too much was written.
+            if not inner and self.available and time.monotonic() > self._next_sweep and self._sweeping is None:
+                self._sweeping = asyncio.create_task(self._sweep())
 
     async def sweep(self) -> None:
         """Drop what is too old and what is too much. A store begins with it by itself from time to time."""

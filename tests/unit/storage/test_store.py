@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,32 @@ async def test_growth_has_a_bound() -> None:
     await store.sweep()
     assert {"you": 5000} == await store.owners()
     await store.put("k", "me", bytes(1000), 0)
+    await store.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
+async def test_writing_goes_on_after_a_failure(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who only writes, and was refused since nothing could be dropped, is not refused for ever."""
+    store = opened(request.getfixturevalue(kind).url(), max_size_per_key=10_000)
+    await store.put("k", "me", b"head", 0)
+    await store.sweep()
+
+    async def fail(_: Store) -> None:
+        raise StoreUnavailable("It cannot be used.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "owners", fail)
+        with suppress(StoreUnavailable):
+            for number in range(10):
+                await store.put(f"k{number}", "me", bytes(600), 0)
+        await store.sweep()
+    with pytest.raises(StoreUnavailable):
+        await store.put("new", "me", bytes(600), 0)
+    assert store._sweeping is not None
+    await store._sweeping
+    assert await store.put("new", "me", bytes(600), 0)
     await store.close()
 
 
