@@ -117,6 +117,18 @@ def test_triton_libraries_stay_in_one_package() -> None:
     assert [] == _found(rule)
 
 
+def test_databases_stay_in_one_package() -> None:
+    """Drivers of databases are imported under `triton_openai/storage/` only, and so all SQL is there."""
+
+    def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+        if not name.startswith("triton_openai/storage/"):
+            for module, line in _imports(tree, _package(name)):
+                if _is(module, "sqlite3", "asyncpg", "redis"):
+                    yield module, line
+
+    assert [] == _found(rule)
+
+
 def test_numbers_are_crunched_in_few_places() -> None:
     """`numpy` is imported where logits and LoRA files are read; the programs that make the demo may."""
     allowed = {"triton_openai/answer/logprobs.py", "triton_openai/models/lora/files.py", *PROGRAMS}

@@ -278,6 +278,7 @@ _INSTRUCTIONS = (messages.SystemMessage, messages.DeveloperMessage)
 class Reading(msgspec.Struct):
     """A request as a *chat*, with its *tools*, and the places in the request that the chat's messages come from."""
 
+    body: ResponsesRequest
     chat: ChatRequest
     tools: Tools
     places: Sequence[tuple[str, Sequence[str]]]
@@ -352,7 +353,7 @@ def read(
         response_format=_format(body),
         **{name: getattr(body, name) for name in SHARED},
     )
-    return Reading(chat, tools, turns.places)
+    return Reading(body, chat, tools, turns.places)
 
 
 def check_items(items: Iterable[Item]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from secrets import token_hex
@@ -28,8 +27,6 @@ from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.observation import OBSERVATION
 
 _log = structlog.get_logger(__name__)
-# A change that somebody else was faster with is tried so often.
-_TRIES = 8
 # As many as OpenAI takes at once.
 _Items = Annotated[list[Item], Meta(max_length=20)]
 
@@ -102,19 +99,6 @@ async def claimed(state: ResponseStore, conversation_id: str, owner: str, respon
             warn(_log, "a conversation is not released", error, conversation=conversation_id)
 
 
-async def describe(
-    state: ResponseStore, conversation_id: str, owner: str, metadata: dict[str, str]
-) -> ConversationObject:
-    """Replace the metadata of a conversation. Raises :class:`ObjectNotFound` and :class:`ConversationBusy`."""
-    for number in range(_TRIES):
-        conversation, version = await find(state, conversation_id, owner)
-        conversation.metadata = metadata
-        if await state.store().put(conversation_id, owner, msgspec.json.encode(conversation), version):
-            return conversation
-        await asyncio.sleep(random.uniform(0, 0.01 * 2**number))
-    raise errors.ConversationBusy("The conversation is being changed by others.", param="conversation")
-
-
 async def _found(request: web.Request) -> tuple[ResponseStore, str, ConversationObject]:
     """Return the state, the owner and the conversation of *request*. Raises :class:`ObjectNotFound`."""
     state, owner = request.app[STATE], key_of(request).name
@@ -151,11 +135,15 @@ async def retrieve(request: web.Request) -> web.Response:
 
 async def update(request: web.Request) -> web.Response:
     """Replace the metadata of a conversation."""
-    state = request.app[STATE]
-    state.store()
+    state, owner = request.app[STATE], key_of(request).name
+    store = state.store()
     body = await read_json(request, ConversationUpdate, strict=True)
-    conversation_id = request.match_info["conversation"]
-    return json_response(await describe(state, conversation_id, key_of(request).name, body.metadata))
+    conversation, version = await find(state, request.match_info["conversation"], owner)
+    conversation.metadata = body.metadata
+    if not await store.put(conversation.id, owner, msgspec.json.encode(conversation), version):
+        # Somebody else has replaced them meanwhile, which is as if it had come after this; or has deleted it.
+        await find(state, conversation.id, owner)
+    return json_response(conversation)
 
 
 async def delete(request: web.Request) -> web.Response:

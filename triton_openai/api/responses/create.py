@@ -62,7 +62,7 @@ async def create(request: web.Request) -> web.StreamResponse:
                 await made.announce()
             except errors.StoreUnavailable as error:
                 made.not_kept(error)
-        return await asked.admitted(partial(_answer, made=made, reading=reading, body=body), param="messages")
+        return await asked.admitted(partial(_answer, made=made, reading=reading), param="messages")
 
 
 def _begun(context: RequestContext[ResponsesRequest]) -> StoredResponse:
@@ -148,39 +148,37 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
 
 
 async def _answer(
-    context: RequestContext[chat.ChatRequest], *, made: StoredResponse, reading: Reading, body: ResponsesRequest
+    context: RequestContext[chat.ChatRequest], *, made: StoredResponse, reading: Reading
 ) -> web.StreamResponse:
-    turn = await _turn_of(context, made=made, reading=reading, body=body)
-    events = _events(made, reading, body, turn)
-    if body.stream:
+    turn = await _turn_of(context, made=made, reading=reading)
+    events = _events(made, reading, turn)
+    if reading.body.stream:
         return await stream(context, turn.runs, events)
     await agents.render(events, turn.runs[0], timeout=context.limits.total)
     await events.ended(None)
     return json_response(made.response)
 
 
-async def _turn_of(
-    context: RequestContext[chat.ChatRequest], *, made: StoredResponse, reading: Reading, body: ResponsesRequest
-) -> chat.Turn:
+async def _turn_of(context: RequestContext[chat.ChatRequest], *, made: StoredResponse, reading: Reading) -> chat.Turn:
     """Return the turn that is the response; with ``truncation``, without the oldest messages until the rest fits."""
     turns = 1
     while True:
         try:
             return await chat.turn_of(context, made.response.id, fitting=True)
         except errors.ContextLengthExceeded:
-            if body.truncation != "auto" or not reading.leave_out(turns):
+            if reading.body.truncation != "auto" or not reading.leave_out(turns):
                 raise
             context.body = reading.chat
             turns *= 2
 
 
-def _events(made: StoredResponse, reading: Reading, body: ResponsesRequest, turn: chat.Turn) -> ResponseEvents:
+def _events(made: StoredResponse, reading: Reading, turn: chat.Turn) -> ResponseEvents:
     """Return what renders the response, which is the answer of *turn*."""
     (run,), (parser,) = turn.runs, turn.parsers
     for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
         if (value := getattr(turn.task.sampling, name)) is not None:
             setattr(made.response, name, value)
-    sealed = "reasoning.encrypted_content" in (body.include or ())
+    sealed = "reasoning.encrypted_content" in (reading.body.include or ())
     return ResponseEvents(made.response, run, parser, names=reading.tools.names, sealed=sealed, keep=made.keep)
 
 
@@ -195,11 +193,11 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
     try:
         async with AsyncExitStack() as stack:
             asked, reading = await stack.enter_async_context(_chat(replace(context, observation=observation), made))
-            turn_of = partial(_turn_of, made=made, reading=reading, body=context.body)
+            turn_of = partial(_turn_of, made=made, reading=reading)
             turn = await asked.admitted(turn_of, param="messages", runs=False)
             # What is ignored was found out meanwhile.
             context.observation.headers = observation.headers
-            events = _events(made, reading, context.body, turn)
+            events = _events(made, reading, turn)
             await background.start(asked, made, turn, events, turn_of, stack)
     finally:
         made.state.beginning -= 1
@@ -229,7 +227,7 @@ async def compact(request: web.Request) -> web.Response:
     about = context.about(body)
     made = _begun(about)
     async with _chat(about, made) as (asked, reading):
-        await asked.admitted(partial(_answer, made=made, reading=reading, body=body), param="messages")
+        await asked.admitted(partial(_answer, made=made, reading=reading), param="messages")
     response = made.response
     summary = "".join(part.text for item in response.output if isinstance(item, OutputMessage) for part in item.content)
     if not summary or response.usage is None:

@@ -7,11 +7,12 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import UNSET
 
 from triton_openai.answer.run import Run
 from triton_openai.api.agents import seal
 from triton_openai.api.logprobs import ContentLogprob, chat_logprobs, in_pieces
-from triton_openai.api.responses import objects as types
+from triton_openai.api.responses import objects
 from triton_openai.api.responses.chat_request import ToolName
 from triton_openai.api.service import now
 from triton_openai.api.sse import Renderer, event, event_data
@@ -26,22 +27,33 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Kind(NamedTuple):
-    """What the ids of items begin with, how events with their text are called, and the part with the text, if any."""
+    """What the ids of items begin with, how events with their text are called, and the field or part with the text."""
 
     prefix: str
     text: str
-    part: type[types.OutputText | types.ReasoningText | types.SummaryText] | None = None
+    field: str
+    part: type[objects.OutputText | objects.ReasoningText | objects.SummaryText] | None = None
     part_event: str = "content_part"
     numbered: str = "content_index"
 
+    def fill(self, item: objects.OutputItem, text: str, logprobs: Sequence[ContentLogprob]) -> None:
+        """Give *item* its whole *text*."""
+        if self.part is None:
+            setattr(item, self.field, text)
+        else:
+            more = {"logprobs": logprobs} if self.part is objects.OutputText else {}
+            setattr(item, self.field, (self.part(text=text, **more),))
 
-_KINDS: Mapping[type[types.OutputItem], _Kind] = {
-    types.OutputMessage: _Kind("msg", "output_text", types.OutputText),
-    types.OutputReasoning: _Kind("rs", "reasoning_text", types.ReasoningText),
-    types.OutputFunctionCall: _Kind("fc", "function_call_arguments"),
-    types.OutputCustomCall: _Kind("ctc", "custom_tool_call_input"),
+
+_KINDS: Mapping[type[objects.OutputItem], _Kind] = {
+    objects.OutputMessage: _Kind("msg", "output_text", "content", objects.OutputText),
+    objects.OutputReasoning: _Kind("rs", "reasoning_text", "content", objects.ReasoningText),
+    objects.OutputFunctionCall: _Kind("fc", "function_call_arguments", "arguments"),
+    objects.OutputCustomCall: _Kind("ctc", "custom_tool_call_input", "input"),
 }
-_SUMMARY = _Kind("rs", "reasoning_summary_text", types.SummaryText, "reasoning_summary_part", "summary_index")
+_SUMMARY = _Kind(
+    "rs", "reasoning_summary_text", "summary", objects.SummaryText, "reasoning_summary_part", "summary_index"
+)
 # The codes by which clients decide whether to try again; of several that fit, the first.
 _CODES: Mapping[type[ServiceError], str] = {
     ContextLengthExceeded: "context_length_exceeded",
@@ -60,7 +72,7 @@ class ResponseEvents(Renderer):
     ``encrypted_content``.
     """
 
-    response: types.ResponseObject
+    response: objects.ResponseObject
     run: Run
     parser: AnswerParser
     _: KW_ONLY
@@ -70,16 +82,16 @@ class ResponseEvents(Renderer):
     keep: Callable[[], Awaitable[None]] | None = None
 
     def __post_init__(self) -> None:
-        self._output: list[types.OutputItem] = []
+        self._output: list[objects.OutputItem] = []
         self.response.output = self._output
         self._opened = self._queued = False
         # The opening events have the first numbers, though they may be rendered after the first text.
         self._next = 2
         # The item that is open: its texts, log probabilities, and what stands round a piece of text in its events.
-        self._item: types.OutputItem | None = None
+        self._item: objects.OutputItem | None = None
         summarizes = self.response.reasoning.get("summary") is not None
-        self._kinds = {**_KINDS, types.OutputReasoning: _SUMMARY} if summarizes else _KINDS
-        self._kind = _KINDS[types.OutputMessage]
+        self._kinds = {**_KINDS, objects.OutputReasoning: _SUMMARY} if summarizes else _KINDS
+        self._kind = _KINDS[objects.OutputMessage]
         self._texts: list[str] = []
         self._logprobs: list[ContentLogprob] = []
         self._head = self._middle = self._tail = b""
@@ -109,17 +121,22 @@ class ResponseEvents(Renderer):
 
     def _begun(self, name: str, number: int) -> bytes:
         """Return an event with the response as it began; the other events tell of the rest."""
-        status: types.ResponseStatus = "queued" if self._queued and not self._opened else "in_progress"
+        status: objects.ResponseStatus = "queued" if self._queued and not self._opened else "in_progress"
         return response_event(
             name, number, response=msgspec.structs.replace(self.response, status=status, error=None, output=())
         )
 
     def piece(self, choice: int, delta: Delta) -> bytes:
-        if self.parser.plain and type(self._item) is types.OutputMessage and not delta.logprobs:
+        if self.parser.plain and type(self._item) is objects.OutputMessage and not delta.logprobs:
             return self._text(delta.text)
         entries = in_pieces(chat_logprobs(delta.logprobs).content) if delta.logprobs else []
         events = self.parser.feed(delta.text, delta.tokens)
-        if len(events) == 1 and type(events[0]) is Content and type(self._item) is types.OutputMessage and not entries:
+        if (
+            len(events) == 1
+            and type(events[0]) is Content
+            and type(self._item) is objects.OutputMessage
+            and not entries
+        ):
             return self._text(events[0].text)
         return self._parsed(events, entries)
 
@@ -128,16 +145,15 @@ class ResponseEvents(Renderer):
         events = self._parsed(self.parser.flush(cut=self.run.progress.cut), [])
         if not self._output:
             # An empty answer is a message too.
-            events += self._begin(types.OutputMessage)
+            events += self._begin(objects.OutputMessage)
         cut = self.run.progress.finish_reason is FinishReason.LENGTH
-        if isinstance(self._item, types.OutputFunctionCall | types.OutputCustomCall):
+        if isinstance(self._item, objects.OutputFunctionCall | objects.OutputCustomCall):
             cut = self.parser.cut
         return events + self._close("incomplete" if cut else "completed")
 
     def closing(self) -> bytes:
         """Return the event with the whole response."""
-        self.concluded(None)
-        return terminal_events(self.response, self._next)
+        return self.concluded(None) + terminal_events(self.response, self._next)
 
     def failed(self, error: ServiceError) -> bytes:
         """Return the end of the open item, and the events that tell of *error*."""
@@ -160,7 +176,7 @@ class ResponseEvents(Renderer):
             return events
         response.status = "completed"
         if self.run.progress.finish_reason is FinishReason.LENGTH:
-            response.status, response.incomplete_details = "incomplete", types.IncompleteDetails("max_output_tokens")
+            response.status, response.incomplete_details = "incomplete", objects.IncompleteDetails("max_output_tokens")
         else:
             response.completed_at = now()
         response.usage = self._usage()
@@ -171,13 +187,13 @@ class ResponseEvents(Renderer):
         self.response.status = "cancelled"
         return self._close("incomplete")
 
-    def _usage(self) -> types.ResponseUsage:
+    def _usage(self) -> objects.ResponseUsage:
         usage = self.run.progress.usage or self.run.progress.usage_estimate
-        return types.ResponseUsage(
+        return objects.ResponseUsage(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=types.InputTokensDetails(cached_tokens=usage.cached_tokens or 0),
+            input_tokens_details=objects.InputTokensDetails(cached_tokens=usage.cached_tokens or 0),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=types.OutputTokensDetails(
+            output_tokens_details=objects.OutputTokensDetails(
                 reasoning_tokens=min(self.parser.reasoning_tokens, usage.completion_tokens)
             ),
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
@@ -192,7 +208,7 @@ class ResponseEvents(Renderer):
         assert self._item is not None
         return self._event(f"response.{kind}", item_id=self._item.id, output_index=len(self._output) - 1, **fields)
 
-    def _part_event(self, what: str, part: types.OutputText | types.ReasoningText | types.SummaryText) -> bytes:
+    def _part_event(self, what: str, part: objects.OutputText | objects.ReasoningText | objects.SummaryText) -> bytes:
         return self._item_event(f"{self._kind.part_event}.{what}", **{self._kind.numbered: 0}, part=part)
 
     def _parsed(self, events: Sequence[ParserEvent], entries: list[ContentLogprob]) -> bytes:
@@ -205,21 +221,21 @@ class ResponseEvents(Renderer):
             elif isinstance(each, ToolCallStart):
                 named = self.names.get(each.name, ToolName(each.name))
                 rendered += self._open(
-                    types.OutputCustomCall if named.custom else types.OutputFunctionCall,
+                    objects.OutputCustomCall if named.custom else objects.OutputFunctionCall,
                     call_id=each.id,
                     name=named.name,
-                    namespace=msgspec.UNSET if named.namespace is None else named.namespace,
+                    namespace=UNSET if named.namespace is None else named.namespace,
                 )
             else:
                 if isinstance(each, Reasoning):
-                    rendered += self._begin(types.OutputReasoning)
+                    rendered += self._begin(objects.OutputReasoning)
                 rendered += self._text(each.text)
         return rendered
 
     def _content(self, text: str, entries: list[ContentLogprob]) -> bytes:
         if not text and not entries:
             return b""
-        rendered = self._begin(types.OutputMessage)
+        rendered = self._begin(objects.OutputMessage)
         if not entries:
             return rendered + self._text(text)
         self._texts.append(text)
@@ -236,11 +252,11 @@ class ResponseEvents(Renderer):
         self._next = number + 1
         return self._head + b"%d" % number + self._middle + _encode(text) + self._tail
 
-    def _begin(self, kind: type[types.OutputMessage | types.OutputReasoning]) -> bytes:
+    def _begin(self, kind: type[objects.OutputMessage | objects.OutputReasoning]) -> bytes:
         """Return the events that begin an item of *kind*, unless one is open."""
         return b"" if isinstance(self._item, kind) else self._open(kind)
 
-    def _open(self, kind: type[types.OutputItem], **fields: Any) -> bytes:
+    def _open(self, kind: type[objects.OutputItem], **fields: Any) -> bytes:
         """Return the end of the open item, and the events that begin one of *kind*."""
         rendered = self._close("completed")
         named = self._kind = self._kinds[kind]
@@ -257,55 +273,53 @@ class ResponseEvents(Renderer):
         delta = f"response.{named.text}.delta"
         marked = event(delta, b'{"type":"%b","sequence_number":' % delta.encode())
         # A custom tool's text is sent whole.
-        self._head = b"" if kind is types.OutputCustomCall else marked.rstrip(b"\n")
+        self._head = b"" if kind is objects.OutputCustomCall else marked.rstrip(b"\n")
         self._middle = b',"item_id":"%b","output_index":%d,%b"delta":' % (item.id.encode(), index, content)
-        self._tail = b',"logprobs":[]}\n\n' if kind is types.OutputMessage else b"}\n\n"
+        self._tail = b',"logprobs":[]}\n\n' if kind is objects.OutputMessage else b"}\n\n"
         return rendered
 
-    def _close(self, status: types.ItemStatus) -> bytes:
+    def _close(self, status: objects.ItemStatus) -> bytes:
         """Return the events that end the open item, if there is one."""
         item, kind, rendered = self._item, self._kind, b""
         if item is None:
             return b""
-        if isinstance(item, types.OutputFunctionCall) and not self._texts and status == "completed":
+        if isinstance(item, objects.OutputFunctionCall) and not self._texts and status == "completed":
             # Clients read the arguments as JSON.
             rendered = self._text("{}")
         text, logprobs = "".join(self._texts), self._logprobs
         self._texts, self._logprobs = [], []
         item.status = status
-        if isinstance(item, types.OutputCustomCall):
-            text = custom_input(text)
-        _fill(item, text, logprobs, summarizes=kind is _SUMMARY)
-        if isinstance(item, types.OutputMessage):
-            rendered += self._item_event("output_text.done", content_index=0, text=text, logprobs=logprobs)
-        elif isinstance(item, types.OutputReasoning):
+        done: dict[str, Any] = {kind.numbered: 0, "text": text}
+        if isinstance(item, objects.OutputMessage):
+            done["logprobs"] = logprobs
+        elif isinstance(item, objects.OutputReasoning):
             item.encrypted_content = seal(text) if self.sealed else None
-            rendered += self._item_event(f"{kind.text}.done", **{kind.numbered: 0}, text=text)
-        elif isinstance(item, types.OutputFunctionCall):
-            rendered += self._item_event("function_call_arguments.done", name=item.name, arguments=text)
+        elif isinstance(item, objects.OutputFunctionCall):
+            done = {"name": item.name, "arguments": text}
         else:
-            rendered += self._item_event("custom_tool_call_input.delta", delta=item.input)
-            rendered += self._item_event("custom_tool_call_input.done", input=item.input)
-        if isinstance(item, types.OutputMessage):
-            rendered += self._part_event("done", item.content[0])
-        elif isinstance(item, types.OutputReasoning):
-            rendered += self._part_event("done", item.summary[0] if item.summary else item.content[0])
+            text = custom_input(text)
+            done = {"input": text}
+            rendered += self._item_event(f"{kind.text}.delta", delta=text)
+        kind.fill(item, text, logprobs)
+        rendered += self._item_event(f"{kind.text}.done", **done)
+        if kind.part is not None:
+            rendered += self._part_event("done", getattr(item, kind.field)[0])
         rendered += self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
         self._item = None
         return rendered
 
 
-def _failure(error: ServiceError) -> types.ResponseFailure:
+def _failure(error: ServiceError) -> objects.ResponseFailure:
     if error.code == "service_stopping":
         # As if the process had been killed.
-        return types.INTERRUPTED
+        return objects.INTERRUPTED
     unknown = "server_is_overloaded" if error.status == 503 else "server_error"
-    return types.ResponseFailure(
+    return objects.ResponseFailure(
         next((code for kind, code in _CODES.items() if isinstance(error, kind)), unknown), error.message
     )
 
 
-def terminal_events(response: types.ResponseObject, number: int, param: str | None = None) -> bytes:
+def terminal_events(response: objects.ResponseObject, number: int, param: str | None = None) -> bytes:
     """
     Return what every stream of *response* ends with, from event *number* on; *param* is what a failure blames.
 
@@ -321,50 +335,28 @@ def terminal_events(response: types.ResponseObject, number: int, param: str | No
 
 def response_event(kind: str, number: int, **fields: Any) -> bytes:
     """Return the event of *kind* with the sequence number *number*."""
-    return event(kind, _encode(types.ResponseEvent(type=kind, sequence_number=number, **fields)))
+    return event(kind, _encode(objects.ResponseEvent(type=kind, sequence_number=number, **fields)))
 
 
-class _Told(msgspec.Struct):
-    """What an event tells of the output: an item that begins or ends, or more of the last one."""
-
-    type: str
-    item: types.OutputItem | None = None
-    output_index: int = 0
-    delta: str = ""
-    logprobs: Sequence[ContentLogprob] = ()
+_event = msgspec.json.Decoder(objects.ResponseEvent)
 
 
-_told = msgspec.json.Decoder(_Told)
-
-
-def replayed(events: bytes) -> list[types.OutputItem]:
+def replayed(events: bytes) -> list[objects.OutputItem]:
     """Return the output that whole *events* tell of, as far as they go; an item that they do not end is incomplete."""
-    output: list[types.OutputItem] = []
-    deltas: list[_Told] = []
+    output: list[objects.OutputItem] = []
+    deltas: list[objects.ResponseEvent] = []
     for data in event_data(events):
-        told = _told.decode(data)
-        if told.item is not None:
+        told = _event.decode(data)
+        if told.item and told.output_index is not UNSET:
             output[told.output_index :] = [told.item]
             deltas = []
         elif told.delta:
             deltas.append(told)
     if output and output[-1].status == "in_progress":
-        output[-1].status = "incomplete"
-        logprobs = [entry for told in deltas for entry in told.logprobs]
+        item = output[-1]
+        item.status = "incomplete"
         summarizes = bool(deltas) and deltas[0].type.startswith(f"response.{_SUMMARY.text}.")
-        _fill(output[-1], "".join([told.delta for told in deltas]), logprobs, summarizes=summarizes)
+        kind = _SUMMARY if summarizes else _KINDS[type(item)]
+        logprobs = [entry for told in deltas for entry in told.logprobs or ()]
+        kind.fill(item, "".join([told.delta or "" for told in deltas]), logprobs)
     return output
-
-
-def _fill(item: types.OutputItem, text: str, logprobs: Sequence[ContentLogprob], *, summarizes: bool) -> None:
-    """Give *item* its whole *text*."""
-    if isinstance(item, types.OutputMessage):
-        item.content = (types.OutputText(text=text, logprobs=logprobs),)
-    elif isinstance(item, types.OutputReasoning) and summarizes:
-        item.summary = (types.SummaryText(text=text),)
-    elif isinstance(item, types.OutputReasoning):
-        item.content = (types.ReasoningText(text=text),)
-    elif isinstance(item, types.OutputFunctionCall):
-        item.arguments = text
-    else:
-        item.input = text

@@ -27,7 +27,7 @@ from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArgu
 from triton_openai.prompts.messages import AssistantMessage
 
 # What Codex CLI sends with a model that it does not know, shortened.
-CODEX: dict[str, Any] = json.loads((Path(__file__).parents[2] / "fixtures" / "codex.json").read_text())
+CODEX: dict[str, Any] = json.loads((Path(__file__).parents[3] / "fixtures" / "codex.json").read_text())
 
 
 def reading(fields: dict[str, Any], *, strict: bool = False) -> Reading:

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Answer, Proxy, serving
 from tests.store_fixture import Server
-from triton_openai.api.responses.conversations import ConversationObject, claimed, describe
+from triton_openai.api.responses.conversations import ConversationObject, claimed
 from triton_openai.api.responses.items import Sources
 from triton_openai.api.responses.objects import INTERRUPTED, OutputMessage, OutputText, ResponseObject
 from triton_openai.api.responses.stored import STATE, ResponseStore, StoredResponse
@@ -131,7 +131,8 @@ async def test_one_response_at_a_time_in_a_conversation(state: ResponseStore) ->
         with pytest.raises(ConversationBusy):
             async with claimed(state, conversation, "me", "resp_2"):
                 pass
-        await describe(state, conversation, "me", {"a": "b"})
+        # What changes meanwhile leaves the lease as it is.
+        assert await state.store().put(conversation, "me", head, 1)
         with pytest.raises(ConversationBusy):
             async with claimed(state, conversation, "me", "resp_2"):
                 pass
@@ -176,6 +177,18 @@ async def test_what_is_kept_of_a_request() -> None:
         assert ("message", reference["id"]) == (kept["type"], kept["id"])
         refused = await proxy.post("/v1/responses", {"model": "m", "instructions": "Be brief."})
         assert (400, "input") == (refused.status, refused.json["error"]["param"])
+
+
+async def test_metadata_that_several_clients_replace() -> None:
+    """Each is answered with its own, the last one stays, and of a deleted conversation there is none."""
+    async with service("memory") as proxy:
+        path = f"/v1/conversations/{(await proxy.post('/v1/conversations', {})).json['id']}"
+        updates = [{"metadata": {"from": str(number)}} for number in range(8)]
+        answers = await asyncio.gather(*[proxy.post(path, update) for update in updates])
+        assert updates == [{"metadata": answer.json["metadata"]} for answer in answers]
+        assert (await proxy.get(path)).json in [answer.json for answer in answers]
+        assert 200 == (await send(proxy, "DELETE", path, None)).status
+        assert 404 == (await proxy.post(path, updates[0])).status
 
 
 async def test_a_background_response_is_a_request() -> None:
