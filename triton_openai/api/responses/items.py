@@ -25,10 +25,8 @@ _PREFIXES: Mapping[str, str] = {
     "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
     "custom_tool_call": "ctc", "custom_tool_call_output": "ctco", "compaction": "cmp",
 }  # fmt: skip
-# Items that have a status, which clients may leave out.
-_ENDED = frozenset({
-    "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
-})  # fmt: skip
+# Items that have a status, which clients may leave out. No set: what a client writes may have no hash.
+_ENDED = ("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output")
 # More than any id in use has, and few enough for the index of a database.
 _LONGEST_ID = 512
 
@@ -54,6 +52,7 @@ def reference(item: Item) -> str | None:
 def numbered(items: Iterable[Item], suffix: str, place: str, taken: Collection[str] = ()) -> list[Item]:
     """
     Return *items*, which stand at *place*, in the form in which they are kept: with a type, parts for content, an id.
+    Nobody has checked them yet.
 
     *suffix* makes the ids of those that have none, or one that is *taken*, with a number: it names where the items are
     to be found. Raises :class:`InvalidValue` for an id that cannot be kept.
@@ -76,7 +75,8 @@ def numbered(items: Iterable[Item], suffix: str, place: str, taken: Collection[s
             if isinstance(content, str):
                 kind_of_text = "output_text" if item.get("role") == "assistant" else "input_text"
                 content = [{"type": kind_of_text, "text": content}]
-            whole["content"] = [_whole_part(part) for part in content or ()]
+            # What is neither a text nor a list is refused when the items are read.
+            whole["content"] = [_whole_part(part) for part in content] if isinstance(content, list) else content or []
         kept.append(whole)
     return kept
 

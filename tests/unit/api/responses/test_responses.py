@@ -105,7 +105,10 @@ def test_hosted_tools_can_be_refused() -> None:
 
 @every_case("param, item", [
     ("input[0].type", {"type": ["message"]}),
+    ("input[0].type", {"type": {"a": "message"}}),
     ("input[0].type", {"type": "unheard_of"}),
+    *(("input[0].content", {"role": "user", "content": content}) for content in (5, True, {"text": "a"})),
+    ("input[0].content[0]", {"role": "assistant", "content": [5]}),
     ("input[0].call_id", {"type": "function_call", "name": "f"}),
     ("input[0].role", {"role": "nobody", "content": ""}),
     ("input[0].content[0].text", {"role": "user", "content": [{"type": "input_text", "text": 1}]}),
@@ -113,7 +116,8 @@ def test_hosted_tools_can_be_refused() -> None:
     ("input[0]", {"type": "compaction", "encrypted_content": "x"}),
 ])  # fmt: skip
 def test_bad_items(param, item):
-    """A wrong item is the client's mistake, with its place."""
+    """A wrong item is the client's mistake, with its place; it gets an id before anybody reads it."""
+    numbered([item], "s", "input")
     with pytest.raises(InvalidRequest) as caught:
         reading({"input": [item]})
     assert param == caught.value.param
