@@ -278,7 +278,7 @@ def test_what_is_wrong(case: tuple[dict[str, Any], str]) -> None:
 def test_a_document_that_is_no_text() -> None:
     """It is refused by its title and type, with what to send in its place."""
     source = {"type": "base64", "media_type": "text/markdown", "data": "IyBh"}
-    with pytest.raises(InvalidRequest, match="'a.md' is of type 'text/markdown'.*a source of type 'text'"):
+    with pytest.raises(InvalidRequest, match=r"'a.md' is of type 'text/markdown'.*a source of type 'text'"):
         reading(user({"type": "document", "title": "a.md", "source": source}))
 
 
