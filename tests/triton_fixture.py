@@ -20,9 +20,10 @@ from urllib.parse import urlsplit
 import pytest
 from _pytest.runner import runtestprotocol
 
+from tests.standins.repository import build_repository
 from triton_openai.demo.configs import Contract, render
 from triton_openai.demo.record import Record
-from triton_openai.demo.repository import DemoRepository, build_repository, model_names
+from triton_openai.demo.repository import BUILDERS, DemoRepository
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
@@ -221,7 +222,7 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
     folder = tmp_path_factory.mktemp("triton")
     record = folder / "record.jsonl"
     models = [
-        *model_names(),
+        *BUILDERS,
         "tensorrt_llm_bls_multimodal",
         "tensorrt_llm_bls_legacy",
         "text_rerank_pairs",

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 
 from tests.conformance.calls import approximately, in_session_loop, inputs_asked
 from tests.proxy_fixture import Proxy, proxy_settings, serving
+from tests.standins.repository import CLASSES
 from tests.triton_fixture import TestTriton
 from triton_openai.cli.inspect import inspect_models, render
 from triton_openai.config.tree import ModelSettings
-from triton_openai.demo.repository import CLASSES
 
 pytestmark = in_session_loop
 

@@ -33,8 +33,9 @@ from tests.clients.service import serving, steered, until
 from tests.faults import probed
 from tests.faults.hostile_requests import GENERATING, KEYS, MANAGED, MODELS, Known, Request, check_complete, make
 from tests.faults.surroundings import MEBIBYTE, Watched
+from tests.standins.repository import build_repository
 from tests.triton_fixture import embedded
-from triton_openai.demo.repository import DemoRepository, build_repository
+from triton_openai.demo.repository import DemoRepository
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 TEMPLATE = Path(__file__).parents[1] / "fixtures" / "tools.jinja"

@@ -17,11 +17,12 @@ from tests.conformance.calls import PATHS, ask, end_of, id_of, in_session_loop, 
 from tests.integration.standin_calls import Answer, generate, steered, streaming
 from tests.pictures import data_url, part, png, seen
 from tests.proxy_fixture import TRANSPORTS, Proxy, proxy_settings, serving
+from tests.standins.repository import build_repository
 from tests.triton_fixture import TestTriton, embedded
 from triton_openai.cli.inspect import report
 from triton_openai.config.tree import LoraSettings, ModelSettings, Settings, TritonSettings
 from triton_openai.demo.record import Record
-from triton_openai.demo.repository import DemoRepository, build_repository
+from triton_openai.demo.repository import DemoRepository
 from triton_openai.generation import Generation, Sampling
 from triton_openai.triton.endpoint import Endpoint
 from triton_openai.tritonserver.embedded import EmbeddedTriton

@@ -15,8 +15,8 @@ import tritonclient.grpc as grpcclient
 from tokenizers import Tokenizer
 
 from tests.integration.standin_calls import ask_vllm, generate, steered, streaming, tensor
+from tests.standins.repository import build_repository
 from triton_openai.demo.make_tokenizer import make_tokenizer
-from triton_openai.demo.repository import build_repository
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 NONE_TYPE = "Error generating stream: 'NoneType' object has no attribute 'lora_name'"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -40,7 +40,7 @@ class DemoRepository:
 
 
 @dataclass(frozen=True, slots=True)
-class _Site:
+class Site:
     """The paths and options that all builders share."""
 
     repository: DemoRepository
@@ -73,7 +73,8 @@ class _Site:
         return {"tokenizer_dir": str(self.repository.tokenizer)}
 
 
-_Builder: TypeAlias = tuple[Callable[[_Site, str], None], tuple[str, ...]]
+#: What builds the model of a name, and the models that it calls.
+Builder: TypeAlias = tuple[Callable[[Site, str], None], tuple[str, ...]]
 
 
 def build_repository(
@@ -83,17 +84,21 @@ def build_repository(
     tokenizer: Path | None = None,
     record: Path | None = None,
     engine: Path | None = None,
+    builders: Mapping[str, Builder] | None = None,
+    standins: Sequence[Path] = (),
 ) -> DemoRepository:
     """
     Write the stand-ins into *destination* and return where things are.
 
-    *models* are the names to build, with the models that they call (default: `model_names`). *tokenizer* is a folder to
-    use instead of the demo's own. The models append their requests and results to the file *record*. *engine* is the
-    socket of a language model (`triton_openai.demo.engine`); without it, the answers are scripted. An older repository
-    in *destination* is replaced.
+    *models* are the names to build, with the models that they call (default: those of :data:`BUILDERS`). *tokenizer* is
+    a folder to use instead of the demo's own. The models append their requests and results to the file *record*.
+    *engine* is the socket of a language model (`triton_openai.demo.engine`); without it, the answers are scripted.
+    *builders* take the place of :data:`BUILDERS`, *standins* are modules for them beside the demo's own. An older
+    repository in *destination* is replaced.
     """
     destination = destination.resolve()
-    wanted = _with_needs(models)
+    builders = builders or BUILDERS
+    wanted = _with_needs(BUILDERS if models is None else models, builders)
     repository = DemoRepository(
         path=destination / "models",
         backends=destination / "backends",
@@ -105,6 +110,8 @@ def build_repository(
     repository.path.mkdir(parents=True)
     with as_file(files("triton_openai.demo").joinpath("standins")) as source:
         shutil.copytree(source, destination / "standins")
+    for path in standins:
+        shutil.copy(path, destination / "standins")
     with as_file(files("triton_openai.demo").joinpath("tokenizer")) as source:
         shutil.copytree(tokenizer or source, repository.tokenizer)
     for backend, module, name in (
@@ -114,27 +121,20 @@ def build_repository(
         folder = repository.backends / backend
         folder.mkdir(parents=True)
         (folder / "model.py").write_text(_MODEL_FILE.format(levels=2, module=module, name=name))
-    site = _Site(repository, contracts(), engine)
+    site = Site(repository, contracts(), engine)
     for name in wanted:
-        _BUILDERS[name][0](site, name)
+        builders[name][0](site, name)
     return repository
 
 
-def model_names() -> list[str]:
-    """Return the names of the stand-ins that are built by default."""
-    return [*_BY_DEFAULT]
+def _with_needs(models: Collection[str], builders: Mapping[str, Builder]) -> list[str]:
+    if unknown := set(models) - set(builders):
+        raise ValueError(f"unknown models {sorted(unknown)}; known are {', '.join(builders)}")
+    needed = {need for name in models for need in builders[name][1]}
+    return [name for name in builders if name in needed or name in models]
 
 
-def _with_needs(models: Collection[str] | None) -> list[str]:
-    if models is None:
-        return model_names()
-    if unknown := set(models) - set(_BUILDERS):
-        raise ValueError(f"unknown models {sorted(unknown)}; known are {', '.join(_BUILDERS)}")
-    needed = {need for name in models for need in _BUILDERS[name][1]}
-    return [name for name in _BUILDERS if name in needed or name in models]
-
-
-def _preprocessing(site: _Site, name: str) -> None:
+def _preprocessing(site: Site, name: str) -> None:
     parameters = site.tokenizer_parameters
     if name == "preprocessing":
         # The demo's chat template writes the BOS, so the tokenizer must not add another one. The older release adds
@@ -143,13 +143,13 @@ def _preprocessing(site: _Site, name: str) -> None:
     site.build(name, "preprocessing", max_batch_size=_BATCH, dynamic_batching=True, parameters=parameters)
 
 
-def _postprocessing(site: _Site, name: str) -> None:
+def _postprocessing(site: Site, name: str) -> None:
     # One instance, because several would mix up the order of a stream's pieces.
     parameters = {**site.tokenizer_parameters, "skip_special_tokens": "true"}
     site.build(name, "postprocessing", max_batch_size=_BATCH, dynamic_batching=True, parameters=parameters)
 
 
-def _engine(site: _Site, name: str) -> None:
+def _engine(site: Site, name: str) -> None:
     legacy = name == "tensorrt_llm_legacy"
     parameters = {
         "max_beam_width": "1",
@@ -177,7 +177,7 @@ def _engine(site: _Site, name: str) -> None:
     )
 
 
-def _ensemble(site: _Site, name: str) -> None:
+def _ensemble(site: Site, name: str) -> None:
     legacy = name == "ensemble_legacy"
     renamed = {}
     if legacy:
@@ -188,33 +188,24 @@ def _ensemble(site: _Site, name: str) -> None:
     site.write(name, render(name, contract, max_batch_size=_BATCH, renamed=renamed))
 
 
-def _bls(site: _Site, name: str) -> None:
-    legacy = name == "tensorrt_llm_bls_legacy"
-    parameters = {
-        "accumulate_tokens": "false" if legacy or name == "tensorrt_llm_bls_delta" else "true",
-        "tensorrt_llm_model_name": "tensorrt_llm_legacy" if legacy else "tensorrt_llm",
-    }
-    sees = name == "tensorrt_llm_bls_multimodal"
-    if sees:
-        parameters["multimodal_encoders_name"] = "multimodal_encoders"
+def _bls(site: Site, name: str) -> None:
+    accumulates = str(name == "tensorrt_llm_bls").lower()
     site.build(
         name,
         "tensorrt_llm_bls",
-        contract=site.contracts["tensorrt_llm_bls_legacy" if legacy else "tensorrt_llm_bls"],
+        contract=site.contracts["tensorrt_llm_bls"],
         max_batch_size=_BATCH,
         decoupled=True,
-        instances=1 if sees or legacy else _BLS_INSTANCES,
-        parameters=parameters,
+        instances=_BLS_INSTANCES,
+        parameters={"accumulate_tokens": accumulates, "tensorrt_llm_model_name": "tensorrt_llm"},
     )
 
 
-def _vllm(site: _Site, name: str) -> None:
+def vllm(site: Site, name: str, parameters: str = "") -> None:
+    """Build a model of the vLLM backend, whose config has *parameters*."""
     # The backend itself declares the tensors when it is loaded.
     embeds = name == "vllm_embedding"
-    config = 'backend: "vllm"\ninstance_group [ { count: 1 kind: KIND_MODEL } ]\n'
-    if name == "vllm_model_r24_12":
-        config += 'parameters { key: "BACKEND_RELEASE" value: { string_value: "r24.12" } }\n'
-    folder = site.write(name, config)
+    folder = site.write(name, f'backend: "vllm"\ninstance_group [ {{ count: 1 kind: KIND_MODEL }} ]\n{parameters}')
     engine = {"model": str(site.repository.tokenizer), "max_model_len": CONTEXT_LENGTH, "disable_log_stats": True}
     engine["task"] = "embed" if embeds else "generate"
     if site.engine is None and not embeds:
@@ -223,17 +214,14 @@ def _vllm(site: _Site, name: str) -> None:
     _write_json(folder / "model.json", engine)
 
 
-def _llmapi(site: _Site, name: str) -> None:
-    sees = name == "tensorrt_llm_llmapi_multimodal"
-    contract = site.contracts["tensorrt_llm_llmapi" if sees else name]
-    if sees:
-        contract = Contract([*contract.inputs, "image_url? STRING [-1]"], contract.outputs)
+def llmapi(site: Site, name: str, contract: Contract | None = None, *, loras: bool = True, sees: bool = False) -> None:
+    """Build TensorRT-LLM's LLM API model, which takes LoRA adapters, and images if it *sees*."""
     # No batches, as in the original's model.yaml, whose parameters Triton does not see.
     folder = site.build(name, "llmapi", contract=contract, decoupled=True)
     arguments = f"""\
 model: {json.dumps(str(site.repository.tokenizer))}
 max_num_tokens: {CONTEXT_LENGTH}
-enable_lora: {str(name == "tensorrt_llm_llmapi").lower()}
+enable_lora: {str(loras).lower()}
 triton_config:
   decoupled: true
   multimodal: {str(sees).lower()}
@@ -241,107 +229,43 @@ triton_config:
     (folder / "model.yaml").write_text(arguments)
 
 
-def _text_embedding(site: _Site, name: str) -> None:
+def _text_embedding(site: Site, name: str) -> None:
     contract = Contract(["text STRING [1]"], [f"embedding FP32 [{384 if site.engine else 64}]"])
     site.build(name, "text_embedding", contract=contract, max_batch_size=64, dynamic_batching=True)
 
 
-def _text_rerank(site: _Site, name: str) -> None:
-    contract, batch = _RERANKERS[name]
-    site.build(name, "text_rerank", contract=contract, max_batch_size=batch, dynamic_batching=batch > 0)
-
-
-def _text_classification(site: _Site, name: str) -> None:
-    contract, batch = _CLASSIFIERS[name]
-    folder = site.build(
-        name, "text_classification", contract=contract, max_batch_size=batch, dynamic_batching=batch > 0
+def _text_rerank(site: Site, name: str) -> None:
+    contract = Contract(
+        ["query STRING [1]", "passage STRING [1]"], ["index INT32 [1]", "logit FP32 [1]", "token_count INT32 [1]"]
     )
-    (folder.parent / "labels.txt").write_text("\n".join(CLASSES) + "\n")
-
-
-def _text_model(site: _Site, name: str) -> None:
-    site.build(name, "text_model", contract=_TEXT_MODEL, decoupled=True)
+    site.build(name, "text_rerank", contract=contract, max_batch_size=16, dynamic_batching=True)
 
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-# Cross-encoders that take two texts, pairs, and token ids, each with its batch size.
-_RERANKERS = {
-    "text_rerank": (
-        Contract(
-            ["query STRING [1]", "passage STRING [1]"], ["index INT32 [1]", "logit FP32 [1]", "token_count INT32 [1]"]
-        ),
-        16,
-    ),
-    "text_rerank_pairs": (Contract(["INPUT_PAIRS STRING [2]"], ["SCORES FP32 [-1]"]), 8),
-    "text_rerank_ids": (
-        Contract(
-            ["input_ids INT64 [-1,-1]", "attention_mask INT64 [-1,-1]", "token_type_ids INT64 [-1,-1]"],
-            ["logits FP32 [-1,1]"],
-        ),
-        0,
-    ),
-}
+#: The steps of an ensemble and of a BLS model, and those of older releases.
+PIPELINE = ("preprocessing", "tensorrt_llm", "postprocessing")
+LEGACY_PIPELINE = tuple(f"{name}_legacy" for name in PIPELINE)
 
-#: What the classifiers tell apart.
-CLASSES = ("a question", "an answer", "a greeting")
-# Text and token ids, with and without labels of Triton's.
-_CLASSIFIERS = {
-    "text_classification": (Contract(["text STRING [1]"], [f"logits FP32 [{len(CLASSES)}] l"]), 16),
-    "text_classification_ids": (
-        Contract(["input_ids INT64 [-1,-1]", "attention_mask INT64 [-1,-1]"], ["probabilities FP32 [-1,-1]"]),
-        0,
-    ),
-}
-
-# As somebody may write it, with an input for every parameter that the adapter `text` knows.
-_TEXT_MODEL = Contract(
-    [
-        "PROMPT STRING [1]",
-        *(f"{name}? INT32 [1]" for name in ("max_tokens", "min_tokens", "top_k")),
-        *(f"{name}? FP32 [1]" for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty")),
-        *("repetition_penalty? FP32 [1]", "length_penalty? FP32 [1]", "seed? INT64 [1]"),
-        *("stop_words? STRING [-1]", "bad_words? STRING [-1]", "ignore_eos? BOOL [1]", "skip_special_tokens? BOOL [1]"),
-    ],
-    ["TEXT STRING [1]", "finish_reason STRING [1]", "completion_tokens INT32 [1]", "prompt_tokens INT32 [1]"],
-)
-
-_PIPELINE = ("preprocessing", "tensorrt_llm", "postprocessing")
-_LEGACY_PIPELINE = tuple(f"{name}_legacy" for name in _PIPELINE)
-
-# By name: the builder, and the models that it calls.
-_BY_DEFAULT: dict[str, _Builder] = {
+#: The models that ``demo --all`` serves.
+BUILDERS: Mapping[str, Builder] = {
     "preprocessing": (_preprocessing, ()),
     "tensorrt_llm": (_engine, ()),
     "postprocessing": (_postprocessing, ()),
-    "ensemble": (_ensemble, _PIPELINE),
-    "tensorrt_llm_bls": (_bls, _PIPELINE),
-    "tensorrt_llm_bls_delta": (_bls, _PIPELINE),
+    "ensemble": (_ensemble, PIPELINE),
+    "tensorrt_llm_bls": (_bls, PIPELINE),
+    "tensorrt_llm_bls_delta": (_bls, PIPELINE),
     "preprocessing_legacy": (_preprocessing, ()),
     "tensorrt_llm_legacy": (_engine, ()),
     "postprocessing_legacy": (_postprocessing, ()),
-    "ensemble_legacy": (_ensemble, _LEGACY_PIPELINE),
+    "ensemble_legacy": (_ensemble, LEGACY_PIPELINE),
     "tensorrt_llm_nonstreaming": (_engine, ()),
     "ensemble_nonstreaming": (_ensemble, ("preprocessing", "tensorrt_llm_nonstreaming", "postprocessing")),
-    "tensorrt_llm_llmapi": (_llmapi, ()),
-    "vllm_model": (_vllm, ()),
-    "vllm_embedding": (_vllm, ()),
+    "tensorrt_llm_llmapi": (llmapi, ()),
+    "vllm_model": (vllm, ()),
+    "vllm_embedding": (vllm, ()),
     "text_embedding": (_text_embedding, ()),
     "text_rerank": (_text_rerank, ()),
 }
-# Backends of older releases, and uncommon models.
-_ON_DEMAND: dict[str, _Builder] = {
-    "tensorrt_llm_bls_multimodal": (_bls, _PIPELINE),
-    "tensorrt_llm_bls_legacy": (_bls, _LEGACY_PIPELINE),
-    "tensorrt_llm_llmapi_r1_0": (_llmapi, ()),
-    "tensorrt_llm_llmapi_multimodal": (_llmapi, ()),
-    "vllm_model_r24_12": (_vllm, ()),
-    "text_rerank_pairs": (_text_rerank, ()),
-    "text_rerank_ids": (_text_rerank, ()),
-    "text_classification": (_text_classification, ()),
-    "text_classification_ids": (_text_classification, ()),
-    "text_model": (_text_model, ()),
-}
-_BUILDERS = {**_BY_DEFAULT, **_ON_DEMAND}

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from tests.cases import every_case
+from tests.standins import repository
 from triton_openai.adapters._common.base import Adapter
 from triton_openai.adapters._common.registry import Registry, helper_role
 from triton_openai.adapters.trtllm import dense_bias, word_list
@@ -29,7 +30,7 @@ def _split(text: str) -> list[str]:
 
 
 _TENSOR = re.compile(r"(\w+)(\??) (\w+) \[([-\d,]*)\].*")
-_CONTRACTS = contracts()
+_CONTRACTS = {**contracts(), **repository.contracts()}
 # As tensorrtllm_backend v0.5.0 ships them; the newer releases are the demo's contracts.
 _P05 = """
 input_ids INT32 [-1]; input_lengths INT32 [1] r; request_output_len UINT32 [1]; end_id? UINT32 [1] r;

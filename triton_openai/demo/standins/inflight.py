@@ -10,8 +10,9 @@ from typing import Any
 
 import triton_python_backend_utils as pb
 
-from .engine import EngineFailure, engine_for
+from .engine import EngineFailure
 from .generation import Generation, Step
+from .scripted import engine_for
 from .settings import Settings
 from .tensors import Recorder, scalar
 from .text import Vocabulary

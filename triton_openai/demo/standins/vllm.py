@@ -16,9 +16,10 @@ import numpy as np
 import triton_python_backend_utils as pb
 
 from . import settings
-from .engine import EngineFailure, engine_for
+from .engine import EngineFailure
 from .generation import Generation
 from .images import decode_images
+from .scripted import engine_for
 from .tensors import Recorder, array, as_text, parameters_of, scalar, strings
 from .text import IncrementalText, Vocabulary
 from .vectors import embedder_for

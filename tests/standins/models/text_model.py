@@ -8,8 +8,9 @@ import numpy as np
 import triton_python_backend_utils as pb
 
 from . import settings
-from .engine import EngineFailure, Options, engine_for
+from .engine import EngineFailure, Options
 from .generation import Generation, Step
+from .scripted import engine_for
 from .tensors import Recorder, scalar, strings
 from .text import IncrementalText, Vocabulary
 

@@ -1,0 +1,1 @@
+"""Stand-ins for backends of older releases and for uncommon models, which the demo does not serve."""

@@ -1,0 +1,114 @@
+"""Builds the demo's model repository with the models of the tests in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from functools import partial
+from pathlib import Path
+
+from triton_openai.demo import repository
+from triton_openai.demo.configs import Contract
+from triton_openai.demo.repository import (
+    BUILDERS,
+    LEGACY_PIPELINE,
+    PIPELINE,
+    Builder,
+    DemoRepository,
+    Site,
+    llmapi,
+    vllm,
+)
+
+_HERE = Path(__file__).parent
+#: What the classifiers tell apart.
+CLASSES = ("a question", "an answer", "a greeting")
+
+# Token ids, as of an exported model.
+_PADDED = ["input_ids INT64 [-1,-1]", "attention_mask INT64 [-1,-1]"]
+# As somebody may write it, with an input for every parameter that the adapter `text` knows.
+_TEXT_MODEL = Contract(
+    [
+        "PROMPT STRING [1]",
+        *(f"{name}? INT32 [1]" for name in ("max_tokens", "min_tokens", "top_k")),
+        *(f"{name}? FP32 [1]" for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty")),
+        *("repetition_penalty? FP32 [1]", "length_penalty? FP32 [1]", "seed? INT64 [1]"),
+        *("stop_words? STRING [-1]", "bad_words? STRING [-1]", "ignore_eos? BOOL [1]", "skip_special_tokens? BOOL [1]"),
+    ],
+    ["TEXT STRING [1]", "finish_reason STRING [1]", "completion_tokens INT32 [1]", "prompt_tokens INT32 [1]"],
+)
+
+
+def contracts() -> dict[str, Contract]:
+    """Return the contracts of the models of older releases, by name."""
+    return {name: Contract(**entry) for name, entry in json.loads((_HERE / "contracts.json").read_text()).items()}
+
+
+def build_repository(
+    destination: Path, *, models: Collection[str] | None = None, record: Path | None = None
+) -> DemoRepository:
+    """Do as :func:`triton_openai.demo.repository.build_repository`, which knows the models of the demo only."""
+    standins = sorted((_HERE / "models").glob("*.py"))
+    return repository.build_repository(
+        destination, models=models, record=record, builders={**BUILDERS, **FURTHER}, standins=standins
+    )
+
+
+def _bls(site: Site, name: str, contract: Contract, **parameters: str) -> None:
+    given = {"tensorrt_llm_model_name": "tensorrt_llm", **parameters}
+    site.build(
+        name, "tensorrt_llm_bls", contract=contract, max_batch_size=8, decoupled=True, instances=1, parameters=given
+    )
+
+
+def _bls_multimodal(site: Site, name: str) -> None:
+    contract = site.contracts["tensorrt_llm_bls"]
+    _bls(site, name, contract, accumulate_tokens="true", multimodal_encoders_name="multimodal_encoders")
+
+
+def _bls_legacy(site: Site, name: str) -> None:
+    _bls(site, name, contracts()[name], accumulate_tokens="false", tensorrt_llm_model_name="tensorrt_llm_legacy")
+
+
+def _llmapi_multimodal(site: Site, name: str) -> None:
+    usual = site.contracts["tensorrt_llm_llmapi"]
+    llmapi(site, name, Contract([*usual.inputs, "image_url? STRING [-1]"], usual.outputs), loras=False, sees=True)
+
+
+def _llmapi_r1_0(site: Site, name: str) -> None:
+    llmapi(site, name, contracts()[name], loras=False)
+
+
+def _reranker(site: Site, name: str, contract: Contract, batch: int = 0) -> None:
+    site.build(name, "reranking", contract=contract, max_batch_size=batch, dynamic_batching=batch > 0)
+
+
+def _classifier(site: Site, name: str, contract: Contract, batch: int = 0) -> None:
+    folder = site.build(
+        name, "text_classification", contract=contract, max_batch_size=batch, dynamic_batching=batch > 0
+    )
+    (folder.parent / "labels.txt").write_text("\n".join(CLASSES) + "\n")
+
+
+def _text_model(site: Site, name: str) -> None:
+    site.build(name, "text_model", contract=_TEXT_MODEL, decoupled=True)
+
+
+_R24_12 = 'parameters { key: "BACKEND_RELEASE" value: { string_value: "r24.12" } }\n'
+_PAIRS = Contract(["INPUT_PAIRS STRING [2]"], ["SCORES FP32 [-1]"])
+_PAIRS_OF_IDS = Contract([*_PADDED, "token_type_ids INT64 [-1,-1]"], ["logits FP32 [-1,1]"])
+_CLASSES_OF_TEXT = Contract(["text STRING [1]"], [f"logits FP32 [{len(CLASSES)}] l"])
+_CLASSES_OF_IDS = Contract(_PADDED, ["probabilities FP32 [-1,-1]"])
+#: The models that the demo does not serve.
+FURTHER: Mapping[str, Builder] = {
+    "tensorrt_llm_bls_multimodal": (_bls_multimodal, PIPELINE),
+    "tensorrt_llm_bls_legacy": (_bls_legacy, LEGACY_PIPELINE),
+    "tensorrt_llm_llmapi_r1_0": (_llmapi_r1_0, ()),
+    "tensorrt_llm_llmapi_multimodal": (_llmapi_multimodal, ()),
+    "vllm_model_r24_12": (partial(vllm, parameters=_R24_12), ()),
+    "text_rerank_pairs": (partial(_reranker, contract=_PAIRS, batch=8), ()),
+    "text_rerank_ids": (partial(_reranker, contract=_PAIRS_OF_IDS), ()),
+    "text_classification": (partial(_classifier, contract=_CLASSES_OF_TEXT, batch=16), ()),
+    "text_classification_ids": (partial(_classifier, contract=_CLASSES_OF_IDS), ()),
+    "text_model": (_text_model, ()),
+}
