@@ -49,7 +49,7 @@ async def turns(count: int = 5) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of the service and of the test's event loop. Its limits are long, so that only the test reaches them."""
+    """The clock of the service and of the test's event loop. Where limits are long, only the test reaches them."""
     real, clock = time.monotonic, Clock()
     for name, module in list(sys.modules.items()):
         if name.startswith("triton_openai.") and getattr(module, "monotonic", None) is real:

@@ -17,6 +17,7 @@ from xdist.scheduler import LoadFileScheduling
 
 pytest_plugins = [
     "tests.clock",
+    "tests.programs",
     "tests.triton_fixture",
     "tests.proxy_fixture",
     "tests.demo_fixture",

@@ -75,7 +75,7 @@ class Client:
 
     @asynccontextmanager
     async def dribbling(self, data: bytes, clock: Clock) -> AsyncIterator[None]:
-        """Send byte by byte meanwhile, for as long as a head or the beginning of a body may take, and not much longer."""
+        """Send byte by byte meanwhile, as long as a head or the beginning of a body may take, and not much longer."""
         began = clock.moved
         sending = asyncio.create_task(self.dribble(data, clock))
         yield
