@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 import aiohttp
+
+from tests.programs import found
 
 # As often as a balancer would look, only faster.
 _LOOK_SECONDS = 0.1
@@ -103,11 +103,6 @@ class Nginx:
         self._generation = 0
         self._process: subprocess.Popen[bytes] | None = None
 
-    @staticmethod
-    def program() -> str | None:
-        """Return where nginx is installed, if it is."""
-        return shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
-
     async def use(self, ports: Collection[int]) -> None:
         """Write the configuration, and have it read."""
         servers = " ".join(f"server 127.0.0.1:{port};" for port in sorted(ports)) or "server 127.0.0.1:9;"
@@ -136,10 +131,8 @@ class Nginx:
         return 0
 
     def _start(self) -> subprocess.Popen[bytes]:
-        program = self.program()
-        assert program is not None
         return subprocess.Popen(
-            [program, "-p", str(self._folder), "-e", f"{self._folder}/error.log", "-c", str(self._file)]
+            [found("nginx"), "-p", str(self._folder), "-e", f"{self._folder}/error.log", "-c", str(self._file)]
         )
 
     def _write(self, text: str) -> None:

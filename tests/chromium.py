@@ -6,7 +6,6 @@ import asyncio
 import base64
 import itertools
 import json
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 
 import aiohttp
 
-BINARY = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+from tests.programs import found
+
 _SECONDS = 30
 
 
@@ -86,10 +86,10 @@ class Tab:
 @asynccontextmanager
 async def tab(folder: Path) -> AsyncIterator[Tab]:
     """Start the browser with its files in *folder* and yield a tab of it."""
-    assert BINARY is not None
     process = await asyncio.create_subprocess_exec(
-        BINARY, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-        "--disable-background-networking", "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank",
+        found("Chromium"), "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        "--no-first-run", "--disable-background-networking", "--remote-debugging-port=0",
+        f"--user-data-dir={folder}", "about:blank",
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stderr is not None

@@ -15,7 +15,14 @@ import pytest
 import structlog
 from xdist.scheduler import LoadFileScheduling
 
-pytest_plugins = ["tests.triton_fixture", "tests.proxy_fixture", "tests.demo_fixture", "tests.store_fixture"]
+pytest_plugins = [
+    "tests.clock",
+    "tests.programs",
+    "tests.triton_fixture",
+    "tests.proxy_fixture",
+    "tests.demo_fixture",
+    "tests.store_fixture",
+]
 
 # A slow machine fails no test, and each run tries the same examples.
 hypothesis.settings.register_profile(

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.programs import found
+
 
 class Server:
     """
@@ -45,8 +47,8 @@ def _free_port() -> int:
 def postgresql() -> Iterator[Server]:
     """A PostgreSQL of its own."""
     pytest.importorskip("asyncpg")
-    if shutil.which("pg_ctl") is None or shutil.which("initdb") is None:
-        pytest.skip("PostgreSQL is not installed")
+    # Its other programs are beside it; a link to it may stand elsewhere.
+    programs = Path(found("PostgreSQL")).resolve().parent
     port, numbers = _free_port(), count()
     # It does not run as root, who alone can enter pytest's own folders.
     user: dict[str, Any] = {"user": "nobody"} if os.geteuid() == 0 else {}
@@ -54,16 +56,18 @@ def postgresql() -> Iterator[Server]:
         if user:
             shutil.chown(folder, "nobody")
         data = f"{folder}/data"
-        subprocess.run(["initdb", "-D", data, "-U", "t", "-A", "trust", "-N"], check=True, capture_output=True, **user)
+        subprocess.run(
+            [f"{programs}/initdb", "-D", data, "-U", "t", "-A", "trust", "-N"], check=True, capture_output=True, **user
+        )
         options = f"-p {port} -h 127.0.0.1 -k {folder} -c fsync=off"
 
         def control(*what: str) -> None:
-            command = ["pg_ctl", "-D", data, "-w", "-l", f"{folder}/log", *what]
+            command = [f"{programs}/pg_ctl", "-D", data, "-w", "-l", f"{folder}/log", *what]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, **user)
 
         def url() -> str:
             name = f"test{next(numbers)}"
-            command = ["createdb", "-h", "127.0.0.1", "-p", str(port), "-U", "t", "-S", "file_copy", name]
+            command = [f"{programs}/createdb", "-h", "127.0.0.1", "-p", str(port), "-U", "t", "-S", "file_copy", name]
             subprocess.run(command, check=True, **user)
             return f"postgresql://t@127.0.0.1:{port}/{name}"
 
@@ -86,8 +90,7 @@ def postgresql() -> Iterator[Server]:
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A Redis of its own."""
     pytest.importorskip("redis")
-    if shutil.which("redis-server") is None:
-        pytest.skip("Redis is not installed")
+    found("Redis")
     with running_redis(str(tmp_path_factory.mktemp("redis"))) as server:
         yield server
 

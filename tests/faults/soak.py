@@ -16,7 +16,6 @@ import importlib.util
 import json
 import os
 import random
-import shutil
 import signal
 import sqlite3
 import sys
@@ -36,6 +35,7 @@ import aiohttp
 
 from tests.clients.service import steered, until
 from tests.faults.surroundings import MEBIBYTE, QUICK, WORDS, Level, Watched, watched
+from tests.programs import find
 from tests.store_fixture import Server, running_redis
 from tests.triton_fixture import frozen
 from triton_openai.demo.repository import DemoRepository, build_repository
@@ -485,7 +485,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         triton = opened.enter_context(_started(repository))
         flags = ["--triton-url", triton.http_url, "--triton-url", triton.grpc_url]
         flags += ["--tokenizer", str(repository.tokenizer)]
-        has_redis = shutil.which("redis-server") is not None and importlib.util.find_spec("redis") is not None
+        has_redis = find("Redis") is not None and importlib.util.find_spec("redis") is not None
         redis = opened.enter_context(running_redis(str(folder))) if has_redis else None
         store = Store(redis, folder / "responses")
         flags += ["--responses-store", store.url]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 from tests import chromium
 from tests.balancers import Nginx
 from tests.conformance.calls import in_session_loop, steered
+from tests.programs import needs
 from tests.proxy_fixture import Proxy, read
 from triton_openai.api import sse
 
@@ -60,21 +59,19 @@ def script(url: str) -> str:
     return SCRIPT % tuple(map(json.dumps, (url, {"Content-Type": "application/json"}, json.dumps(BODY))))
 
 
-@asynccontextmanager
-async def addresses(proxy: Proxy, folder: Path) -> AsyncIterator[list[str]]:
-    """Yield the service's own address, and those of an nginx before it, which buffers or does not."""
-    found = [str(proxy.client.make_url("/")).rstrip("/")]
-    relays: list[Nginx] = []
-    if Nginx.program() is not None:
-        for name, buffering in (("off", False), ("on", True)):
-            relays.append(Nginx(folder / name, buffering=buffering))
-            await relays[-1].use([proxy.client.port or 0])
-            found.append(f"http://127.0.0.1:{relays[-1].port}")
+@pytest.fixture(params=["direct", *(pytest.param(name, marks=needs("nginx")) for name in ("nginx", "buffering nginx"))])
+async def address(request: pytest.FixtureRequest, proxies: dict[str, Proxy], tmp_path: Path) -> AsyncIterator[str]:
+    """The service's own address, and those of an nginx before it, which buffers or does not."""
+    client = proxies["http"].client
+    if request.param == "direct":
+        yield str(client.make_url("/")).rstrip("/")
+        return
+    relay = Nginx(tmp_path / "nginx", buffering=request.param == "buffering nginx")
+    await relay.use([client.port or 0])
     try:
-        yield found
+        yield f"http://127.0.0.1:{relay.port}"
     finally:
-        for relay in relays:
-            await relay.close()
+        await relay.close()
 
 
 async def by_openai(url: str) -> None:
@@ -119,17 +116,16 @@ async def by_node(url: str) -> None:
     assert (0, "TypeError true,TypeError true") == (status, text.strip())
 
 
-async def test_clients_see_the_error_and_then_a_broken_end(proxies: dict[str, Proxy], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ask",
+    [by_openai, by_wire, pytest.param(by_curl, marks=needs("curl")), pytest.param(by_node, marks=needs("Node.js"))],
+)
+async def test_clients_see_the_error_and_then_a_broken_end(ask: Callable[[str], Awaitable[None]], address: str) -> None:
     """Directly and behind nginx."""
-    programs = {"curl": by_curl, "node": by_node}
-    clients = [by_openai, by_wire, *[ask for name, ask in programs.items() if shutil.which(name)]]
-    async with addresses(proxies["http"], tmp_path) as found:
-        for url in found:
-            for ask in clients:
-                await ask(url)
+    await ask(address)
 
 
-@pytest.mark.skipif(chromium.BINARY is None, reason="needs Chromium")
+@needs("Chromium")
 async def test_a_browser_sees_the_error_and_then_a_broken_end(proxies: dict[str, Proxy], tmp_path: Path) -> None:
     """Also where the page takes its time: the browser drops what is unread at such an end."""
     async with chromium.tab(tmp_path) as tab:

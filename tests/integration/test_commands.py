@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 from tritonclient.grpc import InferenceServerClient
 
+from tests.programs import needs
 from triton_openai.cli import main
 from triton_openai.demo.repository import build_repository
 from triton_openai.tritonserver.embedded import free_ports
@@ -279,7 +279,7 @@ def test_demo() -> None:
     assert "stand-in" in answer
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@needs("curl")
 def test_commands_of_a_demo_with_a_key() -> None:
     """What it prints to copy has the key, and works; its scripted models call tools without further flags."""
     restricted = ("--openai-restricted-api", "embedding", "x-more", "a b")

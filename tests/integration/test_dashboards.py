@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 from tests.conformance.calls import ask, steered
+from tests.programs import found
 from tests.proxy_fixture import changed, proxy_settings, serving
 from tests.scrape import Scrape, scrape
 from tests.triton_fixture import TestTriton
@@ -201,8 +201,7 @@ def test_alerts_say_what_they_should() -> None:
     cases = yaml.safe_load((ALERTS.parent / "alerts_test.yaml").read_text())["tests"]
     known = {rule.get("alert") for rule in rules()}
     assert {case["alertname"] for test in cases for case in test["alert_rule_test"]} <= known
-    if (tool := shutil.which("promtool")) is None:
-        pytest.skip("promtool is not installed")
+    tool = found("promtool")
     done = subprocess.run(
         [tool, "test", "rules", "alerts_test.yaml"], cwd=ALERTS.parent, capture_output=True, text=True, check=False
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, SecretStr
 
 from tests.clients.service import Service, exchange
+from tests.programs import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A block of code, and the block directly after it that shows the output.
@@ -229,7 +229,7 @@ def test_examples_in_python(demo: Service) -> None:
     assert [shown.strip() for _, shown in expected] == [each.strip() for each in printed[:-1]]
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@needs("curl")
 def test_examples_with_curl(demo: Service) -> None:
     """Each one prints what its document shows, but for ids and times."""
     for code, shown in examples("sh", "README.md", "docs/tutorials/first-steps.md"):

@@ -14,14 +14,14 @@ import pytest
 from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
-from tests.balancers import Nginx
+from tests.programs import found, needs
 from tests.triton_fixture import TestTriton
 from triton_openai.tritonserver.embedded import free_ports
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/kserve-protocol.md"
 KEY = {"api-key": "secret-key-1"}
 
-pytestmark = pytest.mark.skipif(Nginx.program() is None, reason="nginx is not installed")
+pytestmark = needs("nginx")
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def ports(triton: TestTriton, tmp_path: Path) -> Iterator[tuple[int, int]]:
         text = text.replace(old, new)
     config, log = tmp_path / "nginx.conf", tmp_path / "error.log"
     config.write_text(f"daemon off; pid {tmp_path}/pid; error_log {log} warn;\n{text}", encoding="utf-8")
-    process = subprocess.Popen([str(Nginx.program()), "-c", str(config), "-e", str(log)])
+    process = subprocess.Popen([found("nginx"), "-c", str(config), "-e", str(log)])
     try:
         for port in (http, grpc):
             while not _listens(port):

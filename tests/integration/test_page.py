@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from tests import chromium
 from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.programs import needs
 from tests.proxy_fixture import Proxy, proxy_settings, serving
 from tests.triton_fixture import TestTriton
 from triton_openai.api.page import FILES, HEADERS
@@ -147,7 +147,7 @@ async def test_the_status(tmp_path: Path) -> None:
     assert "figures" not in one
 
 
-@pytest.mark.skipif(chromium.BINARY is None, reason="no Chromium is installed")
+@needs("Chromium")
 async def test_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
     """A reader gives a key, chats, has a tool called, stays within a schema, and reads the description."""
     settings = proxy_settings(triton, "http")

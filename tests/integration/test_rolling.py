@@ -9,8 +9,9 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.balancers import Nginx, balancing
+from tests.balancers import balancing
 from tests.clients.service import Service, serving, steered
+from tests.programs import find
 from tests.triton_fixture import TestTriton
 
 _CLIENTS = 64
@@ -72,7 +73,7 @@ async def test_no_request_is_lost(triton: TestTriton, tmp_path: Path) -> None:
     One of them has two workers. They stand behind nginx where it is installed, else behind a balancer of the tests'
     own.
     """
-    balancer = "nginx" if Nginx.program() is not None else "relay"
+    balancer = "nginx" if find("nginx") else "relay"
     async with contextlib.AsyncExitStack() as stack:
         balanced, follower = await stack.enter_async_context(balancing(balancer, tmp_path))
 

@@ -16,6 +16,8 @@ import msgspec
 import pytest
 import structlog
 
+from tests.cases import every_case
+from tests.clock import Clock, turns
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.scrape import Scrape
 from tests.tls_fixture import Authority
@@ -27,11 +29,13 @@ from triton_openai.serving import server as http_server
 from triton_openai.serving.connections import Connection
 from triton_openai.serving.server import HttpServer
 
-QUICK = LimitSettings(header_timeout=0.3, body_timeout=0.3, keepalive_timeout=30)
+# The clock passes the first two in the tests; the last only where a test replaces it.
+LIMITS = LimitSettings(header_timeout=30, body_timeout=30, keepalive_timeout=10**6)
 BODY = json.dumps({"model": "m", "prompt": "a"}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 SLOW = b"GET /health/live HTTP/1.1\r\n" + b"X-A: b\r\n" * 1000
-WAIT = 20
+# In seconds of the clock.
+WAIT = 10**5
 
 
 @asynccontextmanager
@@ -63,19 +67,21 @@ class Client:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
-    async def dribble(self, data: bytes) -> None:
-        """Send byte by byte, until all is sent or nobody takes it any more."""
+    async def dribble(self, data: bytes, clock: Clock, *, seconds: float = 1) -> None:
+        """Send a byte every few *seconds* of the clock, until all is sent."""
         for number in range(len(data)):
             self.writer.write(data[number : number + 1])
-            await asyncio.sleep(0.01)
+            await clock.elapse(seconds)
 
     @asynccontextmanager
-    async def dribbling(self, data: bytes) -> AsyncIterator[None]:
-        """Send byte by byte meanwhile."""
-        sending = asyncio.create_task(self.dribble(data))
+    async def dribbling(self, data: bytes, clock: Clock) -> AsyncIterator[None]:
+        """Send byte by byte meanwhile, as long as a head or the beginning of a body may take, and not much longer."""
+        began = clock.moved
+        sending = asyncio.create_task(self.dribble(data, clock))
         yield
         assert not sending.done(), "all of it was taken"
         sending.cancel()
+        assert LIMITS.header_timeout <= clock.moved - began < 2 * LIMITS.header_timeout
 
     async def answer(self) -> tuple[int, dict[str, str], dict[str, Any]]:
         """Read one answer."""
@@ -103,72 +109,82 @@ async def connected(port: int, tls: ssl.SSLContext | None = None) -> AsyncIterat
         writer.close()
 
 
-async def test_a_head_that_dribbles() -> None:
+async def test_a_head_that_dribbles(clock: Clock) -> None:
     """Slowloris: the head does not come to its end, and the connection is closed."""
-    async with listening(QUICK) as port, connected(port) as client, client.dribbling(SLOW):
+    async with listening(LIMITS) as port, connected(port) as client, client.dribbling(SLOW, clock):
         assert b"" == await client.rest()
 
 
-async def test_a_client_that_says_nothing() -> None:
+async def test_a_client_that_says_nothing(clock: Clock) -> None:
     """It is kept as long as an idle connection, and gets no answer to no question."""
-    async with listening(msgspec.structs.replace(QUICK, keepalive_timeout=0.3)) as port, connected(port) as client:
+    limits = msgspec.structs.replace(LIMITS, keepalive_timeout=60)
+    async with listening(limits) as port, connected(port) as client:
+        await clock.elapse(59, 10)
+        assert not client.reader.at_eof()
+        await clock.elapse(2)
         assert b"" == await client.rest()
 
 
-async def test_a_second_head_that_dribbles() -> None:
+async def test_a_second_head_that_dribbles(clock: Clock) -> None:
     """A connection that has been used has the same time again, from the first byte of the next head."""
-    async with listening(QUICK) as port, connected(port) as client:
+    async with listening(LIMITS) as port, connected(port) as client:
         for _ in range(2):
             client.writer.write(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
             assert 200 == (await client.answer())[0]
             # To be idle for longer than a head may take is well.
-            await asyncio.sleep(2 * QUICK.header_timeout)
-        async with client.dribbling(SLOW):
+            await clock.elapse(2 * LIMITS.header_timeout)
+        async with client.dribbling(SLOW, clock):
             assert b"" == await client.rest()
 
 
-async def test_an_idle_connection() -> None:
+async def test_an_idle_connection(clock: Clock) -> None:
     """It is closed after its own time."""
-    limits = msgspec.structs.replace(QUICK, keepalive_timeout=0.3)
+    limits = msgspec.structs.replace(LIMITS, keepalive_timeout=60)
     async with listening(limits) as port, connected(port) as client:
         client.writer.write(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
         assert 200 == (await client.answer())[0]
+        await clock.elapse(59, 10)
+        assert not client.reader.at_eof()
+        await clock.elapse(2)
         assert b"" == await client.rest()
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-async def test_a_body_that_dribbles(chunked: bool) -> None:
+@every_case("chunked", [False, True])
+async def test_a_body_that_dribbles(chunked: bool, clock: Clock) -> None:
     """Its request is refused in time, while others are served."""
     head = HEAD % 10_000
     if chunked:
         head = head.replace(b"Content-Length: 10000", b"Transfer-Encoding: chunked")
-    async with listening(QUICK) as port, connected(port) as client:
-        client.writer.write(head)
-        async with client.dribbling(b"1\r\nx\r\n" * 1000 if chunked else b"x" * 9999), connected(port) as other:
+    async with listening(LIMITS) as port, connected(port) as client:
+        client.writer.write(head + (b"1\r\nx\r\n" if chunked else b"x"))
+        await turns()
+        async with connected(port) as other:
             other.writer.write(HEAD % len(BODY) + BODY)
             assert 200 == (await other.answer())[0]
+        async with client.dribbling(b"1\r\nx\r\n" * 1000 if chunked else b"x" * 9998, clock):
             status, headers, body = await client.answer()
 
         assert (408, "request_timeout", "close") == (status, body["error"]["code"], headers["connection"])
 
 
-async def test_a_long_body_at_a_fair_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_body_at_a_fair_rate(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     """It may take longer than the time for its beginning."""
-    monkeypatch.setattr(request_body, "MIN_BODY_RATE", 10)
-    limits = msgspec.structs.replace(QUICK, body_timeout=1)
-    body = BODY[:-1] + b" " * 120 + b"}"
-    async with listening(limits) as port, connected(port) as client:
+    monkeypatch.setattr(request_body, "MIN_BODY_RATE", 1)
+    body = BODY[:-1] + b" " * 60 + b"}"
+    async with listening(LIMITS) as port, connected(port) as client:
         client.writer.write(HEAD % len(body))
-        await client.dribble(body)
+        # A leap of a second or more looks as if the event loop were overloaded.
+        await client.dribble(body, clock, seconds=0.9)
+        assert clock.moved > 2 * LIMITS.body_timeout
         assert 200 == (await client.answer())[0]
 
 
-async def test_an_answer_that_takes_longer() -> None:
+async def test_an_answer_that_takes_longer(clock: Clock) -> None:
     """The time for a head is not that of an answer: a request that waits for its body is not cut by it."""
-    limits = msgspec.structs.replace(QUICK, body_timeout=30)
+    limits = msgspec.structs.replace(LIMITS, body_timeout=300)
     async with listening(limits) as port, connected(port) as client:
         client.writer.write(HEAD % len(BODY))
-        await asyncio.sleep(2 * limits.header_timeout)
+        await clock.elapse(2 * limits.header_timeout)
         client.writer.write(BODY)
         assert 200 == (await client.answer())[0]
 
@@ -202,7 +218,7 @@ async def test_what_is_no_http(data: bytes, status: int, code: str) -> None:
 
 async def test_what_is_no_request_is_seen() -> None:
     """It has its line in the log, under the id that its sender got, and is counted, though no handler has seen it."""
-    async with listening(QUICK) as port:
+    async with listening(LIMITS) as port:
         with structlog.testing.capture_logs() as captured:
             async with connected(port) as client:
                 client.writer.write(b"\x16\x03\x01 secret\r\n\r\n")
@@ -301,7 +317,10 @@ async def test_a_client_that_takes_nothing(
                 await disconnected.wait()
 
 
-async def test_a_handshake_that_does_not_come(tmp_path: Path) -> None:
+async def test_a_handshake_that_does_not_come(tmp_path: Path, clock: Clock) -> None:
     """It has the time that the head of a request has."""
-    async with listening(QUICK, certificate=Authority(tmp_path).issue("service")) as port, connected(port) as client:
+    async with listening(LIMITS, certificate=Authority(tmp_path).issue("service")) as port, connected(port) as client:
+        await clock.elapse(LIMITS.header_timeout - 1, 10)
+        assert not client.reader.at_eof()
+        await clock.elapse(2)
         assert b"" == await client.rest()

@@ -6,7 +6,6 @@ import asyncio
 import configparser
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +25,7 @@ from packaging.utils import canonicalize_name
 
 from tests import deploy_files as files
 from tests.deploy_files import DEPLOY, ROOT, Start
+from tests.programs import found
 from tests.tls_fixture import Authority
 from triton_openai.api.routes import add_routes
 from triton_openai.cli.arguments import parse
@@ -332,8 +332,7 @@ def test_the_lock_file_fits() -> None:
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     """Its own checker has nothing to say, and calls it well shut in."""
-    if (analyze := shutil.which("systemd-analyze")) is None:
-        pytest.skip("systemd-analyze is not installed")
+    analyze = found("systemd-analyze")
     unit = tmp_path / "triton-openai.service"
     text = TEXTS["systemd/triton-openai.service"]
     unit.write_text(text.replace("/opt/triton-openai/bin/triton-openai", sys.executable))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 
-import pytest
 import yaml
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from tests import deploy_files as files
+from tests.programs import needs
 
 EXAMPLES = files.ROOT / "examples"
 
@@ -55,7 +54,7 @@ def test_the_values_for_kubernetes() -> None:
         assert url.startswith(f"http://{service['metadata']['name']}:{service['spec']['ports'][1]['port']}")
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="Node is not installed")
+@needs("Node.js")
 def test_the_program_for_node() -> None:
     """It is JavaScript."""
     subprocess.run(["node", "--check", str(EXAMPLES / "openai-js/chat.js")], check=True, timeout=60)

@@ -7,7 +7,6 @@ import threading
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
-from time import monotonic
 from types import MappingProxyType
 from typing import Any
 from unittest.mock import MagicMock, Mock
@@ -17,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from tests.clock import Clock
 from triton_openai import offload
 from triton_openai.adapters._common.base import Capabilities, Decoder, Hints
 from triton_openai.adapters._common.decoding import CumulativeText, TextDecoder
@@ -244,28 +244,33 @@ async def test_a_decoder_that_fails() -> None:
     await answer.background.close()
 
 
-async def test_silence() -> None:
+async def test_silence(clock: Clock) -> None:
     """It ends the run, whether nothing came or nothing more, and the transport is told; a slow client does not."""
+    clock.freeze()
     for texts, first in (((), 60), (("one",), 600)):
         answer = Answer(limits=TimeLimits(first_token=first, idle=60, total=None))
         if texts:
-            assert 0 < answer.run.check(monotonic() + 500)
+            clock.advance(500)
+            assert 60 == answer.run.check(clock())
             answer.engine.bring(*texts)
             answer.run.pause()
             assert answer.engine.paused
-            assert 0 < answer.run.check(monotonic() + 1000)
+            clock.advance(1000)
+            assert 0 < answer.run.check(clock())
             assert not answer.run.over
             answer.run.resume()
-        assert 0 < answer.run.check(monotonic() + 50) <= 10
+        clock.advance(50)
+        assert 10 == answer.run.check(clock())
         assert not answer.run.over
-        answer.run.check(monotonic() + 61)
+        clock.advance(11)
+        answer.run.check(clock())
         assert isinstance(answer.run.failure, UpstreamTimeout)
         assert "upstream_silent" == answer.run.failure.code
         assert [True] == answer.engine.closed[:1]
         await answer.background.close()
 
 
-async def test_silence_with_a_likely_cause() -> None:
+async def test_silence_with_a_likely_cause(clock: Clock) -> None:
     """The adapter's guess is told where nothing has come at all."""
     for texts, told in (
         ((), "sent no answer for 60 seconds. It is too long."),
@@ -275,7 +280,8 @@ async def test_silence_with_a_likely_cause() -> None:
         adapter: Any = answer.run.model.adapter
         adapter.cause_of_silence.return_value = "It is too long."
         answer.engine.bring(*texts)
-        answer.run.check(monotonic() + 61)
+        clock.advance(61)
+        answer.run.check(clock())
         assert str(answer.run.failure).endswith(told)
         await answer.background.close()
 
@@ -540,10 +546,13 @@ async def test_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @every_case("at_once, total, over", [(True, 60, False), (False, 60, True), (True, None, True)])
-async def test_silence_before_an_answer_that_comes_as_a_whole(at_once: bool, total: float | None, over: bool) -> None:
+async def test_silence_before_an_answer_that_comes_as_a_whole(
+    at_once: bool, total: float | None, over: bool, clock: Clock
+) -> None:
     """It is no fault where the whole answer has a limit."""
     answer = Answer(at_once=at_once, limits=TimeLimits(first_token=10, idle=5, total=total))
-    answer.run.check(monotonic() + 11)
+    clock.advance(11)
+    answer.run.check(clock())
 
     assert over is answer.run.over
     answer.run.close()

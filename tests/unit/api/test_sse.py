@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from tests.clock import Clock
 from tests.tls_fixture import Authority
 from triton_openai.answer.run import Push
 from triton_openai.api.chat import ChatChunks, Turn
@@ -311,27 +312,30 @@ async def test_a_client_that_reads_late_gets_the_error(version: int, secure: boo
     assert b'event: error\ndata: {"error":{"message":"no",' in body.rpartition(text.encode())[2]
 
 
-async def test_a_heartbeat() -> None:
+async def test_a_heartbeat(clock: Clock) -> None:
     """It begins the answer where nothing came, and fills silence; the choices open with the first answer."""
-    async with Served(1, heartbeat=0.05)() as served, connected(served.port) as reader:
-        await head_of(reader)
+    async with Served(1, heartbeat=10)() as served, connected(served.port) as reader:
+        await served.started()
         chunks = chunks_of(reader)
-        for _ in range(3):
+        for number in range(3):
+            clock.advance(10)
+            if not number:
+                await head_of(reader)
             assert b": keep-alive\n\n" == await anext(chunks)
         served.runs[0].push([Delta("a")])
-        while (chunk := await anext(chunks)) == b": keep-alive\n\n":
-            pass
-        assert b"data: 0(\n\ndata: 0a\n\n" == chunk
+        assert b"data: 0(\n\ndata: 0a\n\n" == await anext(chunks)
+        clock.advance(10)
         assert b": keep-alive\n\n" == await anext(chunks)
 
 
 @every_case("begun", [True, False])
-async def test_too_long(begun: bool) -> None:
+async def test_too_long(begun: bool, clock: Clock) -> None:
     """The limit of the whole answer ends it, also while nothing has come."""
-    async with Served(1, timeout=0.1)() as served, connected(served.port) as reader:
+    async with Served(1, timeout=30)() as served, connected(served.port) as reader:
         await served.started()
         if begun:
             served.runs[0].push([Delta("a")])
+        clock.advance(30)
         head = await head_of(reader)
         assert head.startswith(b"HTTP/1.1 200 " if begun else b"HTTP/1.1 504 ")
         if begun:
@@ -353,10 +357,10 @@ async def test_a_client_that_leaves(begun: bool) -> None:
         served.runs[1].push([Delta("b")])
 
 
-async def test_a_client_that_does_not_read() -> None:
+async def test_a_client_that_does_not_read(clock: Clock) -> None:
     """The runs are held back while it does not, and let go when it does; nothing is lost, no comment piles up."""
     text = "x" * 100_000
-    async with Served(2, heartbeat=0.02)() as served:
+    async with Served(2, heartbeat=10)() as served:
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.setblocking(False)
@@ -374,7 +378,7 @@ async def test_a_client_that_does_not_read() -> None:
             assert 1 == one.pauses == other.pauses
             # What was on its way already.
             other.push([Delta("late")])
-            await asyncio.sleep(0.1)
+            await clock.elapse(100, 20)
             assert 1 == one.pauses
             await head_of(reader)
             body, ended = b"", False

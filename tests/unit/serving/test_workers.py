@@ -14,6 +14,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from structlog.testing import capture_logs
 
+from tests.clock import Clock, turns
 from triton_openai.cli import worker as worker_command
 from triton_openai.config.tree import (
     ApiSettings,
@@ -26,6 +27,7 @@ from triton_openai.config.tree import (
 )
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError, ServiceError
+from triton_openai.serving.workers import pool as pool_module
 from triton_openai.serving.workers.channel import Channel, encode
 from triton_openai.serving.workers.pool import Pool, Start, WorkerProcess
 
@@ -45,8 +47,8 @@ _NEW = Settings(api=ApiSettings(default_max_tokens=7))
 
 
 @pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triton_openai.serving.workers.pool.FIRST_PAUSE", 0.001)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "FIRST_PAUSE", 0.0)
 
 
 class Member(WorkerProcess):
@@ -130,11 +132,12 @@ class Factory:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async def look() -> None:
-        while not condition():  # noqa: ASYNC110 - what it waits for is not announced
-            await asyncio.sleep(0.001)
-
-    await asyncio.wait_for(look(), 10)
+    """Wait for what happens without any time passing."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it did not happen")
 
 
 @contextlib.asynccontextmanager
@@ -292,7 +295,7 @@ async def conversation():
     await found.worker.ended()
 
 
-async def test_silence_is_no_consent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silence_is_no_consent(clock: Clock) -> None:
     """New settings that a worker does not answer to are not in force, and its late answer is not one to the next."""
     asked: list[Settings] = []
     answered = asyncio.Event()
@@ -306,10 +309,11 @@ async def test_silence_is_no_consent(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async with conversation() as one:
         one.far.methods["take_over"] = take_over
-        monkeypatch.setattr("triton_openai.serving.workers.pool._TAKE_OVER_SECONDS", 0.01)
-        assert "did not answer" in (await one.worker.take_over(_NEW, renew=False) or "")
+        asking = asyncio.create_task(one.worker.take_over(_NEW, renew=False))
+        await until(lambda: asked)
+        clock.advance(pool_module._TAKE_OVER_SECONDS)
+        assert "did not answer" in (await asking or "")
 
-        monkeypatch.setattr("triton_openai.serving.workers.pool._TAKE_OVER_SECONDS", 60)
         answered.set()
         assert "No such file." == await one.worker.take_over(_RICH, renew=False)
     assert [_NEW, _RICH] == asked
@@ -374,8 +378,7 @@ async def test_settings_are_taken_over_in_the_order_in_which_they_came(monkeypat
     monkeypatch.setattr(worker_command, "take_over", take_over)
     async with controlled(Mock()) as parent:
         answers = [parent.call("take_over", settings, False) for settings in (_NEW, _RICH, Settings())]
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await turns(10)
         assert [] == taken
         slow.set()
         refused, accepted, failed = await asyncio.wait_for(asyncio.gather(*answers), 10)
@@ -422,16 +425,22 @@ async def test_a_hurry_is_passed_on() -> None:
     assert [[("end", False), ("hurry",)]] * 2 == [member.told[:2] for member in factory.members]
 
 
-async def test_who_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_does_not_end_is_killed(clock: Clock) -> None:
     """Long after it should have ended."""
-    monkeypatch.setattr("triton_openai.serving.workers.pool._END_SECONDS", 0.01)
     factory = Factory()
-    async with running(factory, settings=Settings(server=ServerSettings(shutdown_grace=0.01))) as pool:
+    async with running(factory, settings=Settings(server=ServerSettings(shutdown_grace=30))) as pool:
         factory.members[0].obeys = False
         factory.hold.clear()
         factory.members[1].end(1)
         await until(lambda: len(factory.members) == 3)
-        await pool.end(notice=False, hurried=asyncio.Event())
+        ending = asyncio.create_task(pool.end(notice=False, hurried=asyncio.Event()))
+        await until(lambda: factory.members[0].told)
+        await clock.elapse(30 + pool_module._END_SECONDS - 1)
+        assert [("end", False)] == factory.members[0].told
+        await clock.elapse(2)
+        assert [] == factory.members[0].signals
+        await clock.elapse(pool_module._END_SECONDS)
+        await ending
 
         assert -9 == await factory.members[0].status
         # It was being started.
@@ -439,39 +448,31 @@ async def test_who_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> No
         assert -9 == await factory.members[2].status
 
 
-async def test_who_hangs_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_hangs_is_killed_and_replaced(clock: Clock) -> None:
     """It is asked where it hangs first; one that says something now and then is left alone, whatever else it does."""
-    monkeypatch.setattr("triton_openai.serving.workers.pool._DUMP_SECONDS", 0.0)
     factory = Factory()
-    # Smaller than the settings allow, so that nobody has to wait.
-    settings = Settings(server=ServerSettings(worker_timeout=0.2))
     with capture_logs() as logs:
-        async with running(factory, settings=settings):
+        async with running(factory, settings=Settings(server=ServerSettings(worker_timeout=60))):
             silent, alive = factory.members
-
-            async def speak() -> None:
-                while True:
-                    alive.heartbeats += 1
-                    await asyncio.sleep(0.01)
-
-            speaking = asyncio.create_task(speak())
+            for number in range(pool_module._CHECKS):
+                assert [] == silent.signals, number
+                alive.heartbeats += 1
+                await clock.elapse(60 / pool_module._CHECKS)
+            await clock.elapse(pool_module._DUMP_SECONDS)
             await until(lambda: len(factory.members) == 3)
-            speaking.cancel()
 
     assert (-9, [signal.SIGQUIT, signal.SIGKILL]) == (silent.status.result(), silent.signals)
     assert [] == alive.signals
-    hung = [entry["worker"] for entry in logs if entry["event"] == "worker hangs and is killed"]
-    assert [0] == hung[:1]
+    assert [0] == [entry["worker"] for entry in logs if entry["event"] == "worker hangs and is killed"]
 
 
-async def test_who_does_not_listen_yet_is_not_watched() -> None:
+async def test_who_does_not_listen_yet_is_not_watched(clock: Clock) -> None:
     """A start may take as long as its disk does."""
     factory = Factory()
-    settings = Settings(server=ServerSettings(worker_timeout=0.02))
-    pool = factory.pool(1, settings)
+    pool = factory.pool(1, Settings(server=ServerSettings(worker_timeout=60)))
     task = asyncio.create_task(pool.run())
     await until(lambda: factory.members)
-    await asyncio.sleep(0.1)
+    await clock.elapse(600, 100)
     assert [] == factory.members[0].signals
     await pool.end(notice=False, hurried=asyncio.Event())
     await asyncio.wait_for(task, 10)

@@ -14,6 +14,7 @@ import pytest
 import uvloop
 
 from tests.cases import every_case
+from tests.clock import Clock, turns
 from triton_openai.errors import ServiceError, UpstreamUnavailable
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.connection import ConnectionSettings
@@ -114,10 +115,10 @@ async def test_a_stream_to_a_server_that_is_stopped(transport: str, silent: bool
         client: TritonClient = HttpClient(url, settings) if transport == "http" else GrpcClient(url, settings)
         receiver = Mock()
         stream = client.stream(ASKED, receiver)
-        await asyncio.sleep(0.05)
+        await turns()
         stream.close(silent=silent)
         stream.close()
-        await asyncio.sleep(0)
+        await turns()
         assert not receiver.mock_calls
         await asyncio.wait_for(client.close(), 10)
 
@@ -125,6 +126,7 @@ async def test_a_stream_to_a_server_that_is_stopped(transport: str, silent: bool
 async def test_a_server_that_is_stopped_is_connected_to_for_a_while() -> None:
     """Over gRPC too, where a connection is one when the server has greeted."""
     with stopped() as address:
+        # grpcio has a clock of its own.
         client = GrpcClient(f"grpc://{address}", ConnectionSettings(connect_timeout=0.2, control_timeout=60))
         with pytest.raises(UpstreamUnavailable):
             await asyncio.wait_for(client.server_info(), 15)
@@ -178,15 +180,17 @@ async def test_a_server_that_speaks_first(monkeypatch):
 
 
 @every_case("cancelled", [True, False])
-async def test_a_call_that_ends_after_its_client_is_closed(cancelled: bool) -> None:
+async def test_a_call_that_ends_after_its_client_is_closed(cancelled: bool, clock: Clock) -> None:
     """It ends as calls do."""
     with stopped() as address:
-        client = HttpClient(f"http://{address}", ConnectionSettings(connect_timeout=60, control_timeout=0.5))
+        client = HttpClient(f"http://{address}", ConnectionSettings(connect_timeout=60, control_timeout=30))
         call = asyncio.ensure_future(client.server_info())
-        await asyncio.wait({call}, timeout=0.05)
+        await turns()
         await client.close()
         if cancelled:
             call.cancel()
-        (result,) = await asyncio.wait_for(asyncio.gather(call, return_exceptions=True), 10)
+        else:
+            clock.advance(30)
+        (result,) = await asyncio.gather(call, return_exceptions=True)
 
     assert isinstance(result, asyncio.CancelledError if cancelled else ServiceError)

@@ -1,0 +1,65 @@
+"""Programs that some tests need beside Python's packages, and what a run has not checked for want of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+#: Names under which each may be installed, the usual one first, and Debian's package. `.ci/run` installs the packages.
+PROGRAMS = {
+    "Chromium": (("chromium", "chromium-browser", "google-chrome"), "chromium"),
+    "curl": (("curl",), "curl"),
+    "nginx": (("nginx",), "nginx"),
+    "Node.js": (("node",), "nodejs"),
+    "PostgreSQL": (("pg_ctl",), "postgresql"),
+    "promtool": (("promtool",), "prometheus"),
+    "Redis": (("redis-server",), "redis-server"),
+    "systemd-analyze": (("systemd-analyze",), "systemd"),
+}
+_MISSING = "{} is not installed"
+_IS_MISSING = re.compile(f"(?:Skipped: )?{_MISSING.format('(.+)')}")
+
+
+@cache
+def find(name: str) -> str | None:
+    """Return the path of a program, also where Debian keeps it off a user's path, or None if it is not installed."""
+    # Debian has several versions of PostgreSQL side by side.
+    folders = [
+        "/usr/sbin",
+        "/usr/local/sbin",
+        *map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)),
+    ]
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *folders])
+    return next(filter(None, (shutil.which(program, path=path) for program in PROGRAMS[name][0])), None)
+
+
+def found(name: str) -> str:
+    """Return the path of a program; skip the test if it is not installed."""
+    path = find(name)
+    if path is None:
+        pytest.skip(_MISSING.format(name))
+    return path
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    """Skip a test without a program."""
+    return pytest.mark.skipif(find(name) is None, reason=_MISSING.format(name))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tell how many tests were skipped for want of which program, and how to get it."""
+    missing: Counter[str] = Counter()
+    for report in terminalreporter.getreports("skipped"):
+        if isinstance(report.longrepr, tuple) and (match := _IS_MISSING.fullmatch(report.longrepr[2])):
+            missing[match[1]] += 1
+    if missing:
+        tests = ", ".join(f"{count} for want of {name}" for name, count in sorted(missing.items()))
+        packages = " ".join(sorted(PROGRAMS[name][1] for name in missing))
+        terminalreporter.section("Not everything was checked")
+        terminalreporter.write_line(f"Skipped tests: {tests}. To run them: apt-get install {packages}")
