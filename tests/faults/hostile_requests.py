@@ -33,6 +33,8 @@ MODELS = tuple(dict.fromkeys((*GENERATING, *EMBEDDING, *RANKING, *CLASSIFYING)))
 WORDS = "one two three"
 _WORDS = steered(text=WORDS)
 _PIXEL = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(64)).decode()
+_LONG_FILE = base64.b64encode(b"x, " * 900_000).decode()
+_CSV = "data:text/csv;base64," + base64.b64encode(b"a,b\n1,2\n").decode()
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer", "maximum": 2**70}}}
 _FUNCTION = {"name": "look_up", "description": "Looks up.", "parameters": _SCHEMA}
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": '{"city": "Paris"}'}}
@@ -54,7 +56,15 @@ _PLAUSIBLE: Mapping[str, tuple[Any, ...]] = {
     "stop": ("two", ["o", "e", "x" * 1000]),
     "seed": (0, 2**63 - 1, -(2**63)),
     "logit_bias": ({"5": 1}, {str(number): -100 for number in range(300)}),
-    "tools": ([{"type": "function", "function": _FUNCTION}] * 3, [{"type": "function", **_FUNCTION}]),
+    "tools": (
+        [{"type": "function", "function": _FUNCTION}] * 3,
+        [{"type": "function", **_FUNCTION}],
+        [{"name": "look_up", "input_schema": _SCHEMA}, {"type": "web_search_20250305", "name": "web_search"}],
+        [{"type": "custom", "name": "look_up"}, {"type": "custom", "custom": {"name": "look_up"}}],
+        [{"type": "namespace", "name": "a", "tools": [{"type": "function", **_FUNCTION}]}, {"type": "web_search"}],
+        [{"type": "mcp", "server_label": "a", "server_url": "https://a", "unheard_of": 2**70}, {"type": "file_search"}],
+    ),
+    "mcp_servers": ([{"type": "url", "url": "https://a", "name": "a"}],),
     "tool_choice": ("auto", "none", "required", {"type": "function", "name": "look_up"}),
     "response_format": ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": _SCHEMA}}),
     "text": ({"format": {"type": "json_schema", "name": "a", "schema": _SCHEMA}}, {"verbosity": "low"}),
@@ -73,6 +83,7 @@ _PLAUSIBLE: Mapping[str, tuple[Any, ...]] = {
     "top_n": (1, 0, 2**31),
     "use_activation": (True, False),
     "order": ("asc", "desc"),
+    "api-version": ("2024-10-21", "preview"),
 }
 _TEXTS = (
     *("", " ", "a", "\0", "\ud800", "\udc00\ud800", "\ufeff", "\u202e", "é😀", "\r\nX: y", "../../etc/passwd", "%s%n"),
@@ -367,7 +378,7 @@ class _Maker:
     def chat(self) -> dict[str, Any]:
         chance = self._chance
         messages: list[Any] = [{"role": "user", "content": _WORDS}]
-        kind = chance.randrange(6)
+        kind = chance.randrange(7)
         if kind == 0:
             called = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
             messages = [*messages, called, {"role": "tool", "tool_call_id": "call_1", "content": "x"}, *messages]
@@ -376,6 +387,9 @@ class _Maker:
             messages[0] = {"role": "user", "content": [{"type": "text", "text": _WORDS}, image]}
         elif kind == 2:
             messages = [{"role": "system", "content": "Be brief."}, *messages * chance.choice((1, 3, 400))]
+        elif kind == 3:
+            file = {"type": "file", "file": {"filename": "a.csv", "file_data": _CSV}}
+            messages[0] = {"role": "user", "content": [{"type": "text", "text": _WORDS}, file]}
         return {"model": self._model(GENERATING), "max_tokens": 20, "messages": messages}
 
     def completion(self) -> dict[str, Any]:
@@ -387,6 +401,8 @@ class _Maker:
         return chance.choice((
             {"type": "message", "role": "user", "content": _WORDS},
             {"role": "user", "content": [{"type": "input_text", "text": _WORDS}]},
+            {"role": "user", "content": [{"type": "input_file", "filename": "a.csv", "file_data": _CSV}]},
+            {"type": "custom_tool_call", "call_id": "call_1", "name": "look_up", "input": "x"},
             {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
             {"type": "item_reference", "id": self._known.id(chance, "msg")},
             {"id": self._known.id(chance, "msg")},
@@ -438,13 +454,18 @@ class _Maker:
             blocks.append(chance.choice((
                 {"type": "image", "source": source},
                 {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}},
+                {"type": "search_result", "source": "https://a", "title": "a", "content": blocks[:1]},
             )))  # fmt: skip
         messages: list[Any] = [{"role": "user", "content": chance.choice((_WORDS, blocks))}]
         if chance.random() < 0.3:
             use = {"type": "tool_use", "id": "toolu_1", "name": "look_up", "input": {"city": "Paris"}}
             result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "x"}
             thought = {"type": "thinking", "thinking": "hm", "signature": "x"}
-            messages += [{"role": "assistant", "content": [thought, use]}, {"role": "user", "content": [result]}]
+            hosted = {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "x"}}
+            messages += [
+                {"role": "assistant", "content": [thought, hosted, use]},
+                {"role": "user", "content": [result]},
+            ]
         body = {"model": self._model(GENERATING), "max_tokens": 20, "messages": messages}
         return {**body, "stream": True} if chance.random() < 0.3 else body
 
@@ -492,6 +513,8 @@ class _Maker:
             {"messages": [{"role": "user", "content": "a"}, call]},
             {"messages": [{"role": "assistant", "reasoning_content": "word " * 50, "content": "a"}] * 4000},
             {"stop": ["stop " * 100_000] * 4},
+            {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_data": _LONG_FILE}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_data": _CSV}}] * 4000}]},
         ))  # fmt: skip
 
     def heavy_completion(self) -> dict[str, Any]:
