@@ -34,5 +34,7 @@ def _colour(text: str) -> str | None:
 
 def _painted(text: str, colour: str | None) -> str:
     """Return *text* in *colour* where stdout shows colours: a terminal that is not dumb, unless ``NO_COLOR`` is set."""
-    shows = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    # A closed one is None.
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    shows = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return f"\033[{colour}m{text}\033[0m" if colour is not None and shows else text

@@ -224,4 +224,7 @@ def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as changed:
             changed.setenv(name, value)
             assert plain == table(["MODEL", "NOTHING", "CHAT"], rows)
+    # A closed one.
+    monkeypatch.setattr("sys.stdout", None)
+    assert plain == table(["MODEL", "NOTHING", "CHAT"], rows)
     assert [] == problems([])
