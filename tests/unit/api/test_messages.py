@@ -275,6 +275,13 @@ def test_what_is_wrong(case: tuple[dict[str, Any], str]) -> None:
     assert param == refused.value.param
 
 
+def test_a_document_that_is_no_text() -> None:
+    """It is refused by its title and type, with what to send in its place."""
+    source = {"type": "base64", "media_type": "text/markdown", "data": "IyBh"}
+    with pytest.raises(InvalidRequest, match=r"'a.md' is of type 'text/markdown'.*a source of type 'text'"):
+        reading(user({"type": "document", "title": "a.md", "source": source}))
+
+
 def test_blame() -> None:
     """Errors of the chat name the request's own fields."""
     found = reading(user("a"), assistant("b"), user(result("c"), text("d")), system="e")

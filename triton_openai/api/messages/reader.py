@@ -236,8 +236,10 @@ def _parts(block: types.ResultBlockParam, place: str) -> Iterator[messages.Conte
             yield _text(f"The tool {name} can be called now.")
         case types.DocumentBlockParam(source=other):
             kind = other.media_type if isinstance(other, types.Base64SourceParam) else other.__struct_config__.tag
+            named = "A document" if block.title is None else f"The document '{printable(block.title, 100)}'"
             raise UnsupportedParameter(
-                f"A document of type '{printable(str(kind), 100)}' is not supported; only text and its parts are.",
+                f"{named} is of type '{printable(str(kind), 100)}', which is not supported: send its text, in a source "
+                "of type 'text'.",
                 param=place,
             )
 
