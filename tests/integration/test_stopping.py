@@ -277,6 +277,9 @@ async def test_who_has_not_asked_yet_is_waited_for(monkeypatch: pytest.MonkeyPat
         connected.set()
         while await _accepts(address):  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0)
+        # Longer than it takes to close a connection that nobody waits for.
+        for _ in range(100):
+            await asyncio.sleep(0)
         writer.write(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
         await asyncio.wait_for(ending, 20)
