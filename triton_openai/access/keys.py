@@ -31,14 +31,12 @@ _Digest = Annotated[str, Meta(pattern=r"^[0-9a-fA-F]{64}$")]
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    A key and its rights: ``models`` are names or patterns with ``*``, and ``None`` all models.
-
-    ``manage`` is whether the key may load and unload models and manage Triton in other ways, if the service does.
-    """
+    """A key and its rights."""
 
     name: str
+    #: Names or patterns with ``*``; ``None`` for all models.
     models: tuple[str, ...] | None = None
+    #: Whether it may load and unload models and manage Triton in other ways, if the service does.
     manage: bool = True
     limit: RateLimit = RateLimit()
 

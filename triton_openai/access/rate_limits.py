@@ -47,17 +47,20 @@ class RateLimit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why a request is refused: the arguments of :class:`RateLimited`. ``wait`` is in seconds."""
+    """Why a request is refused: the arguments of :class:`RateLimited`."""
 
     message: str
     kind: str
+    #: In seconds.
     wait: float
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Whether a request is admitted (``refusal`` is None), and the headers that say what the key has left."""
+    """Whether a request is admitted."""
 
+    #: They say what the key has left.
     headers: dict[str, str]
+    #: ``None`` if it is admitted.
     refusal: Refusal | None = None
 
 

@@ -15,22 +15,19 @@ ENVIRONMENT_PREFIX = "TRITON_OPENAI_"
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    One setting with all its names.
-
-    *path* leads to it in the tree and in the YAML file; a setting of a single model has ``models.NAME`` before it.
-    *annotation* is its type with its limits. The flags are as ``tree`` describes them. The flag and the variable of a
-    setting that is *file_only* only lead to an error message.
-    """
+    """One setting with all its names. Its flags are as ``tree`` describes them."""
 
     name: str
+    #: Leads to it in the tree and in the YAML file; a setting of a single model has ``models.NAME`` before it.
     path: tuple[str, ...]
+    #: Its type with its limits.
     annotation: Any
     default: Any
     help: str
     metavar: str | tuple[str, ...] | None = None
     form: str = ""
     common: bool = False
+    #: Whether its flag and its variable only lead to an error message.
     file_only: bool = False
     verbatim: bool = False
     secret: bool = False

@@ -24,14 +24,13 @@ TakeOver = Callable[[Settings, bool], Awaitable[None]]
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    The names of what has changed, as the YAML file has them: *live* is taken over, *fixed* needs a restart.
+    """The names of what has changed, as the YAML file has them."""
 
-    *settings* are the current ones with what is live taken from the new ones.
-    """
-
+    #: What is taken over.
     live: tuple[str, ...]
+    #: What needs a restart.
     fixed: tuple[str, ...]
+    #: The current ones with what is live taken from the new ones.
     settings: Settings
 
 

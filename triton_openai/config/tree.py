@@ -384,19 +384,19 @@ class TracesSettings(_Group, frozen=True):
 
 
 class RestrictedApi(_Group, frozen=True):
-    """Groups of paths that are open only to requests with *value* in *header*."""
+    """Groups of paths that are open only to some requests."""
 
     apis: Annotated[tuple[Group, ...], Meta(min_length=1)]
+    #: The name of the header that opens them.
     header: Annotated[str, Meta(pattern=_HEADER)]
+    #: What the header has to hold.
     value: Annotated[str, Meta(pattern=r"^[!-~]([ -~]*[!-~])?$")]
 
 
 class GatewaySettings(_Group, frozen=True):
-    """
-    What a trusted gateway's headers stand for: the priorities of *objectives*, 1 first, and the limits of each tenant
-    for which there is no API key with limits of its own.
-    """
+    """What the headers of a trusted gateway stand for: priorities, and limits of tenants whose API key has none."""
 
+    #: The priority of each objective, 1 first.
     objectives: Mapping[str, Count] = msgspec.field(default_factory=dict)
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
@@ -487,15 +487,14 @@ class DefaultParameters(_Group, frozen=True, omit_defaults=True):
 
 
 class LoraSettings(_Group, frozen=True):
-    """
-    A LoRA adapter that an engine is sent, or reads itself: its *name*, the *task_id* that stands for it there (made
-    from its contents or its path if left out), and the *path* of the folder with its weights. *ckpt_source* is the
-    format of what an engine reads itself.
-    """
+    """A LoRA adapter that an engine is sent, or reads itself."""
 
     name: Text
+    #: Stands for it in the engine; made from its contents or its path if left out.
     task_id: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    #: The folder with its weights.
     path: Text | None = None
+    #: The format of what an engine reads itself.
     ckpt_source: Literal["hf", "nemo"] | None = None
 
 

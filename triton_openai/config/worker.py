@@ -18,14 +18,15 @@ from triton_openai.errors import ConfigurationError
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """
-    This process among *count* workers of one service: number *index*, from 0.
+    This process among the workers of one service.
 
-    A worker that died is replaced by one with the same index; never two at a time have the same. *directory* is shared
-    by all workers of a service of several, and holds their metrics.
+    A worker that died is replaced by one with the same index; never two at a time have the same.
     """
 
+    #: Its number, from 0.
     index: int = 0
     count: int = 1
+    #: What all workers of a service of several share: it holds their metrics.
     directory: Path | None = None
 
     def share(self, limit: int) -> int:

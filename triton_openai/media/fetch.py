@@ -188,18 +188,18 @@ def too_large(limit: int) -> InvalidRequest:
 
 @dataclass(kw_only=True)
 class Fetcher:
-    """
-    Fetches files, at most *concurrency* at a time; each within *timeout* seconds, waiting for its turn included, and of
-    at most *largest* bytes. Closed by :meth:`close`.
-
-    *allows* says which addresses may be connected to, *lookup* finds them, see :class:`CheckedResolver`.
-    """
+    """Fetches files. Closed by :meth:`close`."""
 
     hosts: AllowedHosts
+    #: Most bytes of a file.
     largest: int
+    #: Seconds for a file, waiting for its turn included.
     timeout: float = 10.0
+    #: Most files at a time.
     concurrency: int = 32
+    #: Says which addresses may be connected to.
     allows: AddressPolicy = is_public
+    #: Finds the addresses, see :class:`CheckedResolver`.
     lookup: Callable[..., Sequence[Any]] = socket.getaddrinfo
 
     def __post_init__(self) -> None:

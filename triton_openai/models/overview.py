@@ -9,23 +9,22 @@ from triton_openai.models.served import ServedModel
 
 
 class ModelLine(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    One model of Triton; without an ``adapter`` where it is not ready or not served.
-
-    ``chat`` is whether chats work, ``None`` for a model that takes none and while its tokenizer is being loaded.
-    ``problem`` is why they do not, or why the model is not served or of no use. ``features`` are what requests can use
-    beyond text: streaming, tools, reasoning, JSON schemas, images and log probabilities. ``aliases`` and ``loras`` are
-    its further names.
-    """
+    """One model of Triton."""
 
     name: str
+    #: Its adapter; ``None`` where it is not ready or not served.
     adapter: str | None = None
     state: str
     tasks: tuple[str, ...] = ()
+    #: What requests can use beyond text: streaming, tools, reasoning, JSON schemas, images and log probabilities.
     features: tuple[str, ...] = ()
+    #: Whether chats work; ``None`` for a model that takes none, and while its tokenizer is being loaded.
     chat: bool | None = None
+    #: Why chats do not work, or why the model is not served or of no use.
     problem: str | None = None
+    #: Its further names.
     aliases: tuple[str, ...] = ()
+    #: The names of its LoRA adapters.
     loras: tuple[str, ...] = ()
 
 

@@ -20,8 +20,9 @@ class Reasoning(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
-    """A tool call begins; its arguments follow. ``index`` counts the calls of a choice from 0."""
+    """A tool call begins; its arguments follow."""
 
+    #: Counts the calls of a choice from 0.
     index: int
     id: str
     name: str

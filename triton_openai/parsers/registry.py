@@ -26,19 +26,22 @@ _Parser = TypeVar("_Parser")
 @dataclass
 class Registry(Generic[_Parser]):
     """
-    The parsers of one *kind* ("tool parser").
+    The parsers of one kind.
 
-    *table* has for each built-in one its class, as "module:Class" in *package*, and then aliases. Names of built-in
-    parsers are taken in any case, and with hyphens for underscores. A third party's class is derived from *base*;
-    *make* makes a parser of it.
+    Names of built-in parsers are taken in any case, and with hyphens for underscores.
     """
 
+    #: What messages call one ("tool parser").
     kind: str
     group: str
+    #: Where the built-in ones are.
     package: str
+    #: For each built-in one its class, as "module:Class" in the package, and then aliases.
     table: Mapping[str, Sequence[str]]
     _: KW_ONLY
+    #: What a third party's class is derived from.
     base: type
+    #: Makes a parser of a class.
     make: Callable[[type[_Parser]], _Parser]
 
     def names(self) -> list[str]:
@@ -159,10 +162,12 @@ REASONING_PARSERS: Registry[ReasoningParser] = Registry(
 
 
 class DetectionRule(NamedTuple):
-    """Recognises the format *name* by texts: all of *has* are there, and none of *lacks*."""
+    """Recognises a format by texts."""
 
     name: str
+    #: Texts that are all there.
     has: tuple[str, ...]
+    #: Texts of which none is there.
     lacks: tuple[str, ...] = ()
 
 

@@ -180,18 +180,16 @@ def text_of(message: UserMessage, place: str) -> str:
 
 
 class Rendering(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    How a chat template renders messages: its other inputs, and where the prompt ends.
-
-    *variables* are the client's ``chat_template_kwargs``. With *continue_final_message*, the prompt ends with the last
-    message's text. *images* is how the prompt marks images; without it, messages with images are refused.
-    """
+    """How a chat template renders messages: its other inputs, and where the prompt ends."""
 
     tools: Sequence[Mapping[str, Any]] | None = None
     documents: Sequence[Mapping[str, Any]] | None = None
     add_generation_prompt: bool = True
+    #: Whether the prompt ends with the last message's text.
     continue_final_message: bool = False
+    #: The client's ``chat_template_kwargs``.
     variables: Mapping[str, Any] = {}
+    #: How the prompt marks images; without it, messages with images are refused.
     images: ImageMarks | None = None
 
 
@@ -200,15 +198,12 @@ PLAIN = Rendering()
 
 
 class ToolForm(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    The form of tool calls that a template expects.
-
-    ``ids`` are ``any`` (unchanged), ``short`` (nine letters and digits), or ``named`` (``functions.<name>:<count>``, if
-    the template shows the function's name nowhere else).
-    """
+    """The form of tool calls that a template expects."""
 
     text_arguments: bool = False
     null_content: bool = False
+    #: ``any`` (unchanged), ``short`` (nine letters and digits), or ``named`` (``functions.<name>:<count>``, if the
+    #: template shows the function's name nowhere else).
     ids: Literal["any", "short", "named"] = "any"
     needs_names: bool = False
     #: The field for the thinking before a call, and whether the template takes either that or content, but not both (as

@@ -21,15 +21,14 @@ _PARAM = "truncate_prompt_tokens"
 
 
 class Truncation(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    How a prompt is cut: to at most *tokens*, on the *side* "left" (which keeps the last ones) or "right".
+    """How a prompt is cut."""
 
-    -1 stands for as many tokens as the context has room for. *keeps_special* is whether special tokens around a text
-    stay, and count: vLLM keeps them in a completion's prompt without a side, and cuts them in a chat.
-    """
-
+    #: Most tokens that stay; -1 stands for as many as the context has room for.
     tokens: int
+    #: Where it is cut: "left" keeps the last ones.
     side: Literal["left", "right"] = "left"
+    #: Whether special tokens around a text stay, and count: vLLM keeps them in a completion's prompt without a side,
+    #: and cuts them in a chat.
     keeps_special: bool = True
 
     def within(self, room: int | None) -> Truncation:

@@ -31,14 +31,14 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """
     What the whole service does, over all models: requests now, and sums since its start.
 
-    The time to the first token is ``first_token_seconds`` divided by ``first_tokens``, which counts the requests that
-    got one; what happened between two readings is the difference of the sums.
+    What happened between two readings is the difference of the sums.
     """
 
     running: int = 0
     queued: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
+    #: The requests that got a first token; the mean time to it is the next sum divided by this one.
     first_tokens: int = 0
     first_token_seconds: float = 0.0
 

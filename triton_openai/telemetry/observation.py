@@ -60,11 +60,12 @@ UPSTREAM: ContextVar[Upstream] = ContextVar("upstream", default=_NO_HEADERS)
 
 
 class Stage(msgspec.Struct, eq=False):
-    """A part of the work on a request: its *name*, its times, and whether it ended by an exception."""
+    """A part of the work on a request, and its times."""
 
     name: str
     began: float
     ended: float | None = None
+    #: Whether it ended by an exception.
     failed: bool = False
 
     def __enter__(self) -> None:
@@ -83,19 +84,7 @@ def _shown(method: str, path: str) -> tuple[str, str]:
 
 
 class Observation(msgspec.Struct, eq=False, kw_only=True):
-    """
-    One request.
-
-    ``operation`` is OpenTelemetry's name of the operation (``chat``, ``text_completion``, ``embeddings``, …), ``None``
-    for a request that is not inference. ``model`` is the name that the client used, set once it is known to be served;
-    ``response_model`` is the model behind that name, ``adapter`` its adapter. ``answers`` has *n* answers for each
-    prompt. ``key`` is the name of the API key. ``parameters`` is the request's body, ``body_size`` its size in bytes
-    after decompression, ``unknown_fields`` the names in it that the API does not have. ``response_id`` is the id of the
-    answer, and the prefix of the ids of the requests to Triton. ``error`` may be set after the status was sent.
-    ``upstream`` adds headers to requests to Triton, ``headers`` are added to the answer; ``log_fields`` are in every
-    log line of the request. ``chat_template`` is the name of the template that rendered the prompt.
-    ``reasoning_tokens`` counts those of the answers; most models have none.
-    """
+    """One request."""
 
     # The request
     request: web.BaseRequest | None = None
@@ -103,28 +92,46 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
     method: str
     path: str
     began: float = msgspec.field(default_factory=time.monotonic)
+    #: The name of the API key.
     key: str | None = None
+    #: OpenTelemetry's name of the operation (``chat``, ``text_completion``, ``embeddings``, …); ``None`` for a request
+    #: that is not inference.
     operation: str | None = None
+    #: The name that the client used, set once it is known to be served.
     model: str | None = None
+    #: The adapter of the model behind that name.
     adapter: str | None = None
     stream: bool = False
+    #: How many answers a prompt has.
     n: int = 1
+    #: The request's body.
     parameters: object = None
+    #: Its size in bytes after decompression.
     body_size: int | None = None
+    #: The names in it that the API does not have.
     unknown_fields: Sequence[str] = ()
+    #: Adds headers to requests to Triton.
     upstream: Upstream = _NO_HEADERS
+    #: In every log line of the request.
     log_fields: Mapping[str, str] = _NOTHING
     # The answer
+    status: int = CLIENT_CLOSED_REQUEST
+    #: Added to the answer.
     headers: Mapping[str, str] = _NOTHING
+    #: The id of the answer, and the prefix of the ids of the requests to Triton.
     response_id: str | None = None
+    #: The model behind the client's name.
     response_model: str | None = None
+    #: Counts those of the answers; most models have none.
     reasoning_tokens: Callable[[], int | None] = lambda: None
     stages: list[Stage] = []
+    #: :attr:`n` answers for each prompt.
     answers: Sequence[Progress] = ()
+    #: The name of the template that rendered the prompt.
     chat_template: str | None = None
     input_tokens: int | None = None
     queued_seconds: float = 0.0
-    status: int = CLIENT_CLOSED_REQUEST
+    #: May be set after the status was sent.
     error: ServiceError | None = None
     client_left: bool = False
     ended: float | None = None

@@ -28,16 +28,13 @@ _GATHER_SECONDS = 0.02
 
 
 class BackgroundWriter(io.RawIOBase):
-    """
-    Passes what is written on to *stream*, in a thread. What is written in one piece is one line.
-
-    ``lost`` is called with the number of lines that were just lost, and why: in any thread, but one call at a time.
-    When lines can be written again, ``restored`` returns what says how many were lost since it was called last.
-    """
+    """Passes what is written on to *stream*, in a thread. What is written in one piece is one line."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
+        #: Called with the number of lines that were just lost, and why: in any thread, but one call at a time.
         self.lost: Callable[[int, str], object] = lambda *_: None
+        #: Returns, when lines can be written again, what says how many were lost since it was called last.
         self.restored: Callable[[int, str], bytes] = lambda *_: b""
         #: How many lines were lost in all.
         self.total = 0

@@ -69,20 +69,18 @@ _propagator = TraceContextTextMapPropagator()
 
 
 class Span(msgspec.Struct, kw_only=True):
-    """
-    A span while it is made. Times are nanoseconds of the wall clock.
-
-    ``context`` has its ids, if anybody has to know them before it is sent. ``parent`` is ``None`` where a trace begins.
-    ``first_token`` is an event in it.
-    """
+    """A span while it is made. Times are nanoseconds of the wall clock."""
 
     name: str
+    #: Its ids, if anybody has to know them before it is sent.
     context: SpanContext | None = None
+    #: ``None`` where a trace begins.
     parent: SpanContext | None
     kind: SpanKind = SpanKind.INTERNAL
     began: int
     ended: int = 0
     attributes: Attributes
+    #: When the first token came: an event in it.
     first_token: int | None = None
     failed: bool = False
 

@@ -29,19 +29,18 @@ _PARALLEL_CONFIGS = 16
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    What Triton had at one moment.
-
-    ``configs`` are those of ready models. ``waiting`` are models that exist and are not ready, with the server's
-    reason. ``complete`` is whether every config could be read. ``server`` is Triton's name and version, if known.
-    ``error`` is why Triton could not be asked.
-    """
+    """What Triton had at one moment."""
 
     index: Sequence[IndexEntry] = ()
+    #: Those of ready models.
     configs: Mapping[str, ModelConfig] = {}
+    #: Models that exist and are not ready, with the server's reason.
     waiting: Mapping[str, str] = {}
+    #: Whether every config could be read.
     complete: bool = False
+    #: Triton's name and version, if known.
     server: ServerInfo | None = None
+    #: Why Triton could not be asked.
     error: ServiceError | None = None
 
     @property

@@ -51,8 +51,9 @@ class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A server's name and version; the *name* is ``triton`` unless it was started with another ``--id``."""
+    """A server's name and version."""
 
+    #: ``triton`` unless it was started with another ``--id``.
     name: str
     version: str
 

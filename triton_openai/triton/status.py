@@ -61,15 +61,17 @@ def public_reason(text: str) -> str | None:
 
 class Rule(msgspec.Struct, frozen=True):
     """
-    An *error* with its *message*, and the *patterns* of the texts that mean it.
+    What the text of a failure means.
 
     The message may name the *model*, a pattern's groups, and what was *said*: the public part of the group ``reason``,
-    or of the whole match. *unsaid* is the message if there is no public part.
+    or of the whole match.
     """
 
     error: Callable[..., ServiceError]
     message: str
+    #: Of the texts that mean it.
     patterns: Sequence[re.Pattern[str]]
+    #: The message if there is no public part.
     unsaid: str | None
     options: Mapping[str, Any]
 

@@ -34,15 +34,14 @@ _LENGTH = struct.Struct("<I")
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    One declared input or output: ``dims`` exclude the batch dimension, ``-1`` is a dynamic one. ``label_filename`` is
-    the file with the labels of its classes.
-    """
+    """One declared input or output."""
 
     name: str
     datatype: str
+    #: Without the batch dimension; ``-1`` is a dynamic one.
     dims: tuple[int, ...]
     optional: bool = False
+    #: The file with the labels of its classes.
     label_filename: str = ""
 
 
@@ -55,12 +54,7 @@ class EnsembleStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    A model's configuration as Triton serves it. Adapters decide by nothing else.
-
-    ``priority_levels`` are those of the dynamic batcher's queue; 0 where it has none. ``server_version`` is that of the
-    Triton that has the model ("2.53.0"), empty if unknown.
-    """
+    """A model's configuration as Triton serves it. Adapters decide by nothing else."""
 
     name: str
     backend: str = ""
@@ -71,7 +65,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     outputs: Mapping[str, TensorSpec] = {}
     parameters: Mapping[str, str] = {}
     steps: tuple[EnsembleStep, ...] = ()
+    #: Those of the dynamic batcher's queue; 0 where it has none.
     priority_levels: int = 0
+    #: That of the Triton that has the model ("2.53.0"), empty if unknown.
     server_version: str = ""
 
     @property
@@ -122,15 +118,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """
-    An input: flat *values* (row-major) of *shape*. BYTES values are ``str`` (sent as UTF-8).
-
-    Values that are ``bytes`` are the raw contents: a large matrix never becomes Python numbers.
-    """
+    """An input."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+    #: Flat (row-major). BYTES values are ``str`` (sent as UTF-8). ``bytes`` are the raw contents: a large matrix never
+    #: becomes Python numbers.
     values: Sequence[Any]
 
     def raw(self) -> bytes:
@@ -154,31 +148,28 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    An adapter's request to Triton.
-
-    ``outputs`` are the requested outputs (HTTP's generate extension ignores them and sends all). ``stream`` is whether
-    the model is decoupled: it answers step by step, and the request can be cancelled in between. ``cancellable`` is
-    whether cancelling stops the backend; if not, a transport may read the rest and drop it. ``priority`` is for
-    Triton's queues, 1 first and 0 for the default; the generate extension has none. With ``classification`` the outputs
-    are texts ``value:index:label``, as many of each row with the highest values. ``json_expressible`` is whether the
-    generate extension's JSON can express the request and its answers; if not, *needed_for* names the parameter that
-    prevents it, if one does. ``headers`` are sent as HTTP headers or gRPC metadata: names in lower case, values
-    printable ASCII. Adapters do not set them. ``prefers_grpc`` is whether the backend notices a cancellation only over
-    gRPC, or earlier than over HTTP.
-    """
+    """An adapter's request to Triton."""
 
     model: str
     id: str
     inputs: tuple[Tensor, ...]
+    #: The requested outputs. HTTP's generate extension ignores them and sends all.
     outputs: tuple[str, ...] = ()
+    #: Whether the model is decoupled: it answers step by step, and the request can be cancelled in between.
     stream: bool = False
+    #: Whether cancelling stops the backend; if not, a transport may read the rest and drop it.
     cancellable: bool = True
+    #: Whether the generate extension's JSON can express the request and its answers.
     json_expressible: bool = True
+    #: Whether the backend notices a cancellation only over gRPC, or earlier than over HTTP.
     prefers_grpc: bool = False
+    #: For Triton's queues, 1 first and 0 for the default; the generate extension has none.
     priority: int = 0
+    #: If set, the outputs are texts ``value:index:label``, as many of each row with the highest values.
     classification: int = 0
+    #: The parameter that JSON cannot express, if one prevents it.
     needed_for: str | None = None
+    #: Sent as HTTP headers or gRPC metadata: names in lower case, values printable ASCII. Adapters do not set them.
     headers: Mapping[str, str] = {}
 
     @property

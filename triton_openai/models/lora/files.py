@@ -30,13 +30,11 @@ _decode = msgspec.json.Decoder(dict[Annotated[str, msgspec.Meta(min_length=1)], 
 
 
 class FoundLora(Lora, frozen=True, kw_only=True):
-    """
-    An adapter that can be served: by its name, by a number that the engine knows, or with the files in *folder*.
+    """An adapter that can be served: by its name, by a number that the engine knows, or with files."""
 
-    *root* is the folder that its files must not lead out of.
-    """
-
+    #: The folder with its files.
     folder: Path | None = None
+    #: The folder that its files must not lead out of.
     root: Path | None = None
 
     def read(self, wanted: LoraFormat) -> Lora:

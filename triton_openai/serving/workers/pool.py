@@ -49,19 +49,17 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerProcess:
-    """
-    A running worker at the other end of *channel*.
-
-    *settings* are the last that it was sent. *listening* is set when it accepts connections. *heartbeats* counts its
-    heartbeats. *refusal* is its own reason why it could not start, if it sent one.
-    """
+    """A running worker at the other end of *channel*."""
 
     def __init__(self, process: asyncio.subprocess.Process, channel: Channel, settings: Settings) -> None:
         self.pid = process.pid
+        #: The last that it was sent.
         self.settings = settings
         self.channel = channel
+        #: Set when it accepts connections.
         self.listening = asyncio.Event()
         self.heartbeats = 0
+        #: Its own reason why it could not start, if it sent one.
         self.refusal: str | None = None
         self._process = process
         channel.methods |= {"listening": self.listening.set, "heartbeat": self._heartbeat, "refuse": self._refuse}
