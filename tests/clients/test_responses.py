@@ -187,8 +187,11 @@ def test_what_is_kept(client: OpenAI) -> None:
     for wanted in (first.id, "resp_nothing"):
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(wanted)
+    # What goes on from it goes on without its turn.
+    options: Any = {"model": "vllm_model", "input": again("four"), "previous_response_id": second.id}
+    assert client.responses.create(**options).output_text == "four"
     with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(model="vllm_model", input="x", previous_response_id=second.id)
+        client.responses.create(model="vllm_model", input="x", previous_response_id=first.id)
     assert "previous_response_not_found" == caught.value.code
     unkept = client.responses.create(model="vllm_model", input=steered(text="one"), store=False)
     with pytest.raises(openai.NotFoundError):

@@ -256,14 +256,8 @@ class RedisStore(Store):
         rows = [Row(name, row_id.decode(), one) for row_id, one in zip(data[::2], data[1::2], strict=True)]
         return Page(rows, len(rows) < count)
 
-    async def sizes(self, owner: str, places: Collection[Place]) -> Mapping[Place, int]:
-        return await self._at("sizes", owner, places)
-
-    async def fetch(self, owner: str, places: Collection[Place]) -> Mapping[Place, bytes]:
-        return await self._at("fetch", owner, places)
-
-    async def _at(self, operation: str, owner: str, places: Collection[Place]) -> Mapping[Place, Any]:
-        found = await self._call(operation, owner=owner, places=list(places))
+    async def _at(self, what: str, owner: str, places: Collection[Place]) -> Mapping[Place, Any]:
+        found = await self._call(what, owner=owner, places=list(places))
         return {place: one for place, one in zip(places, found, strict=True) if one is not None}
 
     async def chain(self, key: str, owner: str, names: Sequence[str], *, most: int) -> Sequence[Link]:

@@ -201,23 +201,15 @@ class SqlStore(Store):
         return Page([Row(name, row_id, bytes(data)) for row_id, data in shown], count < len(sizes))
 
     @_operation()
-    def sizes(self, owner: str, places: Collection[Place]) -> Steps[Mapping[Place, int]]:
-        return (yield from self._at("LENGTH(r.data)", int, owner, places))
-
-    @_operation()
-    def fetch(self, owner: str, places: Collection[Place]) -> Steps[Mapping[Place, bytes]]:
-        return (yield from self._at("r.data", bytes, owner, places))
-
-    def _at(
-        self, column: str, kind: Callable[[Any], _T], owner: str, places: Collection[Place]
-    ) -> Steps[Mapping[Place, _T]]:
+    def _at(self, what: str, owner: str, places: Collection[Place]) -> Steps[Mapping[Place, Any]]:
+        column = "LENGTH(r.data)" if what == "sizes" else "r.data"
         found = yield (
             f"SELECT p.key, p.id, {column} FROM PAIRS($1) p CROSS JOIN triton_openai_row r CROSS JOIN"
             " triton_openai_entry e WHERE r.key = p.key AND r.id = p.id AND e.key = r.key AND e.owner = $2"
             " AND e.used >= $3",
             *(json.dumps(list(places)), owner, self._before()),
         )
-        return {Place(key, row_id): kind(value) for key, row_id, value in found}
+        return {Place(key, row_id): value for key, row_id, value in found}
 
     @_operation()
     def chain(self, key: str, owner: str, names: Sequence[str], *, most: int) -> Steps[Sequence[Link]]:

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import structlog
 
@@ -196,13 +196,17 @@ class Store(ABC):
         They are fewer if they have more than *most_size* bytes, but at least one.
         """
 
-    @abstractmethod
     async def sizes(self, owner: str, places: Collection[Place]) -> Mapping[Place, int]:
         """Return the sizes of those rows at *places* that *owner* has."""
+        return await self._at("sizes", owner, places)
 
-    @abstractmethod
     async def fetch(self, owner: str, places: Collection[Place]) -> Mapping[Place, bytes]:
         """Return those rows at *places* that *owner* has."""
+        return await self._at("fetch", owner, places)
+
+    @abstractmethod
+    async def _at(self, what: Literal["sizes", "fetch"], owner: str, places: Collection[Place]) -> Mapping[Place, Any]:
+        """Do either."""
 
     @abstractmethod
     async def chain(self, key: str, owner: str, names: Sequence[str], *, most: int) -> Sequence[Link]:
