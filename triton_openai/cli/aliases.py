@@ -95,31 +95,39 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
 #: Arguments of vLLM's engine: of Triton's vLLM backend, which has the engine, they are keys of a model's model.json.
 ENGINE_ARGUMENTS = frozenset(
     """
-    additional-config allowed-local-media-path async-scheduling attention-backend block-size calculate-kv-scales
-    code-revision collect-detailed-traces compilation-config config-format convert cpu-offload-gb cuda-graph-sizes
-    data-parallel-address data-parallel-backend data-parallel-rank data-parallel-rpc-port data-parallel-size
-    data-parallel-size-local decode-context-parallel-size default-mm-loras device disable-async-output-proc
+    additional-config all2all-backend allowed-local-media-path async-scheduling attention-backend block-size
+    calculate-kv-scales code-revision collect-detailed-traces compilation-config config-format convert cpu-offload-gb
+    cuda-graph-sizes cudagraph-capture-sizes cudagraph-metrics data-parallel-address data-parallel-backend
+    data-parallel-rank data-parallel-rpc-port data-parallel-size data-parallel-size-local dbo-decode-token-threshold
+    dbo-prefill-token-threshold decode-context-parallel-size default-mm-loras device disable-async-output-proc
     disable-cascade-attn disable-chunked-mm-input disable-custom-all-reduce disable-hybrid-kv-cache-manager
     disable-log-stats disable-mm-preprocessor-cache disable-sliding-window distributed-executor-backend download-dir
-    dtype enable-chunked-prefill enable-eplb enable-expert-parallel enable-lora enable-prefix-caching
-    enable-prompt-embeds enable-sleep-mode enforce-eager eplb-config fully-sharded-loras gpu-memory-utilization
-    guided-decoding-backend hf-config-path hf-overrides ignore-patterns io-processor-plugin kv-cache-dtype
-    kv-cache-memory-bytes kv-events-config kv-sharing-fast-prefill kv-transfer-config limit-mm-per-prompt load-format
+    dtype ec-transfer-config enable-chunked-prefill enable-dbo enable-eplb enable-expert-parallel enable-lora
+    enable-lora-bias enable-mm-embeds enable-prefix-caching enable-prompt-embeds enable-sleep-mode enforce-eager
+    eplb-config fully-sharded-loras gpu-memory-utilization guided-decoding-backend hf-config-path hf-overrides
+    ignore-patterns interleave-mm-strings io-processor-plugin kv-cache-dtype kv-cache-memory-bytes kv-events-config
+    kv-offloading-size kv-sharing-fast-prefill kv-transfer-config language-model-only limit-mm-per-prompt load-format
     logits-processor-pattern logits-processors logprobs-mode long-prefill-token-threshold lora-dtype
-    lora-extra-vocab-size mamba-cache-dtype mamba-ssm-cache-dtype max-cpu-loras max-logprobs max-long-partial-prefills
-    max-lora-rank max-loras max-num-batched-tokens max-num-partial-prefills max-num-seqs max-parallel-loading-workers
-    max-seq-len-to-capture media-io-kwargs mm-encoder-tp-mode mm-processor-cache-gb mm-processor-kwargs model model-impl
-    model-loader-extra-config num-gpu-blocks-override num-lookahead-slots num-scheduler-steps override-attention-dtype
-    override-pooler-config pipeline-parallel-size pooler-config preemption-mode prefix-caching-hash-algo
-    pt-load-map-location quantization revision rope-scaling rope-theta runner scheduler-cls scheduler-delay-factor
-    scheduling-policy seed skip-mm-profiling skip-tokenizer-init speculative-config structured-outputs-config swap-space
-    task tensor-parallel-size tokenizer-mode tokenizer-revision trust-remote-code use-tqdm-on-load
-    worker-cls worker-extension-cls
+    lora-extra-vocab-size mamba-cache-dtype mamba-ssm-cache-dtype master-addr master-port max-cpu-loras
+    max-cudagraph-capture-size max-logprobs max-long-partial-prefills max-lora-rank max-loras max-num-batched-tokens
+    max-num-partial-prefills max-num-seqs max-parallel-loading-workers max-seq-len-to-capture media-io-kwargs
+    mm-encoder-attn-backend mm-encoder-only mm-encoder-tp-mode mm-processor-cache-gb mm-processor-cache-type
+    mm-processor-kwargs mm-shm-cache-max-object-size-mb model model-impl model-loader-extra-config moe-backend nnodes
+    node-rank num-gpu-blocks-override num-lookahead-slots num-scheduler-steps optimization-level
+    override-attention-dtype override-pooler-config performance-mode pipeline-parallel-size pooler-config
+    preemption-mode prefix-caching-hash-algo pt-load-map-location quantization ray-workers-use-nsight revision
+    rope-scaling rope-theta runner safetensors-load-strategy scheduler-cls scheduler-delay-factor scheduling-policy seed
+    skip-mm-profiling skip-tokenizer-init specialize-active-lora speculative-config structured-outputs-config swap-space
+    task tensor-parallel-size tokenizer-mode tokenizer-pool-extra-config tokenizer-pool-size tokenizer-pool-type
+    tokenizer-revision trust-remote-code use-tqdm-on-load use-v2-block-manager video-pruning-rate worker-cls
+    worker-extension-cls
     """.split()  # noqa: SIM905 - a hundred lines otherwise
 )
 _ENGINE_SHORT = {
     **{"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size"},
     **{"-dcp": "decode-context-parallel-size", "-q": "quantization", "-cc": "compilation-config"},
+    # -O3, too.
+    **{f"-O{level}": "optimization-level" for level in ("", *range(4))},
 }
 #: Variables of openai_trtllm and the flags of it or of ours that they stand for.
 VARIABLES: Mapping[str, str] = {

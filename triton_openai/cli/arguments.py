@@ -213,7 +213,9 @@ def _about(section: str) -> str:
 
 def _unknown(argument: str, command: str) -> str:
     if not argument.startswith("-"):
-        return f"`triton-openai {command}` takes options only, and {argument!r} is none."
+        # Such as the model that `vllm serve` takes.
+        models = " The models are those that Triton has." if command == "serve" else ""
+        return f"`triton-openai {command}` takes options only, and {argument!r} is none.{models}"
     flag = argument.partition("=")[0]
     known = {option.flag: option for option in options()}
     option = known.get(flag) or known.get(flag.replace("--no-", "--", 1))

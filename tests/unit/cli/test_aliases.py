@@ -106,7 +106,8 @@ def test_arguments_of_vllms_engine(flag: str) -> None:
 
 def test_short_arguments_of_vllms_engine() -> None:
     """They are not the short flags of another server, whose first letter they share."""
-    for form, key in (("-tp", "tensor_parallel_size"), ("-pp=2", "pipeline_parallel_size"), ("-q", "quantization")):
+    forms = {"-tp": "tensor_parallel_size", "-pp=2": "pipeline_parallel_size", "-q": "quantization"}
+    for form, key in (*forms.items(), ("-O3", "optimization_level"), ("-O", "optimization_level")):
         with pytest.raises(ConfigurationError, match=f"'{key}' into model.json"):
             translate(["serve", form, "2"], {})
 

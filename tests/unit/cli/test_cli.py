@@ -114,7 +114,10 @@ def test_no_suggestion_misleads(name: str) -> None:
         (["serve", "--tls-cert", "1"], "Did you mean --tls-certificate?"),
         (["serve", "--apikeys", "1"], "--apikeys is not an option of `triton-openai serve`. See triton-openai serve"),
         (["serve", "--toolcall-parser", "1"], "Did you mean --tool-call-parser?"),
-        (["serve", "extra"], "`triton-openai serve` takes options only, and 'extra' is none."),
+        (
+            ["serve", "extra"],
+            "`triton-openai serve` takes options only, and 'extra' is none. The models are those that Triton has.",
+        ),
         (["serve", "--port"], "Argument --port: expected one argument."),
         (["demo", "--triton-url", "http://a"], "`triton-openai demo` has no --triton-url."),
         (["inspect", "--port", "1"], "`triton-openai inspect` has no --port."),
