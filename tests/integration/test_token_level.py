@@ -27,13 +27,13 @@ from tests.conformance.calls import (
 from tests.proxy_fixture import TRANSPORTS, Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
 from triton_openai.answer.fan_out import collect
-from triton_openai.answer.time_limits import TimeLimits
-from triton_openai.api.generate import Task, runs_of
-from triton_openai.api.service import SERVICE, RequestContext, Service, new_id
+from triton_openai.answer.limits import TimeLimits, TokenLimit
+from triton_openai.answer.prepare import GenerationSpec
+from triton_openai.api.service import SERVICE, RequestContext, Service, new_id, runs_of
 from triton_openai.cli.inspect import ModelReport, inspect_models
 from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.generation import Sampling
+from triton_openai.generation import Generation, Sampling
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer as ModelTokenizer
 from triton_openai.telemetry.observation import Observation
@@ -256,6 +256,12 @@ def context_of(service: Service, model: ServedModel) -> RequestContext[Any]:
     return RequestContext(nothing, service, nothing, model, observation, LIMITS)
 
 
+def nine_tokens() -> GenerationSpec:
+    """Return what asks for nine tokens."""
+    template = Generation(id=new_id("cmpl"), prompt="", sampling=Sampling(max_tokens=9))
+    return GenerationSpec(template=template, limit=TokenLimit(tokens=9))
+
+
 async def test_token_ids_go_through_unchanged(
     token_proxies: dict[str, Proxy], triton: TestTriton, vocabulary: Tokenizer
 ) -> None:
@@ -264,8 +270,7 @@ async def test_token_ids_go_through_unchanged(
     model = await service.models.find("tensorrt_llm")
     ids = [*ids_of(vocabulary, "a"), *ids_of(vocabulary, "b"), *ids_of(vocabulary, steered(text=" yes"))]
 
-    task = Task(id=new_id("cmpl"), sampling=Sampling(max_tokens=9))
-    (run,) = await runs_of(context_of(service, model), [ids], task)
+    (run,) = await runs_of(context_of(service, model), (await model.prompter()).tokenizer, [ids], nine_tokens())
     (answer,) = await collect([run], timeout=60)
 
     assert ids == (await inputs_of(triton, "tensorrt_llm", run.generation.id))["input_ids"]["value"]
@@ -277,10 +282,10 @@ async def test_token_ids_must_exist(token_proxies: dict[str, Proxy]) -> None:
     """An engine would read beyond its table."""
     service = token_proxies["http"].client.app[SERVICE]
     model = await service.models.find("tensorrt_llm")
-    task = Task(id=new_id("cmpl"), sampling=Sampling(max_tokens=9))
+    tokenizer = (await model.prompter()).tokenizer
 
     with pytest.raises(InvalidRequest, match="10000000"):
-        await runs_of(context_of(service, model), [[1, 10_000_000]], task)
+        await runs_of(context_of(service, model), tokenizer, [[1, 10_000_000]], nine_tokens())
 
 
 async def test_bad_words_go_as_ids(token_proxies: dict[str, Proxy], triton: TestTriton, vocabulary: Tokenizer) -> None:

@@ -15,17 +15,16 @@ from time import monotonic
 import msgspec
 import structlog
 
-from triton_openai.adapters._common.base import Decoder
-from triton_openai.answer.logprobs import LogitsReader
+from triton_openai.adapters._common.base import Adapter, Decoder
+from triton_openai.answer.limits import TimeLimits, TokenLimit
+from triton_openai.answer.logits_reader import LogitsReader
 from triton_openai.answer.stages import Pipeline
-from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamTimeout, UpstreamUnavailable
 from triton_openai.generation import Delta, FinishReason, Generation, Lora, Progress, TokenLogprob, Usage
-from triton_openai.models.lora.delivery import LoraAnswers
-from triton_openai.models.served import ServedModel
+from triton_openai.models.lora.delivery import LoraAnswers, LoraDelivery
 from triton_openai.prompts.tokenizer import Tokenizer, count_pieces
 from triton_openai.tasks import Background
-from triton_openai.telemetry.observation import UPSTREAM, Upstream
+from triton_openai.telemetry.observation import Upstream
 from triton_openai.triton.client import Receiver, ResponseStream, SingleAnswer, TritonClient, gather
 from triton_openai.triton.status import failed_midway, no_answer
 from triton_openai.triton.tensors import InferRequest, InferResponse
@@ -44,36 +43,55 @@ _STOP_REQUEST_TIMEOUT = 5.0
 _STOP_DELAYS = (0.0, 1.0, 1.0)
 
 
+class Sender(msgspec.Struct, frozen=True):
+    """How the work for one request of a client reaches Triton: by *client*, and seen by *upstream*."""
+
+    client: TritonClient
+    upstream: Upstream
+    #: Where stop requests are sent, for which nobody waits.
+    background: Background
+
+    async def ask(self, request: InferRequest) -> Sequence[InferResponse]:
+        """Return all answers to *request*. Raises :class:`ServiceError`."""
+        with self.upstream.call(request) as sent:
+            return await gather(self.client, sent)
+
+
 class Run:
-    """A running generation. A started run must be closed: :meth:`close` stops the backend's work."""
+    """
+    A running generation. A started run must be closed: :meth:`close` stops the backend's work.
+
+    *lora_delivery* sends the weights of the generation's LoRA adapter where requests have to.
+    """
 
     def __init__(
         self,
-        model: ServedModel,
         generation: Generation,
         *,
-        client: TritonClient,
-        limits: TimeLimits,
-        background: Background,
-        tokenizer: Tokenizer | None,
+        adapter: Adapter,
+        sender: Sender,
+        time_limits: TimeLimits,
+        token_limit: TokenLimit,
+        tokenizer: Tokenizer | None = None,
+        lora_delivery: LoraDelivery | None = None,
     ) -> None:
-        self.model = model
         self.generation = generation
         self.prompt_logprobs: Sequence[TokenLogprob] = ()
         self.progress = Progress(generation)
         #: Whether the run has ended, and with which error, if any. :meth:`conclude` sets usage and reason.
         self.over = False
         self.failure: Exception | None = None
+        self._adapter = adapter
+        self._sender = sender
+        self._limits = time_limits
+        self._token_limit = token_limit
         self._tokenizer = tokenizer
-        self._limits = limits
-        self._client = client
-        self._background = background
-        self._upstream = UPSTREAM.get()
+        self._lora_delivery = lora_delivery
         # Set while the backend works.
         self._stream: ResponseStream | None = None
-        self._decoder: Decoder = model.adapter.decoder(generation)
+        self._decoder: Decoder = adapter.decoder(generation)
         self._logits: LogitsReader | None = None
-        self._pipeline = Pipeline(model, generation, tokenizer, self.progress)
+        self._pipeline = Pipeline(adapter.capabilities, generation, tokenizer, self.progress)
         # Tokens of the steps with nothing to show since the last delta that was pushed.
         self._unshown = 0
         self._pauses = 0
@@ -96,12 +114,12 @@ class Run:
         receiver: Receiver = self
         if self._pipeline.reads_logits:
             receiver = self._decoder = self._logits = LogitsReader(self, self._decoder, self.generation)
-        if self._limits.total is None or not self.model.adapter.at_once(self.generation):
+        if self._limits.total is None or not self._adapter.at_once(self.generation):
             # An answer that comes as a whole has no first token: only the limit for the whole answer applies.
             self._last_response, self._silence_limit = monotonic(), self._limits.first_token
         try:
-            if self.model.lora_delivery is not None:
-                self._stream = LoraAnswers(self.model.lora_delivery, self._open, receiver)
+            if self._lora_delivery is not None:
+                self._stream = LoraAnswers(self._lora_delivery, self._open, receiver)
             else:
                 self._stream = self._open(self.generation.lora, receiver)
         except ServiceError as error:
@@ -152,7 +170,7 @@ class Run:
             shown: list[Delta] = []
             try:
                 if not self.progress.steps:
-                    raise no_answer(self.model.name)
+                    raise no_answer(self._adapter.config.name)
                 self._pipeline.flush(self._decoder, shown)
                 if shown and self._unshown:
                     shown[-1].tokens = self._unshown
@@ -198,7 +216,7 @@ class Run:
     @property
     def cause_of_silence(self) -> str:
         """The likely cause of a missing answer, to append to an error, if the adapter knows one."""
-        cause = None if self.progress.steps else self.model.adapter.cause_of_silence(self.generation)
+        cause = None if self.progress.steps else self._adapter.cause_of_silence(self.generation)
         return f" {cause}" if cause else ""
 
     def close(self) -> None:
@@ -214,16 +232,16 @@ class Run:
         generation, progress = self.generation, self.progress
         if lora is not generation.lora:
             generation = msgspec.structs.replace(generation, lora=lora)
-        request = self.model.adapter.encode(generation)
+        request = self._adapter.encode(generation)
         if generation.priority:
             request = msgspec.structs.replace(request, priority=generation.priority, json_expressible=False)
-        request = self._upstream.begin(request, progress, lora=None if lora is None else lora.name)
+        request = self._sender.upstream.begin(request, progress, lora=None if lora is None else lora.name)
         if progress.sent is None:
             # A LoRA adapter may need a second attempt; the time counts from the first.
             progress.sent = monotonic()
         if request.stream:
-            return self._client.stream(request, receiver)
-        return SingleAnswer(self._client, request, receiver)
+            return self._sender.client.stream(request, receiver)
+        return SingleAnswer(self._sender.client, request, receiver)
 
     def _stop(self, *, silent: bool = False) -> None:
         """Stop the backend's work, if it is running."""
@@ -231,12 +249,11 @@ class Run:
         if stream is None:
             return
         stream.close(silent=silent)
-        order = self.model.adapter.cancel(self.generation)
+        order = self._adapter.cancel(self.generation)
         if order is not None:
             # With its first answer it is certain that the engine has the request.
             delays = _STOP_DELAYS if self.progress.first is None else _STOP_DELAYS[:1]
-            work = _send_stop(self._client, self._upstream, order, delays)
-            self._background.start(work, timeout=_STOP_REQUEST_TIMEOUT)
+            self._sender.background.start(_send_stop(self._sender, order, delays), timeout=_STOP_REQUEST_TIMEOUT)
 
     def _fall_silent(self) -> None:
         what = "no further token" if self.progress.steps else "no answer"
@@ -269,12 +286,9 @@ class Run:
         if prompt is None:
             prompt = generation.prompt_tokens
         if prompt is None and self._tokenizer is not None:
-            adds_bos = self.model.adapter.hints.adds_bos
+            adds_bos = self._adapter.hints.adds_bos
             prompt = await self._tokenizer.count_async(generation.prompt, adds_bos, refusable=False)
-        limit = generation.sampling.max_tokens
-        room = self.model.settings.max_model_len
-        if room is not None and prompt is not None:
-            limit = min(limit, room - prompt)
+        limit = self._token_limit.reached(generation.sampling.max_tokens, prompt)
         if tokens is None:
             tokens = await self._infer(limit)
         elif progress.finish_reason is None:
@@ -315,12 +329,11 @@ class Run:
         return None if counted is None else min(counted, most)
 
 
-async def _send_stop(client: TritonClient, upstream: Upstream, order: InferRequest, delays: Sequence[float]) -> None:
+async def _send_stop(sender: Sender, order: InferRequest, delays: Sequence[float]) -> None:
     for delay in delays:
         await asyncio.sleep(delay)
         try:
-            with upstream.call(order) as sent:
-                await gather(client, sent)
+            await sender.ask(order)
         except ServiceError as error:
             # A model that is not decoupled cannot answer a stop request, but obeys it.
             _log.debug("stop request failed", model=order.model, reason=error.reason)

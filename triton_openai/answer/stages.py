@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from triton_openai.adapters._common.base import Decoder
+from triton_openai.adapters._common.base import Capabilities, Decoder
 from triton_openai.generation import Alternative, Delta, FinishReason, Generation, Progress, TokenLogprob, Vocabulary
-from triton_openai.models.served import ServedModel
 from triton_openai.prompts.detokenizer import TokenPieces, detokenizer
 from triton_openai.prompts.tokenizer import Tokenizer
 
@@ -290,9 +289,9 @@ class Pipeline:
     """
 
     def __init__(
-        self, model: ServedModel, generation: Generation, tokenizer: Tokenizer | None, progress: Progress
+        self, capabilities: Capabilities, generation: Generation, tokenizer: Tokenizer | None, progress: Progress
     ) -> None:
-        sampling, capabilities = generation.sampling, model.adapter.capabilities
+        sampling = generation.sampling
         include = bool(sampling.include_stop_str_in_output)
         self._progress = progress
         self._token_text: TokenText | None = None

@@ -15,9 +15,8 @@ from triton_openai.answer.fan_out import collect
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import tell_ignored
 from triton_openai.api.chat import ChatRequest, plan_of, prompt_of
-from triton_openai.api.generate import not_generating
 from triton_openai.api.logprobs import rendering_cost
-from triton_openai.api.service import RequestContext
+from triton_openai.api.service import RequestContext, not_generating
 from triton_openai.api.sse import Renderer
 from triton_openai.api.tokenize import tokenizer_of
 from triton_openai.errors import ConfigurationError, InvalidValue, printable

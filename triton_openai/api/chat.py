@@ -17,9 +17,9 @@ from msgspec import Meta
 
 from triton_openai import offload
 from triton_openai.answer.fan_out import Collected, collect
+from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, tell_ignored
-from triton_openai.api.generate import Task, not_generating, runs_of, task_of
 from triton_openai.api.logprobs import (
     ChatLogprobs,
     PromptLogprobs,
@@ -31,7 +31,7 @@ from triton_openai.api.logprobs import (
 )
 from triton_openai.api.parameters import SamplingRequest, Verbosity, accepting, refusing
 from triton_openai.api.prompts import images_of, rendered_chat
-from triton_openai.api.service import RequestContext, begin, new_id, now
+from triton_openai.api.service import RequestContext, begin, new_id, not_generating, now, runs_of, spec_of
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan, custom_input, plan_tools
 from triton_openai.api.usage import UsageObject, known_usage, usage_of
@@ -232,7 +232,7 @@ class Turn(msgspec.Struct, frozen=True):
     *runs* are its answers, not yet started; *parsers* has the parser of each.
     """
 
-    task: Task
+    spec: GenerationSpec
     plan: ToolPlan
     runs: Sequence[Run]
     parsers: Sequence[AnswerParser]
@@ -287,24 +287,24 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
     plan = plan_of(body)
     prompter = await context.model.prompter()
     parsers = context.model.parsers
-    task = await _task(context, answer_id, plan, prompter)
-    if fitting and not task.open_ended:
-        task = msgspec.structs.replace(task, open_ended=True, open_limit=task.sampling.max_tokens)
+    spec = await _spec(context, answer_id, plan, prompter)
+    if fitting:
+        spec = msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
     with observation.stage(RENDER):
         prompt, pictures = await prompt_of(context, plan, prompter)
     if pictures:
         with observation.stage("load images"):
-            task = msgspec.structs.replace(task, images=await service.images.load(pictures))
-    runs = await runs_of(context, [prompt], task)
+            spec = _with(spec, images=await service.images.load(pictures))
+    runs = await runs_of(context, prompter.tokenizer, [prompt], spec)
     answer_parsers = [make_parser(parsers, plan, prompt) for _ in runs]
     observation.reasoning_tokens = partial(reasoning_tokens, answer_parsers)
-    return Turn(task, plan, runs, answer_parsers)
+    return Turn(spec, plan, runs, answer_parsers)
 
 
 async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     service, model, body = context.service, context.model, context.body
     turn = await turn_of(context, new_id("chatcmpl"))
-    task, runs = turn.task, turn.runs
+    runs = turn.runs
     setting = service.settings.api.reasoning_field
     fields: Sequence[str] = ("reasoning_content", "reasoning") if setting == "both" else (setting,)
     if body.include_reasoning is False:
@@ -317,10 +317,10 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
         choices = in_pieces(chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers))
         usages = [run.progress.usage or known_usage(run.progress) for run in runs]
         # Known once the answers are parsed.
-        usage = usage_of(usages, n=task.n, reasoning_tokens=reasoning_tokens(turn.parsers))
+        usage = usage_of(usages, n=turn.spec.n, reasoning_tokens=reasoning_tokens(turn.parsers))
         scores: Any = None if body.prompt_logprobs is None else in_pieces(prompt_logprobs(runs[0].prompt_logprobs))
         completion = ChatCompletion(
-            id=task.id,
+            id=turn.spec.template.id,
             object="chat.completion",
             created=now(),
             model=body.model,
@@ -340,7 +340,9 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     return WholeResponse(body=content, content_type="application/json")
 
 
-async def _task(context: RequestContext[ChatRequest], answer_id: str, plan: ToolPlan, prompter: Prompter) -> Task:
+async def _spec(
+    context: RequestContext[ChatRequest], answer_id: str, plan: ToolPlan, prompter: Prompter
+) -> GenerationSpec:
     body, model, parsers = context.body, context.model, context.model.parsers
     if body.top_logprobs and not body.logprobs:
         raise InvalidValue("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
@@ -350,21 +352,27 @@ async def _task(context: RequestContext[ChatRequest], answer_id: str, plan: Tool
         context = context.about(msgspec.structs.replace(body, response_format=None))
         # The schemas are walked, in Python.
         forced = await offload.run(plan.guide, cost=offload.rendering_cost(dict(plan.schemas)))
-    task = task_of(context, answer_id, defaults=model.default_parameters(prompter), n=body.n or 1, keeps_special=False)
+    spec = spec_of(context, answer_id, prompter, n=body.n or 1, keeps_special=False)
     if plan.forced and "json_schema" not in model.adapter.capabilities.guides:
         raise UnsupportedParameter(
             "The model has no guided decoding, so it cannot be forced to call a tool. Use 'auto'.", param=plan.param
         )
-    if forced is not None and task.guide is not None:
-        raise InvalidRequest(f"'{task.guide.param}' cannot be used together with a forced tool call.", param=plan.param)
+    guide = spec.template.guide
+    if forced is not None and guide is not None:
+        raise InvalidRequest(f"'{guide.param}' cannot be used together with a forced tool call.", param=plan.param)
     if plan.mode == "auto" and parsers.tools is None:
         raise UnsupportedParameter(
             "How this model writes tool calls is not known: name its format with --tool-call-parser.", param="tools"
         )
     honoured = model.adapter.honoured
     if (plan.active or parsers.reasoning) and parsers.special_tokens and "skip_special_tokens" in honoured:
-        task = msgspec.structs.replace(task, sampling=msgspec.structs.replace(task.sampling, skip_special_tokens=False))
-    return task if forced is None else msgspec.structs.replace(task, guide=forced)
+        spec = _with(spec, sampling=msgspec.structs.replace(spec.template.sampling, skip_special_tokens=False))
+    return spec if forced is None else _with(spec, guide=forced)
+
+
+def _with(spec: GenerationSpec, **fields: Any) -> GenerationSpec:
+    """Return *spec* with other *fields* of its generations."""
+    return msgspec.structs.replace(spec, template=msgspec.structs.replace(spec.template, **fields))
 
 
 def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str) -> AnswerParser:
@@ -458,7 +466,7 @@ class ChatChunks(Chunks):
     """The chunks of one stream, with the reasoning in *fields*."""
 
     def __init__(self, context: RequestContext[Any], turn: Turn, fields: Sequence[str]) -> None:
-        super().__init__("chat.completion.chunk", context, turn.task, turn.runs)
+        super().__init__("chat.completion.chunk", context, turn.spec, turn.runs)
         self._parsers = turn.parsers
         self._plan = turn.plan
         self._reasoning_fields = fields

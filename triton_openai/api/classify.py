@@ -15,10 +15,11 @@ import msgspec
 from aiohttp import web
 
 from triton_openai import offload
+from triton_openai.answer.run import Sender
 from triton_openai.api import embeddings
 from triton_openai.api.embeddings import InputRequest, InputUsage
 from triton_openai.api.parameters import refusing, truncation
-from triton_openai.api.service import Service, begin, new_id, now
+from triton_openai.api.service import begin, new_id, now
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import ClassificationJob, ClassificationResult
 from triton_openai.models.served import ServedModel
@@ -72,7 +73,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     inputs, cut = embeddings.inputs_of(body), truncation(body, side="right")
     job_id = observation.response_id = new_id("classify")
     job, result = await context.admitted(
-        lambda context: classify(context.service, context.model, job_id, inputs, cut, timeout=context.limits.total),
+        lambda context: classify(context.sender, context.model, job_id, inputs, cut, timeout=context.limits.total),
         param="input",
     )
     tokens = observation.input_tokens = await embeddings.count_inputs(model, job.inputs, None)
@@ -90,7 +91,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
 
 
 async def classify(
-    service: Service,
+    sender: Sender,
     model: ServedModel,
     job_id: str,
     inputs: Sequence[str] | Sequence[Sequence[int]],
@@ -105,7 +106,7 @@ async def classify(
     pad_id = None if tokenizer is None else tokenizer.special_id("pad_token")
     job = ClassificationJob(id=job_id, inputs=taken, pad_id=pad_id)
     requests = await offload.run(lambda: adapter.encode_classes(job), cost=offload.JSON * size)
-    answers = await embeddings.answers_of(service, model, requests, timeout=timeout)
+    answers = await embeddings.answers_of(sender, model, requests, timeout=timeout)
     result = await offload.run(lambda: adapter.decode_classes(job, answers), cost=offload.VECTOR * len(taken))
     return job, result
 

@@ -15,9 +15,9 @@ from msgspec import Meta
 
 from triton_openai import offload
 from triton_openai.answer.fan_out import Collected, collect
+from triton_openai.answer.prepare import GenerationSpec, Prompt
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import missing
-from triton_openai.api.generate import Task, not_generating, runs_of, task_of
 from triton_openai.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
@@ -30,12 +30,13 @@ from triton_openai.api.logprobs import (
     rendering_cost,
 )
 from triton_openai.api.parameters import SamplingRequest
-from triton_openai.api.prompts import filled, prompts_of
-from triton_openai.api.service import RequestContext, begin, new_id, now
+from triton_openai.api.prompts import filled, separated
+from triton_openai.api.service import RequestContext, begin, new_id, not_generating, now, runs_of, spec_of
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.usage import UsageObject, known_usage, usage_of
 from triton_openai.errors import InvalidValue, UnsupportedParameter, UpstreamError
 from triton_openai.generation import Delta, FinishReason
+from triton_openai.prompts.prompter import Prompter
 from triton_openai.serving.connections import WholeResponse
 from triton_openai.telemetry.observation import RENDER
 
@@ -103,42 +104,42 @@ async def handle(request: web.Request) -> web.StreamResponse:
 
 async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamResponse:
     model, body = context.model, context.body
-    task = await _task(context)
+    prompter = await model.prompter()
+    spec = _spec(context, prompter)
     if body.prompt is None:
         raise missing("prompt")
-    special = body.add_special_tokens is not False
     with context.observation.stage(RENDER):
         if body.suffix:
-            given = await filled(model, body.prompt, body.suffix, echo=bool(body.echo), special=special)
+            given: Sequence[Prompt] = filled(model, prompter.tokenizer, body.prompt, body.suffix, echo=bool(body.echo))
         else:
-            given = await prompts_of(model, body.prompt, special=special)
-    runs = await runs_of(context, given, task)
-    prompts, n = runs[:: task.n], body.n or 1
+            given = separated(body.prompt, "prompt")
+    runs = await runs_of(context, prompter.tokenizer, given, spec)
+    prompts, n = runs[:: spec.n], body.n or 1
     if body.stream:
-        echoes = await offload.run(_echoes, body, prompts, cost=_echo_cost(task, prompts))
-        return await stream(context, runs, CompletionChunks(context, task, runs, echoes))
+        echoes = await offload.run(_echoes, body, prompts, cost=_echo_cost(spec, prompts))
+        return await stream(context, runs, CompletionChunks(context, spec, runs, echoes))
     answers = await collect(runs, timeout=context.limits.total)
 
     def rendered() -> bytes:
         echoes = _echoes(body, prompts)
-        best = _best(answers, n=n, of=task.n)
+        best = _best(answers, n=n, of=spec.n)
         completion = Completion(
-            id=task.id,
+            id=spec.template.id,
             object="text_completion",
             created=now(),
             model=body.model,
             choices=in_pieces(_choice(body, echoes[index // n], index, answer) for index, answer in enumerate(best)),
-            usage=usage_of([run.progress.usage or known_usage(run.progress) for run in runs], n=task.n)
+            usage=usage_of([run.progress.usage or known_usage(run.progress) for run in runs], n=spec.n)
             or msgspec.UNSET,
             system_fingerprint=model.fingerprint,
         )
         return _encode(completion)
 
-    cost = _echo_cost(task, prompts) + rendering_cost(answers)
+    cost = _echo_cost(spec, prompts) + rendering_cost(answers)
     return WholeResponse(body=await offload.run(rendered, cost=cost), content_type="application/json")
 
 
-async def _task(context: RequestContext[CompletionRequest]) -> Task:
+def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> GenerationSpec:
     body, model = context.body, context.model
     if not (model.adapter.capabilities.generate and model.hints.generates):
         raise not_generating(model)
@@ -150,19 +151,20 @@ async def _task(context: RequestContext[CompletionRequest]) -> Task:
         raise InvalidValue("'best_of' cannot be used with 'stream'.", "best_of")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidValue("'max_tokens' can be 0 only with 'echo'.", "max_tokens")
-    task = task_of(
+    spec = spec_of(
         context,
         new_id("cmpl"),
-        defaults=model.default_parameters(await model.prompter()),
+        prompter,
         n=best_of,
         echo_logprobs=body.logprobs if body.echo else None,
         cumulative_logprob=best_of > n,
+        adds_special=body.add_special_tokens is not False,
     )
-    if task.cumulative_logprob and not model.adapter.capabilities.cumulative_logprob:
+    if best_of > n and not model.adapter.capabilities.cumulative_logprob:
         raise UnsupportedParameter(
             "'best_of' needs log probabilities, which this model does not give.", param="best_of"
         )
-    return task
+    return spec
 
 
 def _best(answers: Sequence[Collected], *, n: int, of: int) -> list[Collected]:
@@ -211,9 +213,9 @@ def _in_pieces(logprobs: CompletionLogprobs) -> CompletionLogprobs:
     return msgspec.structs.replace(logprobs, top_logprobs=in_pieces(logprobs.top_logprobs))
 
 
-def _echo_cost(task: Task, runs: Sequence[Run]) -> float:
+def _echo_cost(spec: GenerationSpec, runs: Sequence[Run]) -> float:
     """Return about how many microseconds :func:`_echoes` takes for *runs*."""
-    scoring = task.prompt_scoring
+    scoring = spec.prompt_scoring
     return 0.0 if scoring is None else cost_of(sum(len(run.prompt_logprobs) for run in runs), scoring.count)
 
 
@@ -239,9 +241,13 @@ class CompletionChunks(Chunks):
     """The chunks of one stream."""
 
     def __init__(
-        self, context: RequestContext[CompletionRequest], task: Task, runs: Sequence[Run], echoes: Sequence[_Echo]
+        self,
+        context: RequestContext[CompletionRequest],
+        spec: GenerationSpec,
+        runs: Sequence[Run],
+        echoes: Sequence[_Echo],
     ) -> None:
-        super().__init__("text_completion", context, task, runs)
+        super().__init__("text_completion", context, spec, runs)
         # That of each prompt in JSON: the text, and the log probabilities.
         self._echoes = [(_encode(echo.text), _encode(echo.logprobs)) for echo in echoes]
         self._text = self._head + b'{"text":'

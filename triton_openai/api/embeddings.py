@@ -22,17 +22,18 @@ from msgspec import Meta
 
 from triton_openai import errors, offload
 from triton_openai.answer.fan_out import too_long
+from triton_openai.answer.limits import check_size, too_many_tokens
+from triton_openai.answer.prepare import check_ids, no_tokenizer
+from triton_openai.answer.run import Sender
 from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, json_response
 from triton_openai.api.parameters import TruncatedRequest, accepting, ignoring, neutral_values, refusing, truncation
-from triton_openai.api.prompts import check_ids, check_size, no_tokenizer, separated, too_many_tokens
-from triton_openai.api.service import RequestContext, Service, begin, new_id, now
+from triton_openai.api.prompts import separated
+from triton_openai.api.service import RequestContext, begin, new_id, now
 from triton_openai.generation import EmbeddingJob, EmbeddingResult, ScoreJob, ScoreResult
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation, cut_encoded, cut_ids, cut_text
 from triton_openai.serving.connections import WholeResponse
-from triton_openai.telemetry.observation import UPSTREAM
-from triton_openai.triton.client import gather
 from triton_openai.triton.status import no_answer
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
@@ -172,15 +173,14 @@ async def as_taken(
 
 
 async def answers_of(
-    service: Service, model: ServedModel, requests: Sequence[InferRequest], *, timeout: float | None
+    sender: Sender, model: ServedModel, requests: Sequence[InferRequest], *, timeout: float | None
 ) -> Sequence[InferResponse]:
     """Return the first answer to each of *requests*, in their order. Raises :class:`ServiceError`."""
     slots = asyncio.Semaphore(_PARALLEL_REQUESTS)
 
     async def answer(request: InferRequest) -> InferResponse:
         async with slots:
-            with UPSTREAM.get().call(request) as sent:
-                responses = await gather(service.client, sent)
+            responses = await sender.ask(request)
         if not responses:
             raise no_answer(model.name)
         return responses[0]
@@ -216,11 +216,11 @@ async def check_sizes(model: ServedModel, inputs: Sequence[str] | Sequence[Seque
 
 async def embed(context: RequestContext[Any], job: EmbeddingJob) -> EmbeddingResult:
     """Return the vectors of *job*. Raises :class:`ServiceError`, also when the time of *context* is over."""
-    service, model, timeout = context.service, context.model, context.limits.total
+    model = context.model
     await check_sizes(model, job.inputs)
     adapter, size = model.adapter, sum(map(len, job.inputs))
     requests = await offload.run(lambda: adapter.encode_embeddings(job), cost=offload.JSON * size)
-    answers = await answers_of(service, model, requests, timeout=timeout)
+    answers = await answers_of(context.sender, model, requests, timeout=context.limits.total)
     return await offload.run(lambda: adapter.decode_embeddings(job, answers), cost=offload.VECTOR * len(job.inputs))
 
 
@@ -334,7 +334,7 @@ async def _crossed(context: RequestContext[_Request], job_id: str, pairs: Pairs)
     # Three tensors at most, of which padding may double two.
     cost = offload.TEXT * len(pairs) + 6 * offload.INTEGER * size
     requests = await offload.run(adapter.encode_scores, job, cost=cost)
-    answers = await answers_of(context.service, model, requests, timeout=context.limits.total)
+    answers = await answers_of(context.sender, model, requests, timeout=context.limits.total)
     result = adapter.decode_scores(job, answers)
     scores, tokens = result.scores, result.prompt_tokens
     if activated and request.use_activation is not False:

@@ -14,22 +14,24 @@ from triton_openai import __version__
 from triton_openai.access.guard import GUARD
 from triton_openai.access.keys import ApiKey
 from triton_openai.answer.fan_out import collect
-from triton_openai.answer.time_limits import TimeLimits
+from triton_openai.answer.limits import TimeLimits, TokenLimit
+from triton_openai.answer.prepare import GenerationSpec, prepare
+from triton_openai.answer.run import Sender
 from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.classify import classify
 from triton_openai.api.embeddings import answers_of
-from triton_openai.api.generate import Task, generation_of, run_of
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages.events import asks_anthropic
 from triton_openai.api.service import Service, find_model, key_of, new_id, service_of
 from triton_openai.draining import DRAINING
 from triton_openai.errors import ModelNotFound, ServiceError
-from triton_openai.generation import EmbeddingJob, Sampling, ScoreJob
+from triton_openai.generation import EmbeddingJob, Generation, Sampling, ScoreJob
 from triton_openai.models.canary import CANARY
 from triton_openai.models.lookup import Models
 from triton_openai.models.overview import ModelLine, model_lines
 from triton_openai.models.served import ServedModel
 from triton_openai.telemetry.exposition import EXPOSITION, Figures
+from triton_openai.telemetry.observation import Upstream
 from triton_openai.triton.client import ServerInfo
 from triton_openai.triton.status import public_reason
 
@@ -262,16 +264,16 @@ _TEXT = "Hi"
 async def probe(service: Service, model: ServedModel, *, timeout: float) -> None:
     """Ask *model* for one token, vector, score or class, in *timeout* seconds. Raises :class:`ServiceError`."""
     capabilities = model.adapter.capabilities
-    number = new_id("probe")
+    number, sender = new_id("probe"), Sender(service.client, Upstream(), service.background)
     tokenizer = (await model.prompter()).tokenizer
     if capabilities.generate:
-        generation = await generation_of(model, tokenizer, _TEXT, Task(id=number, sampling=Sampling(max_tokens=1)))
+        template = Generation(id=number, prompt="", sampling=Sampling(max_tokens=1))
+        spec = GenerationSpec(template=template, limit=TokenLimit(tokens=1))
         limits = TimeLimits(first_token=timeout, idle=timeout, total=None)
-        run = run_of(service, model, generation, tokenizer, limits)
-        await collect([run], timeout=None)
+        await collect(await prepare(model, tokenizer, [_TEXT], spec, sender, limits), timeout=None)
         return
     if capabilities.classify:
-        await classify(service, model, number, (_TEXT,), timeout=timeout)
+        await classify(sender, model, number, (_TEXT,), timeout=timeout)
         return
     if capabilities.embed:
         requests = model.adapter.encode_embeddings(EmbeddingJob(id=number, inputs=(_TEXT,)))
@@ -279,7 +281,7 @@ async def probe(service: Service, model: ServedModel, *, timeout: float) -> None
         pairs = [(_TEXT, _TEXT)]
         encoded = await tokenizer.encode_pairs_async(pairs) if tokenizer is not None else ()
         requests = model.adapter.encode_scores(ScoreJob(id=number, pairs=pairs, encoded=encoded))
-    await answers_of(service, model, requests, timeout=timeout)
+    await answers_of(sender, model, requests, timeout=timeout)
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,12 +15,15 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai.adapters._common.base import Adapter, Parameter, Rule, check_range
-from triton_openai.answer.logprobs import PromptScoring
+from triton_openai.answer.limits import TokenLimit
+from triton_openai.answer.logits_reader import PromptScoring
 from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest, explain
 from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
+from triton_openai.models.served import ServedModel
 from triton_openai.offload import json_decoder
+from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
@@ -313,11 +316,30 @@ def _rows(adapter: Adapter) -> Mapping[str, Parameter]:
     return {**{name: Parameter(name) for name in _MAPPED}, **{row.name: row for row in adapter.parameters}}
 
 
-def sampling(
-    request: SamplingRequest, *, defaults: DefaultParameters, default_max_tokens: int, adapter: Adapter
-) -> Sampling:
+def token_limit(
+    request: SamplingRequest, model: ServedModel, tokenizer: Tokenizer | None, defaults: DefaultParameters, default: int
+) -> TokenLimit:
+    """
+    Return the limit of the answer's tokens: the client's, else the operator's, else what the authors recommend.
+
+    The last two are in the *defaults*; without them the limit is *default*, or the end of the context.
+    """
+    (param, asked), settings = request.limit, model.settings
+    unlimited = asked is None and settings.default_parameters.max_tokens is None
+    known = filter(None, (settings.max_model_len, model.hints.max_prompt_len))
+    return TokenLimit(
+        tokens=defaults.max_tokens or default if asked is None else asked,
+        open=unlimited,
+        endless=unlimited and defaults.max_tokens is None,
+        asked=asked,
+        param=param,
+        context=settings.max_model_len,
+        longest_prompt=min(known, default=None if tokenizer is None else tokenizer.longest_prompt),
+    )
+
+
+def sampling(request: SamplingRequest, *, limit: TokenLimit, defaults: DefaultParameters, adapter: Adapter) -> Sampling:
     """Return the sampling of *request*, completed from the model's *defaults*. Raises :class:`InvalidRequest`."""
-    max_tokens_name, max_tokens = request.limit
     alternatives_name, logprobs = request.alternatives
     given = _given(defaults)
     stop = request.stop if request.stop is not None else given.get("stop")
@@ -326,14 +348,13 @@ def sampling(
         values = {name: value for name, value in zip(_PLAIN, plain, strict=True) if value is not None}
     if given:
         values = {**{name: value for name, value in given.items() if name in _PLAIN}, **values}
-    limit = max_tokens if max_tokens is not None else given.get("max_tokens") or default_max_tokens
-    if values.get("min_tokens", 0) > limit:
+    if values.get("min_tokens", 0) > limit.tokens:
         raise InvalidValue(
-            f"'min_tokens' ({values['min_tokens']}) must not be greater than '{max_tokens_name}' ({limit}).",
+            f"'min_tokens' ({values['min_tokens']}) must not be greater than '{limit.param}' ({limit.tokens}).",
             "min_tokens",
         )
     result = Sampling(
-        max_tokens=limit,
+        max_tokens=limit.tokens,
         stop=() if stop is None else stop_strings(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         bad_words=_checked_words("bad_words", tuple(request.bad_words)) if request.bad_words else (),
@@ -343,7 +364,7 @@ def sampling(
         **values,
     )
     asked = result.given
-    if max_tokens is None:
+    if limit.asked is None:
         # A limit that the client did not set is no reason to refuse the request.
         del asked["max_tokens"]
     rows = _rows(adapter)
@@ -351,7 +372,7 @@ def sampling(
         row, usual = rows.get(name), _PLAIN.get(name, ())
         if row is None or value in usual:
             continue
-        called = max_tokens_name if name == "max_tokens" else name
+        called = limit.param if name == "max_tokens" else name
         if row.target is None and row.rule is Rule.REFUSED and value not in row.neutral:
             why = f": {row.why}" if row.why else ""
             raise UnsupportedParameter(f"The parameter '{called}' is not supported with this model{why}.", param=called)
@@ -424,7 +445,7 @@ def token_ids(request: SamplingRequest, adapter: Adapter) -> bool:
 
 
 def prompt_scoring(
-    request: SamplingRequest, adapter: Adapter, *, echo_logprobs: int | None, timeout: float
+    request: SamplingRequest, model: ServedModel, *, echo_logprobs: int | None, timeout: float
 ) -> PromptScoring | None:
     """Return how the prompt's log probabilities are made, ``None`` for not at all. Raises :class:`InvalidRequest`."""
     count, param = echo_logprobs, "logprobs"
@@ -434,23 +455,23 @@ def prompt_scoring(
         count, param = max(request.prompt_logprobs, echo_logprobs or 0), "prompt_logprobs"
     if count is None:
         return None
-    if not adapter.capabilities.prompt_logprobs:
+    if not model.adapter.capabilities.prompt_logprobs:
         with_echo = "'echo' cannot be used with 'logprobs': " if param == "logprobs" else ""
         raise UnsupportedParameter(
             f"{with_echo}This model does not tell the log probabilities of the prompt's tokens.", param=param
         )
+    if model.lora_delivery is not None:
+        raise UnsupportedParameter(
+            "Log probabilities of prompts are not available for a LoRA adapter that is sent with its requests.",
+            param=param,
+        )
     return PromptScoring(count=count, param=param, timeout=timeout)
 
 
-def stream_options(request: SamplingRequest, *, always_usage: bool) -> StreamOptions:
-    """Return the stream options; with *always_usage*, every stream has its usage. Raises :class:`InvalidRequest`."""
-    if request.stream_options is None:
-        return StreamOptions(include_usage=always_usage)
-    if not request.stream:
+def check_stream_options(request: SamplingRequest) -> None:
+    """Raise :class:`InvalidRequest` for stream options without a stream."""
+    if request.stream_options is not None and not request.stream:
         raise InvalidValue("'stream_options' is only allowed when 'stream' is true.", "stream_options")
-    if always_usage:
-        return msgspec.structs.replace(request.stream_options, include_usage=True)
-    return request.stream_options
 
 
 _GUIDED = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")

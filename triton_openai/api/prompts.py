@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import msgspec
 
 from triton_openai.api.bodies import MAX_ITEMS, missing
 from triton_openai.errors import (
-    ConfigurationError,
-    ContextLengthExceeded,
     InvalidRequest,
     InvalidValue,
     UnsupportedParameter,
@@ -28,38 +26,6 @@ from triton_openai.prompts.tokenizer import Tokenizer
 _LONGEST_TEMPLATE = 16 * 1024
 
 
-class Rewritten(msgspec.Struct, frozen=True):
-    """A prompt that is *sent* to the backend as another text than the *original*, which the client wrote."""
-
-    sent: str
-    original: str
-
-
-#: A prompt: a text to which the usual special tokens are added, or exactly these tokens.
-Prompt: TypeAlias = str | Sequence[int] | Rewritten
-
-
-async def prompts_of(
-    model: ServedModel, prompt: str | list[str | int | list[int]], *, special: bool = True
-) -> Sequence[Prompt]:
-    """
-    Return the prompts one by one, as the model takes them; *special* is whether special tokens are added to texts.
-
-    A model that works on tokens takes token ids as they are. For other models the tokenizer turns them into text. The
-    prompt is refused if that text has other token ids, because the model would answer another prompt. Raises
-    :class:`InvalidRequest` and :class:`UnsupportedParameter`.
-    """
-    prompts: list[Prompt] = []
-    for item in separated(prompt, "prompt"):
-        if isinstance(item, str):
-            prompts.append(item if special else await _alone(model, item))
-        elif model.adapter.capabilities.tokens:
-            prompts.append(item)
-        else:
-            prompts.append(await _as_text(model, item))
-    return prompts
-
-
 def separated(value: str | list[str | int | list[int]], param: str) -> list[Any]:
     """Return texts and lists of token ids one by one. Raises :class:`InvalidRequest` for none and too many."""
     items: list[Any] = value if isinstance(value, list) and set(map(type, value)) != {int} else [value]
@@ -74,11 +40,15 @@ def separated(value: str | list[str | int | list[int]], param: str) -> list[Any]
     return items
 
 
-async def filled(
-    model: ServedModel, prompt: str | list[str | int | list[int]], suffix: str, *, echo: bool, special: bool = True
-) -> Sequence[Prompt]:
+def filled(
+    model: ServedModel,
+    tokenizer: Tokenizer | None,
+    prompt: str | list[str | int | list[int]],
+    suffix: str,
+    *,
+    echo: bool,
+) -> Sequence[str]:
     """Return the prompts that ask for the text between each of *prompt* and *suffix*. Raises :class:`ServiceError`."""
-    tokenizer = (await model.prompter()).tokenizer
     form = fim_form(model.settings.fim_template, tokenizer)
     if form is None:
         known = known_fim_form(tokenizer)
@@ -89,99 +59,10 @@ async def filled(
     if echo:
         raise UnsupportedParameter("'echo' cannot be used with 'suffix'.", param="echo")
     items = [prompt] if isinstance(prompt, str) else prompt
-    texts = [item for item in items if isinstance(item, str)]
+    texts: list[str | int | list[int]] = [item for item in items if isinstance(item, str)]
     if len(texts) < len(items):
         raise UnsupportedParameter("'suffix' cannot be used with prompts as token ids.", param="suffix")
-    return await prompts_of(model, [fill(form, text, suffix) for text in texts], special=special)
-
-
-async def _alone(model: ServedModel, text: str) -> Prompt:
-    """Return *text* as a prompt to which no special token is added. Raises :class:`UnsupportedParameter`."""
-    hints, tokens = model.adapter.hints, model.adapter.capabilities.tokens
-    if not hints.adds_bos:
-        return text
-    tokenizer = (await model.prompter()).tokenizer
-    if tokenizer is not None:
-        ids = await tokenizer.encode_async(text)
-        if tokens:
-            return ids
-        for own in (text, tokenizer.strip_bos(text)):
-            if await tokenizer.encode_async(own, True) == ids:
-                return Rewritten(own, text)
-    raise UnsupportedParameter(
-        "The model's backend adds special tokens to every text: 'add_special_tokens' can be false only for a prompt"
-        " that begins with just these.",
-        param="add_special_tokens",
-    )
-
-
-def check_ids(ids: Sequence[int], tokenizer: Tokenizer, param: str, hint: str = "") -> None:
-    """Raise :class:`InvalidRequest` for *ids* that are not in the vocabulary; *hint* is added to its message."""
-    # Fast for long prompts.
-    for number in (min(ids, default=0), max(ids, default=0)):
-        if not 0 <= number < tokenizer.vocab_size:
-            raise InvalidValue(f"'{param}' holds {number}, which is not a token of this model.{hint}", param)
-
-
-async def _as_text(model: ServedModel, ids: list[int]) -> Rewritten:
-    tokenizer = (await model.prompter()).tokenizer
-    if tokenizer is None:
-        raise UnsupportedParameter(
-            "Prompts given as token ids need the model's tokenizer, which is not configured.", param="prompt"
-        )
-    if not ids:
-        raise InvalidValue("'prompt' must not hold an empty list of token ids.", "prompt")
-    adds_bos = model.adapter.hints.adds_bos and tokenizer.adds_bos
-    own = ids[1:] if adds_bos and ids[0] == tokenizer.special_id("bos_token") else ids
-    check_ids(ids, tokenizer, "prompt")
-    text = await tokenizer.decode_async(own, skip_special_tokens=False)
-    if await tokenizer.encode_async(text, adds_bos) != ids:
-        raise UnsupportedParameter(
-            "These token ids cannot be sent to the model as text without changing them.", param="prompt"
-        )
-    return Rewritten(text, tokenizer.decode(ids, skip_special_tokens=False))
-
-
-def no_tokenizer(model: ServedModel) -> ConfigurationError:
-    """Return the error for texts where the model takes token ids and its tokenizer is not known."""
-    return ConfigurationError(
-        f"The model '{model.name}' takes token ids: give its tokenizer with --tokenizer {model.triton_model}=SOURCE."
-    )
-
-
-def longest_prompt(model: ServedModel, tokenizer: Tokenizer) -> int | None:
-    """Return the tokens that no prompt can exceed: the model's or its engine's limit, else the tokenizer's."""
-    known = [limit for limit in (model.settings.max_model_len, model.hints.max_prompt_len) if limit]
-    return min(known, default=tokenizer.longest_prompt)
-
-
-def too_many_tokens(
-    limit: int, found: str, *, tokens: int | None = None, param: str | None = None
-) -> ContextLengthExceeded:
-    """Return the error, in OpenAI's words, for a request in which more than *limit* tokens were *found*."""
-    message = f"This model's maximum context length is {limit} tokens. However, {found}."
-    return ContextLengthExceeded(message, tokens=tokens, limit=limit, param=param)
-
-
-def check_size(text: str, tokenizer: Tokenizer, limit: int | None) -> None:
-    """
-    Raise :class:`ContextLengthExceeded` for a *text* with more bytes than *limit* of the longest tokens have.
-
-    Such a text takes long to tokenize, and cannot fit.
-    """
-    longest = tokenizer.pieces.longest
-    if longest is None or limit is None or len(text) * 4 <= limit * longest:
-        return
-    size = size_of(text)
-    if size > limit * longest:
-        found = f"your prompt has {size} bytes, more than that many tokens can hold"
-        # There are no fewer tokens.
-        raise too_many_tokens(limit, found, tokens=-(-size // longest))
-
-
-def size_of(text: str) -> int:
-    """Return the number of bytes of *text*. Lone surrogates count too; they are refused elsewhere."""
-    return len(text.encode(errors="surrogatepass"))
+    return [fill(form, text, suffix) for text in separated(texts, "prompt")]
 
 
 class ChatPromptRequest(Protocol):

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from aiohttp import web
 
+from triton_openai.access.guard import gateway_header
 from triton_openai.access.keys import KEY, ApiKey
-from triton_openai.answer.time_limits import TimeLimits
+from triton_openai.answer.limits import TimeLimits
+from triton_openai.answer.logits_reader import score_prompts
+from triton_openai.answer.prepare import GenerationSpec, Prompt, prepare
+from triton_openai.answer.run import Run, Sender
+from triton_openai.api import parameters
 from triton_openai.api.bodies import ModelRequest, read_json, tell_ignored
-from triton_openai.api.parameters import check_unused
 from triton_openai.config.tree import Settings
-from triton_openai.errors import PromptRefused, UnsupportedParameter
+from triton_openai.errors import InvalidRequest, PromptRefused, UnsupportedParameter
+from triton_openai.generation import Generation
 from triton_openai.media.images import ImageLoader
 from triton_openai.models.control import ModelControl
 from triton_openai.models.lookup import Models
 from triton_openai.models.served import ServedModel
+from triton_openai.prompts.prompter import Prompter
+from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.serving.admission import Admission
 from triton_openai.tasks import Background
-from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, Observation
+from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, TOKENIZE, Observation
 from triton_openai.triton.client import TritonClient
 
 _Body = TypeVar("_Body", bound=ModelRequest)
 _Other = TypeVar("_Other", bound=ModelRequest)
+_Sampled = TypeVar("_Sampled", bound=parameters.SamplingRequest)
 _Answer = TypeVar("_Answer")
 
 
@@ -106,6 +114,11 @@ class RequestContext(Generic[_Body]):
         """Return the context with another *body*."""
         return RequestContext(self.request, self.service, body, self.model, self.observation, self.limits)
 
+    @property
+    def sender(self) -> Sender:
+        """What sends the work for the request to Triton."""
+        return Sender(self.service.client, self.observation.upstream, self.service.background)
+
     async def admitted(
         self, answer: Callable[[RequestContext[_Body]], Awaitable[_Answer]], *, param: str, runs: bool = True
     ) -> _Answer:
@@ -154,6 +167,83 @@ async def begin(request: web.Request, kind: type[_Body], operation: str) -> Requ
     request.app[OBSERVERS].identified(observation)
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=stream)
     observation.parameters = body
-    if ignored := check_unused(body):
+    if ignored := parameters.check_unused(body):
         tell_ignored(observation, ignored)
     return RequestContext(request, service, body, model, observation, limits)
+
+
+_INSTEAD = {
+    "embed": "makes embeddings (/v1/embeddings)",
+    "rerank": "ranks texts (/v1/rerank, /v1/score)",
+    "classify": "classifies texts (/v1/classify)",
+}
+
+
+def not_generating(model: ServedModel) -> InvalidRequest:
+    """Return the error for a model that generates no text; it says what the model does, and where."""
+    instead = " and ".join(_INSTEAD[task] for task in model.tasks if task in _INSTEAD)
+    does = f" It {instead}." if instead else ""
+    return InvalidRequest(f"The model '{model.name}' does not generate text.{does}", param="model")
+
+
+def spec_of(
+    context: RequestContext[_Sampled],
+    answer_id: str,
+    prompter: Prompter,
+    *,
+    n: int,
+    echo_logprobs: int | None = None,
+    cumulative_logprob: bool = False,
+    keeps_special: bool = True,
+    adds_special: bool = True,
+) -> GenerationSpec:
+    """
+    Return what a request to generate text wants; the *prompter* is the model's.
+
+    *echo_logprobs* is the number of alternatives to each token of the echoed prompt, ``None`` for no log probabilities.
+    For the rest see :class:`GenerationSpec` and :mod:`triton_openai.api.parameters`. Raises :class:`InvalidRequest`.
+    """
+    body, model, settings = context.body, context.model, context.service.settings
+    adapter, defaults, objective = model.adapter, model.default_parameters(prompter), 0
+    if settings.access.trust_gateway:
+        name = gateway_header(context.request.headers, "objective")
+        objective = settings.access.gateway.objectives.get(name, 0)
+    parameters.check_stream_options(body)
+    limit = parameters.token_limit(body, model, prompter.tokenizer, defaults, settings.api.default_max_tokens)
+    template = Generation(
+        id=answer_id,
+        prompt="",
+        sampling=parameters.sampling(body, limit=limit, defaults=defaults, adapter=adapter),
+        stream=bool(body.stream),
+        guide=parameters.guide_of(body, adapter.capabilities.guides),
+        priority=parameters.priority(body, model.priorities, objective),
+        cumulative_logprob=cumulative_logprob,
+        token_ids=parameters.token_ids(body, adapter),
+    )
+    return GenerationSpec(
+        template=template,
+        limit=limit,
+        n=n,
+        truncation=parameters.truncation(body, keeps_special=keeps_special),
+        adds_special=adds_special,
+        prompt_scoring=parameters.prompt_scoring(
+            body, model, echo_logprobs=echo_logprobs, timeout=settings.triton.request_timeout
+        ),
+    )
+
+
+async def runs_of(
+    context: RequestContext[Any], tokenizer: Tokenizer | None, prompts: Sequence[Prompt], spec: GenerationSpec
+) -> list[Run]:
+    """Return the runs that answer *prompts* as :func:`prepare` does, with the log probabilities of the prompts."""
+    model, observation = context.model, context.observation
+    with observation.stage(TOKENIZE):
+        runs = await prepare(model, tokenizer, prompts, spec, context.sender, context.limits)
+    observation.answers = [run.progress for run in runs]
+    observation.n, observation.response_id = spec.n, spec.template.id
+    if spec.prompt_scoring is not None and tokenizer is not None:
+        generations = [run.generation for run in runs[:: spec.n]]
+        scores = await score_prompts(model.adapter, tokenizer, generations, spec.prompt_scoring, context.sender.ask)
+        for place, run in enumerate(runs):
+            run.prompt_logprobs = scores[place // spec.n]
+    return runs

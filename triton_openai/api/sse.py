@@ -19,8 +19,8 @@ import structlog
 from aiohttp import HttpVersion11, web
 
 from triton_openai.answer.fan_out import RunGroup, too_long
+from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
-from triton_openai.api.generate import Task
 from triton_openai.api.service import RequestContext, now, service_of
 from triton_openai.api.usage import UsageObject, known_usage, usage_of
 from triton_openai.draining import DRAINING
@@ -100,16 +100,17 @@ class Chunks(Renderer):
 
     ends_failed = False
 
-    def __init__(self, kind: str, context: RequestContext[Any], task: Task, runs: Sequence[Run]) -> None:
-        head = {"id": task.id, "object": kind, "created": now(), "model": context.body.model}
+    def __init__(self, kind: str, context: RequestContext[Any], spec: GenerationSpec, runs: Sequence[Run]) -> None:
+        head = {"id": spec.template.id, "object": kind, "created": now(), "model": context.body.model}
         self._head = _FIELD + _encode(head)[:-1] + b',"choices":['
         self._runs = runs
-        self._n = task.n
-        self._include_usage = bool(task.options.include_usage)
-        self._continuous = bool(task.options.continuous_usage_stats)
+        self._n = spec.n
+        options, always = context.body.stream_options, context.service.settings.api.always_include_usage
+        self._include_usage = always or (options is not None and bool(options.include_usage))
+        self._continuous = options is not None and bool(options.continuous_usage_stats)
         # Of each choice the tokens whose text has been sent, or is about to be.
         self._shown = [0] * len(runs)
-        self._ids = task.token_ids
+        self._ids = spec.template.token_ids
         self._fingerprint = b',"system_fingerprint":' + _encode(context.model.fingerprint)
         #: What follows the choice in most chunks.
         self._tail = b'],"usage":null}' + _END if self._include_usage else b"]}" + _END
@@ -369,7 +370,7 @@ async def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Re
     except Exception as error:
         if not event_stream.begun:
             raise
-        fields = {"request_id": observation.request_id, "model": runs[0].model.name}
+        fields = {"request_id": observation.request_id, "model": context.model.name}
         if isinstance(error, ServiceError):
             failure = error
             warn(_log, "stream failed", error, **fields, code=error.code)

@@ -26,7 +26,7 @@ from triton_openai.draining import DRAINING
 from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, PayloadTooLarge, ServiceError
 from triton_openai.telemetry.exposition import EXPOSITION
 from triton_openai.telemetry.logging import LOG_FIELDS, warn
-from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, UPSTREAM, Observation, request_id
+from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, Observation, request_id
 
 _log = structlog.get_logger(__name__)
 
@@ -72,7 +72,6 @@ def _middleware(app: web.Application) -> Middleware:
         with Observed(app, observation):
             # The task of a request, and with it the context, is its own.
             LOG_FIELDS.set(observation.log_fields)
-            UPSTREAM.set(observation.upstream)
             key: ApiKey | None = None
             ticket: Ticket | None = None
             served = cut_short = False

@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import lru_cache, partial
 from os import urandom
 from types import MappingProxyType, TracebackType
@@ -33,14 +32,15 @@ _MAX_METHOD_CHARS = 32
 _MAX_PATH_CHARS = 256
 
 
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 #: A request to Triton: an ``InferRequest``, whose module is none of telemetry's.
 Request = TypeVar("Request", bound=msgspec.Struct)
 
 
 class Upstream:
-    """Adds *headers* to the requests that are sent to Triton for one request of a client."""
+    """Adds *headers* to the requests that are sent to Triton for one request of a client; none to the service's own."""
 
-    def __init__(self, headers: Mapping[str, str]) -> None:
+    def __init__(self, headers: Mapping[str, str] = _NOTHING) -> None:
         self.headers = headers
 
     def begin(self, request: Request, answer: Progress, *, lora: str | None = None) -> Request:
@@ -53,10 +53,7 @@ class Upstream:
         yield replace(request, headers=self.headers) if self.headers else request
 
 
-_NOTHING: Mapping[str, str] = MappingProxyType({})
-_NO_HEADERS = Upstream(_NOTHING)
-#: The headers for the request that is being answered. The service's own work sends none.
-UPSTREAM: ContextVar[Upstream] = ContextVar("upstream", default=_NO_HEADERS)
+_NO_HEADERS = Upstream()
 
 
 class Stage(msgspec.Struct, eq=False):

@@ -15,7 +15,8 @@ from triton_openai.adapters._common.base import Adapter
 from triton_openai.adapters._common.registry import Registry, helper_role
 from triton_openai.adapters.trtllm import dense_bias, word_list
 from triton_openai.adapters.trtllm_ensemble import TrtllmEnsemble
-from triton_openai.api.generate import Task, generation_of
+from triton_openai.answer.limits import TokenLimit
+from triton_openai.answer.prepare import GenerationSpec, generation_of
 from triton_openai.config.tree import ModelSettings
 from triton_openai.demo.configs import contracts
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, UpstreamError
@@ -415,7 +416,7 @@ async def test_without_a_tokenizer_the_flag_is_named() -> None:
     )
 
     with pytest.raises(ConfigurationError, match="--tokenizer engine="):
-        await generation_of(model, None, "Hello", Task(id="one", sampling=Sampling(max_tokens=1)))
+        await generation_of(model, None, "Hello", GenerationSpec(template=generation(), limit=TokenLimit(tokens=7)))
 
 
 @every_case("reason", ["timeout", "cancelled"])

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from unittest.mock import MagicMock, Mock
 
 import pytest
 from hypothesis import given
@@ -18,17 +17,17 @@ from hypothesis import strategies as st
 from tests.cases import every_case
 from tests.clock import Clock
 from triton_openai import offload
-from triton_openai.adapters._common.base import Capabilities, Decoder, Hints
+from triton_openai.adapters._common.base import Adapter, Capabilities, Decoder
 from triton_openai.adapters._common.decoding import CumulativeText, TextDecoder
-from triton_openai.answer.run import Run
-from triton_openai.answer.time_limits import TimeLimits
-from triton_openai.config.tree import TritonSettings
+from triton_openai.answer.limits import TimeLimits, TokenLimit
+from triton_openai.answer.run import Run, Sender
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout, UpstreamUnavailable
 from triton_openai.generation import Delta, FinishReason, Generation, Logits, Progress, Sampling, Usage, total_usage
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import Background
+from triton_openai.telemetry.observation import Upstream
 from triton_openai.triton.client import Receiver
-from triton_openai.triton.tensors import JsonResponse
+from triton_openai.triton.tensors import InferRequest, JsonResponse, ModelConfig
 
 TOKENIZER = Tokenizer.load(str(Path(__file__).parents[3] / "triton_openai" / "demo" / "tokenizer"))
 BROKEN = "\ufffd"
@@ -64,18 +63,46 @@ class Engine:
         self.orders.append(request)
 
 
-def model_of(decoder: Decoder, **capabilities: Any) -> Any:
-    """Return a model whose backend tells neither counts nor reasons."""
-    model = MagicMock(lora_delivery=None)
-    model.name = "m"
-    model.settings.max_model_len = None
-    model.adapter.hints = Hints()
-    model.adapter.capabilities = Capabilities(generate=True, streaming=True, **capabilities)
-    model.adapter.encode.return_value = MagicMock(stream=True)
-    model.adapter.decoder.return_value = decoder
-    model.adapter.at_once.return_value = False
-    model.adapter.cancel.return_value = MagicMock(stream=False)
-    return model
+class Backend(Adapter):
+    """The adapter of a backend that tells neither counts nor reasons, unless the *decoder* makes them up."""
+
+    name = "test"
+
+    def __init__(self, decoder: Decoder, *, at_once: bool = False, cause: str | None = None, **able: Any) -> None:
+        super().__init__(ModelConfig(name="m", decoupled=not at_once), {})
+        self.capabilities = Capabilities(generate=True, streaming=True, **able)
+        self.refusal: Exception | None = None
+        self._decoder, self._cause = decoder, cause
+
+    def encode(self, generation: Generation) -> InferRequest:
+        if self.refusal is not None:
+            raise self.refusal
+        return InferRequest(model="m", id=generation.id, inputs=(), outputs=(), stream=True)
+
+    def decoder(self, generation: Generation) -> Decoder:
+        return self._decoder
+
+    def cause_of_silence(self, generation: Generation) -> str | None:
+        return self._cause
+
+    def cancel(self, generation: Generation) -> InferRequest:
+        return InferRequest(model="m", id=generation.id, inputs=(), outputs=())
+
+
+class Deltas:
+    """A decoder that returns *deltas* in order, and raises those that are errors."""
+
+    def __init__(self, *deltas: Delta | Exception) -> None:
+        self._deltas: Iterable[Delta | Exception] = iter(deltas)
+
+    def feed(self, response: Any) -> Delta:
+        delta = next(iter(self._deltas))
+        if isinstance(delta, Exception):
+            raise delta
+        return delta
+
+    def flush(self) -> str:
+        return ""
 
 
 class Answer:
@@ -88,23 +115,22 @@ class Answer:
         tokenizer: Tokenizer | None = None,
         limits: TimeLimits = TimeLimits(first_token=60, idle=60, total=60),  # noqa: B008 - immutable
         sampling: Sampling = Sampling(max_tokens=9),  # noqa: B008 - immutable
-        at_once: bool = False,
+        context: int | None = None,
         generation: Mapping[str, Any] = MappingProxyType({}),
-        **capabilities: Any,
+        **backend: Any,
     ) -> None:
         self.engine = Engine()
         self.background = Background()
         self.deltas: list[Delta] = []
         self.told = 0
         self.over = asyncio.Event()
-        model = model_of(decoder or TextDecoder(), **capabilities)
-        model.adapter.at_once.return_value = at_once
+        self.backend = Backend(decoder or TextDecoder(), **backend)
         self.run = Run(
-            model,
             Generation(id="1", prompt="Hello", sampling=sampling, **generation),
-            client=self.engine,  # type: ignore[arg-type]
-            limits=limits,
-            background=self.background,
+            adapter=self.backend,
+            sender=Sender(self.engine, Upstream(), self.background),  # type: ignore[arg-type]
+            time_limits=limits,
+            token_limit=TokenLimit(tokens=sampling.max_tokens, context=context),
             tokenizer=tokenizer,
         )
         self.run.start(0, lambda _, deltas: self.deltas.extend(deltas), self.tell)
@@ -234,7 +260,7 @@ async def test_what_goes_wrong_on_the_way(steps: int) -> None:
 
 async def test_a_decoder_that_fails() -> None:
     """That ends the run and stops the backend, in the same turn."""
-    answer = Answer(decoder=Mock(feed=Mock(side_effect=UpstreamError("no"))))
+    answer = Answer(decoder=Deltas(UpstreamError("no")))
     answer.engine.bring("one")
 
     assert UpstreamError is type(answer.run.failure)
@@ -276,9 +302,7 @@ async def test_silence_with_a_likely_cause(clock: Clock) -> None:
         ((), "sent no answer for 60 seconds. It is too long."),
         (("one",), "sent no further token for 60 seconds."),
     ):
-        answer = Answer(limits=TimeLimits(first_token=60, idle=60, total=None))
-        adapter: Any = answer.run.model.adapter
-        adapter.cause_of_silence.return_value = "It is too long."
+        answer = Answer(limits=TimeLimits(first_token=60, idle=60, total=None), cause="It is too long.")
         answer.engine.bring(*texts)
         clock.advance(61)
         answer.run.check(clock())
@@ -477,9 +501,7 @@ async def test_what_the_backend_counts(
 ) -> None:
     """It stands, and the reason follows from it; the prompt's tokens may be known before."""
     deltas = [Delta(**{"text": "one", "tokens": 1, "prompt_tokens": 5, **first}), Delta(**{"text": " two", **last})]
-    decoder = Mock(feed=Mock(side_effect=deltas), flush=Mock(return_value=""))
-    answer = Answer(decoder=decoder, tokenizer=TOKENIZER, generation=generation)
-    answer.run.model.settings.max_model_len = room  # type: ignore[misc]
+    answer = Answer(decoder=Deltas(*deltas), tokenizer=TOKENIZER, generation=generation, context=room)
     answer.engine.bring("", "")
     answer.engine.receiver.end(None)
     await answer.run.conclude()
@@ -569,8 +591,7 @@ async def test_no_tokens() -> None:
 async def test_what_cannot_be_sent() -> None:
     """The record has the error."""
     answer = Answer()
-    adapter: Any = answer.run.model.adapter
-    adapter.encode.side_effect = refused = InvalidRequest("x")
+    answer.backend.refusal = refused = InvalidRequest("x")
     with pytest.raises(InvalidRequest):
         answer.run.start(0, lambda *_: None, answer.tell)
 
@@ -581,28 +602,12 @@ async def test_what_cannot_be_sent() -> None:
 async def test_ids_without_text(wanted: bool, shown: int) -> None:
     """They are shown where they are wanted."""
     deltas = [Delta(token_ids=(1,), tokens=1), Delta(text="one", token_ids=(2,), tokens=1)]
-    answer = Answer(decoder=Mock(feed=Mock(side_effect=deltas)), generation={"token_ids": wanted})
+    answer = Answer(decoder=Deltas(*deltas), generation={"token_ids": wanted})
     answer.engine.bring("", "")
 
     assert shown == len(answer.deltas)
     answer.run.close()
     await answer.background.close()
-
-
-def test_time_limits() -> None:
-    """A client's limit replaces a longer one of the operator, or none; the wait for admission counts."""
-    settings = TritonSettings(first_token_timeout=8, idle_timeout=7, request_timeout=6, stream_timeout=None)
-    whole = TimeLimits.of(settings, {}, stream=False)
-    assert TimeLimits(first_token=8, idle=7, total=6) == whole
-    assert 6 == whole.patience
-    assert TimeLimits(first_token=5, idle=7, total=3) == whole.after(3)
-    asked = TimeLimits.of(settings, {"x-first-token-timeout": "2", "x-request-timeout": "100"}, stream=True)
-    assert TimeLimits(first_token=2, idle=7, total=100) == asked
-    assert 2 == asked.patience
-    for header, value in (("x-idle-timeout", "7.5"), ("x-request-timeout", "0"), ("x-first-token-timeout", "nan")):
-        with pytest.raises(InvalidRequest) as refused:
-            TimeLimits.of(settings, {header: value}, stream=False)
-        assert header == refused.value.param
 
 
 def test_the_usage_of_several_answers() -> None:

@@ -22,9 +22,9 @@ from tests.cases import every_case
 from triton_openai.adapters.trtllm import GENERATION, check_size, read_logits
 from triton_openai.adapters.trtllm_ensemble import StepLogprobs
 from triton_openai.adapters.vllm import token_logprobs
-from triton_openai.answer.logprobs import log_probabilities
+from triton_openai.answer.logits_reader import log_probabilities
+from triton_openai.answer.prepare import bias_words
 from triton_openai.answer.stages import LogprobsStage, StopStrings, TokenNames
-from triton_openai.api.generate import bias_words
 from triton_openai.api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import IMPOSSIBLE, Alternative, Delta, Logits, TokenLogprob, Vocabulary

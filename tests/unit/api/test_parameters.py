@@ -24,6 +24,7 @@ from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.embeddings import EmbeddingsRequest, RerankRequest
 from triton_openai.api.parameters import (
+    check_stream_options,
     check_unused,
     guide_of,
     neutral_values,
@@ -32,12 +33,14 @@ from triton_openai.api.parameters import (
     refusing,
     sampling,
     stop_strings,
-    stream_options,
+    token_limit,
     truncation,
 )
-from triton_openai.config.tree import DefaultParameters
+from triton_openai.config.tree import DefaultParameters, ModelSettings
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
+from triton_openai.models.served import ServedModel
+from triton_openai.prompts.prompter import LazyPrompter
 from triton_openai.prompts.truncation import Truncation
 from triton_openai.triton.tensors import INTEGER_RANGES, ModelConfig, TensorSpec
 
@@ -67,6 +70,9 @@ class Fake(Adapter):
         self.capabilities = Capabilities(generate=True)
 
 
+NO_DEFAULTS, SETTINGS = DefaultParameters(), ModelSettings()
+
+
 def sampled(
     fields: dict[str, Any], *parameters: Parameter, defaults: DefaultParameters | None = None, limit: int = 16
 ) -> Sampling:
@@ -74,9 +80,23 @@ def sampled(
     rows = {name: Parameter(name, target=name) for name in Sampling.__struct_fields__}
     rows |= {row.name: row for row in parameters}
     request = parse_json(msgspec.json.encode({"model": "m", "prompt": "Hi", **fields}), CompletionRequest)
-    return sampling(
-        request, defaults=defaults or DefaultParameters(), default_max_tokens=limit, adapter=Fake(*rows.values())
+    return sampled_by(request, Fake(*rows.values()), defaults or NO_DEFAULTS, limit)
+
+
+def model_of(adapter: Adapter, settings: ModelSettings = SETTINGS) -> ServedModel:
+    """Return a model with *adapter*, without a tokenizer."""
+    prompter = LazyPrompter(settings, None)
+    return ServedModel(
+        name="m", triton_model="m", adapter=adapter, reason="", settings=settings, lazy_prompter=prompter
     )
+
+
+def sampled_by(
+    request: Any, adapter: Adapter, defaults: DefaultParameters = NO_DEFAULTS, default: int = 16
+) -> Sampling:
+    """Return the sampling of *request* on a model with *adapter*."""
+    limit = token_limit(request, model_of(adapter), None, defaults, default)
+    return sampling(request, limit=limit, defaults=defaults, adapter=adapter)
 
 
 def test_a_table_is_bound_to_what_the_model_declares():
@@ -208,7 +228,7 @@ def test_a_parameter_that_an_adapter_does_not_mention():
     """Silence is refusal: nothing is accepted and dropped."""
     request = parse_json(b'{"model": "m", "prompt": "Hi", "seed": 3}', CompletionRequest)
     with pytest.raises(UnsupportedParameter) as caught:
-        sampling(request, defaults=DefaultParameters(), default_max_tokens=16, adapter=Fake())
+        sampled_by(request, Fake())
 
     assert "seed" == caught.value.param
 
@@ -232,7 +252,7 @@ def test_the_name_of_what_is_refused():
     ):
         request = parse_json(msgspec.json.encode(fields), kind)
         with pytest.raises(InvalidRequest) as caught:
-            sampling(request, defaults=DefaultParameters(), default_max_tokens=16, adapter=Fake(row))
+            sampled_by(request, Fake(row))
         assert param == caught.value.param
 
 
@@ -249,9 +269,34 @@ def test_scores_of_the_prompt():
     model.capabilities = Capabilities(generate=True, prompt_logprobs=True)
     for asked, echo, count in ((None, 3, 3), (2, None, 2), (2, 3, 3), (3, 2, 3)):
         request = parse_json(msgspec.json.encode({"prompt": "Hi", "prompt_logprobs": asked}), CompletionRequest)
-        found = prompt_scoring(request, model, echo_logprobs=echo, timeout=1)
+        found = prompt_scoring(request, model_of(model), echo_logprobs=echo, timeout=1)
         assert found is not None
         assert count == found.count
+
+
+@every_case(
+    "asked, operators, recommended, expected",
+    [
+        # (tokens, open, endless)
+        (7, None, None, (7, False, False)),
+        (7, 5, 6, (7, False, False)),
+        (0, 5, None, (0, False, False)),
+        (None, 5, None, (5, False, False)),
+        (None, None, 6, (6, True, False)),
+        (None, None, None, (16, True, True)),
+    ],
+)
+def test_who_limits_an_answer(
+    asked: int | None, operators: int | None, recommended: int | None, expected: tuple[int, bool, bool]
+) -> None:
+    """The client comes before the operator, and the operator before the model's authors, who only recommend."""
+    settings = ModelSettings(default_parameters=DefaultParameters(max_tokens=operators))
+    defaults = DefaultParameters(max_tokens=operators or recommended)
+    request = CompletionRequest(model="m", prompt="Hi", max_tokens=asked)
+    limit = token_limit(request, model_of(Fake(), settings), None, defaults, 16)
+
+    assert expected == (limit.tokens, limit.open, limit.endless)
+    assert (asked, "max_tokens") == (limit.asked, limit.param)
 
 
 def test_a_minimum_above_the_limit():
@@ -263,31 +308,12 @@ def test_a_minimum_above_the_limit():
     assert 2 == sampled({"min_tokens": 2, "max_tokens": 2}).min_tokens
 
 
-@every_case(
-    "fields, expected",
-    [
-        ({}, False),
-        ({"stream": True}, False),
-        ({"stream": True, "stream_options": None}, False),
-        ({"stream": True, "stream_options": {}}, False),
-        ({"stream": True, "stream_options": {"include_usage": False}}, False),
-        ({"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": True}}, True),
-    ],
-)
-def test_stream_options(fields, expected):
-    """Usage is wanted where it is asked for."""
-    request = parse_json(msgspec.json.encode({"model": "m", "prompt": "Hi", **fields}), CompletionRequest)
-
-    assert expected == bool(stream_options(request, always_usage=False).include_usage)
-    assert stream_options(request, always_usage=True).include_usage
-
-
 @every_case("stream", [None, False])
 def test_stream_options_without_a_stream(stream):
     """OpenAI refuses them."""
     body = {"model": "m", "prompt": "Hi", "stream": stream, "stream_options": {"include_usage": True}}
     with pytest.raises(InvalidRequest) as caught:
-        stream_options(parse_json(msgspec.json.encode(body), CompletionRequest), always_usage=False)
+        check_stream_options(parse_json(msgspec.json.encode(body), CompletionRequest))
 
     assert "stream_options" == caught.value.param
 

@@ -8,8 +8,8 @@ from array import array
 import pytest
 
 from tests.cases import every_case
+from triton_openai.answer.prepare import nth_seed
 from triton_openai.api.embeddings import _rendered
-from triton_openai.api.generate import nth_seed
 from triton_openai.errors import UpstreamError
 from triton_openai.parsers.tools.schema import Parameters
 

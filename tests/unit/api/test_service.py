@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from triton_openai.adapters import Adapter, Capabilities
-from triton_openai.answer.time_limits import TimeLimits
+from triton_openai.answer.limits import TimeLimits
 from triton_openai.api import embeddings
 from triton_openai.api.classify import classify
 from triton_openai.api.service import RequestContext
@@ -73,7 +73,7 @@ def context_of(text_level: type[Adapter] | None) -> RequestContext[Any]:
     )
     admission = Admission(ServerSettings(), lambda: 0.0)
     settings: Any = SimpleNamespace(server=ServerSettings())
-    service: Any = SimpleNamespace(admission=admission, client=Client(), settings=settings)
+    service: Any = SimpleNamespace(admission=admission, client=Client(), background=None, settings=settings)
     body: Any = SimpleNamespace(model="m", truncate_prompt_tokens=None, use_activation=None)
     observation = Observation(request_id="r", method="POST", path="/")
     limits = TimeLimits(first_token=1, idle=1, total=None)
@@ -89,7 +89,8 @@ async def embedded(context: RequestContext[Any]) -> EmbeddingResult:
 async def classified(context: RequestContext[Any]) -> ClassificationResult:
     """Ask for classes as the handler does."""
     _, result = await context.admitted(
-        lambda context: classify(context.service, context.model, "c", ("a",), timeout=1), param="input"
+        lambda context: classify(context.sender, context.model, "c", ("a",), timeout=1),
+        param="input",
     )
     return result
 

@@ -23,16 +23,18 @@ from hypothesis import strategies as st
 from tests.cases import every_case
 from tests.clock import Clock
 from tests.tls_fixture import Authority
+from triton_openai.answer.limits import TokenLimit
+from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Push
 from triton_openai.api.chat import ChatChunks, Turn
-from triton_openai.api.generate import Task
+from triton_openai.api.parameters import StreamOptions
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.tools import ToolPlan
 from triton_openai.config.tls import server_context
-from triton_openai.config.tree import LimitSettings, ServerSettings, Settings, TlsSettings
+from triton_openai.config.tree import ApiSettings, LimitSettings, ServerSettings, Settings, TlsSettings
 from triton_openai.draining import DRAINING, Draining
 from triton_openai.errors import UpstreamError
-from triton_openai.generation import Delta, Sampling
+from triton_openai.generation import Delta, Generation, Sampling
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.serving.server import HttpServer
 from triton_openai.telemetry.observation import OBSERVATION, Observation
@@ -88,12 +90,32 @@ class ScriptedRun:
                 await self.changed.wait()
 
 
+def context_of(*, always_usage: bool = False, **options: bool) -> Any:
+    """Return the context of a request with these stream options."""
+    return SimpleNamespace(
+        body=SimpleNamespace(model="m", stream_options=StreamOptions(**options) if options else None),
+        model=SimpleNamespace(fingerprint="f"),
+        service=SimpleNamespace(settings=Settings(api=ApiSettings(always_include_usage=always_usage))),
+    )
+
+
+def spec_of(*, n: int = 1, **fields: Any) -> GenerationSpec:
+    """Return what asks for *n* answers."""
+    template = Generation(id="id", prompt="", sampling=Sampling(max_tokens=1), **fields)
+    return GenerationSpec(template=template, limit=TokenLimit(tokens=1), n=n)
+
+
+def chat_chunks(context: Any, spec: GenerationSpec) -> ChatChunks:
+    """Return the chunks of a chat with one answer."""
+    runs: Any = [ScriptedRun()]
+    return ChatChunks(context, Turn(spec, ToolPlan(), runs, [AnswerParser(None, None)]), ())
+
+
 class Marks(Chunks):
     """Events that can be told apart."""
 
     def __init__(self, runs: Sequence[Any]) -> None:
-        context: Any = SimpleNamespace(body=SimpleNamespace(model="m"), model=SimpleNamespace(fingerprint="f"))
-        super().__init__("k", context, Task(id="id", sampling=Sampling(max_tokens=1), n=len(runs)), runs)
+        super().__init__("k", context_of(), spec_of(n=len(runs)), runs)
 
     def first(self, choice: int) -> bytes:
         return b"data: %d(\n\n" % choice
@@ -107,12 +129,27 @@ class Marks(Chunks):
 
 def test_token_ids_are_in_each_chunk_of_a_chat() -> None:
     """Where they are asked for."""
-    context: Any = SimpleNamespace(body=SimpleNamespace(model="m"), model=SimpleNamespace(fingerprint="f"))
     for wanted in (False, True):
-        task = Task(id="id", sampling=Sampling(max_tokens=1), token_ids=wanted)
-        runs: Any = [ScriptedRun()]
-        chunks = ChatChunks(context, Turn(task, ToolPlan(), runs, [AnswerParser(None, None)]), ())
+        chunks = chat_chunks(context_of(), spec_of(token_ids=wanted))
         assert wanted == (b'"token_ids":[5]' in chunks.piece(0, Delta("a", token_ids=[5])))
+
+
+@every_case(
+    "options, wanted",
+    [
+        ({}, False),
+        ({"include_usage": False}, False),
+        ({"include_obfuscation": True}, False),
+        ({"include_usage": True, "include_obfuscation": True}, True),
+        ({"always_usage": True}, True),
+        ({"always_usage": True, "include_usage": False}, True),
+    ],
+)
+def test_a_stream_has_its_usage_where_it_is_asked_for(options: dict[str, bool], wanted: bool) -> None:
+    """By the client, or by the operator for every stream."""
+    chunks = chat_chunks(context_of(**options), spec_of())
+
+    assert wanted == (b'"usage":null' in chunks.piece(0, Delta("a")))
 
 
 class Served:
@@ -149,6 +186,7 @@ class Served:
         context: Any = SimpleNamespace(
             request=request,
             observation=self.observation,
+            model=SimpleNamespace(name="m"),
             limits=SimpleNamespace(total=self._timeout),
             service=SimpleNamespace(settings=Settings(server=ServerSettings(heartbeat_interval=self._heartbeat))),
         )

@@ -7,7 +7,7 @@ from functools import partial
 import structlog
 from aiohttp import web
 
-from triton_openai.answer.time_limits import TimeLimits
+from triton_openai.answer.limits import TimeLimits
 from triton_openai.api import agents
 from triton_openai.api.agents import known_effort, page
 from triton_openai.api.bodies import json_response, tell_ignored
@@ -85,7 +85,7 @@ async def _answer(context: RequestContext[ChatRequest], *, asked: int, omits_thi
         observation.headers = {**observation.headers, LIMITED_HEADER: str(room)}
         _log.info("max_tokens is limited to what fits the context", asked=asked, room=room)
     events = MessageEvents(
-        turn.task.id,
+        turn.spec.template.id,
         body.model,
         run,
         parser,

@@ -176,7 +176,7 @@ def _events(made: StoredResponse, reading: Reading, turn: chat.Turn) -> Response
     """Return what renders the response, which is the answer of *turn*."""
     (run,), (parser,) = turn.runs, turn.parsers
     for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
-        if (value := getattr(turn.task.sampling, name)) is not None:
+        if (value := getattr(turn.spec.template.sampling, name)) is not None:
             setattr(made.response, name, value)
     sealed = "reasoning.encrypted_content" in (reading.body.include or ())
     return ResponseEvents(made.response, run, parser, names=reading.tools.names, sealed=sealed, keep=made.keep)

@@ -119,7 +119,7 @@ class LoraAnswers:
         self._stream: ResponseStream | None = None
         self._misses = 0
         self._paused = False
-        # A second attempt is made in the turn of a connection that others use too.
+        # A second attempt is made in the turn of a connection that others use too; its log lines are this request's.
         self._context = copy_context()
         self._attempt = self._begin()
 

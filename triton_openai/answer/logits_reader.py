@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 
 from triton_openai import offload
-from triton_openai.adapters._common.base import Decoder
+from triton_openai.adapters._common.base import Adapter, Decoder
 from triton_openai.answer.stages import TokenNames
-from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError, UpstreamTimeout
+from triton_openai.errors import InvalidRequest, UpstreamError, UpstreamTimeout
 from triton_openai.generation import IMPOSSIBLE, Alternative, Delta, Generation, Logits, TokenLogprob
-from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import cancel
-from triton_openai.telemetry.observation import UPSTREAM
-from triton_openai.triton.client import TritonClient, gather
-from triton_openai.triton.tensors import InferResponse
+from triton_openai.triton.client import Receiver
+from triton_openai.triton.tensors import InferRequest, InferResponse
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from triton_openai.answer.run import Run
 
 
 def log_probabilities(logits: Logits, chosen: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
@@ -88,6 +84,16 @@ def _rows(logits: Logits) -> np.ndarray[Any, Any]:
     return values.reshape(-1, logits.width)
 
 
+class PausableReceiver(Receiver, Protocol):
+    """What takes the deltas of an answer, and can hold the backend back."""
+
+    def pause(self) -> None:
+        """Pause the backend until :meth:`resume`."""
+
+    def resume(self) -> None:
+        """Let the backend go on."""
+
+
 class LogitsReader:
     """
     Decodes the responses of a stream for its *run*, and makes log probabilities of their logits.
@@ -96,8 +102,8 @@ class LogitsReader:
     this reader as its decoder: it receives deltas instead of responses, and :meth:`feed` returns them unchanged.
     """
 
-    def __init__(self, run: Run, decoder: Decoder, generation: Generation) -> None:
-        self._run: Run | None = run
+    def __init__(self, run: PausableReceiver, decoder: Decoder, generation: Generation) -> None:
+        self._run: PausableReceiver | None = run
         self._decoder = decoder
         self._count = generation.sampling.logprobs or 0
         self._waiting: deque[InferResponse] = deque()
@@ -132,7 +138,7 @@ class LogitsReader:
         if self._task is None and self._run is not None:
             self._task = asyncio.create_task(self._work(self._run))
 
-    async def _work(self, run: Run) -> None:
+    async def _work(self, run: PausableReceiver) -> None:
         run.pause()
         try:
             while self._waiting:
@@ -171,18 +177,17 @@ class PromptScoring(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def score_prompts(
-    model: ServedModel,
+    adapter: Adapter,
     tokenizer: Tokenizer,
     generations: Sequence[Generation],
     scoring: PromptScoring,
-    client: TritonClient,
+    ask: Callable[[InferRequest], Awaitable[Sequence[InferResponse]]],
 ) -> list[tuple[TokenLogprob, ...]]:
-    """Return an entry for each token of each prompt, the first without a number. Raises :class:`ServiceError`."""
-    if model.lora_delivery is not None:
-        raise UnsupportedParameter(
-            "Log probabilities of prompts are not available for a LoRA adapter that is sent with its requests.",
-            param=scoring.param,
-        )
+    """
+    Return an entry for each token of each prompt, the first without a number. *ask* returns the answers of Triton.
+
+    Raises :class:`ServiceError`.
+    """
     gate = asyncio.Semaphore(_PARALLEL)
 
     async def score(generation: Generation) -> tuple[TokenLogprob, ...]:
@@ -190,7 +195,8 @@ async def score_prompts(
         if not following:
             return _named(tokenizer, generation, ())
         async with gate:
-            logits = await _ask(model, generation, scoring.param, client)
+            request = adapter.encode_prompt_logits(generation)
+            logits = _found(adapter, await ask(msgspec.structs.replace(request, needed_for=scoring.param)))
 
             def scored() -> tuple[TokenLogprob, ...]:
                 return _named(tokenizer, generation, log_probabilities(logits, following, scoring.count))
@@ -211,12 +217,9 @@ async def score_prompts(
         await cancel(*tasks)
 
 
-async def _ask(model: ServedModel, generation: Generation, param: str, client: TritonClient) -> Logits:
-    request = msgspec.structs.replace(model.adapter.encode_prompt_logits(generation), needed_for=param)
-    with UPSTREAM.get().call(request) as sent:
-        responses = await gather(client, sent)
+def _found(adapter: Adapter, responses: Sequence[InferResponse]) -> Logits:
     for response in responses:
-        logits = model.adapter.decode_prompt_logits(response)
+        logits = adapter.decode_prompt_logits(response)
         if logits is not None:
             return logits
     raise UpstreamError("The model did not send the log probabilities of the prompt.")

@@ -1,0 +1,150 @@
+"""How long an answer may take and how many tokens it may have: the operator's limits, the client's, and the model's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+
+from triton_openai.config.tree import TritonSettings
+from triton_openai.errors import ContextLengthExceeded, InvalidRequest
+from triton_openai.prompts.tokenizer import Tokenizer
+
+_Limit = TypeVar("_Limit", float, float | None)
+# What remains for a request that has waited until its limit.
+_LEAST_SECONDS = 0.001
+
+
+class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    Seconds until the first token, between two tokens, and for the whole answer (``None``: no limit). The wait for
+    admission counts.
+
+    Clients give theirs in the headers ``x-first-token-timeout``, ``x-idle-timeout`` and ``x-request-timeout``.
+    """
+
+    first_token: float
+    idle: float
+    total: float | None
+
+    @classmethod
+    def of(cls, settings: TritonSettings, headers: Mapping[str, str], *, stream: bool) -> TimeLimits:
+        """Return the limits of a request; a *stream* has another total. Raises :class:`InvalidRequest`."""
+        total = settings.stream_timeout if stream else settings.request_timeout
+        return cls(
+            first_token=_shorter("x-first-token-timeout", headers, settings.first_token_timeout),
+            idle=_shorter("x-idle-timeout", headers, settings.idle_timeout),
+            total=_shorter("x-request-timeout", headers, total),
+        )
+
+    @property
+    def patience(self) -> float:
+        """The longest time that a request may wait for admission."""
+        return self.first_token if self.total is None else min(self.first_token, self.total)
+
+    def after(self, seconds: float) -> TimeLimits:
+        """Return the limits that remain after a wait of *seconds*, less than :attr:`patience`."""
+        if not seconds:
+            return self
+        total = None if self.total is None else max(self.total - seconds, _LEAST_SECONDS)
+        first_token = max(self.first_token - seconds, _LEAST_SECONDS)
+        return msgspec.structs.replace(self, first_token=first_token, total=total)
+
+
+def _shorter(header: str, headers: Mapping[str, str], allowed: _Limit) -> _Limit:
+    """Return the seconds in *header*, *allowed* without it. Raises :class:`InvalidRequest` for more than *allowed*."""
+    given = headers.get(header)
+    if given is None:
+        return allowed
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InvalidRequest(f"The header '{header}' must be a number of seconds greater than 0.", param=header)
+    if seconds > (allowed or math.inf):
+        raise InvalidRequest(
+            f"The header '{header}' asks for {seconds:g} seconds; this service allows {allowed:g} at most.",
+            param=header,
+        )
+    return seconds
+
+
+class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
+    """The limit of an answer's tokens. It is made once for a request; whatever depends on the length asks it."""
+
+    #: The tokens that the answer may have: what the client, the operator or the model's authors say, else a default.
+    tokens: int
+    #: Whether fewer will do where the context has no room for them. Where not, the request is refused then.
+    open: bool = False
+    #: Whether nobody has said how many: ``tokens`` holds only where the context's length is not known.
+    endless: bool = False
+    #: What the client asked for, and its name for that.
+    asked: int | None = None
+    param: str = "max_tokens"
+    #: The tokens that prompt and answer can have together, where that is known.
+    context: int | None = None
+    #: The tokens that no prompt can exceed, where that is known.
+    longest_prompt: int | None = None
+
+    @property
+    def room_for_prompt(self) -> int | None:
+        """The tokens that a prompt can have before the answer, or before one token of an open answer."""
+        return None if self.context is None else self.context - (1 if self.open else self.tokens)
+
+    def behind(self, prompt: int) -> int:
+        """
+        Return the tokens that the answer to a prompt of *prompt* tokens may have.
+
+        Raises :class:`ContextLengthExceeded` for a prompt, or prompt and answer together, that do not fit.
+        """
+        if self.longest_prompt is not None and (prompt > self.longest_prompt or prompt == self.context):
+            raise too_many_tokens(self.longest_prompt, f"your prompt has {prompt} tokens", tokens=prompt)
+        if self.context is None:
+            return self.tokens
+        room = self.context - prompt
+        if self.open:
+            return room if self.endless else min(self.tokens, room)
+        if self.tokens > room:
+            asked = f"{prompt + self.tokens} tokens ({prompt} in the prompt, {self.tokens} in the completion)"
+            raise too_many_tokens(self.context, f"you requested {asked}")
+        return self.tokens
+
+    def reached(self, sent: int, prompt: int | None) -> int:
+        """
+        Return the number of tokens at which a backend ends an answer.
+
+        *sent* is the limit in the request, *prompt* the tokens of the prompt, as far as they are known.
+        """
+        return sent if self.context is None or prompt is None else min(sent, self.context - prompt)
+
+
+def too_many_tokens(
+    limit: int, found: str, *, tokens: int | None = None, param: str | None = None
+) -> ContextLengthExceeded:
+    """Return the error, in OpenAI's words, for a request in which more than *limit* tokens were *found*."""
+    message = f"This model's maximum context length is {limit} tokens. However, {found}."
+    return ContextLengthExceeded(message, tokens=tokens, limit=limit, param=param)
+
+
+def check_size(text: str, tokenizer: Tokenizer, limit: int | None) -> None:
+    """
+    Raise :class:`ContextLengthExceeded` for a *text* with more bytes than *limit* of the longest tokens have.
+
+    Such a text takes long to tokenize, and cannot fit.
+    """
+    longest = tokenizer.pieces.longest
+    if longest is None or limit is None or len(text) * 4 <= limit * longest:
+        return
+    size = size_of(text)
+    if size > limit * longest:
+        found = f"your prompt has {size} bytes, more than that many tokens can hold"
+        # There are no fewer tokens.
+        raise too_many_tokens(limit, found, tokens=-(-size // longest))
+
+
+def size_of(text: str) -> int:
+    """Return the number of bytes of *text*. Lone surrogates count too; they are refused elsewhere."""
+    return len(text.encode(errors="surrogatepass"))
