@@ -55,8 +55,6 @@ TOKEN_STRING = 2.0
 #: For each log probability in an answer, alternatives counted: to write it as JSON. For each logit: to read it.
 LOGPROB = 2.0
 LOGIT = 0.01
-#: For each item of an agent's conversation, or tool: to read it.
-ITEM = 15.0
 #: For each integer of a request to Triton.
 INTEGER = 0.02
 #: For each vector or row of an answer; for each of its numbers; for each product of two.

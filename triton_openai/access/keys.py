@@ -36,7 +36,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     #: Names or patterns with ``*``; ``None`` for all models.
     models: tuple[str, ...] | None = None
-    #: Whether it may load and unload models and manage Triton in other ways, if the service does.
+    #: Whether it may load and unload models, if the service does.
     manage: bool = True
     limit: RateLimit = RateLimit()
 
@@ -169,8 +169,6 @@ class Keys:
 
 # Azure's and Anthropic's clients have headers of their own.
 _PLAIN_HEADERS = ("api-key", "x-api-key")
-#: Where a key can stand, in lower case.
-KEY_HEADERS = ("authorization", *_PLAIN_HEADERS)
 
 
 def identify(headers: CIMultiDictProxy[str], ring: Keyring) -> ApiKey:
@@ -217,11 +215,6 @@ class Restrictions:
         self._headers = {api: (entry.header, sha256(entry.value)) for entry in entries for api in entry.apis}
         if "inference" in self._headers:
             self._headers.setdefault("embedding", self._headers["inference"])
-
-    @property
-    def header_names(self) -> frozenset[str]:
-        """The headers that open something, in lower case."""
-        return frozenset(name.lower() for name, _ in self._headers.values())
 
     @property
     def groups(self) -> Collection[Group]:

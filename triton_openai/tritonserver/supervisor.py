@@ -14,6 +14,7 @@ import structlog
 
 from triton_openai.config.tree import Settings, TracesSettings
 from triton_openai.errors import ConfigurationError
+from triton_openai.tasks import Backoff
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 log = structlog.get_logger(__name__)
@@ -22,28 +23,6 @@ log = structlog.get_logger(__name__)
 _START_SECONDS = 3600.0
 #: Between two looks at the process; and the pauses before a new start.
 POLL_SECONDS, FIRST_PAUSE, LONGEST_PAUSE = 0.5, 1.0, 30.0
-
-
-class Pauses:
-    """
-    Seconds to wait before each new start of what keeps ending: from *first* on doubled up to *longest*.
-
-    What has lived for *stable_after* seconds has shown that it can: after it the pauses begin anew.
-    """
-
-    def __init__(self, *, first: float, longest: float, stable_after: float) -> None:
-        self._first = first
-        self._longest = longest
-        self._stable_after = stable_after
-        self._next = first
-
-    def after(self, lived: float) -> float:
-        """Return the pause after an end that came *lived* seconds after the start (0: it did not start at all)."""
-        if lived >= self._stable_after:
-            self._next = self._first
-        pause = self._next
-        self._next = min(2 * pause, self._longest)
-        return pause
 
 
 class Supervisor:
@@ -56,7 +35,7 @@ class Supervisor:
 
     def __init__(self, server: EmbeddedTriton) -> None:
         self._server = server
-        self._pauses = Pauses(first=FIRST_PAUSE, longest=LONGEST_PAUSE, stable_after=60.0)
+        self._backoff = Backoff(first=FIRST_PAUSE, longest=LONGEST_PAUSE, stable_after=60.0)
         self.started = asyncio.Event()
 
     async def run(self) -> None:
@@ -76,7 +55,7 @@ class Supervisor:
                 began = time.monotonic()
                 status = await self._ended()
                 log.error("triton ended", status=status, log_tail=self._server.log_tail(20))
-                await self._restart(self._pauses.after(time.monotonic() - began))
+                await self._restart(self._backoff.after(time.monotonic() - began))
         finally:
             await asyncio.to_thread(self._server.stop)
 
@@ -100,7 +79,7 @@ class Supervisor:
             try:
                 await self._start()
             except ConfigurationError as error:
-                pause = self._pauses.after(0)
+                pause = self._backoff.after(0)
                 # Without the traceback, which does not help an operator.
                 log.error("triton did not start again", reason=error.message, next_try_in=pause)  # noqa: TRY400
             else:

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from triton_openai.errors import ConfigurationError
+from triton_openai.tasks import Backoff
 from triton_openai.tritonserver import supervisor
 from triton_openai.tritonserver.embedded import EmbeddedTriton
-from triton_openai.tritonserver.supervisor import Pauses, Supervisor
+from triton_openai.tritonserver.supervisor import Supervisor
 
 
 class Server(EmbeddedTriton):
@@ -146,7 +147,7 @@ async def test_it_can_be_stopped_while_it_starts() -> None:
 
 def test_pauses_grow_up_to_the_longest() -> None:
     """Each is twice the one before; what has lived long enough is started again soon, and they grow from there."""
-    pauses = Pauses(first=1, longest=5, stable_after=60)
+    pauses = Backoff(first=1, longest=5, stable_after=60)
 
     assert [1, 2, 4, 5, 5] == [pauses.after(lived) for lived in (0, 10, 59, 0, 0)]
     assert [1, 2] == [pauses.after(60), pauses.after(0)]

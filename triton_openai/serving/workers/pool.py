@@ -21,8 +21,7 @@ from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.serving.workers.channel import Channel
 from triton_openai.serving.workers.shared import SharedState
-from triton_openai.tasks import first_of
-from triton_openai.tritonserver.supervisor import Pauses
+from triton_openai.tasks import Backoff, first_of
 
 log = structlog.get_logger(__name__)
 
@@ -176,7 +175,7 @@ class Pool:
         self._start = start
         self._share = share
         self._members: dict[int, WorkerProcess] = {}
-        self._pauses = [Pauses(first=FIRST_PAUSE, longest=30.0, stable_after=30.0) for _ in range(count)]
+        self._backoffs = [Backoff(first=FIRST_PAUSE, longest=30.0, stable_after=30.0) for _ in range(count)]
         self._launched: bool | None = None
         self._ever_listened = False
         self._ending = asyncio.Event()
@@ -190,7 +189,7 @@ class Pool:
         Raises :class:`ConfigurationError` for settings that a worker refuses, and :class:`ServiceError` if one ends
         before any has ever listened: the next one would end too.
         """
-        runners = [asyncio.create_task(self._run_worker(index)) for index in range(len(self._pauses))]
+        runners = [asyncio.create_task(self._run_worker(index)) for index in range(len(self._backoffs))]
         try:
             await asyncio.gather(*runners)
         finally:
@@ -277,10 +276,10 @@ class Pool:
                 member.channel.methods |= self._share.methods(index)
             except OSError as error:
                 log.error("worker cannot be started", worker=index, reason=str(error))  # noqa: TRY400
-                pause = self._pauses[index].after(0)
+                pause = self._backoffs[index].after(0)
             else:
                 await self._supervise(index, member)
-                pause = self._pauses[index].after(time.monotonic() - began)
+                pause = self._backoffs[index].after(time.monotonic() - began)
             if not self._ending.is_set():
                 await first_of(self._ending, timeout=pause)
 
