@@ -38,7 +38,7 @@ class Guide(msgspec.Struct, frozen=True, kw_only=True):
     param: str = "response_format"
 
 
-class Alternative(msgspec.Struct, frozen=True):
+class Alternative(msgspec.Struct, frozen=True, gc=False):
     """A token considered at one position; bytes and id where they are known."""
 
     token: str
@@ -47,7 +47,7 @@ class Alternative(msgspec.Struct, frozen=True):
     id: int | None = None
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """
     The token chosen at one position, and the most likely ones there (the chosen one not always among them).
 

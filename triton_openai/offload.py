@@ -29,8 +29,8 @@ _Args = TypeVarTuple("_Args")
 #: Microseconds: what takes more is done in a thread, and what takes more than LONG in the thread for long work.
 INLINE = 1_000
 LONG = 200_000
-# Microseconds of long work that runs or waits before more of it is refused.
-_MOST_LONG_WORK = 10_000_000
+# Microseconds of work that runs or waits in a lane before more of it is refused.
+_MOST_WORK = 10_000_000
 _SHORT_THREADS = 4
 # Work that takes more has used memory that is worth giving back.
 _FRUGAL = 20_000
@@ -67,7 +67,7 @@ async def run(function: Callable[[*_Args], _T], *arguments: *_Args, cost: float,
     """
     Call *function*, which takes about *cost* microseconds, here or in a thread; that outlives a cancelled caller.
 
-    With *refusable*, raises :class:`ServiceOverloaded` if too much long work waits already.
+    With *refusable*, raises :class:`ServiceOverloaded` if too much work like it waits already.
     """
     if cost <= INLINE:
         return function(*arguments)
@@ -79,7 +79,6 @@ class Lane:
     """Threads for work of one kind: *long* work is done one by one, and its memory goes back to the system."""
 
     def __init__(self, *, long: bool) -> None:
-        self._long = long
         self._threads = ThreadPoolExecutor(1 if long else _SHORT_THREADS, "long-work" if long else "work")
         # Microseconds of work that runs or waits.
         self._cost = 0.0
@@ -88,9 +87,9 @@ class Lane:
     def submit(self, function: Callable[[], _T], cost: float, refusable: bool) -> Future[_T]:
         """Return the future of a call. Raises :class:`ServiceOverloaded`."""
         with self._lock:
-            if refusable and self._long and self._cost > INLINE and self._cost + cost > _MOST_LONG_WORK:
+            if refusable and self._cost > INLINE and self._cost + cost > _MOST_WORK:
                 raise ServiceOverloaded(
-                    "Too many long texts wait to be tokenized.", retry_after=math.ceil(self._cost / 1_000_000)
+                    "Too many texts wait to be tokenized.", retry_after=math.ceil(self._cost / 1_000_000)
                 )
             self._cost += cost
         future = self._threads.submit(_frugal, function) if cost > _FRUGAL else self._threads.submit(function)

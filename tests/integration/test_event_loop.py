@@ -292,6 +292,11 @@ LOGPROBS: Mapping[str, Callable[[], tuple[str, bytes]]] = {
     ),
     "a prompt of 1.9 kB echoed with 128 answers": lambda: completion(**ECHOED),
     "the same prompt, streamed": lambda: completion(**ECHOED, stream=True),
+    "16 prompts of 60 tokens, streamed with 128 answers": lambda: completion(
+        **{**ECHOED, "prompt": [IDS[:60]] * 16}, stream=True
+    ),
+    "16 prompts of 1,500 ids, 128 answers": lambda: completion(prompt=[IDS[:1500]] * 16, n=128, return_token_ids=True),
+    "the same ids, streamed": lambda: completion(prompt=[IDS[:1500]] * 16, n=128, return_token_ids=True, stream=True),
     "a prompt's, 20 alternatives": lambda: completion(prompt="hi " * 600, prompt_logprobs=20, n=8),
 }
 

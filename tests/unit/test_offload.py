@@ -83,6 +83,21 @@ async def test_long_work_has_a_bound() -> None:
     assert await offload.run(lambda: True, cost=10**9, refusable=True)
 
 
+async def test_shorter_work_has_a_bound() -> None:
+    """Many texts that are not long cannot make an ordinary one wait without end either."""
+    gate = threading.Event()
+    waiting = await held(gate, cost=offload.LONG, count=50)
+    try:
+        with pytest.raises(ServiceOverloaded) as caught:
+            await offload.run(gate.wait, cost=offload.LONG, refusable=True)
+        assert 10 == caught.value.retry_after
+        must = await held(gate, cost=offload.LONG)
+        assert not must[0].done()
+    finally:
+        gate.set()
+    assert [True] * 51 == await asyncio.gather(*waiting, *must)
+
+
 async def test_memory_goes_back() -> None:
     """What long work has used, the process does not keep."""
 

@@ -166,6 +166,8 @@ def _cost(logits: Logits, chosen: Sequence[int]) -> float:
 
 # A prompt's scores may be hundreds of megabytes.
 _PARALLEL = 2
+# Log probabilities of one request's prompts, alternatives counted; each takes about 150 bytes.
+_MOST_SCORES = 1_000_000
 
 
 class PromptScoring(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,6 +190,12 @@ async def score_prompts(
 
     Raises :class:`ServiceError`.
     """
+    wanted = sum(len(generation.prompt_ids or ()) for generation in generations) * (1 + scoring.count)
+    if wanted > _MOST_SCORES:
+        raise InvalidRequest(
+            f"The prompts have {wanted} log probabilities, alternatives counted, and a request {_MOST_SCORES} at most.",
+            param=scoring.param,
+        )
     gate = asyncio.Semaphore(_PARALLEL)
 
     async def score(generation: Generation) -> tuple[TokenLogprob, ...]:

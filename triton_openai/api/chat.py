@@ -25,6 +25,7 @@ from triton_openai.api.logprobs import (
     PromptLogprobs,
     chat_logprobs,
     cost_of,
+    drop_prompt_logprobs,
     in_pieces,
     prompt_logprobs,
     rendering_cost,
@@ -319,6 +320,8 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
         # Known once the answers are parsed.
         usage = usage_of(usages, n=turn.spec.n, reasoning_tokens=reasoning_tokens(turn.parsers))
         scores: Any = None if body.prompt_logprobs is None else in_pieces(prompt_logprobs(runs[0].prompt_logprobs))
+        if scores is not None:
+            drop_prompt_logprobs(runs)
         completion = ChatCompletion(
             id=turn.spec.template.id,
             object="chat.completion",
@@ -468,6 +471,8 @@ class ChatChunks(Chunks):
     def __init__(self, context: RequestContext[Any], turn: Turn, fields: Sequence[str]) -> None:
         super().__init__("chat.completion.chunk", context, turn.spec, turn.runs)
         self._parsers = turn.parsers
+        # All choices have one prompt.
+        self._prompt_ids = _encode(turn.runs[0].generation.prompt_ids) if self._ids else b""
         self._plan = turn.plan
         self._reasoning_fields = fields
         # By choice and index, what the model writes as the argument of a custom tool.
@@ -483,9 +488,7 @@ class ChatChunks(Chunks):
 
     def first(self, choice: int) -> bytes:
         """Return the chunk with the role, and with the prompt's ids where they are wanted."""
-        tail = self._tail
-        if self._ids:
-            tail = b'],"prompt_token_ids":' + _encode(self._runs[choice].generation.prompt_ids) + tail[1:]
+        tail = b'],"prompt_token_ids":%b%b' % (self._prompt_ids, self._tail[1:]) if self._ids else self._tail
         return self._chunk(choice, b'{"role":"assistant","content":"","refusal":null}', b"null", tail)
 
     def piece(self, choice: int, delta: Delta) -> bytes:

@@ -23,6 +23,7 @@ from triton_openai.api.logprobs import (
     PromptLogprobs,
     completion_logprobs,
     cost_of,
+    drop_prompt_logprobs,
     in_pieces,
     joined,
     narrowed,
@@ -115,13 +116,18 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
             given = separated(body.prompt, "prompt")
     runs = await runs_of(context, prompter.tokenizer, given, spec)
     prompts, n = runs[:: spec.n], body.n or 1
+    echoes = await offload.run(_echoes, body, runs, spec.n, cost=_echo_cost(spec, prompts))
+    size, most = n * sum(echo.size for echo in echoes), context.service.settings.server.max_body_size
+    if size > most:
+        raise InvalidValue(
+            f"What the answers repeat of their prompts has more than {most} bytes together (server.max_body_size).",
+            "n" if n > 1 else "prompt",
+        )
     if body.stream:
-        echoes = await offload.run(_echoes, body, prompts, cost=_echo_cost(spec, prompts))
         return await stream(context, runs, CompletionChunks(context, spec, runs, echoes))
     answers = await collect(runs, timeout=context.limits.total)
 
     def rendered() -> bytes:
-        echoes = _echoes(body, prompts)
         best = _best(answers, n=n, of=spec.n)
         completion = Completion(
             id=spec.template.id,
@@ -135,7 +141,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
         )
         return _encode(completion)
 
-    cost = _echo_cost(spec, prompts) + rendering_cost(answers)
+    cost = offload.JSON * size + rendering_cost(answers)
     return WholeResponse(body=await offload.run(rendered, cost=cost), content_type="application/json")
 
 
@@ -186,27 +192,39 @@ def _likelihood(answer: Collected) -> float:
 
 
 class _Echo(NamedTuple):
-    """What all answers to a prompt have of it: its text with ``echo``, and its tokens' log probabilities."""
+    """What all answers to a prompt repeat of it, as far as they are to: *size* is about how many bytes that has."""
 
     text: str
     logprobs: CompletionLogprobs | None
     prompt_logprobs: Any
+    ids: Any
+    size: int
 
 
-def _echoes(body: CompletionRequest, runs: Sequence[Run]) -> list[_Echo]:
-    """Return what the answers have of their prompts, of which each has one of *runs*."""
-    return [_echo(body, run) for run in runs]
+def _echoes(body: CompletionRequest, runs: Sequence[Run], n: int) -> list[_Echo]:
+    """Return what the answers repeat of their prompts, of which each has *n* of *runs*."""
+    echoes = [_echo(body, run) for run in runs[::n]]
+    drop_prompt_logprobs(runs)
+    return echoes
 
 
 def _echo(body: CompletionRequest, run: Run) -> _Echo:
+    text = run.generation.shown_prompt if body.echo else ""
     logprobs: CompletionLogprobs | None = None
     scores: Any = msgspec.UNSET
+    ids: Any = msgspec.UNSET
+    size = len(text)
     if body.echo and body.logprobs is not None:
         logprobs = _in_pieces(completion_logprobs(narrowed(run.prompt_logprobs, body.logprobs), offset=0)[0])
+        size += len(_encode(logprobs))
     if body.prompt_logprobs is not None:
         entries = prompt_logprobs(narrowed(run.prompt_logprobs, body.prompt_logprobs))
         scores = msgspec.Raw(_encode(in_pieces(entries)))
-    return _Echo(run.generation.shown_prompt if body.echo else "", logprobs, scores)
+        size += len(scores)
+    if body.return_token_ids:
+        ids = msgspec.Raw(_encode(run.generation.prompt_ids or ()))
+        size += len(ids)
+    return _Echo(text, logprobs, scores, ids, size)
 
 
 def _in_pieces(logprobs: CompletionLogprobs) -> CompletionLogprobs:
@@ -216,7 +234,10 @@ def _in_pieces(logprobs: CompletionLogprobs) -> CompletionLogprobs:
 def _echo_cost(spec: GenerationSpec, runs: Sequence[Run]) -> float:
     """Return about how many microseconds :func:`_echoes` takes for *runs*."""
     scoring = spec.prompt_scoring
-    return 0.0 if scoring is None else cost_of(sum(len(run.prompt_logprobs) for run in runs), scoring.count)
+    cost = (
+        offload.INTEGER * sum(len(run.generation.prompt_ids or ()) for run in runs) if spec.template.token_ids else 0.0
+    )
+    return cost if scoring is None else cost + cost_of(sum(len(run.prompt_logprobs) for run in runs), scoring.count)
 
 
 def _choice(body: CompletionRequest, echo: _Echo, index: int, answer: Collected) -> CompletionChoice:
@@ -232,7 +253,7 @@ def _choice(body: CompletionRequest, echo: _Echo, index: int, answer: Collected)
         finish_reason=run.progress.finish_reason,
         stop_reason=run.progress.stop_reason,
         prompt_logprobs=echo.prompt_logprobs,
-        prompt_token_ids=(run.generation.prompt_ids or ()) if body.return_token_ids else msgspec.UNSET,
+        prompt_token_ids=echo.ids,
         token_ids=answer.token_ids if body.return_token_ids else msgspec.UNSET,
     )
 
@@ -248,8 +269,10 @@ class CompletionChunks(Chunks):
         echoes: Sequence[_Echo],
     ) -> None:
         super().__init__("text_completion", context, spec, runs)
-        # That of each prompt in JSON: the text, and the log probabilities.
-        self._echoes = [(_encode(echo.text), _encode(echo.logprobs)) for echo in echoes]
+        # That of each prompt in JSON: the text, the log probabilities and the ids.
+        self._echoes = [
+            (_encode(echo.text), _encode(echo.logprobs), _encode(echo.ids) if self._ids else b"") for echo in echoes
+        ]
         self._text = self._head + b'{"text":'
         self._body = context.body
         self._text_tails = [
@@ -262,9 +285,8 @@ class CompletionChunks(Chunks):
         """Return the prompt with ``echo``, and its ids; else nothing: a choice begins with its first text."""
         if not self._body.echo and not self._ids:
             return b""
-        run = self._runs[choice]
-        text, logprobs = self._echoes[choice // self._n]
-        ids = b',"prompt_token_ids":%b,"token_ids":[]' % _encode(run.generation.prompt_ids) if self._ids else b""
+        text, logprobs, ids = self._echoes[choice // self._n]
+        ids = b',"prompt_token_ids":%b,"token_ids":[]' % ids if self._ids else b""
         # Copied once: together, the choices may be tens of megabytes.
         index, end = b',"index":%d,"logprobs":' % choice, b',"finish_reason":null%b}' % ids
         return b"".join((self._text, text, index, logprobs, end, self._tail))

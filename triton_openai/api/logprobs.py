@@ -12,6 +12,7 @@ from msgspec.structs import astuple
 
 from triton_openai import offload
 from triton_openai.answer.fan_out import Collected
+from triton_openai.answer.run import Run
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import IMPOSSIBLE, TokenLogprob
 
@@ -61,6 +62,8 @@ PromptLogprobs = Sequence[dict[str, PromptLogprob] | None]
 
 
 _encode = msgspec.json.Encoder().encode
+# Entries that are freed at once.
+_PIECE = 1000
 
 
 def cost_of(count: int, alternatives: int | None) -> float:
@@ -128,6 +131,16 @@ def narrowed(entries: Sequence[TokenLogprob], count: int) -> Sequence[TokenLogpr
 def prompt_logprobs(entries: Sequence[TokenLogprob]) -> PromptLogprobs:
     """Return the *entries* of a prompt by token id, the prompt's own token first; ``None`` for the first position."""
     return [_by_id(entry, _chosen(entry)) for entry in entries]
+
+
+def drop_prompt_logprobs(runs: Sequence[Run]) -> None:
+    """Let go of the prompts' log probabilities in pieces: to free hundreds of thousands at once holds the loop."""
+    held = list({id(run.prompt_logprobs): list(run.prompt_logprobs) for run in runs}.values())
+    for run in runs:
+        run.prompt_logprobs = ()
+    for entries in held:
+        while entries:
+            del entries[-_PIECE:]
 
 
 def _by_id(entry: TokenLogprob, logprob: float | None) -> dict[str, PromptLogprob] | None:

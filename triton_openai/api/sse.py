@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from time import monotonic
 from typing import Any
 
@@ -64,6 +64,10 @@ class Renderer(ABC):
     @abstractmethod
     def opening(self) -> bytes:
         """Return the events that open all choices, in order."""
+
+    def openings(self) -> Iterable[bytes]:
+        """Return the same in pieces, as they may be tens of megabytes."""
+        return (self.opening(),)
 
     @abstractmethod
     def piece(self, choice: int, delta: Delta) -> bytes:
@@ -121,7 +125,10 @@ class Chunks(Renderer):
 
     def opening(self) -> bytes:
         """Return the events that open all choices, in order: the official client takes the first chunk for choice 0."""
-        return b"".join([self.first(choice) for choice in range(len(self._runs))])
+        return b"".join(self.openings())
+
+    def openings(self) -> Iterable[bytes]:
+        return map(self.first, range(len(self._runs)))
 
     def closing(self) -> bytes:
         """Return the chunk with the usage of all choices, where it is wanted and known, and the end."""
@@ -232,7 +239,7 @@ class EventStream:
                 continue
             if group.unfinished and not self._flowing:
                 await self._send_head()
-            events = b"" if self._flowing else self._first_events(answered=bool(ended))
+            events = b"" if self._flowing else await self._first_events(answered=bool(ended))
             events += b"".join([renderer.last(choice) for choice in ended])
             if not group.unfinished:
                 await self._finish(events + await renderer.ended(None))
@@ -242,14 +249,11 @@ class EventStream:
                 self._write(events)
             if self._transport is not None and self._transport.is_closing():
                 raise ConnectionResetError("The client has left.")
-            if self._paused:
-                await self._request.writer.drain()
-                self._paused = False
-                group.resume()
+            await self._drained()
 
     async def fail(self, error: ServiceError) -> None:
         """Send *error* as the last event. Raises ``ConnectionResetError`` if the client has disconnected."""
-        events = b"" if self._flowing or not self._pending else self._first_events(answered=True)
+        events = b"" if self._flowing or not self._pending else await self._first_events(answered=True)
         events += await self._renderer.ended(error)
         # The end of the connection is that of the body over HTTP/1.0.
         await self._finish(events, broken=self._chunked and not self._renderer.ends_failed)
@@ -274,18 +278,32 @@ class EventStream:
             await self.response.prepare(self._request)
         self._transport = self._request.transport
 
-    def _first_events(self, *, answered: bool) -> bytes:
-        """Return the first events; a sign of life if there are none and no run is *answered*."""
+    async def _first_events(self, *, answered: bool) -> bytes:
+        """Return the first events, or their end; a sign of life if there are none and no run is *answered*."""
         if not answered and not self._pending:
             return self._renderer.keep_alive()
+        rest: list[bytes] = []
+        size = 0
+        for events in self._renderer.openings():
+            rest.append(events)
+            size += len(events)
+            if size > _HIGH_WATER:
+                await self._send_head()
+                self._write(b"".join(rest))
+                rest, size = [], 0
+                await self._drained()
+                # Also a client that reads fast leaves others their turns.
+                await asyncio.sleep(0)
         self._flowing = True
         pending, self._pending = self._pending, []
-        opening = self._renderer.opening()
-        if len(opening) > _HIGH_WATER and self._transport is not None:
-            # Echoed prompts may be tens of megabytes, which each step would copy.
-            self._write(opening)
-            opening = b""
-        return opening + b"".join(pending)
+        return b"".join((*rest, *pending))
+
+    async def _drained(self) -> None:
+        """Wait until a slow client has read, if runs are paused for it."""
+        if self._paused:
+            await self._request.writer.drain()
+            self._paused = False
+            self._group.resume()
 
     def _write(self, events: bytes) -> None:
         transport = self._transport

@@ -230,7 +230,7 @@ class Tokenizer:
         """
         Do :meth:`encode` without holding the event loop for long texts.
 
-        Raises the same, and :class:`ServiceOverloaded` if too many long texts wait.
+        Raises the same, and :class:`ServiceOverloaded` if too many texts wait.
         """
         cost = offload.TEXT + offload.TOKENIZE * len(text)
         return await offload.run(self.encode, text, add_special_tokens, cost=cost, refusable=True)

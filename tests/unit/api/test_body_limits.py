@@ -8,7 +8,8 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import Mock
 
 import aiohttp
@@ -20,13 +21,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from tests.unit.api.responses.test_stored import service
+from triton_openai.answer.logits_reader import PromptScoring, score_prompts
 from triton_openai.api import bodies
 from triton_openai.api.bodies import JsonCheck, parse_json, read_within
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.embeddings import SIDES, ScoreRequest
 from triton_openai.api.prompts import separated
 from triton_openai.api.tools import plan_tools
-from triton_openai.config.tree import LimitSettings
+from triton_openai.config.tree import LimitSettings, ServerSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
 from triton_openai.serving.request_body import read_body
 
@@ -283,3 +286,18 @@ async def test_bodies_as_they_arrive() -> None:
         await read(ended=False, body_timeout=0.01)
     with pytest.raises(RequestTimeout):
         await read(b"a" * 50, b"a", ended=False, body_timeout=0.01)
+
+
+async def test_what_many_answers_repeat() -> None:
+    """A short body cannot have a prompt repeated without end; so it is with the prompt's log probabilities."""
+    async with service("memory", server=ServerSettings(max_body_size=100_000)) as proxy:
+        asked = {"model": "m", "prompt": "x" * 40_000, "echo": True}
+        assert 200 == (await proxy.post("/v1/completions", {**asked, "n": 2})).status
+        for stream in (False, True):
+            refused = await proxy.post("/v1/completions", {**asked, "n": 3, "stream": stream})
+            assert (400, "n") == (refused.status, refused.error["param"])
+            assert "server.max_body_size" in refused.error["message"]
+    generation: Any = SimpleNamespace(prompt_ids=range(250_001))
+    scoring = PromptScoring(count=3, param="logprobs", timeout=1)
+    with pytest.raises(InvalidRequest, match="1000004"):
+        await score_prompts(cast(Any, None), cast(Any, None), [generation], scoring, cast(Any, None))

@@ -55,6 +55,7 @@ class ScriptedRun:
         self.changed = asyncio.Event()
         self.generation = self.model = self
         self.token_ids, self.name, self.prompt = False, "m", ""
+        self.prompt_ids = (7,)
 
     def start(self, number: int, push: Push, tell: Callable[[int], None]) -> None:
         self.push, self.tell = partial(push, number), partial(tell, number)
@@ -131,6 +132,7 @@ def test_token_ids_are_in_each_chunk_of_a_chat() -> None:
     """Where they are asked for."""
     for wanted in (False, True):
         chunks = chat_chunks(context_of(), spec_of(token_ids=wanted))
+        assert wanted == (b'"prompt_token_ids":[7]' in chunks.first(0))
         assert wanted == (b'"token_ids":[5]' in chunks.piece(0, Delta("a", token_ids=[5])))
 
 
