@@ -16,6 +16,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import offload
+from triton_openai.answer.chat_prompt import images_of, rendered_chat
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
@@ -30,7 +31,6 @@ from triton_openai.api.logprobs import (
     rendering_cost,
 )
 from triton_openai.api.parameters import SamplingRequest, Verbosity, accepting, refusing
-from triton_openai.api.prompts import images_of, rendered_chat
 from triton_openai.api.service import RequestContext, begin, new_id, not_generating, now, runs_of, spec_of
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan, custom_input, plan_tools

@@ -155,8 +155,14 @@ class RequestContext(Generic[_Body]):
                 admission.leave(triton_model, task)
 
 
-async def begin(request: web.Request, kind: type[_Body], operation: str) -> RequestContext[_Body]:
-    """Return the context of *request*; *operation* is its name in logs and metrics. Raises :class:`InvalidRequest`."""
+async def begin(
+    request: web.Request, kind: type[_Body], operation: str, *, read_as_chat: bool = False
+) -> RequestContext[_Body]:
+    """
+    Return the context of *request*; *operation* is its name in logs and metrics. Raises :class:`InvalidRequest`.
+
+    Of a body that is to be *read_as_chat*, the parameters that are observed are the chat's: the handler sets them.
+    """
     service, body, model = await read_request(request, kind)
     stream = bool(getattr(body, "stream", False))
     observation = request[OBSERVATION]
@@ -166,7 +172,8 @@ async def begin(request: web.Request, kind: type[_Body], operation: str) -> Requ
     observation.response_model = model.answers_as
     request.app[OBSERVERS].identified(observation)
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=stream)
-    observation.parameters = body
+    if not read_as_chat:
+        observation.parameters = body
     if ignored := parameters.check_unused(body):
         tell_ignored(observation, ignored)
     return RequestContext(request, service, body, model, observation, limits)
