@@ -30,7 +30,7 @@ from triton_openai.api.logprobs import (
     rendering_cost,
 )
 from triton_openai.api.parameters import SamplingRequest
-from triton_openai.api.service import RequestContext, begin, new_id, not_generating, now, runs_of, spec_of
+from triton_openai.api.service import RequestContext, begin, check_generates, new_id, now, runs_of, spec_of
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.usage import UsageObject, known_usage, usage_of
 from triton_openai.errors import InvalidValue, UnsupportedParameter, UpstreamError, missing
@@ -142,8 +142,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
 
 def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> GenerationSpec:
     body, model = context.body, context.model
-    if not (model.adapter.capabilities.generate and model.hints.generates):
-        raise not_generating(model)
+    check_generates(model)
     n = body.n or 1
     best_of = n if body.best_of is None else body.best_of
     if best_of < n:
@@ -171,7 +170,7 @@ def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> Gen
 def _filled(
     prompts: Sequence[Prompt], suffix: str, model: ServedModel, tokenizer: Tokenizer | None, *, echo: bool
 ) -> Sequence[str]:
-    """Return the prompts that ask for the text between each of *prompts* and *suffix*. Raises :class:`InvalidRequest`."""
+    """Return what asks for the text between each of *prompts* and *suffix*. Raises :class:`InvalidRequest`."""
     form = fim_form(model.settings.fim_template, tokenizer)
     if form is None:
         known = known_fim_form(tokenizer)
@@ -261,11 +260,7 @@ class CompletionChunks(Chunks):
     """The chunks of one stream."""
 
     def __init__(
-        self,
-        context: RequestContext[CompletionRequest],
-        spec: GenerationSpec,
-        runs: Sequence[Run],
-        echoes: Sequence[_Echo],
+        self, context: RequestContext[Any], spec: GenerationSpec, runs: Sequence[Run], echoes: Sequence[_Echo]
     ) -> None:
         super().__init__("text_completion", context, spec, runs)
         # That of each prompt in JSON: the text, and the log probabilities.
