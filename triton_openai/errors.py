@@ -135,6 +135,11 @@ class InvalidRequest(ServiceError, status=400, type="invalid_request_error", cod
     """The client's request is wrong; *param* names the field in dotted form where one is to blame."""
 
 
+def missing(field: str) -> InvalidRequest:
+    """Return the error for a request without *field*."""
+    return InvalidRequest(f"Missing required parameter: '{field}'.", param=field, code="missing_required_parameter")
+
+
 class UnsupportedParameter(InvalidRequest, code="unsupported_parameter"):
     """A documented parameter that the model cannot honour and that would change its answer."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TypeVar
 
 import msgspec
 
@@ -12,7 +11,7 @@ from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest
 from triton_openai.prompts.tokenizer import Tokenizer
 
-_Limit = TypeVar("_Limit", float, float | None)
+_HEADERS = {"first_token": "x-first-token-timeout", "idle": "x-idle-timeout", "total": "x-request-timeout"}
 # What remains for a request that has waited until its limit.
 _LEAST_SECONDS = 0.001
 
@@ -22,7 +21,7 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
     Seconds until the first token, between two tokens, and for the whole answer (``None``: no limit). The wait for
     admission counts.
 
-    Clients give theirs in the headers ``x-first-token-timeout``, ``x-idle-timeout`` and ``x-request-timeout``.
+    Clients give theirs in headers.
     """
 
     first_token: float
@@ -33,11 +32,12 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, settings: TritonSettings, headers: Mapping[str, str], *, stream: bool) -> TimeLimits:
         """Return the limits of a request; a *stream* has another total. Raises :class:`InvalidRequest`."""
         total = settings.stream_timeout if stream else settings.request_timeout
-        return cls(
-            first_token=_shorter("x-first-token-timeout", headers, settings.first_token_timeout),
-            idle=_shorter("x-idle-timeout", headers, settings.idle_timeout),
-            total=_shorter("x-request-timeout", headers, total),
-        )
+        limits = cls(first_token=settings.first_token_timeout, idle=settings.idle_timeout, total=total)
+        for name, header in _HEADERS.items():
+            if header in headers:
+                seconds = _seconds(header, headers[header], getattr(limits, name))
+                limits = msgspec.structs.replace(limits, **{name: seconds})
+        return limits
 
     @property
     def patience(self) -> float:
@@ -53,11 +53,8 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, first_token=first_token, total=total)
 
 
-def _shorter(header: str, headers: Mapping[str, str], allowed: _Limit) -> _Limit:
-    """Return the seconds in *header*, *allowed* without it. Raises :class:`InvalidRequest` for more than *allowed*."""
-    given = headers.get(header)
-    if given is None:
-        return allowed
+def _seconds(header: str, given: str, allowed: float | None) -> float:
+    """Return the seconds that a client has *given* in *header*, *allowed* at most. Raises :class:`InvalidRequest`."""
     try:
         seconds = float(given)
     except ValueError:

@@ -204,7 +204,10 @@ async def score_prompts(
             return _named(tokenizer, generation, ())
         async with gate:
             request = adapter.encode_prompt_logits(generation)
-            logits = _found(adapter, await ask(msgspec.structs.replace(request, needed_for=scoring.param)))
+            responses = await ask(msgspec.structs.replace(request, needed_for=scoring.param))
+            logits = next(filter(None, map(adapter.decode_prompt_logits, responses)), None)
+            if logits is None:
+                raise UpstreamError("The model did not send the log probabilities of the prompt.")
 
             def scored() -> tuple[TokenLogprob, ...]:
                 return _named(tokenizer, generation, log_probabilities(logits, following, scoring.count))
@@ -223,14 +226,6 @@ async def score_prompts(
         raise
     finally:
         await cancel(*tasks)
-
-
-def _found(adapter: Adapter, responses: Sequence[InferResponse]) -> Logits:
-    for response in responses:
-        logits = adapter.decode_prompt_logits(response)
-        if logits is not None:
-            return logits
-    raise UpstreamError("The model did not send the log probabilities of the prompt.")
 
 
 def _named(tokenizer: Tokenizer, generation: Generation, entries: Sequence[TokenLogprob]) -> tuple[TokenLogprob, ...]:

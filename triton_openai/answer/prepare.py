@@ -116,20 +116,18 @@ async def generation_of(
     The answer fits the model's context, where its length is known. Raises :class:`InvalidRequest`, and
     :class:`ConfigurationError` for a model that needs a tokenizer and has none.
     """
-    original, truncation = None, spec.truncation
+    original = None
     if not isinstance(prompt, str):
         if not model.adapter.capabilities.tokens:
             prompt, original = await _as_text(model, tokenizer, prompt)
     elif not spec.adds_special and model.adapter.hints.adds_bos:
         prompt, original = await _without_special(model, tokenizer, prompt)
-    if truncation is not None:
-        truncation = truncation.within(spec.limit.room_for_prompt)
-    elif tokenizer is not None and isinstance(prompt, str):
+    if tokenizer is not None and isinstance(prompt, str) and spec.truncation is None:
         check_size(prompt, tokenizer, spec.limit.longest_prompt)
     if isinstance(prompt, str) and not model.adapter.capabilities.tokens:
-        fields = await _text_fields(model, tokenizer, prompt, original, truncation, spec.template)
+        fields = await _text_fields(model, tokenizer, prompt, original, spec)
     elif tokenizer is not None:
-        fields = await _id_fields(model, tokenizer, prompt, truncation, spec.template)
+        fields = await _id_fields(model, tokenizer, prompt, spec)
     else:
         raise no_tokenizer(model)
     generation = msgspec.structs.replace(
@@ -184,15 +182,11 @@ async def _without_special(
 
 
 async def _text_fields(
-    model: ServedModel,
-    tokenizer: Tokenizer | None,
-    prompt: str,
-    original: str | None,
-    truncation: Truncation | None,
-    template: Generation,
+    model: ServedModel, tokenizer: Tokenizer | None, prompt: str, original: str | None, spec: GenerationSpec
 ) -> dict[str, Any]:
     """Return the fields of a :class:`Generation` for a model that takes text."""
     capabilities, special = model.adapter.capabilities, model.adapter.hints.adds_bos
+    template, truncation = spec.template, spec.truncation
     needs = "truncate_prompt_tokens" if truncation is not None else "return_token_ids" if template.token_ids else None
     if tokenizer is None and needs is not None:
         raise UnsupportedParameter(
@@ -214,10 +208,9 @@ async def _text_fields(
     return {"prompt": prompt, "original_prompt": original, "prompt_echo": echo, "prompt_ids": ids, "bias_words": words}
 
 
-async def _id_fields(
-    model: ServedModel, tokenizer: Tokenizer, prompt: Prompt, truncation: Truncation | None, template: Generation
-) -> dict[str, Any]:
+async def _id_fields(model: ServedModel, tokenizer: Tokenizer, prompt: Prompt, spec: GenerationSpec) -> dict[str, Any]:
     """Return the fields of a :class:`Generation` for a model that takes token ids."""
+    truncation = spec.truncation
     if isinstance(prompt, str):
         # A chat template writes the special tokens itself. The caller removed those that the tokenizer adds.
         if truncation is not None and truncation.keeps_special:
@@ -235,7 +228,7 @@ async def _id_fields(
     if not ids:
         raise InvalidValue("The prompt is empty: there is nothing to continue.", "prompt")
     # As in vLLM: the same word has other ids at the start of a text and within it.
-    forms = [form for word in template.sampling.bad_words for form in (word, f" {word}")]
+    forms = [form for word in spec.template.sampling.bad_words for form in (word, f" {word}")]
     bad_word_ids = await offload.run(
         lambda: tuple(dict.fromkeys(tuple(tokenizer.encode(form)) for form in forms)),
         cost=offload.TEXT * len(forms) + offload.TOKENIZE * sum(map(len, forms)),

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from triton_openai import offload
 from triton_openai.config.tree import LimitSettings
-from triton_openai.errors import InvalidRequest, PayloadTooLarge, UnsupportedMediaType, printable
+from triton_openai.errors import InvalidRequest, InvalidValue, PayloadTooLarge, UnsupportedMediaType, missing, printable
 from triton_openai.prompts.messages import AssistantMessage
 from triton_openai.serving.connections import WholeResponse
 from triton_openai.serving.request_body import LIMITS, read_body
@@ -143,11 +143,6 @@ def _integer(match: re.Match[bytes]) -> bytes:
     # A number that no integer field can hold is not written out.
     whole = number.adjusted() < _DIGITS and number == number.to_integral_value()
     return b"%d" % int(number) if whole else match[0]
-
-
-def missing(field: str) -> InvalidRequest:
-    """Return the error for a request without *field*."""
-    return InvalidRequest(f"Missing required parameter: '{field}'.", param=field, code="missing_required_parameter")
 
 
 _WHERE = re.compile(r" - at (?P<key>`key` in )?`\$(?P<path>.*)`$")
@@ -356,6 +351,20 @@ def check_texts(body: msgspec.Struct, check: JsonCheck) -> None:
 
 
 _encode = msgspec.json.Encoder().encode
+
+
+def separated(value: str | list[str | int | list[int]], param: str) -> list[Any]:
+    """Return texts and lists of token ids one by one. Raises :class:`InvalidRequest` for none and too many."""
+    items: list[Any] = value if isinstance(value, list) and set(map(type, value)) != {int} else [value]
+    if not items:
+        raise InvalidValue(f"'{param}' must not be an empty list.", param)
+    if len(items) > MAX_ITEMS:
+        raise InvalidRequest(
+            f"'{param}' may hold {MAX_ITEMS} items at most.", param=param, code="array_above_max_length"
+        )
+    if int in map(type, items):
+        raise InvalidRequest(f"'{param}' must not mix token ids with lists or texts.", param=param, code="invalid_type")
+    return items
 
 
 def json_response(answer: msgspec.Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -16,6 +16,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import offload
+from triton_openai.answer.chat_prompt import images_of, rendered_chat
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
@@ -31,8 +32,7 @@ from triton_openai.api.logprobs import (
     rendering_cost,
 )
 from triton_openai.api.parameters import SamplingRequest, Verbosity, accepting, refusing
-from triton_openai.api.prompts import images_of, rendered_chat
-from triton_openai.api.service import RequestContext, begin, new_id, not_generating, now, runs_of, spec_of
+from triton_openai.api.service import RequestContext, begin, check_generates, new_id, now, runs_of, spec_of
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan, custom_input, plan_tools
 from triton_openai.api.usage import UsageObject, known_usage, usage_of
@@ -283,12 +283,11 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
     :class:`InvalidRequest` and its subclasses, and :class:`ConfigurationError` for a model that cannot chat.
     """
     service, body, observation = context.service, context.body, context.observation
-    if not (context.model.adapter.capabilities.generate and context.model.hints.generates):
-        raise not_generating(context.model)
+    check_generates(context.model)
     plan = plan_of(body)
     prompter = await context.model.prompter()
     parsers = context.model.parsers
-    spec = await _spec(context, answer_id, plan, prompter)
+    spec = await _spec(context, answer_id, plan, prompter, parsers)
     if fitting:
         spec = msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
     with observation.stage(RENDER):
@@ -344,9 +343,9 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
 
 
 async def _spec(
-    context: RequestContext[ChatRequest], answer_id: str, plan: ToolPlan, prompter: Prompter
+    context: RequestContext[ChatRequest], answer_id: str, plan: ToolPlan, prompter: Prompter, parsers: Parsers
 ) -> GenerationSpec:
-    body, model, parsers = context.body, context.model, context.model.parsers
+    body, model = context.body, context.model
     if body.top_logprobs and not body.logprobs:
         raise InvalidValue("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     forced = None

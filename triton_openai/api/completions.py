@@ -17,7 +17,7 @@ from triton_openai import offload
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec, Prompt
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import missing
+from triton_openai.api.bodies import separated
 from triton_openai.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
@@ -31,13 +31,15 @@ from triton_openai.api.logprobs import (
     rendering_cost,
 )
 from triton_openai.api.parameters import SamplingRequest
-from triton_openai.api.prompts import filled, separated
-from triton_openai.api.service import RequestContext, begin, new_id, not_generating, now, runs_of, spec_of
+from triton_openai.api.service import RequestContext, begin, check_generates, new_id, now, runs_of, spec_of
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.usage import UsageObject, known_usage, usage_of
-from triton_openai.errors import InvalidValue, UnsupportedParameter, UpstreamError
+from triton_openai.errors import InvalidValue, UnsupportedParameter, UpstreamError, missing
 from triton_openai.generation import Delta, FinishReason
+from triton_openai.models.served import ServedModel
+from triton_openai.prompts.infill import fill, fim_form, known_fim_form
 from triton_openai.prompts.prompter import Prompter
+from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.serving.connections import WholeResponse
 from triton_openai.telemetry.observation import RENDER
 
@@ -110,10 +112,9 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
     if body.prompt is None:
         raise missing("prompt")
     with context.observation.stage(RENDER):
+        given: Sequence[Prompt] = separated(body.prompt, "prompt")
         if body.suffix:
-            given: Sequence[Prompt] = filled(model, prompter.tokenizer, body.prompt, body.suffix, echo=bool(body.echo))
-        else:
-            given = separated(body.prompt, "prompt")
+            given = _filled(given, body.suffix, model, prompter.tokenizer, echo=bool(body.echo))
     runs = await runs_of(context, prompter.tokenizer, given, spec)
     prompts, n = runs[:: spec.n], body.n or 1
     echoes = await offload.run(_echoes, body, runs, spec.n, cost=_echo_cost(spec, prompts))
@@ -147,8 +148,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
 
 def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> GenerationSpec:
     body, model = context.body, context.model
-    if not (model.adapter.capabilities.generate and model.hints.generates):
-        raise not_generating(model)
+    check_generates(model)
     n = body.n or 1
     best_of = n if body.best_of is None else body.best_of
     if best_of < n:
@@ -171,6 +171,25 @@ def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> Gen
             "'best_of' needs log probabilities, which this model does not give.", param="best_of"
         )
     return spec
+
+
+def _filled(
+    prompts: Sequence[Prompt], suffix: str, model: ServedModel, tokenizer: Tokenizer | None, *, echo: bool
+) -> Sequence[str]:
+    """Return what asks for the text between each of *prompts* and *suffix*. Raises :class:`InvalidRequest`."""
+    form = fim_form(model.settings.fim_template, tokenizer)
+    if form is None:
+        known = known_fim_form(tokenizer)
+        hint = f" Its tokenizer has the tokens of the form '{known}': if it does, say so with it." if known else ""
+        raise UnsupportedParameter(
+            f"The model is not configured to fill in the middle (fim_template).{hint}", param="suffix"
+        )
+    if echo:
+        raise UnsupportedParameter("'echo' cannot be used with 'suffix'.", param="echo")
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise UnsupportedParameter("'suffix' cannot be used with prompts as token ids.", param="suffix")
+    return [fill(form, text, suffix) for text in texts]
 
 
 def _best(answers: Sequence[Collected], *, n: int, of: int) -> list[Collected]:
@@ -262,11 +281,7 @@ class CompletionChunks(Chunks):
     """The chunks of one stream."""
 
     def __init__(
-        self,
-        context: RequestContext[CompletionRequest],
-        spec: GenerationSpec,
-        runs: Sequence[Run],
-        echoes: Sequence[_Echo],
+        self, context: RequestContext[Any], spec: GenerationSpec, runs: Sequence[Run], echoes: Sequence[_Echo]
     ) -> None:
         super().__init__("text_completion", context, spec, runs)
         # That of each prompt in JSON: the text, the log probabilities and the ids.

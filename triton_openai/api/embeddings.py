@@ -25,9 +25,8 @@ from triton_openai.answer.fan_out import too_long
 from triton_openai.answer.limits import check_size, too_many_tokens
 from triton_openai.answer.prepare import check_ids, no_tokenizer
 from triton_openai.answer.run import Sender
-from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, json_response
+from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, json_response, separated
 from triton_openai.api.parameters import TruncatedRequest, accepting, ignoring, neutral_values, refusing, truncation
-from triton_openai.api.prompts import separated
 from triton_openai.api.service import RequestContext, begin, new_id, now
 from triton_openai.generation import EmbeddingJob, EmbeddingResult, ScoreJob, ScoreResult
 from triton_openai.models.served import ServedModel

@@ -468,12 +468,6 @@ def prompt_scoring(
     return PromptScoring(count=count, param=param, timeout=timeout)
 
 
-def check_stream_options(request: SamplingRequest) -> None:
-    """Raise :class:`InvalidRequest` for stream options without a stream."""
-    if request.stream_options is not None and not request.stream:
-        raise InvalidValue("'stream_options' is only allowed when 'stream' is true.", "stream_options")
-
-
 _GUIDED = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _guided = attrgetter(*_GUIDED)
 

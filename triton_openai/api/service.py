@@ -19,7 +19,7 @@ from triton_openai.answer.run import Run, Sender
 from triton_openai.api import parameters
 from triton_openai.api.bodies import ModelRequest, read_json, tell_ignored
 from triton_openai.config.tree import Settings
-from triton_openai.errors import InvalidRequest, PromptRefused, UnsupportedParameter
+from triton_openai.errors import InvalidRequest, InvalidValue, PromptRefused, UnsupportedParameter
 from triton_openai.generation import Generation
 from triton_openai.media.images import ImageLoader
 from triton_openai.models.control import ModelControl
@@ -155,8 +155,14 @@ class RequestContext(Generic[_Body]):
                 admission.leave(triton_model, task)
 
 
-async def begin(request: web.Request, kind: type[_Body], operation: str) -> RequestContext[_Body]:
-    """Return the context of *request*; *operation* is its name in logs and metrics. Raises :class:`InvalidRequest`."""
+async def begin(
+    request: web.Request, kind: type[_Body], operation: str, *, read_as_chat: bool = False
+) -> RequestContext[_Body]:
+    """
+    Return the context of *request*; *operation* is its name in logs and metrics. Raises :class:`InvalidRequest`.
+
+    Of a body that is to be *read_as_chat*, the parameters that are observed are the chat's: the handler sets them.
+    """
     service, body, model = await read_request(request, kind)
     stream = bool(getattr(body, "stream", False))
     observation = request[OBSERVATION]
@@ -166,7 +172,8 @@ async def begin(request: web.Request, kind: type[_Body], operation: str) -> Requ
     observation.response_model = model.answers_as
     request.app[OBSERVERS].identified(observation)
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=stream)
-    observation.parameters = body
+    if not read_as_chat:
+        observation.parameters = body
     if ignored := parameters.check_unused(body):
         tell_ignored(observation, ignored)
     return RequestContext(request, service, body, model, observation, limits)
@@ -179,11 +186,13 @@ _INSTEAD = {
 }
 
 
-def not_generating(model: ServedModel) -> InvalidRequest:
-    """Return the error for a model that generates no text; it says what the model does, and where."""
+def check_generates(model: ServedModel) -> None:
+    """Raise :class:`InvalidRequest` for a model that generates no text; it says what the model does, and where."""
+    if model.adapter.capabilities.generate and model.hints.generates:
+        return
     instead = " and ".join(_INSTEAD[task] for task in model.tasks if task in _INSTEAD)
     does = f" It {instead}." if instead else ""
-    return InvalidRequest(f"The model '{model.name}' does not generate text.{does}", param="model")
+    raise InvalidRequest(f"The model '{model.name}' does not generate text.{does}", param="model")
 
 
 def spec_of(
@@ -208,8 +217,10 @@ def spec_of(
     if settings.access.trust_gateway:
         name = gateway_header(context.request.headers, "objective")
         objective = settings.access.gateway.objectives.get(name, 0)
-    parameters.check_stream_options(body)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidValue("'stream_options' is only allowed when 'stream' is true.", "stream_options")
     limit = parameters.token_limit(body, model, prompter.tokenizer, defaults, settings.api.default_max_tokens)
+    truncation = parameters.truncation(body, keeps_special=keeps_special)
     template = Generation(
         id=answer_id,
         prompt="",
@@ -224,7 +235,7 @@ def spec_of(
         template=template,
         limit=limit,
         n=n,
-        truncation=parameters.truncation(body, keeps_special=keeps_special),
+        truncation=None if truncation is None else truncation.within(limit.room_for_prompt),
         adds_special=adds_special,
         prompt_scoring=parameters.prompt_scoring(
             body, model, echo_logprobs=echo_logprobs, timeout=settings.triton.request_timeout

@@ -14,9 +14,9 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import offload
+from triton_openai.answer.chat_prompt import rendered_chat
 from triton_openai.answer.prepare import check_ids
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, json_response
-from triton_openai.api.prompts import rendered_chat
 from triton_openai.api.service import read_request
 from triton_openai.api.tools import Tool, plan_tools
 from triton_openai.errors import ConfigurationError, InvalidRequest

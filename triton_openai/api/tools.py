@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from triton_openai.api.bodies import explain, missing
-from triton_openai.errors import InvalidRequest, InvalidValue
+from triton_openai.api.bodies import explain
+from triton_openai.errors import InvalidRequest, InvalidValue, missing
 from triton_openai.generation import Guide
 
 

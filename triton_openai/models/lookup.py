@@ -12,7 +12,7 @@ import structlog
 
 from triton_openai.config.sources import closest
 from triton_openai.config.tree import Settings
-from triton_openai.errors import ConfigurationError, InvalidRequest, ModelNotFound, UpstreamUnavailable
+from triton_openai.errors import ConfigurationError, ModelNotFound, UpstreamUnavailable, missing
 from triton_openai.models.binding import Binder
 from triton_openai.models.lora.names import LoraModels
 from triton_openai.models.served import ServedModel, Unserved
@@ -98,9 +98,7 @@ class Models:
             return self._binder.aliases[max(fitting, key=len)] if fitting else name
         default = self._settings.api.default_model
         if default is None and not name:
-            raise InvalidRequest(
-                "Missing required parameter: 'model'.", param="model", code="missing_required_parameter"
-            )
+            raise missing("model")
         return default or name
 
     async def find(self, name: str, allows: Callable[[str], bool] = lambda _: True) -> ServedModel:

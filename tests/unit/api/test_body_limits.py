@@ -24,10 +24,9 @@ from tests.cases import every_case
 from tests.unit.api.responses.test_stored import service
 from triton_openai.answer.logits_reader import PromptScoring, score_prompts
 from triton_openai.api import bodies
-from triton_openai.api.bodies import JsonCheck, parse_json, read_within
+from triton_openai.api.bodies import JsonCheck, parse_json, read_within, separated
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.embeddings import SIDES, ScoreRequest
-from triton_openai.api.prompts import separated
 from triton_openai.api.tools import plan_tools
 from triton_openai.config.tree import LimitSettings, ServerSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout

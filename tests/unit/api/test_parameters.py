@@ -24,7 +24,6 @@ from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.embeddings import EmbeddingsRequest, RerankRequest
 from triton_openai.api.parameters import (
-    check_stream_options,
     check_unused,
     guide_of,
     neutral_values,
@@ -306,16 +305,6 @@ def test_a_minimum_above_the_limit():
             sampled(fields)
         assert "min_tokens" == caught.value.param
     assert 2 == sampled({"min_tokens": 2, "max_tokens": 2}).min_tokens
-
-
-@every_case("stream", [None, False])
-def test_stream_options_without_a_stream(stream):
-    """OpenAI refuses them."""
-    body = {"model": "m", "prompt": "Hi", "stream": stream, "stream_options": {"include_usage": True}}
-    with pytest.raises(InvalidRequest) as caught:
-        check_stream_options(parse_json(msgspec.json.encode(body), CompletionRequest))
-
-    assert "stream_options" == caught.value.param
 
 
 @refusing(beams=1)

@@ -30,17 +30,15 @@ LIMITED_HEADER = "x-max-tokens"
 
 async def handle(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, as Anthropic's API does."""
-    context = await begin(request, types.MessagesRequest, "chat")
+    context = await begin(request, types.MessagesRequest, "chat", read_as_chat=True)
     observation, body = context.observation, context.body
     add_request_id(observation)
-    # Until they are read: what is made of a request's parameters takes those of a chat.
-    observation.parameters = None
     reading = await _read(context.service, context.model, body, observation)
     observation.parameters = reading.chat
     chat = context.about(reading.chat)
     omits = body.thinking is not None and body.thinking.display == "omitted"
 
-    answer = partial(_answer, asked=body.max_tokens, omits_thinking=omits)
+    answer = partial(_answer, omits_thinking=omits)
     try:
         return await chat.admitted(answer, param="messages")
     except InvalidRequest as error:
@@ -75,11 +73,11 @@ async def _read(
     return reading
 
 
-async def _answer(context: RequestContext[ChatRequest], *, asked: int, omits_thinking: bool) -> web.StreamResponse:
+async def _answer(context: RequestContext[ChatRequest], *, omits_thinking: bool) -> web.StreamResponse:
     body, observation = context.body, context.observation
     turn = await turn_of(context, new_id("msg", "_"), fitting=True)
     (run,), (parser,) = turn.runs, turn.parsers
-    room = run.generation.sampling.max_tokens
+    room, asked = run.generation.sampling.max_tokens, turn.spec.limit.tokens
     limited = room < asked
     if limited:
         observation.headers = {**observation.headers, LIMITED_HEADER: str(room)}

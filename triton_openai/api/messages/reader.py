@@ -13,12 +13,11 @@ from itertools import chain, groupby
 import msgspec
 
 from triton_openai.api.agents import LONGEST_TYPE, unsealed
-from triton_openai.api.bodies import missing
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.messages import types
 from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema
 from triton_openai.api.tools import NamedFunction, NamedTool, Tool, ToolChoice
-from triton_openai.errors import ServiceError, UnsupportedParameter, printable
+from triton_openai.errors import ServiceError, UnsupportedParameter, missing, printable
 from triton_openai.media import files
 from triton_openai.prompts import messages
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from triton_openai.api.agents import LONGEST_TYPE, unsealed
-from triton_openai.api.bodies import MAX_MESSAGES, explain, missing
+from triton_openai.api.bodies import MAX_MESSAGES, explain
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema, ResponseFormat
 from triton_openai.api.responses.objects import SHARED, Item, ResponsesRequest, SchemaFormat
@@ -23,7 +23,7 @@ from triton_openai.api.tools import (
     ToolChoice,
     custom_function,
 )
-from triton_openai.errors import InvalidRequest, InvalidValue, ServiceError, UnsupportedParameter, printable
+from triton_openai.errors import InvalidRequest, InvalidValue, ServiceError, UnsupportedParameter, missing, printable
 from triton_openai.prompts import messages
 
 _T = TypeVar("_T", bound=msgspec.Struct)

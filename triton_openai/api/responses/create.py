@@ -13,7 +13,7 @@ from aiohttp import web
 
 from triton_openai import errors, offload
 from triton_openai.api import agents, chat
-from triton_openai.api.bodies import check_texts, json_response, missing, tell_ignored
+from triton_openai.api.bodies import check_texts, json_response, tell_ignored
 from triton_openai.api.responses import background
 from triton_openai.api.responses.chat_request import Reading, read
 from triton_openai.api.responses.conversations import claimed
@@ -49,7 +49,7 @@ _SUMMARY_TOKENS = 2048
 
 async def create(request: web.Request) -> web.StreamResponse:
     """Answer with a response."""
-    context = await begin(request, ResponsesRequest, "chat")
+    context = await begin(request, ResponsesRequest, "chat", read_as_chat=True)
     body = context.body
     if body.previous_response_id is not None and body.conversation is not None:
         raise errors.InvalidValue("'previous_response_id' cannot be used together with 'conversation'.", "conversation")
@@ -124,7 +124,7 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
     items = [(param, item) for item in sources.before]
     items += [(f"input[{number}]", item) for number, item in enumerate(sources.resolved)]
     if not items:
-        raise missing("input")
+        raise errors.missing("input")
     reading = await offload.run(
         partial(read, body, items, strict_tools=settings.api.strict_tools, effort=effort),
         cost=offload.rendering_cost(items, body.tools or ()),
@@ -208,11 +208,11 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
 
 async def compact(request: web.Request) -> web.Response:
     """Return a shorter form of a conversation: the user's messages, and a summary that the model writes."""
-    context = await begin(request, CompactRequest, "chat")
+    context = await begin(request, CompactRequest, "chat", read_as_chat=True)
     given = context.body
     items = input_items(given)
     if not items and given.previous_response_id is None:
-        raise missing("input")
+        raise errors.missing("input")
     adapter, room = context.model.adapter, context.model.settings.max_model_len
     limit = _SUMMARY_TOKENS if room is None else min(_SUMMARY_TOKENS, max(1, room // 4))
     body = ResponsesRequest(
@@ -253,6 +253,6 @@ async def refuse_websocket(request: web.Request) -> web.Response:
 
 async def count_tokens(request: web.Request) -> web.Response:
     """Count the tokens of a request's input, as the model's template and tokenizer make them."""
-    context = await begin(request, ResponsesRequest, "chat")
+    context = await begin(request, ResponsesRequest, "chat", read_as_chat=True)
     async with _chat(context, _begun(context)) as (asked, _):
         return json_response(InputTokens(input_tokens=await agents.count_tokens(asked)))

@@ -1,4 +1,4 @@
-"""The prompts of requests: those of a completions request, and those that a chat template renders from messages."""
+"""The prompt of a chat, as a chat template renders its messages."""
 
 from __future__ import annotations
 
@@ -8,61 +8,15 @@ from typing import Any, Protocol
 
 import msgspec
 
-from triton_openai.api.bodies import MAX_ITEMS, missing
-from triton_openai.errors import (
-    InvalidRequest,
-    InvalidValue,
-    UnsupportedParameter,
-)
+from triton_openai.errors import InvalidRequest, UnsupportedParameter, missing
 from triton_openai.media.images import ImageReference
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts.infill import fill, fim_form, known_fim_form
 from triton_openai.prompts.messages import ContentPart, Message, Rendering, UserMessage, is_image, marks, text_of
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.template import ChatTemplate
-from triton_openai.prompts.tokenizer import Tokenizer
 
 # Most published templates are shorter. Compiling one of this size takes some tenths of a second.
 _LONGEST_TEMPLATE = 16 * 1024
-
-
-def separated(value: str | list[str | int | list[int]], param: str) -> list[Any]:
-    """Return texts and lists of token ids one by one. Raises :class:`InvalidRequest` for none and too many."""
-    items: list[Any] = value if isinstance(value, list) and set(map(type, value)) != {int} else [value]
-    if not items:
-        raise InvalidValue(f"'{param}' must not be an empty list.", param)
-    if len(items) > MAX_ITEMS:
-        raise InvalidRequest(
-            f"'{param}' may hold {MAX_ITEMS} items at most.", param=param, code="array_above_max_length"
-        )
-    if int in map(type, items):
-        raise InvalidRequest(f"'{param}' must not mix token ids with lists or texts.", param=param, code="invalid_type")
-    return items
-
-
-def filled(
-    model: ServedModel,
-    tokenizer: Tokenizer | None,
-    prompt: str | list[str | int | list[int]],
-    suffix: str,
-    *,
-    echo: bool,
-) -> Sequence[str]:
-    """Return the prompts that ask for the text between each of *prompt* and *suffix*. Raises :class:`ServiceError`."""
-    form = fim_form(model.settings.fim_template, tokenizer)
-    if form is None:
-        known = known_fim_form(tokenizer)
-        hint = f" Its tokenizer has the tokens of the form '{known}': if it does, say so with it." if known else ""
-        raise UnsupportedParameter(
-            f"The model is not configured to fill in the middle (fim_template).{hint}", param="suffix"
-        )
-    if echo:
-        raise UnsupportedParameter("'echo' cannot be used with 'suffix'.", param="echo")
-    items = [prompt] if isinstance(prompt, str) else prompt
-    texts: list[str | int | list[int]] = [item for item in items if isinstance(item, str)]
-    if len(texts) < len(items):
-        raise UnsupportedParameter("'suffix' cannot be used with prompts as token ids.", param="suffix")
-    return [fill(form, text, suffix) for text in separated(texts, "prompt")]
 
 
 class ChatPromptRequest(Protocol):
