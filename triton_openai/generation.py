@@ -1,7 +1,7 @@
 """
 Requests and answers between ``api/`` and the adapters, in terms of neither OpenAI nor Triton.
 
-``api/`` builds these from OpenAI requests, adapters turn them into tensors and back, ``api/sse.py`` renders the result.
+``api/`` and ``answer/`` make these of requests, adapters turn them into tensors and back, ``api/`` renders the result.
 """
 
 from __future__ import annotations
@@ -186,40 +186,39 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    One prompt to continue.
+    """One prompt to continue."""
 
-    - ``id`` is unique among all requests of this process: Triton logs it, and stop requests name it.
-    - ``stream`` is whether the client wants the answer in parts.
-    - ``prompt_echo`` is the prompt as the model's tokenizer gives it back, for backends that repeat it.
-    - ``original_prompt`` is the prompt as the client wrote it, where another text is sent.
-    - ``prompt_ids``, ``vocabulary`` and ``bad_word_ids`` (``sampling.bad_words`` as token ids) are for backends that
-      take token ids, the first also where ``token_ids`` are wanted.
-    - ``prompt_tokens`` is the number of tokens of the prompt, where it was counted.
-    - ``bias_words`` is ``sampling.logit_bias`` as texts.
-    - ``cumulative_logprob`` asks for the log probability of the whole answer, ``token_ids`` for its token ids.
-    - ``kv_cache_block_size`` is the number of tokens in a block of the engine's cache, where it is known.
-    - ``priority`` is the place in the server's queue: 1 comes first, 0 is the server's default.
-    - ``images`` stand in the order in which the prompt refers to them.
-    """
-
+    #: Unique among all requests of this process: Triton logs it, and stop requests name it.
     id: str
     prompt: str
     sampling: Sampling
+    #: Whether the client wants the answer in parts.
     stream: bool = False
+    #: The prompt as the model's tokenizer gives it back, for backends that repeat it.
     prompt_echo: str | None = None
+    #: The prompt as the client wrote it, where another text is sent.
     original_prompt: str | None = None
+    #: For backends that take token ids, and where ``token_ids`` are wanted.
     prompt_ids: tuple[int, ...] | None = None
+    #: The number of tokens of the prompt, where it was counted.
     prompt_tokens: int | None = None
+    #: For backends that take token ids.
     vocabulary: Vocabulary | None = None
+    #: ``sampling.bad_words`` as token ids, for the same backends.
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    #: ``sampling.logit_bias`` as texts.
     bias_words: tuple[tuple[str, float], ...] = ()
+    #: Whether the log probability of the whole answer is wanted.
     cumulative_logprob: bool = False
+    #: Whether the token ids of the answer are wanted.
     token_ids: bool = False
     guide: Guide | None = None
     lora: Lora | None = None
+    #: The number of tokens in a block of the engine's cache, where it is known.
     kv_cache_block_size: int | None = None
+    #: The place in the server's queue: 1 comes first, 0 is the server's default.
     priority: int = 0
+    #: In the order in which the prompt refers to them.
     images: tuple[Image, ...] = ()
 
     @property

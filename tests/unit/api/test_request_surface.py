@@ -1,4 +1,4 @@
-"""The small machines of the request surface: seeds, schemas, vectors."""
+"""The small machines of the request surface: schemas and vectors."""
 
 from __future__ import annotations
 
@@ -8,20 +8,9 @@ from array import array
 import pytest
 
 from tests.cases import every_case
-from triton_openai.answer.prepare import nth_seed
 from triton_openai.api.embeddings import _rendered
 from triton_openai.errors import UpstreamError
 from triton_openai.parsers.tools.schema import Parameters
-
-
-@every_case("first", [0, 7, 2**63 - 1, 2**64 - 1, -5])
-def test_seeds_of_further_answers(first):
-    """The first is the client's; the others differ, are the same every time, and never leave what backends take."""
-    seeds = [nth_seed(first, number) for number in range(5)]
-
-    assert first == seeds[0]
-    assert 5 == len(set(seeds))
-    assert all(0 <= seed < 2**31 for seed in seeds[1:])
 
 
 def test_alternatives_that_multiply():
