@@ -287,7 +287,10 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
     plan = plan_of(body)
     prompter = await context.model.prompter()
     parsers = context.model.parsers
-    spec = await _spec(context, answer_id, plan, prompter, parsers)
+    spec = _spec(context, answer_id, plan, prompter, parsers)
+    if plan.forced:
+        # The schemas are walked, in Python.
+        spec = _with(spec, guide=await offload.run(plan.guide, cost=offload.rendering_cost(dict(plan.schemas))))
     if fitting:
         spec = msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
     with observation.stage(RENDER):
@@ -342,25 +345,22 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     return WholeResponse(body=content, content_type="application/json")
 
 
-async def _spec(
+def _spec(
     context: RequestContext[ChatRequest], answer_id: str, plan: ToolPlan, prompter: Prompter, parsers: Parsers
 ) -> GenerationSpec:
-    body, model = context.body, context.model
+    body, model, forced = context.body, context.model, plan.forced
     if body.top_logprobs and not body.logprobs:
         raise InvalidValue("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
-    forced = None
-    if plan.forced:
+    if forced:
         # The call wins, as in vLLM's server: a format is that of an answer in text.
         context = context.about(msgspec.structs.replace(body, response_format=None))
-        # The schemas are walked, in Python.
-        forced = await offload.run(plan.guide, cost=offload.rendering_cost(dict(plan.schemas)))
     spec = spec_of(context, answer_id, prompter, n=body.n or 1, keeps_special=False)
-    if plan.forced and "json_schema" not in model.adapter.capabilities.guides:
+    if forced and "json_schema" not in model.adapter.capabilities.guides:
         raise UnsupportedParameter(
             "The model has no guided decoding, so it cannot be forced to call a tool. Use 'auto'.", param=plan.param
         )
     guide = spec.template.guide
-    if forced is not None and guide is not None:
+    if forced and guide is not None:
         raise InvalidRequest(f"'{guide.param}' cannot be used together with a forced tool call.", param=plan.param)
     if plan.mode == "auto" and parsers.tools is None:
         raise UnsupportedParameter(
@@ -369,7 +369,7 @@ async def _spec(
     honoured = model.adapter.honoured
     if (plan.active or parsers.reasoning) and parsers.special_tokens and "skip_special_tokens" in honoured:
         spec = _with(spec, sampling=msgspec.structs.replace(spec.template.sampling, skip_special_tokens=False))
-    return spec if forced is None else _with(spec, guide=forced)
+    return spec
 
 
 def _with(spec: GenerationSpec, **fields: Any) -> GenerationSpec:

@@ -50,8 +50,8 @@ def _is_not_http_noise(record: logging.LogRecord) -> bool:
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
-#: Fields of every line that is written on behalf of the current request, by work that outlives it too. What writes a line
-#: may know of no request, such as a connection to Triton, so no argument can carry them.
+#: Fields of every line that is written on behalf of the current request, by work that outlives it too. What writes a
+#: line may know of no request, such as a connection to Triton, so no argument can carry them.
 LOG_FIELDS: ContextVar[Mapping[str, str]] = ContextVar("log_fields", default={})  # noqa: B039 - it never changes
 
 
