@@ -26,7 +26,7 @@ from triton_openai.config.tree import (
     TritonSettings,
 )
 from triton_openai.errors import ConfigurationError
-from triton_openai.prompts import prompter as prompters
+from triton_openai.models import loading
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
 
@@ -167,7 +167,7 @@ async def test_a_tokenizer_that_takes_for_ever(
     fake: FakeTriton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests are told to come again, and find it when it is there."""
-    monkeypatch.setattr(prompters, "LOAD_SECONDS", 0.05)
+    monkeypatch.setattr(loading, "LOAD_SECONDS", 0.05)
     folder = save(tmp_path, tokenizer_config=CHATML)
     loop, release = asyncio.get_running_loop(), asyncio.Event()
     load = Tokenizer.load
@@ -180,7 +180,7 @@ async def test_a_tokenizer_that_takes_for_ever(
     async with checked(fake, settings_of(fake, tokenizer=folder)) as proxy:
         early = await proxy.post(CHATS, HELLO)
         release.set()
-        monkeypatch.setattr(prompters, "LOAD_SECONDS", 10)
+        monkeypatch.setattr(loading, "LOAD_SECONDS", 10)
         late = await proxy.post(CHATS, HELLO)
 
     assert (501, 200) == (early.status, late.status)

@@ -16,10 +16,10 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 #: By room: the lines that it began with, and what has changed them since. A feature stands with the name that the
 #: changelog gives it. "Above its budget" is what is still to be cut.
 BUDGETS: Mapping[str, Mapping[str, int]] = {
-    "api": {"today": 6168},
-    "answer": {"today": 811},
+    "api": {"today": 5918},
+    "answer": {"today": 1081},
     "adapters": {"today": 1974},
-    "storage": {"today": 908},
+    "storage": {"today": 900},
     "triton": {
         "begin": 2150,
         "heads, events and errors of Triton that do not end are bounded": 30,
@@ -33,7 +33,8 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "a model that lets three requests in a row wait in vain is shown": 17,
         "loads and LoRA names as in NVIDIA's frontend, --lora-separator": 36,
         "names in the settings that no model has are shown": 14,
-        "above its budget": 127,
+        "loading of tokenizers and templates, from the prompts": 90,
+        "above its budget": 138,
     },
     "prompts": {
         "begin": 1350,
@@ -42,13 +43,14 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "a tokenizer or a template that is not there ends the start": 17,
         "custom tools in chat completions": 14,
         "system messages where a template does not take them": 12,
+        "loading has moved to the models": -90,
         "above its budget": 16,
     },
-    "parsers": {"begin": 1650, "a forced tool call that is cut is a partial call": 20, "above its budget": 6},
+    "parsers": {"begin": 1650, "a forced tool call that is cut is a partial call": 20, "above its budget": 4},
     "serving": {
         "begin": 950,
         "everybody whom the kernel has accepted is answered at the end": 31,
-        "above its budget": 37,
+        "above its budget": 36,
     },
     "access": {"begin": 500},
     "telemetry": {
@@ -56,7 +58,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "a log that nobody waits for, and triton_openai_log_lines_lost_total": 126,
         "traces at less than half the cost, and a stop without a collector": 127,
         "a metric of whether the store of responses answers": 5,
-        "above its budget": 138,
+        "above its budget": 136,
     },
     "config": {
         "begin": 1120,
@@ -78,7 +80,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "NVIDIA's command lines, and arguments of vLLM's engine": 57,
         "demo --api-key prints commands with the key": 6,
         "a file that is not there ends the start": 6,
-        "above its budget": 30,
+        "above its budget": 39,
     },
     "the rest": {
         "begin": 670,

@@ -286,7 +286,7 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
     check_generates(context.model)
     plan = plan_of(body)
     prompter = await context.model.prompter()
-    parsers = context.model.parsers
+    parsers = context.model.lazy_prompter.parsers
     spec = _spec(context, answer_id, plan, prompter, parsers)
     if plan.forced:
         # The schemas are walked, in Python.

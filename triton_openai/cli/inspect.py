@@ -154,7 +154,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
     found: dict[str, Any] = {"images": "none"}
     try:
         prompter = await model.lazy_prompter.get()
-        origins, parsers, notes = prompter.provenance, model.parsers, list(prompter.provenance.notes)
+        origins, parsers, notes = prompter.provenance, model.lazy_prompter.parsers, list(prompter.provenance.notes)
         found = {
             "tokenizer": origins.tokenizer,
             "tool_calls": parsers.tools and parsers.tools.__name__,

@@ -14,8 +14,9 @@ from triton_openai.adapters._common.registry import Registry, helper_role
 from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Interface
+from triton_openai.models.loading import Prompters
 from triton_openai.models.served import ServedModel, Unserved
-from triton_openai.prompts.prompter import Prompters, may_have_tokenizer
+from triton_openai.prompts.prompter import may_have_tokenizer
 from triton_openai.triton.tensors import ModelConfig
 
 _log = structlog.get_logger(__name__)

@@ -14,9 +14,9 @@ from triton_openai.config.sources import closest
 from triton_openai.config.tree import Settings
 from triton_openai.errors import ConfigurationError, ModelNotFound, UpstreamUnavailable, missing
 from triton_openai.models.binding import Binder
+from triton_openai.models.loading import Prompters
 from triton_openai.models.lora.names import LoraModels
 from triton_openai.models.served import ServedModel, Unserved
-from triton_openai.prompts.prompter import Prompters
 from triton_openai.tasks import first_of
 from triton_openai.triton.catalog import Catalog, Snapshot
 from triton_openai.triton.client import TritonClient

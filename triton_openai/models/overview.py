@@ -70,8 +70,8 @@ def _features(model: ServedModel) -> tuple[str, ...]:
         return ()
     found = {
         "streaming": capabilities.streaming,
-        "tools": model.parsers.tools is not None,
-        "reasoning": model.parsers.reasoning is not None,
+        "tools": model.lazy_prompter.parsers.tools is not None,
+        "reasoning": model.lazy_prompter.parsers.reasoning is not None,
         "json_schema": "json_schema" in capabilities.guides,
         "images": model.takes_images and model.marks_images,
         "logprobs": capabilities.logprobs,

@@ -10,10 +10,10 @@ from triton_openai.adapters._common.base import Adapter, Hints
 from triton_openai.config.tree import DefaultParameters, ModelSettings
 from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.generation import Lora
+from triton_openai.models.loading import LazyPrompter
 from triton_openai.models.lora.delivery import LoraDelivery
-from triton_openai.parsers.registry import Parsers, choose
 from triton_openai.prompts.messages import marks
-from triton_openai.prompts.prompter import LazyPrompter, Prompter
+from triton_openai.prompts.prompter import Prompter
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,13 +108,6 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
                 detail=error.message if error.detail is None else f"{error.message} ({error.detail})",
                 retry_after=error.retry_after,
             ) from error
-
-    @property
-    def parsers(self) -> Parsers:
-        """What reads its answers: parsers that the operator names, or that the chat template shows once it is known."""
-        prompter, settings = self.lazy_prompter.resolved, self.settings
-        template = "" if prompter is None else prompter.tools_source
-        return choose(template, tools=settings.tool_call_parser, reasoning=settings.reasoning_parser)
 
     def default_parameters(self, prompter: Prompter) -> DefaultParameters:
         """

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, NamedTuple, TypeVar
 
@@ -258,7 +257,6 @@ class Parsers(msgspec.Struct, frozen=True, kw_only=True):
         return any(parser is not None and parser.special_tokens for parser in (self.tools, self.reasoning))
 
 
-@lru_cache(256)
 def choose(template: str, *, tools: str | None, reasoning: str | None) -> Parsers:
     """
     Return the parsers called *tools* and *reasoning* (``auto`` or ``None``: by the text of the chat *template*;

@@ -8,16 +8,12 @@ that names the flags, but serves completions.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
-import structlog
 
 from triton_openai import offload
 from triton_openai.config.tree import ModelDefaults, ModelSettings, Settings
@@ -28,9 +24,6 @@ from triton_openai.prompts.messages import PLAIN, Message, PromptTemplate, Rende
 from triton_openai.prompts.template import ChatTemplate
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.tokenizer_files import is_hub_name, locate, may_be_on_hub, recommended_sampling
-
-_log = structlog.get_logger(__name__)
-
 
 #: The built-in templates by the tokens that show without doubt that a model was trained on them. ``[INST]`` is a token
 #: since Mistral's third format. Later formats, which the built-in template does not write, have ``[SYSTEM_PROMPT]``
@@ -304,132 +297,3 @@ def _exists(path: str) -> bool:
         return Path(path).exists()
     except (OSError, ValueError):
         return False
-
-
-#: Longest wait in seconds for a tokenizer and a template; loading continues afterwards.
-LOAD_SECONDS = 60.0
-
-
-class LazyPrompter:
-    """The prompter of a model, resolved on first use and in a thread: tokenizers are read from disk or fetched."""
-
-    def __init__(self, settings: ModelSettings, hint: str | None, named: str | None = None) -> None:
-        """*hint* and *named* are those of :meth:`Prompter.resolve`."""
-        self._settings = settings
-        self.hint = hint
-        self.named = named
-        #: What determines prompts.
-        self.key = _prompting(settings), hint, named
-        #: The prompter, once it is resolved.
-        self.resolved: Prompter | None = None
-        self._task: asyncio.Task[Prompter] | None = None
-        #: Set when :meth:`check` has ended for the first time.
-        self.checked = asyncio.Event()
-        #: The reason why chats fail, found by :meth:`check`.
-        self.problem: ConfigurationError | None = None
-
-    async def get(self) -> Prompter:
-        """Return the prompter. Raises :class:`ConfigurationError` if it cannot be loaded; the next call tries again."""
-        if self.resolved is not None:
-            return self.resolved
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._resolve())
-        try:
-            async with asyncio.timeout(LOAD_SECONDS):
-                # Shielded: a client that disconnects must not cancel the load for all others.
-                return await asyncio.shield(self._task)
-        except TimeoutError as error:
-            raise ConfigurationError(
-                f"The model's tokenizer has not been loaded within {LOAD_SECONDS:g} seconds; loading goes on. If the "
-                "Hugging Face hub is slow or cannot be reached, give --tokenizer a local folder.",
-                retry_after=LOAD_SECONDS,
-            ) from error
-
-    async def _resolve(self) -> Prompter:
-        self.resolved = await asyncio.to_thread(Prompter.resolve, self._settings, self.hint, self.named)
-        return self.resolved
-
-    @property
-    def settled(self) -> bool:
-        """Whether another :meth:`check` would have the same result."""
-        return self.checked.is_set() and self.resolved is not None and not self.resolved.incomplete
-
-    async def check(self, model: str, *, chats: bool, needs_tokenizer: bool) -> None:
-        """
-        Load what the *model* needs, and log a warning with the remedy if its requests would fail.
-
-        *chats* is whether the model takes chats, *needs_tokenizer* whether it takes only token ids. Failed loads are
-        tried again.
-        """
-        problem: ConfigurationError | None = None
-        try:
-            if self.resolved is not None and self.resolved.incomplete:
-                # Requests still work without it.
-                with contextlib.suppress(ConfigurationError, TimeoutError):
-                    async with asyncio.timeout(LOAD_SECONDS):
-                        await self._resolve()
-            prompter = await self.get()
-            if needs_tokenizer and prompter.tokenizer is None:
-                raise ConfigurationError("The model takes token ids: give its tokenizer with --tokenizer.")
-            if chats and (failure := prompter.template_for().failure) is not None:
-                raise ConfigurationError(failure)
-        except ConfigurationError as error:
-            problem = error
-            if self.resolved is not None:
-                # The notes say where a tokenizer was searched.
-                problem.detail = error.detail or "; ".join(self.resolved.provenance.notes) or None
-        except Exception as error:  # noqa: BLE001 - a third party's parser must not end the checks of all models
-            _log.exception("tokenizer and template cannot be prepared", model=model)
-            problem = ConfigurationError(f"Its tokenizer or template failed: {type(error).__name__}.")
-        before, self.problem = self.problem, problem
-        self.checked.set()
-        if problem is None:
-            if before is not None:
-                _log.info("model can chat now" if chats else "model can be used now", model=model)
-        elif before is None or before.message != problem.message:
-            what = "model cannot chat" if chats else "model cannot be used"
-            _log.warning(what, model=model, reason=problem.message, detail=problem.detail)
-
-
-_prompting = attrgetter("tokenizer", "generation_config", "chat_template", "history_template")
-
-
-class Prompters:
-    """One :class:`LazyPrompter` for each Triton model that is served."""
-
-    def __init__(self, known: Mapping[str, LazyPrompter] | None = None) -> None:
-        self._known = dict(known or {})
-
-    def of(self, name: str, settings: ModelSettings, hint: str | None, named: str | None = None) -> LazyPrompter:
-        """Return that of the model *name*: a new one if its *settings*, *hint* or *named* have changed."""
-        known, new = self._known.get(name), LazyPrompter(settings, hint, named)
-        if known is None or known.key != new.key:
-            known = self._known[name] = new
-        return known
-
-    def keep(self, names: Collection[str]) -> None:
-        """Forget all models but *names*: a model that comes back may have another tokenizer."""
-        self._known = {name: known for name, known in self._known.items() if name in names}
-
-    async def renewed(self, settings: Settings, *, renew: bool) -> Prompters:
-        """
-        Return the prompters for *settings*, with new ones resolved.
-
-        With *renew*, unchanged ones are resolved again too; one that then fails is kept as it was. Raises
-        :class:`ConfigurationError` if a new one cannot be resolved.
-        """
-        fresh = dict(self._known)
-        for name, old in self._known.items():
-            new = LazyPrompter(settings.model(name), old.hint, old.named)
-            same = new.key == old.key
-            if same and not (renew and old.resolved is not None):
-                continue
-            try:
-                await new.get()
-            except ConfigurationError as error:
-                if not same:
-                    raise ConfigurationError(f"{name}: {error.message}", detail=error.detail) from error
-                _log.warning("tokenizer and template stay as they were", model=name, reason=error.message)
-            else:
-                fresh[name] = new
-        return Prompters(fresh)

@@ -21,8 +21,8 @@ from triton_openai.config.tree import ModelSettings
 from triton_openai.demo.configs import contracts
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import Delta, Generation, Guide, Sampling, Vocabulary
+from triton_openai.models.loading import LazyPrompter
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts.prompter import LazyPrompter
 from triton_openai.triton.tensors import EnsembleStep, InferRequest, JsonResponse, ModelConfig, TensorSpec
 
 

@@ -17,8 +17,8 @@ from triton_openai.answer.run import Run, Sender
 from triton_openai.config.tree import ModelSettings
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Generation, Sampling
+from triton_openai.models.loading import LazyPrompter
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts.prompter import LazyPrompter
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import Background
 from triton_openai.telemetry.observation import Upstream

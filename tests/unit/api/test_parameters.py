@@ -38,8 +38,8 @@ from triton_openai.api.parameters import (
 from triton_openai.config.tree import DefaultParameters, ModelSettings
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
+from triton_openai.models.loading import LazyPrompter
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts.prompter import LazyPrompter
 from triton_openai.prompts.truncation import Truncation
 from triton_openai.triton.tensors import INTEGER_RANGES, ModelConfig, TensorSpec
 

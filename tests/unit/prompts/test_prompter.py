@@ -16,9 +16,10 @@ from tests.cases import every_case
 from tests.unit.prompts.test_template_support import LLAMA3_TOKENS, make_backend, save
 from triton_openai.config.tree import ModelDefaults, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
+from triton_openai.models.loading import LazyPrompter, Prompters
 from triton_openai.prompts import prompter as builtin
 from triton_openai.prompts.messages import Message, Rendering, UserMessage
-from triton_openai.prompts.prompter import LazyPrompter, Prompter, Prompters
+from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.template import ChatTemplate
 
 HI: list[Message] = [UserMessage(content="Hi")]

@@ -11,8 +11,8 @@ import pytest
 from triton_openai.adapters._common.base import Adapter, Parameter
 from triton_openai.config.tree import DefaultParameters, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError
+from triton_openai.models.loading import LazyPrompter
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts.prompter import LazyPrompter
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.tokenizer_files import recommended_sampling
 from triton_openai.triton.tensors import ModelConfig
