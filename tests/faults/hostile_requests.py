@@ -20,7 +20,8 @@ from urllib.parse import quote
 import msgspec
 
 from tests.clients.service import steered
-from triton_openai.api.routes import OPERATIONS, Operation
+from triton_openai.api.routes import OPERATIONS
+from triton_openai.api.service import Operation
 
 KEYS = ("sk-one", "sk-two")
 #: The only model that is loaded and unloaded.
