@@ -20,7 +20,7 @@ from aiohttp import web
 from triton_openai import __version__, errors
 from triton_openai.access.keys import COUNTED, ROUTE_GROUPS, Restrictions
 from triton_openai.api import chat, classify, completions, embeddings, info, tokenize
-from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest
+from triton_openai.api.bodies import IGNORED_HEADER, FileField, FormRequest, ModelRequest
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages import types as message_types
 from triton_openai.api.messages.events import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
@@ -138,7 +138,9 @@ def describe(settings: Settings) -> dict[str, Any]:
             # Any one of them is enough.
             described["security"] = [] if operation.group == "health" else [{name: []} for name in _SCHEMES]
         if operation.request is not None:
-            content = {"application/json": {"schema": _schema(operation.request)}}
+            is_form = issubclass(operation.request, FormRequest)
+            media_type = "multipart/form-data" if is_form else "application/json"
+            content = {media_type: {"schema": _schema(operation.request)}}
             described["requestBody"] = {"required": True, "content": content}
         for number, route in enumerate(operation.routes):
             method, path = re.sub(r":[^}]+", "", route).split()
@@ -286,6 +288,8 @@ def _schemas(*, strict: bool) -> dict[str, Any]:
     for kind in bodies:
         if issubclass(kind, ModelRequest) and not strict:
             asked[kind.__name__].pop("additionalProperties", None)
+    if FileField.__name__ in asked:
+        asked[FileField.__name__] = {"type": "string", "format": "binary", "description": "A file."}
     components = dict(sorted({**asked, **answered}.items()))
     for schema in components.values():
         if "description" in schema:
@@ -432,6 +436,8 @@ OPERATIONS = (
               "health", answer=info.Health, failure=503),
     Operation(info.metrics, ("GET /metrics",), "metrics", "metrics", text=True, errors=(errors.EndpointNotFound,)),
 )  # fmt: skip
+#: What logs, metrics and spans call the operations that ask a model.
+RECORDED = tuple(dict.fromkeys(operation.label or operation.name for operation in OPERATIONS if operation.jobs))
 
 
 def add_routes(app: web.Application) -> None:

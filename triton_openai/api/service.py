@@ -21,7 +21,7 @@ from triton_openai.answer.logits_reader import score_prompts
 from triton_openai.answer.prepare import GenerationSpec, Prompt, prepare
 from triton_openai.answer.run import Run, Sender
 from triton_openai.api import parameters
-from triton_openai.api.bodies import ModelRequest, read_json, tell_ignored
+from triton_openai.api.bodies import FormRequest, ModelRequest, read_form, read_json, tell_ignored
 from triton_openai.config.tree import Group, Settings
 from triton_openai.errors import InvalidRequest, InvalidValue, PromptRefused, ServiceError, UnsupportedParameter
 from triton_openai.generation import Generation
@@ -142,7 +142,8 @@ async def read_request(request: web.Request, kind: type[_Body]) -> tuple[Service
     gets the name of the default one. Raises as :func:`read_json` and :func:`find_model`.
     """
     service = service_of(request)
-    body = await read_json(request, kind, strict=service.settings.api.strict_parameters)
+    read = read_form if issubclass(kind, FormRequest) else read_json
+    body = await read(request, kind, strict=service.settings.api.strict_parameters)
     model = await service.models.find(request.match_info.get("deployment", body.model), key_of(request).allows)
     body.model = model.name
     return service, body, model
