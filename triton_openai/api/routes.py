@@ -19,7 +19,7 @@ from aiohttp import web
 
 from triton_openai import __version__, errors
 from triton_openai.access.keys import COUNTED, ROUTE_GROUPS, Restrictions
-from triton_openai.api import chat, classify, completions, embeddings, info, tokenize
+from triton_openai.api import chat, classify, completions, embeddings, info, moderations, tokenize
 from triton_openai.api.bodies import IGNORED_HEADER, FileField, FormRequest, ModelRequest
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages import types as message_types
@@ -414,6 +414,8 @@ OPERATIONS = (
               embeddings.ScoreRequest, embeddings.ScoreList, jobs=(ScoreJob, EmbeddingJob)),
     Operation(classify.handle, _openai("POST /classify"), "classify", "embedding",
               classify.ClassifyRequest, classify.ClassificationList, jobs=(ClassificationJob,)),
+    Operation(moderations.handle, _openai("POST /moderations"), "create_moderation", "embedding",
+              moderations.ModerationRequest, moderations.Moderation, jobs=(ClassificationJob,), label="moderation"),
     Operation(tokenize.tokenize, _openai("POST /tokenize"), "tokenize", "inference",
               tokenize.TokenizeRequest, tokenize.TokenizeAnswer),
     Operation(tokenize.detokenize, _openai("POST /detokenize"), "detokenize", "inference",
