@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -191,6 +191,7 @@ class Generation(Job[Any], frozen=True, kw_only=True):
 
     tasks = ("generate",)
     does = ("generates text", "generate text")
+    least: ClassVar[Mapping[str, Any]] = {"prompt": "Hi", "sampling": Sampling(max_tokens=1)}
 
     prompt: str
     sampling: Sampling
@@ -222,10 +223,6 @@ class Generation(Job[Any], frozen=True, kw_only=True):
     priority: int = 0
     #: In the order in which the prompt refers to them.
     images: tuple[Image, ...] = ()
-
-    @classmethod
-    def smallest(cls, job_id: str) -> Self:
-        return cls(id=job_id, prompt="Hi", sampling=Sampling(max_tokens=1))
 
     @property
     def shown_prompt(self) -> str:

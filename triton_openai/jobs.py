@@ -9,7 +9,7 @@ answer comes in parts, is one too; the jobs here have their result at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -31,50 +31,35 @@ class Job(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
     tasks: ClassVar[tuple[str, ...]] = ()
     #: What such a model does, and what another one does not, after "It" and "It does not".
     does: ClassVar[tuple[str, str]]
+    #: The fields of the least that such a model can be asked, to see whether it answers.
+    least: ClassVar[Mapping[str, Any]]
 
     #: Unique among all requests of this process: Triton logs it.
     id: str
 
-    @classmethod
-    def smallest(cls, job_id: str) -> Self:
-        """Return the least that a model can be asked, to see whether it answers."""
-        raise NotImplementedError
-
     @property
-    def rows(self) -> int:
-        """How many inputs there are."""
-        return 1
-
-    @property
-    def size(self) -> int:
-        """About how many bytes its requests have. It decides where they are made."""
-        return 0
+    def extent(self) -> tuple[int, int]:
+        """How many inputs there are, and about how many bytes in its requests. It decides where they are made."""
+        return 1, 0
 
 
-_TEXT = "Hi"
-# Of a token id in a request.
+# Bytes of a token id in a request.
 _ID = 8
 
 
 class TextJob(Job[R], frozen=True, kw_only=True):
     """Base of the jobs about texts, each by itself."""
 
+    least = {"inputs": ("Hi",)}
+
     #: Texts, or token ids.
     inputs: Sequence[str] | Sequence[Sequence[int]]
     #: Without it, token ids of different lengths cannot share a request.
     pad_id: int | None = None
 
-    @classmethod
-    def smallest(cls, job_id: str) -> Self:
-        return cls(id=job_id, inputs=(_TEXT,))
-
     @property
-    def rows(self) -> int:
-        return len(self.inputs)
-
-    @property
-    def size(self) -> int:
-        return sum(len(item) if isinstance(item, str) else _ID * len(item) for item in self.inputs)
+    def extent(self) -> tuple[int, int]:
+        return len(self.inputs), sum(len(item) if isinstance(item, str) else _ID * len(item) for item in self.inputs)
 
 
 class EmbeddingResult(Result, frozen=True, kw_only=True):
@@ -130,24 +115,19 @@ class ScoreJob(Job[ScoreResult], frozen=True, kw_only=True):
 
     tasks = ("rerank",)
     does = ("ranks texts", "rank texts")
+    least = {"pairs": (("Hi", "Hi"),)}
 
     pairs: Sequence[tuple[str, str]]
+    #: Whether logits become probabilities where the operator says that they are logits.
+    activate: bool = True
     #: The same pairs as token ids, for models that take those.
     encoded: Sequence[TokenPair] = ()
     #: Without it, sequences of different lengths cannot share a request.
     pad_id: int | None = None
 
-    @classmethod
-    def smallest(cls, job_id: str) -> Self:
-        return cls(id=job_id, pairs=((_TEXT, _TEXT),))
-
     @property
-    def rows(self) -> int:
-        return len(self.pairs)
-
-    @property
-    def size(self) -> int:
-        return _ID * sum(len(pair.ids) for pair in self.encoded)
+    def extent(self) -> tuple[int, int]:
+        return len(self.pairs), _ID * sum(len(pair.ids) for pair in self.encoded)
 
 
 #: A type of jobs: what an endpoint names, and an adapter lists.

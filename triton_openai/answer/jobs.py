@@ -11,7 +11,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from operator import mul
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from msgspec.structs import replace
 
@@ -42,18 +42,29 @@ async def run_job(
     """
     Return the result of *job*, whose inputs are truncated as *cut* says, with its tokens where they can be counted.
 
-    Raises :class:`ServiceError`, also when *timeout* seconds were not enough.
+    A model that makes embeddings and does not score compares them. Raises :class:`ServiceError`, also when *timeout*
+    seconds were not enough.
     """
-    taken: Job[Any] = job
-    if isinstance(job, ScoreJob):
-        taken = await _with_token_pairs(model, job, cut)
-    elif isinstance(job, TextJob):
-        taken = replace(job, **await _taken(model, job.inputs, cut))
-    adapter = model.adapter
-    cost = offload.TEXT * taken.rows + offload.JSON * taken.size
-    requests = await offload.run(lambda: adapter.encode(taken), cost=cost)
+    if not isinstance(job, ScoreJob):
+        return await _run(sender, model, job, cut, timeout)
+    result: Any
+    if ScoreJob not in model.jobs:
+        result = await _compared(sender, model, job, timeout)
+    else:
+        result = await _run(sender, model, await _with_token_pairs(model, job, cut), None, timeout)
+        if job.activate and model.settings.score_activation == "sigmoid":
+            result = replace(result, scores=[sigmoid(score) for score in result.scores])
+    if not all(map(math.isfinite, result.scores)):
+        raise UpstreamError("The model sent a score that is not a number.")
+    return cast(_R, result)
+
+
+async def _run(sender: Sender, model: ServedModel, job: Job[_R], cut: Truncation | None, timeout: float | None) -> _R:
+    taken: Job[Any] = replace(job, **await _taken(model, job.inputs, cut)) if isinstance(job, TextJob) else job
+    adapter, (rows, size) = model.adapter, taken.extent
+    requests = await offload.run(lambda: adapter.encode(taken), cost=offload.TEXT * rows + offload.JSON * size)
     answers = await _answers(sender, model, requests, timeout=timeout)
-    result: _R = await offload.run(lambda: adapter.decode(taken, answers), cost=offload.VECTOR * taken.rows)
+    result: _R = await offload.run(lambda: adapter.decode(taken, answers), cost=offload.VECTOR * rows)
     if result.prompt_tokens is None:
         result = replace(result, prompt_tokens=await _count(model, taken))
     return result
@@ -187,34 +198,8 @@ async def _count(model: ServedModel, job: Job[Any]) -> int | None:
     return ids + await tokenizer.count_async(texts, True, refusable=False)
 
 
-async def score(
-    sender: Sender,
-    model: ServedModel,
-    job: ScoreJob,
-    *,
-    cut: Truncation | None = None,
-    activate: bool = True,
-    timeout: float | None,
-) -> ScoreResult:
-    """
-    Return the scores of *job*: a cross-encoder's, or the cosines of embeddings. An activation changes no angle.
-
-    *activate* is whether logits become probabilities where the operator says that they are logits. Raises
-    :class:`ServiceError`.
-    """
-    if ScoreJob not in model.jobs:
-        result = await _compared(sender, model, job, timeout=timeout)
-    else:
-        result = await run_job(sender, model, job, cut=cut, timeout=timeout)
-        if activate and model.settings.score_activation == "sigmoid":
-            result = replace(result, scores=[sigmoid(score) for score in result.scores])
-    if not all(map(math.isfinite, result.scores)):
-        raise UpstreamError("The model sent a score that is not a number.")
-    return result
-
-
-async def _compared(sender: Sender, model: ServedModel, job: ScoreJob, *, timeout: float | None) -> ScoreResult:
-    """Return the cosines of embeddings. No text is embedded twice."""
+async def _compared(sender: Sender, model: ServedModel, job: ScoreJob, timeout: float | None) -> ScoreResult:
+    """Return the cosines of embeddings. No text is embedded twice, and an activation changes no angle."""
     texts = list(dict.fromkeys(text for pair in job.pairs for text in pair))
     result = await run_job(sender, model, EmbeddingJob(id=job.id, inputs=texts), timeout=timeout)
     vectors = dict(zip(texts, result.vectors, strict=True))

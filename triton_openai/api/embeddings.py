@@ -18,7 +18,6 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import errors, offload
-from triton_openai.answer import jobs
 from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, json_response, separated
 from triton_openai.api.parameters import TruncatedRequest, accepting, ignoring, neutral_values, refusing, truncation
 from triton_openai.api.service import RequestContext, begin, new_id, now
@@ -156,7 +155,7 @@ async def _score(
     context: RequestContext[_Request], job_id: str, pairs: Sequence[tuple[str, str]], *, param: str
 ) -> ScoreResult:
     """Return the scores of *pairs*; *param* is the client's name of the documents. Raises :class:`ServiceError`."""
-    model, request, observation = context.model, context.body, context.observation
+    model, request = context.model, context.body
     crosses, cut = ScoreJob in model.jobs, request.truncate_prompt_tokens
     if cut is not None and not (crosses and model.adapter.capabilities.tokens):
         raise errors.UnsupportedParameter(
@@ -175,20 +174,8 @@ async def _score(
         raise errors.InvalidValue(
             f"The query, once for each document, and the documents have more than {most} characters together.", param
         )
-    observation.response_id = job_id
-    result = await context.admitted(
-        lambda context: jobs.score(
-            context.sender,
-            context.model,
-            ScoreJob(id=job_id, pairs=pairs),
-            cut=None if cut is None else Truncation(tokens=cut),
-            activate=request.use_activation is not False,
-            timeout=context.limits.total,
-        ),
-        param=param,
-    )
-    observation.input_tokens = result.prompt_tokens
-    return result
+    job = ScoreJob(id=job_id, pairs=pairs, activate=request.use_activation is not False)
+    return await context.result_of(job, cut=None if cut is None else Truncation(tokens=cut), param=param)
 
 
 # Cohere's and Jina's.

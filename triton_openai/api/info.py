@@ -260,7 +260,8 @@ async def version(request: web.Request) -> web.Response:
 async def probe(service: Service, model: ServedModel, *, timeout: float) -> None:
     """Ask *model* for the least of what it is mainly for, in *timeout* seconds. Raises :class:`ServiceError`."""
     sender = Sender(service.client, Upstream(), service.background)
-    job = next(iter(model.jobs)).smallest(new_id("probe"))
+    kind = model.jobs[0]
+    job = kind(id=new_id("probe"), **kind.least)
     if not isinstance(job, Generation):
         await run_job(sender, model, job, timeout=timeout)
         return

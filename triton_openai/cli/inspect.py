@@ -19,8 +19,6 @@ from triton_openai.cli.table import problems, table
 from triton_openai.config.sources import closest
 from triton_openai.config.tree import DefaultParameters, Settings
 from triton_openai.errors import ConfigurationError
-from triton_openai.generation import Generation
-from triton_openai.jobs import ClassificationJob, ScoreJob
 from triton_openai.models.lookup import Models
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.infill import fim_form, known_fim_form
@@ -153,7 +151,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
     await model.check()
     problem = model.lazy_prompter.problem
     lora_problems = models.loras.problems.get(model.triton_model, ())
-    capabilities, generates = model.adapter.capabilities, Generation in model.adapter.jobs
+    capabilities, generates = model.adapter.capabilities, "generate" in model.tasks
     found: dict[str, Any] = {"images": "none"}
     try:
         prompter = await model.lazy_prompter.get()
@@ -168,7 +166,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         if generates:
             found["chat_template"] = origins.chat_template
             found["suffix"] = _suffix(model, prompter.tokenizer)
-        if ClassificationJob in model.jobs:
+        if "classify" in model.tasks:
             found["classes"] = _classes(model, prompter.tokenizer)
     except ConfigurationError as error:
         notes = [error.message]
@@ -202,7 +200,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
             for row in model.adapter.parameters
         ],
         refused=sorted(refused),
-        scores=scores if ScoreJob in model.jobs else None,
+        scores=scores if model.tasks == ("rerank",) else None,
         guides=sorted(capabilities.guides),
         loras=sorted({each.lora.name for each in names.values() if each.lora is not None}),
         logprobs=_logprobs(model.adapter),
@@ -240,13 +238,12 @@ def _sampling(model: ServedModel, defaults: DefaultParameters, source: str | Non
 
 
 def _logprobs(adapter: Adapter) -> str:
-    capabilities = adapter.capabilities
     if "logprobs" not in adapter.honoured:
         return "none"
     text = "of the chosen tokens"
-    if capabilities.top_logprobs:
-        text += f", with up to {capabilities.top_logprobs} alternatives"
-    return f"{text}, and of the prompt's" if capabilities.prompt_logprobs else text
+    if adapter.capabilities.top_logprobs:
+        text += f", with up to {adapter.capabilities.top_logprobs} alternatives"
+    return f"{text}, and of the prompt's" if adapter.capabilities.prompt_logprobs else text
 
 
 def _classes(model: ServedModel, tokenizer: Tokenizer | None) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from triton_openai.adapters import Adapter
-from triton_openai.answer.jobs import score
 from triton_openai.answer.limits import TimeLimits
 from triton_openai.api.service import RequestContext
 from triton_openai.config.tree import ModelSettings, ServerSettings
@@ -86,20 +85,13 @@ def context_of(text_level: type[Adapter] | None) -> RequestContext[Any]:
     return RequestContext(SimpleNamespace(), service, body, model, observation, limits)  # type: ignore[arg-type]
 
 
-async def scored(context: RequestContext[Any], job: ScoreJob) -> ScoreResult:
-    """Ask for scores as the handlers do."""
-    return await context.admitted(
-        lambda context: score(context.sender, context.model, job, timeout=1), param="documents"
-    )
-
-
 async def test_the_model_itself_takes_what_its_engine_does_not() -> None:
     """Requests for vectors, scores and classes too; where nothing else is there, the engine's refusal stands."""
     for kind, expected in RESULTS.items():
-        job = kind.smallest("1")
+        job = kind(id="1", **kind.least)
 
         async def ask(context: RequestContext[Any], job: Any = job) -> Result:
-            return await (scored(context, job) if isinstance(job, ScoreJob) else context.result_of(job))
+            return await context.result_of(job)
 
         context = context_of(Own)
         assert expected == await ask(context)
