@@ -15,7 +15,8 @@ from triton_openai.adapters._common import interface as tensors
 from triton_openai.adapters._common.base import Capabilities
 from triton_openai.adapters._common.interface import IDS, MASK, SEGMENTS, Kind
 from triton_openai.errors import ConfigurationError, UpstreamError
-from triton_openai.generation import ClassificationJob, ClassificationResult, Interface, TokenPair
+from triton_openai.generation import Interface
+from triton_openai.jobs import ClassificationJob, ClassificationResult, TokenPair
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
 
 _TEXT, _LOGITS, _PROBABILITIES = "text", "logits", "probabilities"
@@ -67,6 +68,7 @@ class Classifier(tensors.DescribedAdapter):
     """Sends as many inputs at a time as the model batches."""
 
     name = "classifier"
+    jobs = (ClassificationJob,)
 
     def _bind(self, interface: Interface | None) -> None:
         config = self.config
@@ -87,9 +89,7 @@ class Classifier(tensors.DescribedAdapter):
         labels, ids = _has_labels(config, self.repository, output), _TEXT not in inputs
         # Without batching, Triton numbers the classes of all rows in sequence.
         self._single = not config.batching and (labels or len(output.dims) == 1)
-        self.capabilities = Capabilities(
-            classify=True, logits=use == _LOGITS, labels=labels, encoded=ids, token_inputs=ids
-        )
+        self.capabilities = Capabilities(logits=use == _LOGITS, labels=labels, tokens=ids)
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
@@ -107,7 +107,7 @@ class Classifier(tensors.DescribedAdapter):
         shape, file = f" [{width}]" if width > 0 else "", f", with labels in {labels}" if labels else ""
         return f"{what} ({names}) and {kind} out ({output.name}{shape}{file})"
 
-    def encode_classes(self, job: ClassificationJob) -> Sequence[InferRequest]:
+    def encode(self, job: ClassificationJob, /) -> Sequence[InferRequest]:
         """
         Return the inputs in batches.
 
@@ -123,18 +123,18 @@ class Classifier(tensors.DescribedAdapter):
         """Return the inputs that share a request."""
         spec = next(iter(self._inputs.values()))
         size = 1 if self._single else self.config.batch_size(spec)
-        if self.capabilities.encoded and not self._single:
+        if self.capabilities.tokens and not self._single:
             places = tensors.id_batches(self.config, spec, [len(ids) for ids in job.inputs], job.pad_id)
             return [job.inputs[place.start : place.stop] for place in places]
         return [job.inputs[start : start + size] for start in range(0, len(job.inputs), size)]
 
     def _tensors(self, part: Sequence[Any], pad_id: int | None) -> list[Tensor]:
         constant = tensors.constant_tensors(self.config, self._constants, len(part))
-        if not self.capabilities.encoded:
+        if not self.capabilities.tokens:
             return [tensors.text_tensor(self.config, self._inputs[_TEXT], part), *constant]
         return [*tensors.id_tensors(self.config, self._inputs, [TokenPair(ids, ()) for ids in part], pad_id), *constant]
 
-    def decode_classes(self, job: ClassificationJob, responses: Sequence[InferResponse]) -> ClassificationResult:
+    def decode(self, job: ClassificationJob, responses: Sequence[InferResponse], /) -> ClassificationResult:
         """Return the numbers of each input, and the labels."""
         values: list[Sequence[float]] = []
         labels: dict[int, str] = {}

@@ -19,7 +19,7 @@ import msgspec
 from triton_openai.adapters._common.base import Adapter, Capabilities
 from triton_openai.adapters._common.interface import FLOATS, id_batches, id_inputs, id_tensors
 from triton_openai.errors import ConfigurationError, UpstreamError
-from triton_openai.generation import ScoreJob, ScoreResult
+from triton_openai.jobs import ScoreJob, ScoreResult
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
 
 # In lower case. What a model calls the two texts; plural where one request may hold several documents.
@@ -115,6 +115,7 @@ class CrossEncoder(Adapter):
     """Sends as many pairs at a time as the model batches."""
 
     name = "cross-encoder"
+    jobs = (ScoreJob,)
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
@@ -126,7 +127,7 @@ class CrossEncoder(Adapter):
             )
         self._interface = interface
         self._ids = interface.kind == "ids"
-        self.capabilities = Capabilities(score=True, encoded=self._ids)
+        self.capabilities = Capabilities(tokens=self._ids)
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
@@ -134,7 +135,7 @@ class CrossEncoder(Adapter):
         interface = _interface(config, any_output=False)
         return None if interface is None else interface.claim
 
-    def encode_scores(self, job: ScoreJob) -> Sequence[InferRequest]:
+    def encode(self, job: ScoreJob, /) -> Sequence[InferRequest]:
         """
         Return the pairs in batches.
 
@@ -147,7 +148,7 @@ class CrossEncoder(Adapter):
             for number, places in enumerate(self._batches(job))
         ]
 
-    def decode_scores(self, job: ScoreJob, responses: Sequence[InferResponse]) -> ScoreResult:
+    def decode(self, job: ScoreJob, responses: Sequence[InferResponse], /) -> ScoreResult:
         scores: list[float] = []
         tokens: list[int] = []
         names = {name.lower(): name for name in self.config.outputs}

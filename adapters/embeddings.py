@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from triton_openai.adapters._common import interface as tensors
-from triton_openai.adapters._common.base import Capabilities
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, UpstreamError
-from triton_openai.generation import EmbeddingJob, EmbeddingResult, Interface
+from triton_openai.generation import Interface
+from triton_openai.jobs import EmbeddingJob, EmbeddingResult
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, TensorSpec
 
 # Where a model has several floating outputs, the first of these that it has is the embedding.
@@ -42,7 +42,7 @@ class Embeddings(tensors.DescribedAdapter):
     """
 
     name = "embeddings"
-    capabilities = Capabilities(embed=True)
+    jobs = (EmbeddingJob,)
 
     def _bind(self, interface: Interface | None) -> None:
         config = self.config
@@ -68,7 +68,7 @@ class Embeddings(tensors.DescribedAdapter):
             return None
         return f"one required BYTES input ({text.name}) and a vector per text out ({vector.name})"
 
-    def encode_embeddings(self, job: EmbeddingJob) -> Sequence[InferRequest]:
+    def encode(self, job: EmbeddingJob, /) -> Sequence[InferRequest]:
         """Return the texts in batches. Raises :class:`InvalidRequest` for token ids."""
         if not all(isinstance(item, str) for item in job.inputs):
             raise InvalidRequest(
@@ -87,7 +87,7 @@ class Embeddings(tensors.DescribedAdapter):
             requests.append(self.request(f"{job.id}-{number}", inputs, [self._output.name]))
         return requests
 
-    def decode_embeddings(self, job: EmbeddingJob, responses: Sequence[InferResponse]) -> EmbeddingResult:
+    def decode(self, job: EmbeddingJob, responses: Sequence[InferResponse], /) -> EmbeddingResult:
         vectors = [vector for response in responses for vector in response.vectors(self._output.name)]
         if len(vectors) != len(job.inputs):
             raise UpstreamError(f"The model sent {len(vectors)} embeddings for {len(job.inputs)} inputs.")

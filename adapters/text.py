@@ -8,7 +8,7 @@ settings (:class:`Interface`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from triton_openai.adapters._common.base import Capabilities, Parameter, Rule, bind
 from triton_openai.adapters._common.decoding import CumulativeText, Reader, TextDecoder, TextStage
@@ -91,7 +91,6 @@ class Text(DescribedAdapter):
         stop = Parameter("stop", (self._inputs.get("stop", ""),), Rule.SERVICE, note=note, special=True)
         self.parameters = bind((*rows, stop, Parameter("include_stop_str_in_output", otherwise=Rule.SERVICE)), config)
         self.capabilities = Capabilities(
-            generate=True,
             streaming=config.decoupled,
             usage=_COMPLETION in self._outputs,
             finish_reason=_FINISH in self._outputs,
@@ -106,7 +105,7 @@ class Text(DescribedAdapter):
         uses = ", ".join(f"{name} is {use}" for use, name in {**found.inputs, **found.outputs}.items())
         return f"one required BYTES input and one BYTES output ({uses})"
 
-    def encode(self, generation: Generation) -> InferRequest:
+    def encode(self, generation: Generation, /) -> Sequence[InferRequest]:
         """Return the request; a parameter takes the place of a constant for the same input."""
         inputs = [self.tensor(self._inputs[_PROMPT], generation.prompt)]
         if _STREAM in self._inputs:
@@ -115,7 +114,7 @@ class Text(DescribedAdapter):
         inputs += self._stop_words(generation.sampling.stop)
         given = {tensor.name for tensor in inputs}
         inputs += [tensor for tensor in self._constants if tensor.name not in given]
-        return self.request(generation.id, inputs, tuple(self._outputs.values()))
+        return [self.request(generation.id, inputs, tuple(self._outputs.values()))]
 
     def _stop_words(self, stop: tuple[str, ...]) -> list[Tensor]:
         name = self._inputs.get("stop")

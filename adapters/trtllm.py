@@ -66,7 +66,6 @@ class Trtllm(common.TrtllmAdapter):
         self.capabilities = self.capabilities_with(
             usage=True,
             tokens=True,
-            logprobs=logprobs,
             top_logprobs=_MOST_ALTERNATIVES if self._alternatives else 0,
             cumulative_logprob=logprobs and common.CUMULATIVE in config.outputs,
             prompt_logprobs=_sends(config, _CONTEXT),
@@ -82,7 +81,7 @@ class Trtllm(common.TrtllmAdapter):
         kind = "disaggregated, " if config.parameter("generation_model_name") is not None else ""
         return f"{kind}inputs input_ids, input_lengths and request_output_len and output output_ids"
 
-    def encode(self, generation: Generation) -> InferRequest:
+    def encode(self, generation: Generation, /) -> Sequence[InferRequest]:
         """
         Return the request. Stop words are never sent: as token ids they would miss where the same text has others, so
         they are looked for in the text, and closing the stream ends the work.
@@ -120,9 +119,9 @@ class Trtllm(common.TrtllmAdapter):
             inputs.append(self.tensor("return_log_probs", True))
             outputs += (common.LOGPROBS, common.CUMULATIVE)
         request = self.generation_request(generation, inputs, outputs)
-        if needed_for is None:
-            return request
-        return msgspec.structs.replace(request, json_expressible=False, needed_for=needed_for)
+        if needed_for is not None:
+            request = msgspec.structs.replace(request, json_expressible=False, needed_for=needed_for)
+        return [request]
 
     def _switches(self, generation: Generation, vocabulary: Vocabulary) -> list[Tensor]:
         """Return the inputs that are there in every request: where to end, and in what form to answer."""
@@ -148,7 +147,7 @@ class Trtllm(common.TrtllmAdapter):
         if generation.vocabulary is not None:
             check_size(self.config, _CONTEXT, len(generation.prompt_ids or ()), generation.vocabulary, param=None)
         plain = Sampling(max_tokens=1, temperature=0)
-        request = self.encode(
+        (request,) = self.encode(
             msgspec.structs.replace(generation, sampling=plain, guide=None, cumulative_logprob=False, bad_word_ids=())
         )
         inputs = [tensor for tensor in request.inputs if tensor.name != "streaming"]

@@ -6,6 +6,7 @@ The BLS has the same interface, see :mod:`triton_openai.adapters.trtllm_bls`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from triton_openai.adapters._common import trtllm as common
@@ -52,7 +53,7 @@ class TrtllmText(common.TrtllmAdapter):
     steps: Sequence[ModelConfig | None] = ()
     #: The parameters whose inputs are there and do not reach the engine, and why.
     unread: Mapping[str, str] = {}
-    #: Whether each response of a stream is decoded alone.
+    # Whether each response of a stream is decoded alone.
     splits_characters = True
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
@@ -70,13 +71,12 @@ class TrtllmText(common.TrtllmAdapter):
         self._counts = all(name in inputs and name.removeprefix("return_") in outputs for name in _COUNTS)
         excludes = self.engine is not None and common.truthy(self.engine.parameter("exclude_input_in_output"))
         image = inputs.get(_IMAGE)
+        sees = config.platform == "ensemble" or config.parameter(_ENCODERS) is not None
+        self.splits_characters = config.decoupled and self.splits_characters
         self.capabilities = self.capabilities_with(
             echoes="exclude_input_in_output" not in inputs and not excludes,
-            splits_characters=config.decoupled and self.splits_characters,
             usage=self._counts,
-            images=image is not None and (config.platform == "ensemble" or config.parameter(_ENCODERS) is not None),
-            max_images=1 if image is not None and image.dims == (1,) else None,
-            logprobs=steps,
+            images=0 if image is None or not sees else 1 if image.dims == (1,) else math.inf,
             cumulative_logprob=logprobs and common.CUMULATIVE in outputs,
             bias_words=biases,
         )
@@ -120,7 +120,7 @@ class TrtllmText(common.TrtllmAdapter):
             return False
         return not self.capabilities.echoes or (generation.prompt_echo is not None and not self.cumulative)
 
-    def encode(self, generation: Generation) -> InferRequest:
+    def encode(self, generation: Generation, /) -> Sequence[InferRequest]:
         """Return the request: the prompt, the flags that are always set, and what the client asked for."""
         config, sampling = self.config, generation.sampling
         flags = dict.fromkeys(_FLAGS, True)
@@ -150,7 +150,7 @@ class TrtllmText(common.TrtllmAdapter):
             if not given and name in config.inputs and not config.inputs[name].optional
         ]
         # An ensemble's engine does not learn of a cancellation, and a BLS model never looks for one.
-        return self.generation_request(generation, inputs, outputs, cancellable=False)
+        return [self.generation_request(generation, inputs, outputs, cancellable=False)]
 
     def _image_tensors(self, images: Sequence[Image]) -> list[Tensor]:
         """

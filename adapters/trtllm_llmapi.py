@@ -6,7 +6,8 @@ Source of the facts: ``triton_backend/all_models/llmapi`` of TensorRT-LLM 0.19 t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import structlog
@@ -67,6 +68,7 @@ class TrtllmLlmapi(TrtllmAdapter):
 
     name = "trtllm-llmapi"
     cumulative = True
+    prefers_grpc = True
     # The special tokens are those of a tokenizer that the config does not name. Images are ignored, without an error,
     # unless the model's files turn them on.
     hints = Hints(adds_bos=True, images=False)
@@ -75,16 +77,13 @@ class TrtllmLlmapi(TrtllmAdapter):
         super().__init__(config, repository)
         self.parameters = bind(PARAMETERS, config)
         newer = _LORA[0] in config.inputs
-        capabilities = self.capabilities_with(
+        self.capabilities = self.capabilities_with(
+            streaming=config.decoupled and newer,
             echoes=_EXCLUDE not in config.inputs,
             finish_reason="return_finish_reason" in config.inputs and "finish_reason" in config.outputs,
-            images=_IMAGES in config.inputs,
+            lora="path" if set(_LORA) <= config.inputs.keys() else None,
+            images=math.inf if _IMAGES in config.inputs else 0,
             images_as_turn=True,
-            prefers_grpc=True,
-        )
-        loras = set(_LORA) <= config.inputs.keys()
-        self.capabilities = msgspec.structs.replace(
-            capabilities, streaming=config.decoupled and newer, lora=loras, lora_paths=loras
         )
         if config.decoupled and not newer:
             self.notes = ("this release answers a stream with one response: TensorRT-LLM streams since 1.3",)
@@ -130,7 +129,7 @@ class TrtllmLlmapi(TrtllmAdapter):
         files = ", or the LoRA adapter's files are not on its machine" if generation.lora is not None else ""
         return f"It leaves requests that it refuses without an answer: maybe the prompt is too long for it{files}."
 
-    def encode(self, generation: Generation) -> InferRequest:
+    def encode(self, generation: Generation, /) -> Sequence[InferRequest]:
         """
         Return the request: the prompt, the flags that are always set, and what the client asked for.
 
@@ -144,7 +143,7 @@ class TrtllmLlmapi(TrtllmAdapter):
             kinds = [image.media_type.removeprefix("image/") for image in generation.images]
             pairs = zip(kinds, generation.images, strict=True)
             inputs.append(self.tensor(_IMAGES, *(f"data:image/{kind};base64,{image.base64}" for kind, image in pairs)))
-        return self.generation_request(generation, inputs, ("text_output", "finish_reason"))
+        return [self.generation_request(generation, inputs, ("text_output", "finish_reason"))]
 
     def lora_tensors(self, lora: Lora | None) -> list[Tensor]:
         """Return the inputs that name a LoRA adapter and the path from which the model reads it."""

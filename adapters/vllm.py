@@ -7,8 +7,9 @@ Source of the facts: ``src/model.py`` of vllm_backend, releases 23.10 to 26.01.
 from __future__ import annotations
 
 import json
+import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -26,7 +27,8 @@ from triton_openai.adapters._common.base import (
 )
 from triton_openai.adapters._common.decoding import CumulativeText, Reader, TextDecoder, cumulative_logprob
 from triton_openai.errors import InvalidValue, UpstreamError
-from triton_openai.generation import Alternative, Delta, EmbeddingJob, EmbeddingResult, Generation, Guide, TokenLogprob
+from triton_openai.generation import Alternative, Delta, Generation, Guide, TokenLogprob
+from triton_openai.jobs import EmbeddingJob, EmbeddingResult, JobType
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
 
 _log = structlog.get_logger(__name__)
@@ -87,24 +89,21 @@ class Vllm(Adapter):
             Parameter("logprobs") if row.name == "logprobs" and not logprobs else row for row in PARAMETERS
         )
         self._sampled = {row.name: row.datatype for row in self.parameters if row.target is not None}
+        self._logprobs = logprobs
+        self.jobs = (Generation, EmbeddingJob) if "embedding_request" in config.inputs else (Generation,)
         self.capabilities = Capabilities(
-            generate=True,
-            embed="embedding_request" in config.inputs,
             streaming=config.decoupled,
-            stop=True,
-            stop_shown=finish,
+            stop="shown" if finish else "hidden",
             usage=counts,
             finish_reason=finish,
-            dimensions=True,
             token_inputs=True,
             guides=frozenset(_GUIDE_FIELDS) if self._guide_key is not None else frozenset(),
-            logprobs=logprobs,
             top_logprobs=_MOST_ALTERNATIVES if logprobs else 0,
             cumulative_logprob=scores,
             token_ids=logprobs,
-            lora=True,
+            lora="name",
             # Declared for every model, also for those that see nothing: their chat templates take no images.
-            images="image" in config.inputs,
+            images=math.inf if "image" in config.inputs else 0,
         )
 
     @classmethod
@@ -135,19 +134,20 @@ class Vllm(Adapter):
                 max_loras=most if type(most) is int else None,
                 # The backend takes the text "true" too.
                 loras=str(arguments.get("enable_lora")).lower() == "true",
-                generates=arguments.get("runner") != "pooling" and arguments.get("task") in (None, "auto", "generate"),
-                embeds="generate" not in (arguments.get("runner"), arguments.get("task")),
+                lacks=frozenset(_lacking(arguments.get("runner"), arguments.get("task"))),
             )
         return self.hints
 
-    def encode(self, generation: Generation) -> InferRequest:
+    def encode(self, job: Generation | EmbeddingJob, /) -> Sequence[InferRequest]:
         """
-        Return the request; sampling goes as JSON text.
+        Return the request of a generation, whose sampling goes as JSON text, or those of embeddings.
 
         That tensor is always sent: without it the backend takes the request's parameters for sampling parameters.
         Keys that are not asked for are left out, because an explicit null fails the request.
         """
-        asked = generation.sampling
+        if isinstance(job, EmbeddingJob):
+            return self._embeddings(job)
+        generation, asked = job, job.sampling
         sampling = {}
         for name, value in asked.given.items():
             if name in self._sampled:
@@ -182,8 +182,9 @@ class Vllm(Adapter):
             outputs += ("logprobs",)
         if generation.cumulative_logprob:
             outputs += (_CUMULATIVE,)
-        inputs += [self.tensor(f"return_{name}", True) for name in outputs[len(_OUTPUTS) :]]
-        return self.request(generation.id, inputs, outputs)
+        if outputs != _OUTPUTS:
+            inputs += [self.tensor(f"return_{name}", True) for name in outputs[len(_OUTPUTS) :]]
+        return [self.request(generation.id, inputs, outputs)]
 
     def decoder(self, generation: Generation) -> TextDecoder:
         can, count, ids = self.capabilities, generation.sampling.logprobs, self._wants_ids(generation)
@@ -202,12 +203,10 @@ class Vllm(Adapter):
 
     def _wants_ids(self, generation: Generation) -> bool:
         """Return whether token ids are wanted: also to see which of the request's stop tokens has ended the answer."""
-        return generation.token_ids or bool(self.capabilities.logprobs and generation.sampling.stop_token_ids)
+        return generation.token_ids or bool(self._logprobs and generation.sampling.stop_token_ids)
 
-    def encode_embeddings(self, job: EmbeddingJob) -> Sequence[InferRequest]:
+    def _embeddings(self, job: EmbeddingJob) -> Sequence[InferRequest]:
         """Return one request per input: the backend takes one text, or one list of token ids, at a time."""
-        if not self.capabilities.embed:
-            return super().encode_embeddings(job)
         requests = []
         items: Sequence[Any] = job.inputs
         for index, item in enumerate(items):
@@ -225,7 +224,7 @@ class Vllm(Adapter):
             requests.append(self.request(f"{job.id}-{index}", inputs, ("text_output", "num_input_tokens")))
         return requests
 
-    def decode_embeddings(self, job: EmbeddingJob, responses: Sequence[InferResponse]) -> EmbeddingResult:
+    def decode(self, job: EmbeddingJob, responses: Sequence[InferResponse], /) -> EmbeddingResult:
         """Return the vectors, and the tokens of all inputs if every answer counted its own."""
         vectors = []
         counts: list[int] = []
@@ -237,6 +236,14 @@ class Vllm(Adapter):
                 raise UpstreamError("The model sent an embedding that cannot be read.", detail=str(error)) from error
             counts += [int(count) for count in response.numbers("num_input_tokens")]
         return EmbeddingResult(vectors=vectors, prompt_tokens=sum(counts) if len(counts) == len(responses) else None)
+
+
+def _lacking(runner: Any, task: Any) -> Iterator[JobType]:
+    """Yield the jobs that an engine with these arguments does not take."""
+    if runner == "pooling" or task not in (None, "auto", "generate"):
+        yield Generation
+    if "generate" in (runner, task):
+        yield EmbeddingJob
 
 
 def _guide_key(config: ModelConfig) -> str | None:

@@ -22,7 +22,7 @@ from triton_openai.adapters._common.base import Parameter, Rule
 from triton_openai.api import chat, completions
 from triton_openai.api.bodies import IGNORED_HEADER
 from triton_openai.api.parameters import SamplingRequest, ignorable, neutral_values
-from triton_openai.api.routes import OPERATIONS, prose
+from triton_openai.api.routes import OPERATIONS, RECORDED, prose
 from triton_openai.cli.aliases import ALIASES, ENGINE_ARGUMENTS, REFUSED, VARIABLES, WITHOUT_EFFECT
 from triton_openai.config.options import Option, bare_type, options
 from triton_openai.config.tree import Settings
@@ -242,7 +242,7 @@ _ATTRIBUTES = {
     "server.port": "Its port.",
     "user_agent.original": "The `User-Agent` header.",
     "error.type": "The [error code](errors.md), or `cancelled` when the client left.",
-    "gen_ai.operation.name": "`chat`, `text_completion`, `embeddings`, `rerank`, `score` or `classify`.",
+    "gen_ai.operation.name": f"One of {', '.join(f'`{name}`' for name in RECORDED)}.",
     "gen_ai.provider.name": "`triton`.",
     "gen_ai.request.model": "The model name that the client sent.",
     "gen_ai.request.stream": "True for a stream.",

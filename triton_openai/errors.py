@@ -255,7 +255,7 @@ class PayloadTooLarge(InvalidRequest, status=413, code="request_too_large"):
 
 
 class UnsupportedMediaType(InvalidRequest, status=415, code="unsupported_media_type"):
-    """The body's content type is not JSON, or its content coding is not supported."""
+    """The body's content type is not that of the endpoint, or its content coding is not supported."""
 
 
 class Overloaded(ServiceError, status=429, type="rate_limit_error", code="rate_limit_exceeded"):

@@ -9,11 +9,12 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from triton_openai.errors import ServiceError
+from triton_openai.jobs import Job
 
 #: The log probability of a token that cannot be, as OpenAI and vLLM's server write it: JSON has no minus infinity.
 IMPOSSIBLE = -9999.0
@@ -185,11 +186,13 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
         return f"Image({self.media_type}, {self.size} bytes)"
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to continue."""
+class Generation(Job[Any], frozen=True, kw_only=True):
+    """One prompt to continue. Its answer comes in parts: those are decoded one by one."""
 
-    #: Unique among all requests of this process: Triton logs it, and stop requests name it.
-    id: str
+    tasks = ("generate",)
+    does = ("generates text", "generate text")
+    least: ClassVar[Mapping[str, Any]] = {"prompt": "Hi", "sampling": Sampling(max_tokens=1)}
+
     prompt: str
     sampling: Sampling
     #: Whether the client wants the answer in parts.
@@ -383,61 +386,3 @@ class Progress:
         if prompt is None:
             prompt = tokens_in(self._generation.prompt)
         return Usage(prompt_tokens=prompt, completion_tokens=self.tokens or tokens_in_pieces(self.pieces))
-
-
-class EmbeddingJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Texts, or token ids, to embed. ``dimensions`` cuts the vectors where the model itself can do that."""
-
-    id: str
-    inputs: Sequence[str] | Sequence[Sequence[int]]
-    dimensions: int | None = None
-
-
-class EmbeddingResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One little-endian float32 vector per input. ``prompt_tokens`` is ``None`` where the backend does not count."""
-
-    vectors: Sequence[bytes]
-    prompt_tokens: int | None = None
-
-
-class ClassificationJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Texts, or token ids, to classify. Without ``pad_id``, ids of different lengths cannot share a request."""
-
-    id: str
-    inputs: Sequence[str] | Sequence[Sequence[int]]
-    pad_id: int | None = None
-
-
-class ClassificationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model gives for each class of each input, and the labels of the classes that the backend has."""
-
-    values: Sequence[Sequence[float]]
-    labels: Mapping[int, str]
-
-
-class TokenPair(msgspec.Struct, frozen=True):
-    """A query and a document as one sequence of a cross-encoder: the ids, and for each which of the two it is of."""
-
-    ids: Sequence[int]
-    segments: Sequence[int]
-
-
-class ScoreJob(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    Pairs of a query and a document to score.
-
-    ``encoded`` holds the same pairs as token ids for models that take those. Without ``pad_id``, sequences of different
-    lengths cannot share a request.
-    """
-
-    id: str
-    pairs: Sequence[tuple[str, str]]
-    encoded: Sequence[TokenPair] = ()
-    pad_id: int | None = None
-
-
-class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One score per pair, in the order of the pairs. ``prompt_tokens`` is ``None`` where the backend does not count."""
-
-    scores: Sequence[float]
-    prompt_tokens: int | None = None

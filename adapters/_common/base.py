@@ -11,25 +11,13 @@ import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.generation import (
-    ClassificationJob,
-    ClassificationResult,
-    Delta,
-    EmbeddingJob,
-    EmbeddingResult,
-    Generation,
-    Interface,
-    Logits,
-    LoraFormat,
-    Sampling,
-    ScoreJob,
-    ScoreResult,
-)
+from triton_openai.generation import Delta, Generation, Interface, Logits, LoraFormat, Sampling
+from triton_openai.jobs import JobType
 from triton_openai.triton.tensors import INTEGER_RANGES, InferRequest, InferResponse, ModelConfig, Tensor
 
 
@@ -130,64 +118,51 @@ _MAX_FLOAT: Mapping[str, float] = {"FP32": 3.4028234e38, "FP16": 65504.0}
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """
-    What a model can do through its adapter. The rest of the service asks these, never an adapter's or a backend's name.
+    What a model can do through its adapter, beside its jobs and the parameters in its table.
 
-    - ``streaming``: answers come in parts. ``echoes``: an answer in one response begins with the prompt.
-      ``splits_characters``: a stream loses the characters that span several tokens.
-    - ``stop``: the backend keeps stop strings out of the text; where not, this service does. ``stop_shown``: it leaves
-      them in where :attr:`Sampling.stop_showable` is, to show which one ended the answer, and they are cut off here.
-    - ``usage``, ``finish_reason``: the backend reports them.
-    - ``dimensions``, ``token_inputs``: embeddings of a length of choice, and inputs as token ids.
-    - ``tokens``: the model takes token ids and answers in them; the text is made here.
-    - ``guides``: the kinds of :class:`Guide` that it follows.
-    - ``logprobs``: tokens come with their log probabilities, and with up to ``top_logprobs`` alternatives;
-      ``cumulative_logprob``: the answer with its own; ``prompt_logprobs``: the prompt's tokens with theirs;
-      ``token_ids``: tokens with their ids.
-    - ``bias_words``: a logit bias is sent as texts, each of which the backend tokenizes with its special tokens.
-    - ``lora``: a request can name a LoRA adapter; ``lora_format``: how the model takes weights, where it needs them;
-      ``lora_paths``: it reads them itself, from the path in the request.
-    - ``images``: a prompt can come with images, ``max_images`` of them where the model's tensors show a limit;
-      ``images_as_turn``: such a prompt is the text of one user message, which the model's own template wraps.
-    - ``score``: it scores pairs of texts; ``classify``: it classifies texts, ``logits``: with logits and not with
-      probabilities, ``labels``: it has the labels of its classes. ``encoded``: all texts reach it as token ids.
-    - ``samples``: a request without temperature, top_p and top_k gets OpenAI's defaults; where not, the backend's own.
-      ``fixed_seed``: the backend uses one seed for all requests that bring none.
-    - ``prefers_grpc``: the backend notices over gRPC alone, or there first, that a client has left.
+    The rest of the service asks these, never an adapter's or a backend's name.
     """
 
-    generate: bool = False
-    embed: bool = False
+    #: Answers come in parts.
     streaming: bool = False
-    stop: bool = False
-    stop_shown: bool = False
+    #: An answer in one response begins with the prompt.
     echoes: bool = False
-    splits_characters: bool = False
+    #: What the backend does with stop strings: it keeps them out of the text, or leaves them in where
+    #: :attr:`Sampling.stop_showable` is, to show which one ended the answer. Where it does neither, this service cuts.
+    stop: Literal["hidden", "shown"] | None = None
+    #: The backend counts tokens.
     usage: bool = False
+    #: The backend says why an answer ended.
     finish_reason: bool = False
-    dimensions: bool = False
-    token_inputs: bool = False
+    #: The model takes all texts as token ids, and generates in token ids: the text is made here.
     tokens: bool = False
+    #: Inputs of a job may be token ids, where the model takes texts too.
+    token_inputs: bool = False
+    #: The kinds of :class:`Guide` that it follows.
     guides: frozenset[str] = frozenset()
-    logprobs: bool = False
+    #: The most alternatives that come with a token's log probability.
     top_logprobs: int = 0
+    #: An answer comes with the log probability of the whole.
     cumulative_logprob: bool = False
+    #: The prompt's tokens come with their log probabilities, by :meth:`Adapter.encode_prompt_logits`.
     prompt_logprobs: bool = False
+    #: Tokens come with their ids.
     token_ids: bool = False
+    #: A logit bias is sent as texts, each of which the backend tokenizes with its special tokens.
     bias_words: bool = False
-    lora: bool = False
-    lora_format: LoraFormat | None = None
-    lora_paths: bool = False
-    images: bool = False
+    #: How a request names a LoRA adapter: by its name, by the path from which the backend reads the weights, or with
+    #: the weights in this format.
+    lora: LoraFormat | Literal["name", "path"] | None = None
+    #: The most images that a prompt can come with; infinite where only the model knows.
+    images: float = 0
+    #: A prompt with images is the text of one user message, which the model's own template wraps.
     images_as_turn: bool = False
-    max_images: int | None = None
-    score: bool = False
-    classify: bool = False
+    #: What a classifier gives are logits, not probabilities.
     logits: bool = False
+    #: The backend has the labels of a classifier's classes.
     labels: bool = False
-    encoded: bool = False
-    samples: bool = True
+    #: The backend uses one seed for all requests that bring none.
     fixed_seed: bool = False
-    prefers_grpc: bool = False
 
 
 #: Reads a file of a Triton model: the model's name and the file's name in its newest version; ``None`` if unreadable.
@@ -200,9 +175,9 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
 
     ``tokenizer_dir`` is a path on the server's machine; ``tokenizer`` is a folder, or a name on the Hugging Face hub,
     from the model's own files. ``adds_bos`` is whether the backend adds special tokens to a prompt. ``max_model_len``
-    is the limit on the tokens of prompt and answer together, ``max_prompt_len`` that on the prompt's. ``loras``,
-    ``images``, ``generates`` and ``embeds`` are whether the engine takes LoRA adapters and images, generates text and
-    makes embeddings, as far as the files say; ``max_loras`` is how many adapters it runs at once.
+    is the limit on the tokens of prompt and answer together, ``max_prompt_len`` that on the prompt's. ``loras`` and
+    ``images`` are whether the engine takes LoRA adapters and images, ``lacks`` the jobs of its adapter that it does not
+    take, as far as the files say; ``max_loras`` is how many adapters it runs at once.
     """
 
     tokenizer_dir: str | None = None
@@ -213,8 +188,7 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
     loras: bool = True
     max_loras: int | None = None
     images: bool = True
-    generates: bool = True
-    embeds: bool = True
+    lacks: frozenset[JobType] = frozenset()
 
 
 def with_engine_arguments(hints: Hints, arguments: Mapping[str, Any], *, length: str) -> Hints:
@@ -249,18 +223,23 @@ class Decoder(Protocol):
 
 
 class Adapter:
-    """
-    Base of all adapters: refuses everything; an adapter overrides what its backend can do.
-
-    :attr:`capabilities` says what the model can do, :attr:`parameters` what each parameter of a request becomes on it,
-    and :attr:`hints` what else the configs say. :attr:`notes` are sentences for the operator, which `inspect` shows.
-    """
+    """Base of all adapters: what is the same for most backends. An adapter overrides what is not."""
 
     name: ClassVar[str]
+    #: The types of the jobs that the model takes, what it is mainly for first.
+    jobs: Sequence[JobType] = (Generation,)
+    #: What the model can do.
     capabilities: Capabilities = Capabilities()
+    #: What each parameter of a request becomes.
     parameters: Sequence[Parameter] = ()
+    #: What else the configs say.
     hints: Hints = Hints()
+    #: Sentences for the operator, which ``inspect`` shows.
     notes: Sequence[str] = ()
+    #: Whether a stream loses the characters that span several tokens; :attr:`token_level` may not.
+    splits_characters: bool = False
+    #: Whether the backend notices over gRPC alone, or there first, that a client has left.
+    prefers_grpc: bool = False
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         """
@@ -304,24 +283,37 @@ class Adapter:
         return self.hints
 
     @property
+    def default_sampling(self) -> str:
+        """What a request without sampling parameters gets, for the operator."""
+        return "temperature 1, top_p 1"
+
+    @property
     def token_level(self) -> ModelConfig | None:
         """The model behind this one that can answer all of its requests in token ids, where there is one."""
         return None
 
     def at_once(self, generation: Generation) -> bool:
-        """Return whether the whole answer to :meth:`encode`'s request comes in one response."""
+        """Return whether the whole answer to *generation* comes in one response."""
         return not self.config.decoupled
 
     def cause_of_silence(self, generation: Generation) -> str | None:
         """Return a sentence with the likely cause where no answer at all comes to *generation*, if there is one."""
         return None
 
-    def encode(self, generation: Generation) -> InferRequest:
-        """Return the request for one prompt. Raises :class:`InvalidRequest` for values that no input can hold."""
-        raise InvalidRequest(f"The model '{self.config.name}' does not generate text.", param="model")
+    def encode(self, job: Any, /) -> Sequence[InferRequest]:
+        """
+        Return the requests that do *job*, one of :attr:`jobs`, together covering its inputs in order.
+
+        A generation has one. Raises :class:`InvalidRequest` for values that no input can hold.
+        """
+        raise InvalidRequest(f"The model '{self.config.name}' does not {job.does[1]}.", param="model")
+
+    def decode(self, job: Any, responses: Sequence[InferResponse], /) -> Any:
+        """Return the result of *job*, of the type that it names, from the answers to its requests in their order."""
+        raise NotImplementedError
 
     def decoder(self, generation: Generation) -> Decoder:
-        """Return a fresh decoder for the answers to :meth:`encode`'s request."""
+        """Return a fresh decoder for the answers to the request of a generation."""
         raise NotImplementedError
 
     def encode_prompt_logits(self, generation: Generation) -> InferRequest:
@@ -335,30 +327,6 @@ class Adapter:
     def cancel(self, generation: Generation) -> InferRequest | None:
         """Return a request that makes the engine stop *generation*, ``None`` where closing the stream is enough."""
         return None
-
-    def encode_embeddings(self, job: EmbeddingJob) -> Sequence[InferRequest]:
-        """Return the requests that embed *job*'s inputs, together covering them in order."""
-        raise InvalidRequest(f"The model '{self.config.name}' does not make embeddings.", param="model")
-
-    def decode_embeddings(self, job: EmbeddingJob, responses: Sequence[InferResponse]) -> EmbeddingResult:
-        """Return the vectors of all the responses to :meth:`encode_embeddings`'s requests."""
-        raise NotImplementedError
-
-    def encode_scores(self, job: ScoreJob) -> Sequence[InferRequest]:
-        """Return the requests that score *job*'s pairs, together covering them in order."""
-        raise InvalidRequest(f"The model '{self.config.name}' does not score texts.", param="model")
-
-    def decode_scores(self, job: ScoreJob, responses: Sequence[InferResponse]) -> ScoreResult:
-        """Return the scores of all the responses to :meth:`encode_scores`'s requests."""
-        raise NotImplementedError
-
-    def encode_classes(self, job: ClassificationJob) -> Sequence[InferRequest]:
-        """Return the requests that classify *job*'s inputs, together covering them in order."""
-        raise InvalidRequest(f"The model '{self.config.name}' does not classify texts.", param="model")
-
-    def decode_classes(self, job: ClassificationJob, responses: Sequence[InferResponse]) -> ClassificationResult:
-        """Return the classes of all the responses to :meth:`encode_classes`'s requests."""
-        raise NotImplementedError
 
     # Helpers for subclasses.
 
@@ -412,7 +380,7 @@ class Adapter:
             stream=config.decoupled,
             cancellable=cancellable,
             classification=classification,
-            prefers_grpc=self.capabilities.prefers_grpc,
+            prefers_grpc=self.prefers_grpc,
             json_expressible=not [
                 one for one in inputs if one.datatype in ("FP16", "BF16") or type(one.values) is bytes
             ],

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from triton_openai.adapters._common.base import Adapter
 from triton_openai.errors import ConfigurationError, ContextLengthExceeded
-from triton_openai.generation import Interface, TokenPair
+from triton_openai.generation import Interface
+from triton_openai.jobs import TokenPair
 from triton_openai.triton.tensors import INTEGER_RANGES, ModelConfig, Tensor, TensorSpec
 
 FLOATS = ("FP32", "FP16", "FP64")

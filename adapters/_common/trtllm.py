@@ -81,19 +81,24 @@ class TrtllmAdapter(Adapter):
         guided = {_GUIDE_TYPE, _GUIDE} <= config.inputs.keys() and (
             engine is None or engine.parameter("guided_decoding_backend") is not None
         )
-        lora = _lora_format(config)
-        return Capabilities(
-            generate=True,
-            streaming=config.decoupled,
-            guides=frozenset(_GUIDE_TYPES) if guided else frozenset(),
-            lora=lora is not None,
-            lora_format=lora,
-            # With another mode and ``top_k`` alone, the engine answers nothing to a request that sends top_p (server
-            # issues 7724 and 7868); the speculative modes have rules of their own.
-            samples=engine is None or engine.parameter("decoding_mode") in (None, "auto", "top_k_top_p", "top_p"),
-            fixed_seed=True,
-            **more,
-        )
+        guides = frozenset(_GUIDE_TYPES) if guided else frozenset()
+        own: dict[str, Any] = {"streaming": config.decoupled, "guides": guides, "lora": _lora_format(config)}
+        return Capabilities(**{**own, "fixed_seed": True, **more})
+
+    @property
+    def _samples(self) -> bool:
+        """
+        Whether the engine takes temperature, top_p and top_k together.
+
+        With another mode and ``top_k`` alone, it answers nothing to a request that sends top_p (server issues 7724 and
+        7868); the speculative modes have rules of their own.
+        """
+        engine = self.engine
+        return engine is None or engine.parameter("decoding_mode") in (None, "auto", "top_k_top_p", "top_p")
+
+    @property
+    def default_sampling(self) -> str:
+        return super().default_sampling if self._samples else "the engine's own (decoding_mode)"
 
     def hints_with(self, files: ModelFiles) -> Hints:
         """Return what the engine's config and files say of the longest prompt, too."""
@@ -142,12 +147,12 @@ class TrtllmAdapter(Adapter):
         Return temperature, top_p and top_k as the executor understands them.
 
         It decodes greedily when neither top_p nor top_k is there, whatever the temperature. So what the request leaves
-        out is sent with OpenAI's defaults, where ``capabilities.samples``. It takes no temperature of 0 and reads a
+        out is sent with OpenAI's defaults, where the engine takes them. It takes no temperature of 0 and reads a
         top_p of 0 as none: either 0, which means the likeliest token alone, becomes ``top_k`` 1. Without any of the
         three it reports no probabilities; ``top_k`` 1 asks for the same answer.
         """
         sampling = generation.sampling
-        values: dict[str, float] = dict(_DEFAULTS) if self.capabilities.samples else {}
+        values: dict[str, float] = dict(_DEFAULTS) if self._samples else {}
         top_k = None if sampling.top_k is None else max(0, sampling.top_k)
         asked = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": top_k}
         values |= {name: value for name, value in asked.items() if value is not None}

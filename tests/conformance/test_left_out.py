@@ -144,7 +144,7 @@ async def test_a_file_counts_as_text(proxy):
     [
         ("text_embedding", "makes embeddings (/v1/embeddings)"),
         ("text_rerank", "ranks texts (/v1/rerank, /v1/score)"),
-        ("text_classification", "classifies texts (/v1/classify)"),
+        ("text_classification", "classifies texts (/v1/classify"),
     ],
 )
 async def test_a_model_that_generates_nothing(proxy, model, does):

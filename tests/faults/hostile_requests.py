@@ -12,7 +12,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from random import Random
 from typing import Any
 from urllib.parse import quote
@@ -20,16 +20,21 @@ from urllib.parse import quote
 import msgspec
 
 from tests.clients.service import steered
-from triton_openai.api.routes import OPERATIONS, Operation
+from triton_openai.api.routes import OPERATIONS
+from triton_openai.api.service import Operation
+from triton_openai.jobs import ClassificationJob, EmbeddingJob, JobType
 
 KEYS = ("sk-one", "sk-two")
 #: The only model that is loaded and unloaded.
 MANAGED = "text_rerank"
 GENERATING = ("vllm_model", "vllm_model", "ensemble", "tensorrt_llm", "tensorrt_llm_llmapi", "text_model")
-EMBEDDING = ("text_embedding", "text_embedding", "vllm_embedding")
 RANKING = ("text_rerank_pairs", "text_rerank_ids", "text_embedding")
-CLASSIFYING = ("text_classification", "text_classification_ids")
-MODELS = tuple(dict.fromkeys((*GENERATING, *EMBEDDING, *RANKING, *CLASSIFYING)))
+#: Who does the jobs about texts, each by itself.
+DOING: Mapping[JobType, tuple[str, ...]] = {
+    EmbeddingJob: ("text_embedding", "text_embedding", "vllm_embedding"),
+    ClassificationJob: ("text_classification", "text_classification_ids"),
+}
+MODELS = tuple(dict.fromkeys((*GENERATING, *RANKING, *chain.from_iterable(DOING.values()))))
 WORDS = "one two three"
 _WORDS = steered(text=WORDS)
 _PIXEL = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(64)).decode()
@@ -169,11 +174,13 @@ class _Maker:
         chance = self._chance
         operation = chance.choice(_WEIGHTED)
         method, route = chance.choice(operation.routes).split()
-        body = BODIES[operation.name](self)
+        body = self.body(operation)
         plain = True
         if isinstance(body, dict):
             if chance.random() < 0.1:
-                body |= HEAVY.get(operation.name, _Maker.nothing)(self)
+                body |= HEAVY.get(operation.name, _Maker.heavy_inputs if _about_texts(operation) else _Maker.nothing)(
+                    self
+                )
             for _ in range(chance.choice((0, 0, 0, 1, 1, 2, 3))):
                 body = self._with_field(body, operation)
             for _ in range(chance.choice((0, 0, 0, 1, 1, 2, 3))):
@@ -472,9 +479,14 @@ class _Maker:
     def counted(self) -> dict[str, Any]:
         return {name: value for name, value in self.message().items() if name in ("model", "messages")}
 
-    def embedding(self) -> dict[str, Any]:
+    def body(self, operation: Operation) -> dict[str, Any] | None:
+        """Return a right body for *operation*."""
+        if operation.request is None:
+            return None
+        if not _about_texts(operation):
+            return BODIES[operation.name](self)
         given = self._chance.choice(("a", ["a", "b"], [75, 76], [[75], [76]], ["word " * 20] * 100))
-        return {"model": self._model(EMBEDDING), "input": given}
+        return {"model": self._model(DOING[operation.jobs[0]]), "input": given}
 
     def ranking(self) -> dict[str, Any]:
         documents = self._chance.choice((["a", "b"], [{"text": "a"}], ["word " * 20] * 60))
@@ -482,9 +494,6 @@ class _Maker:
 
     def scoring(self) -> dict[str, Any]:
         return {"model": self._model(RANKING), "text_1": "a", "text_2": self._chance.choice(("b", ["b", "c"]))}
-
-    def classification(self) -> dict[str, Any]:
-        return {"model": self._model(CLASSIFYING), "input": self._chance.choice(("a", ["a", "b"], [75, 76]))}
 
     def tokenizing(self) -> dict[str, Any]:
         chance = self._chance
@@ -596,11 +605,11 @@ def _json(value: Any) -> bytes:
     return _DEEP.sub(nested, json.dumps(value).replace(f'"{_LONG_NUMBER}"', "1" * 5000)).encode()
 
 
-def _nothing(_: _Maker) -> None:
-    return None
+def _about_texts(operation: Operation) -> bool:
+    return bool(DOING.keys() & operation.jobs[:1])
 
 
-#: What makes a right body for each operation. One without such an entry fails the start.
+#: What makes a right body for each operation that is not about texts, each by itself. One without fails the start.
 BODIES: Mapping[str, Callable[[_Maker], dict[str, Any] | None]] = {
     "create_chat_completion": _Maker.chat,
     "create_completion": _Maker.completion,
@@ -612,22 +621,12 @@ BODIES: Mapping[str, Callable[[_Maker], dict[str, Any] | None]] = {
     "add_items": _Maker.items,
     "create_message": _Maker.message,
     "count_message_tokens": _Maker.counted,
-    "create_embeddings": _Maker.embedding,
     "rerank": _Maker.ranking,
     "score": _Maker.scoring,
-    "classify": _Maker.classification,
     "tokenize": _Maker.tokenizing,
     "detokenize": _Maker.detokenizing,
     "load_model": _Maker.optional,
     "unload_model": _Maker.optional,
-    **dict.fromkeys(
-        (
-            *("get_response", "delete_response", "cancel_response", "list_input_items", "refuse_websocket"),
-            *("get_conversation", "delete_conversation", "list_items", "get_item", "delete_item"),
-            *("list_models", "get_model", "version", "status", "openapi", "live", "ready", "metrics"),
-        ),
-        _nothing,
-    ),
 }
 #: What turns the body of an operation into one that is much work.
 HEAVY: Mapping[str, Callable[[_Maker], dict[str, Any]]] = {
@@ -640,8 +639,6 @@ HEAVY: Mapping[str, Callable[[_Maker], dict[str, Any]]] = {
     "add_items": _Maker.heavy_items,
     "create_message": _Maker.heavy_message,
     "count_message_tokens": _Maker.heavy_message,
-    "create_embeddings": _Maker.heavy_inputs,
-    "classify": _Maker.heavy_inputs,
     "rerank": _Maker.heavy_documents,
     "score": _Maker.heavy_sides,
     "tokenize": _Maker.heavy_prompt,
@@ -675,7 +672,7 @@ _HEADER_VALUES = (
 
 def check_complete() -> None:
     """Raise `AssertionError` if the service has an operation for which no request is made."""
-    names = {operation.name for operation in OPERATIONS}
+    names = {each.name for each in OPERATIONS if each.request is not None and not _about_texts(each)}
     assert names == BODIES.keys(), f"no requests are made for {sorted(names ^ BODIES.keys())}"
     routes = " ".join(route for operation in OPERATIONS for route in operation.routes)
     segments = set(re.findall(r"\{(\w+)", routes))

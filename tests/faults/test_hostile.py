@@ -22,7 +22,7 @@ def test_hostile_requests(triton: TestTriton, tmp_path: Path) -> None:
 
 def test_an_endpoint_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever adds one is told to add its requests."""
-    monkeypatch.delitem(BODIES, "classify")
+    monkeypatch.delitem(BODIES, "rerank")
 
-    with pytest.raises(AssertionError, match="classify"):
+    with pytest.raises(AssertionError, match="rerank"):
         check_complete()

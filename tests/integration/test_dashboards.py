@@ -19,6 +19,7 @@ from tests.programs import found
 from tests.proxy_fixture import changed, proxy_settings, serving
 from tests.scrape import Scrape, scrape
 from tests.triton_fixture import TestTriton
+from triton_openai.api.routes import RECORDED
 from triton_openai.telemetry.gauges import LOOKED_UP
 from triton_openai.telemetry.metrics import INSTRUMENTS, OTHER, Outcome
 
@@ -37,7 +38,7 @@ FROM_A_GPU = {
 # What labels can say, where that is a list: a word that none of them says would match nothing, and alert nobody.
 VALUES = {
     "outcome": set(get_args(Outcome)),
-    "operation": {OTHER, "chat", "text_completion", "embeddings", "rerank", "score", "classify"},
+    "operation": {OTHER, *RECORDED},
     "type": {"input", "output"},
     "state": {"ready", "not_ready", "unloaded"},
 }

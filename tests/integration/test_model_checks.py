@@ -26,6 +26,8 @@ from triton_openai.config.tree import (
     TritonSettings,
 )
 from triton_openai.errors import ConfigurationError
+from triton_openai.generation import Generation
+from triton_openai.jobs import EmbeddingJob
 from triton_openai.models import loading
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
@@ -273,7 +275,7 @@ async def test_what_else_files_say(
         hints = proxy.models.served["m"].hints
 
     runner = written.get("runner")
-    assert (runner != "pooling", runner != "generate") == (hints.generates, hints.embeds)
+    assert {"pooling": {Generation}, "generate": {EmbeddingJob}}.get(runner or "", set()) == hints.lacks
     assert expected == sorted(model["id"] for model in listed)
     assert all("max_model_len" not in model for model in listed)
 

@@ -8,7 +8,7 @@ is wrong by the description is refused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -19,15 +19,17 @@ from hypothesis import strategies as st
 from tests import described
 from tests.clients.service import Service, serving, steered
 from tests.triton_fixture import TestTriton
+from triton_openai.api.routes import OPERATIONS as ROWS
+from triton_openai.jobs import ClassificationJob, EmbeddingJob, JobType, ScoreJob
 
 #: Who is asked: what is drawn for a model's name is hardly ever one.
 _GENERATING = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_llmapi", "vllm_model", "text_embedding")
-MODELS = {
-    "/v1/embeddings": ("text_embedding", "text_embedding", "ensemble"),
-    "/v1/rerank": ("text_embedding", "text_rerank_pairs", "text_rerank_ids"),
-    "/v1/score": ("text_embedding", "text_rerank_pairs", "text_rerank_ids"),
-    "/v1/classify": ("text_classification", "text_classification_ids"),
+_DOING: Mapping[JobType, tuple[str, ...]] = {
+    EmbeddingJob: ("text_embedding", "text_embedding", "ensemble"),
+    ScoreJob: ("text_embedding", "text_rerank_pairs", "text_rerank_ids"),
+    ClassificationJob: ("text_classification", "text_classification_ids"),
 }
+MODELS = {each.path: _DOING[each.jobs[0]] for each in ROWS if _DOING.keys() & each.jobs[:1]}
 #: Requests that are made up for an operation; one for those that are another one under another path.
 EXAMPLES = {"/v1/chat/completions": 50, "/v1/completions": 50}
 FEW = 15
@@ -92,7 +94,7 @@ def needed(path: str, method: str) -> frozenset[str]:
     body = described.document()["paths"][path][method].get("requestBody")
     if body is None:
         return frozenset()
-    name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    name = next(iter(body["content"].values()))["schema"]["$ref"].rpartition("/")[2]
     return frozenset({"model", *described.document()["components"]["schemas"][name].get("required", ())})
 
 

@@ -19,6 +19,7 @@ from tests.pictures import data_url, part, png, seen
 from tests.proxy_fixture import TRANSPORTS, Proxy, proxy_settings, serving
 from tests.standins.repository import build_repository
 from tests.triton_fixture import TestTriton, embedded
+from tests.unit.adapters.encoding import request_of
 from triton_openai.cli.inspect import report
 from triton_openai.config.tree import LoraSettings, ModelSettings, Settings, TritonSettings
 from triton_openai.demo.record import Record
@@ -269,7 +270,7 @@ async def test_other_releases(tmp_path: Path) -> None:
         async with serving(Settings(triton=both, models={SEEING: ModelSettings(chat_template="chatml")})) as service:
             await service.ready()
             adapter = service.models.served[SEEING].adapter
-            asked = adapter.encode(Generation(id="1", prompt="Hi", sampling=Sampling(max_tokens=1)))
+            asked = request_of(adapter, Generation(id="1", prompt="Hi", sampling=Sampling(max_tokens=1)))
             assert server.grpc_url == Endpoint(both.url).address_of(asked)
             # Nobody has said that the model takes images, which it would ignore.
             unseen = await service.post(PATHS["chat"], _chat([part(data_url(png()))]))

@@ -7,6 +7,8 @@ distribution is: this module, and beside it the metadata with the entry point.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from triton_openai.adapters import Adapter, Capabilities, Parameter
 from triton_openai.generation import Delta, FinishReason, Generation
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
@@ -32,7 +34,7 @@ class Counting(Adapter):
     """Prompt in, answer out."""
 
     name = "counting"
-    capabilities = Capabilities(generate=True, streaming=True, usage=True, finish_reason=True)
+    capabilities = Capabilities(streaming=True, usage=True, finish_reason=True)
     # It can be asked for a length, and for nothing else.
     parameters = (
         Parameter("max_tokens", target="limit", datatype="INT32"),
@@ -46,10 +48,10 @@ class Counting(Adapter):
             raise KeyError(config.name)
         return "prompt in, answer out" if "prompt" in config.inputs and "answer" in config.outputs else None
 
-    def encode(self, generation: Generation) -> InferRequest:
+    def encode(self, generation: Generation, /) -> Sequence[InferRequest]:
         """Return the request."""
         inputs = [self.tensor("prompt", generation.prompt), self.tensor("limit", generation.sampling.max_tokens)]
-        return self.request(generation.id, inputs, ("answer", "last"))
+        return [self.request(generation.id, inputs, ("answer", "last"))]
 
     def decoder(self, generation: Generation) -> Words:
         """Return a decoder."""

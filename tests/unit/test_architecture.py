@@ -144,6 +144,7 @@ def test_adapters_know_the_middle_and_tensors_only() -> None:
     """Adapters import nothing of the service but the middle, the errors, the tensors and each other; and no aiohttp."""
     allowed = (
         "triton_openai.generation",
+        "triton_openai.jobs",
         "triton_openai.errors",
         "triton_openai.triton.tensors",
         "triton_openai.adapters",

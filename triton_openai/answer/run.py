@@ -232,7 +232,7 @@ class Run:
         generation, progress = self.generation, self.progress
         if lora is not generation.lora:
             generation = msgspec.structs.replace(generation, lora=lora)
-        request = self._adapter.encode(generation)
+        (request,) = self._adapter.encode(generation)
         if generation.priority:
             request = msgspec.structs.replace(request, priority=generation.priority, json_expressible=False)
         request = self._sender.upstream.begin(request, progress, lora=None if lora is None else lora.name)

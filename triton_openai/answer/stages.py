@@ -304,9 +304,9 @@ class Pipeline:
             stages.append(self._token_text.feed)
         stages.append(progress.add)
         # The backend does not cut stop strings, or was asked to show them.
-        if sampling.stop and (not capabilities.stop or (capabilities.stop_shown and sampling.stop_showable)):
+        if sampling.stop and (capabilities.stop is None or (capabilities.stop == "shown" and sampling.stop_showable)):
             stops = StopStrings(sampling.stop, include=include)
-            self._stop = StopStage(stops, progress, backend_stops=capabilities.stop)
+            self._stop = StopStage(stops, progress, backend_stops=capabilities.stop is not None)
             stages.append(self._stop.feed)
         if sampling.logprobs is not None:
             # The backend sends token ids in addition to the text.

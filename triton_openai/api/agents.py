@@ -16,10 +16,11 @@ from triton_openai.answer.run import Run
 from triton_openai.api.bodies import tell_ignored
 from triton_openai.api.chat import ChatRequest, plan_of, prompt_of
 from triton_openai.api.logprobs import rendering_cost
-from triton_openai.api.service import RequestContext, check_generates
+from triton_openai.api.service import RequestContext, not_taken
 from triton_openai.api.sse import Renderer
 from triton_openai.api.tokenize import tokenizer_of
 from triton_openai.errors import ConfigurationError, InvalidValue, printable
+from triton_openai.generation import Generation
 from triton_openai.models.served import ServedModel
 from triton_openai.telemetry.observation import Observation
 
@@ -77,7 +78,8 @@ def _warn_left_out(kind: str) -> None:
 async def count_tokens(context: RequestContext[ChatRequest]) -> int:
     """Return how many tokens a chat has, as the model's template and tokenizer make them."""
     model = context.model
-    check_generates(model)
+    if Generation not in model.jobs:
+        raise not_taken(context.request.app, model, Generation)
     prompter = await model.prompter()
     tokenizer = tokenizer_of(prompter)
     prompt, _ = await prompt_of(context, plan_of(context.body), prompter)

@@ -1,7 +1,8 @@
-"""JSON bodies: reads requests into typed structs, with errors that name the field, and writes answers."""
+"""Bodies: reads requests, JSON or forms, into typed structs, with errors that name the field, and writes answers."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
@@ -16,6 +17,7 @@ from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import InvalidRequest, InvalidValue, PayloadTooLarge, UnsupportedMediaType, missing, printable
 from triton_openai.prompts.messages import AssistantMessage
 from triton_openai.serving.connections import WholeResponse
+from triton_openai.serving.forms import Form, Part
 from triton_openai.serving.request_body import LIMITS, read_body
 from triton_openai.telemetry.observation import OBSERVATION, Observation
 
@@ -84,6 +86,65 @@ def read_within(body: bytes, kind: type[_T], limits: LimitSettings, ignored: lis
     return parsed
 
 
+class FileField(msgspec.Struct, frozen=True):
+    """A file in a form, whose *name* the client chose, as it did its *media_type*."""
+
+    name: str
+    media_type: str
+    content: bytes
+
+
+class FormRequest(ModelRequest, kw_only=True):
+    """Base of the requests that come as forms. A :class:`FileField` is a file; items of a list ``a`` are ``a[]``."""
+
+
+async def read_form(request: web.Request, kind: type[_T], *, strict: bool) -> _T:
+    """Return the form as *kind*; *strict* refuses fields that *kind* does not know. Raises :class:`InvalidRequest`."""
+    limits, observation = request.app[LIMITS], request[OBSERVATION]
+    fields: dict[str, Any] = {}
+    ignored = observation.unknown_fields = []
+    form, left = Form(request, limits), limits.max_text_size
+    async for part in form:
+        name = part.name.removesuffix("[]")
+        if name not in kind.__struct_encode_fields__:
+            if strict:
+                raise _unknown(name)
+            if len(ignored) < _MOST_UNKNOWN:
+                ignored.append(name)
+        elif part.filename is not None:
+            _add(fields, part, FileField(part.filename, part.media_type, await part.read(request.client_max_size)))
+        else:
+            content = await part.read(left)
+            left -= len(content)
+            try:
+                _add(fields, part, content.decode())
+            except UnicodeDecodeError as error:
+                raise InvalidRequest(f"'{name}' is not UTF-8.", param=name, code="invalid_value") from error
+    observation.body_size = form.size
+    if ignored:
+        tell_ignored(observation, ignored)
+    try:
+        parsed = msgspec.convert(fields, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise explain(str(error)) from error
+    for name, value in msgspec.structs.asdict(parsed).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            # Which JSON does not have.
+            raise InvalidRequest(f"Invalid value for '{name}': expected a number.", param=name, code="invalid_value")
+    return parsed
+
+
+def _add(fields: dict[str, Any], part: Part, value: str | FileField) -> None:
+    """Add the *value* of *part* to *fields*. Raises :class:`InvalidRequest` for a second one of a field without []."""
+    name = part.name.removesuffix("[]")
+    if name != part.name:
+        fields.setdefault(name, []).append(value)
+    elif name in fields:
+        raise InvalidRequest(f"The request's form has '{name}' twice.", param=name, code="invalid_value")
+    else:
+        fields[name] = value
+
+
 _NORMALIZABLE = re.compile(r"got `float`|^Object contains unknown field `")
 # Unknown fields of a request that are logged.
 _MOST_UNKNOWN = 16
@@ -132,7 +193,7 @@ def _normalized(body: bytes, kind: type[msgspec.Struct], ignored: list[str] | No
             number = _NUMBER.fullmatch(raw)
             normalized[name] = raw if number is None else msgspec.Raw(_integer(number))
         elif ignored is None:
-            raise InvalidRequest(f"Unknown parameter: '{name[:100]}'.", param=name[:100], code="unknown_parameter")
+            raise _unknown(name)
         elif bytes(raw) != b"null" and len(ignored) < _MOST_UNKNOWN:
             ignored.append(name)
     return msgspec.json.encode(normalized)
@@ -143,6 +204,10 @@ def _integer(match: re.Match[bytes]) -> bytes:
     # A number that no integer field can hold is not written out.
     whole = number.adjusted() < _DIGITS and number == number.to_integral_value()
     return b"%d" % int(number) if whole else match[0]
+
+
+def _unknown(name: str) -> InvalidRequest:
+    return InvalidRequest(f"Unknown parameter: '{name[:100]}'.", param=name[:100], code="unknown_parameter")
 
 
 _WHERE = re.compile(r" - at (?P<key>`key` in )?`\$(?P<path>.*)`$")

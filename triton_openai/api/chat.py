@@ -32,7 +32,7 @@ from triton_openai.api.logprobs import (
     rendering_cost,
 )
 from triton_openai.api.parameters import SamplingRequest, Verbosity, accepting, refusing
-from triton_openai.api.service import RequestContext, begin, check_generates, new_id, now, runs_of, spec_of
+from triton_openai.api.service import RequestContext, begin, new_id, now, runs_of, spec_of
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan, custom_input, plan_tools
 from triton_openai.api.usage import UsageObject, known_usage, usage_of
@@ -220,7 +220,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
 
 async def handle(request: web.Request) -> web.StreamResponse:
     """Create a chat completion."""
-    context = await begin(request, ChatRequest, "chat")
+    context = await begin(request, ChatRequest)
     if context.body.verbosity in ("low", "high"):
         tell_ignored(context.observation, ["verbosity"])
     return await context.admitted(_answer, param="messages")
@@ -257,7 +257,7 @@ async def prompt_of(
     service, model, body = context.service, context.model, context.body
     pictures = images_of(model, body.messages)
     # Before they are rendered: each is looked for in all of its message's text.
-    service.images.check_count(pictures, most=model.adapter.capabilities.max_images)
+    service.images.check_count(pictures, most=model.adapter.capabilities.images)
     prompt, context.observation.chat_template = await rendered_chat(
         model,
         prompter,
@@ -283,7 +283,6 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
     :class:`InvalidRequest` and its subclasses, and :class:`ConfigurationError` for a model that cannot chat.
     """
     service, body, observation = context.service, context.body, context.observation
-    check_generates(context.model)
     plan = plan_of(body)
     prompter = await context.model.prompter()
     parsers = context.model.lazy_prompter.parsers

@@ -31,7 +31,7 @@ from triton_openai.api.logprobs import (
     rendering_cost,
 )
 from triton_openai.api.parameters import SamplingRequest
-from triton_openai.api.service import RequestContext, begin, check_generates, new_id, now, runs_of, spec_of
+from triton_openai.api.service import RequestContext, begin, new_id, now, runs_of, spec_of
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.usage import UsageObject, known_usage, usage_of
 from triton_openai.errors import InvalidValue, UnsupportedParameter, UpstreamError, missing
@@ -101,7 +101,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 async def handle(request: web.Request) -> web.StreamResponse:
     """Complete one or several prompts; the choices are numbered prompt by prompt."""
-    context = await begin(request, CompletionRequest, "text_completion")
+    context = await begin(request, CompletionRequest)
     return await context.admitted(_answer, param="prompt")
 
 
@@ -148,7 +148,6 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
 
 def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> GenerationSpec:
     body, model = context.body, context.model
-    check_generates(model)
     n = body.n or 1
     best_of = n if body.best_of is None else body.best_of
     if best_of < n:

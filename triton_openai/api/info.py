@@ -14,18 +14,17 @@ from triton_openai import __version__
 from triton_openai.access.guard import GUARD
 from triton_openai.access.keys import ApiKey
 from triton_openai.answer.fan_out import collect
+from triton_openai.answer.jobs import run_job
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.prepare import GenerationSpec, prepare
 from triton_openai.answer.run import Sender
 from triton_openai.api.bodies import json_response, read_json
-from triton_openai.api.classify import classify
-from triton_openai.api.embeddings import answers_of
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages.events import asks_anthropic
 from triton_openai.api.service import Service, find_model, key_of, new_id, service_of
 from triton_openai.draining import DRAINING
 from triton_openai.errors import ModelNotFound, ServiceError
-from triton_openai.generation import EmbeddingJob, Generation, Sampling, ScoreJob
+from triton_openai.generation import Generation
 from triton_openai.models.canary import CANARY
 from triton_openai.models.lookup import Models
 from triton_openai.models.overview import ModelLine, model_lines
@@ -258,30 +257,18 @@ async def version(request: web.Request) -> web.Response:
     return json_response(Version(version=__version__, triton=server or msgspec.UNSET))
 
 
-_TEXT = "Hi"
-
-
 async def probe(service: Service, model: ServedModel, *, timeout: float) -> None:
-    """Ask *model* for one token, vector, score or class, in *timeout* seconds. Raises :class:`ServiceError`."""
-    capabilities = model.adapter.capabilities
-    number, sender = new_id("probe"), Sender(service.client, Upstream(), service.background)
+    """Ask *model* for the least of what it is mainly for, in *timeout* seconds. Raises :class:`ServiceError`."""
+    sender = Sender(service.client, Upstream(), service.background)
+    kind = model.jobs[0]
+    job = kind(id=new_id("probe"), **kind.least)
+    if not isinstance(job, Generation):
+        await run_job(sender, model, job, timeout=timeout)
+        return
     tokenizer = (await model.prompter()).tokenizer
-    if capabilities.generate:
-        template = Generation(id=number, prompt="", sampling=Sampling(max_tokens=1))
-        spec = GenerationSpec(template=template, limit=TokenLimit(tokens=1))
-        limits = TimeLimits(first_token=timeout, idle=timeout, total=None)
-        await collect(await prepare(model, tokenizer, [_TEXT], spec, sender, limits), timeout=None)
-        return
-    if capabilities.classify:
-        await classify(sender, model, number, (_TEXT,), timeout=timeout)
-        return
-    if capabilities.embed:
-        requests = model.adapter.encode_embeddings(EmbeddingJob(id=number, inputs=(_TEXT,)))
-    else:
-        pairs = [(_TEXT, _TEXT)]
-        encoded = await tokenizer.encode_pairs_async(pairs) if tokenizer is not None else ()
-        requests = model.adapter.encode_scores(ScoreJob(id=number, pairs=pairs, encoded=encoded))
-    await answers_of(sender, model, requests, timeout=timeout)
+    spec = GenerationSpec(template=job, limit=TokenLimit(tokens=job.sampling.max_tokens))
+    limits = TimeLimits(first_token=timeout, idle=timeout, total=None)
+    await collect(await prepare(model, tokenizer, [job.prompt], spec, sender, limits), timeout=None)
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,56 +12,27 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from http import HTTPStatus
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from triton_openai import __version__, errors
 from triton_openai.access.keys import COUNTED, ROUTE_GROUPS, Restrictions
-from triton_openai.api import chat, classify, completions, embeddings, info, tokenize
-from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest
+from triton_openai.api import chat, classify, completions, embeddings, info, moderations, tokenize
+from triton_openai.api.bodies import IGNORED_HEADER, FileField, FormRequest, ModelRequest
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages import types as message_types
 from triton_openai.api.messages.events import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
 from triton_openai.api.responses import conversations, retrieve
 from triton_openai.api.responses import create as responses
 from triton_openai.api.responses import objects as response_types
-from triton_openai.api.service import service_of
+from triton_openai.api.service import OPERATIONS_BY_HANDLER, Operation, service_of
 from triton_openai.api.tools import ToolDefinition
-from triton_openai.config.tree import Group, Settings
+from triton_openai.config.tree import Settings
+from triton_openai.generation import Generation
+from triton_openai.jobs import ClassificationJob, EmbeddingJob, ScoreJob
 from triton_openai.serving.middleware import ERROR_BODY
-
-
-class Operation(msgspec.Struct, frozen=True):
-    """
-    A *handler* with its *routes*, each a method and a path; GET includes HEAD.
-
-    *name* is the operation's id, *group* what keys and restrictions open, and its tag. *request* is the type of the
-    body, *answer* that of the answer, *event* that of a stream's events; without an *answer* it is one of *text*, or
-    any object. *query* are the parameters of the query, each with its meaning and its schema. *errors* are those that
-    do not follow from the rest; *failure* is a status that can have the *answer*
-    itself as its body. *infers* is whether Triton is asked, within limits of time. *anthropic* is whether it is an
-    operation of Anthropic's API, with its errors; *shared* is the answer to clients of that API where both have the
-    path.
-    """
-
-    handler: Handler
-    routes: tuple[str, ...]
-    name: str
-    group: Group
-    request: type[msgspec.Struct] | None = None
-    answer: type[msgspec.Struct] | None = None
-    event: type[msgspec.Struct] | None = None
-    text: bool = False
-    query: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType({})
-    errors: tuple[type[errors.ServiceError], ...] = ()
-    failure: int | None = None
-    infers: bool = False
-    anthropic: bool = False
-    shared: type[msgspec.Struct] | None = None
 
 
 class ErrorObject(msgspec.Struct, kw_only=True):
@@ -167,7 +138,9 @@ def describe(settings: Settings) -> dict[str, Any]:
             # Any one of them is enough.
             described["security"] = [] if operation.group == "health" else [{name: []} for name in _SCHEMES]
         if operation.request is not None:
-            content = {"application/json": {"schema": _schema(operation.request)}}
+            is_form = issubclass(operation.request, FormRequest)
+            media_type = "multipart/form-data" if is_form else "application/json"
+            content = {media_type: {"schema": _schema(operation.request)}}
             described["requestBody"] = {"required": True, "content": content}
         for number, route in enumerate(operation.routes):
             method, path = re.sub(r":[^}]+", "", route).split()
@@ -215,7 +188,7 @@ def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Iterator[t
         yield from _READ
         if issubclass(operation.request, ModelRequest):
             yield from _MODEL
-    if operation.infers:
+    if operation.jobs:
         yield from _INFERENCE
     yield from operation.errors
 
@@ -279,9 +252,9 @@ def _parameters(operation: Operation, path: str, settings: Settings) -> Iterator
             yield {"name": name, "in": "query", "description": about, "schema": _STRING}
     triton = settings.triton
     seconds: dict[str, tuple[str, float]] = {}
-    if operation.infers:
+    if operation.jobs:
         seconds["request"] = "Longest time that the answer may take", triton.request_timeout
-    if operation.infers and operation.event is not None:
+    if operation.jobs and operation.event is not None:
         seconds["request"] = seconds["request"][0], max(triton.request_timeout, triton.stream_timeout or math.inf)
         seconds["first-token"] = "Longest wait for the first token", triton.first_token_timeout
         seconds["idle"] = "Longest silence between two tokens", triton.idle_timeout
@@ -315,6 +288,8 @@ def _schemas(*, strict: bool) -> dict[str, Any]:
     for kind in bodies:
         if issubclass(kind, ModelRequest) and not strict:
             asked[kind.__name__].pop("additionalProperties", None)
+    if FileField.__name__ in asked:
+        asked[FileField.__name__] = {"type": "string", "format": "binary", "description": "A file."}
     components = dict(sorted({**asked, **answered}.items()))
     for schema in components.values():
         if "description" in schema:
@@ -359,7 +334,7 @@ def _deployed(route: str) -> tuple[str, ...]:
 
 def _at_azure(operation: Operation, path: str) -> bool:
     """Return whether *path* is also served behind Azure's prefix."""
-    return operation.routes[0].split()[1].startswith("/v1/") and not (operation.anthropic or path.startswith(_AZURE))
+    return operation.path.startswith("/v1/") and not (operation.anthropic or path.startswith(_AZURE))
 
 
 _READ = (errors.InvalidRequest, errors.RequestTimeout, errors.PayloadTooLarge, errors.UnsupportedMediaType)
@@ -386,16 +361,19 @@ _ITEM = _CONVERSATION + "/items/{item:[^/]+}"
 
 OPERATIONS = (
     Operation(chat.handle, _deployed("POST /chat/completions"), "create_chat_completion", "inference",
-              chat.ChatRequest, chat.ChatCompletion, event=chat.ChatCompletionChunk, infers=True),
+              chat.ChatRequest, chat.ChatCompletion, event=chat.ChatCompletionChunk,
+              jobs=(Generation,), label="chat"),
     Operation(completions.handle, _deployed("POST /completions"), "create_completion", "inference",
-              completions.CompletionRequest, completions.Completion, event=completions.Completion, infers=True),
+              completions.CompletionRequest, completions.Completion, event=completions.Completion,
+              jobs=(Generation,), label="text_completion"),
     Operation(responses.create, _openai("POST /responses"), "create_response", "inference",
               response_types.ResponsesRequest, response_types.ResponseObject,
-              event=response_types.ResponseEvent, infers=True, errors=_KEPT),
+              event=response_types.ResponseEvent, jobs=(Generation,), label="chat", errors=_KEPT),
     Operation(responses.count_tokens, _openai("POST /responses/input_tokens"), "count_input_tokens", "inference",
-              response_types.ResponsesRequest, response_types.InputTokens, errors=_KEPT),
+              response_types.ResponsesRequest, response_types.InputTokens, label="chat", errors=_KEPT),
     Operation(responses.compact, _openai("POST /responses/compact"), "compact_response", "inference",
-              response_types.CompactRequest, response_types.CompactedResponse, infers=True, errors=_KEPT),
+              response_types.CompactRequest, response_types.CompactedResponse,
+              jobs=(Generation,), label="chat", errors=_KEPT),
     Operation(retrieve.retrieve, _openai(f"GET {_RESPONSE}"), "get_response", "inference",
               answer=response_types.ResponseObject, event=response_types.ResponseEvent, query=_AGAIN, errors=_KEPT),
     Operation(retrieve.delete, _openai(f"DELETE {_RESPONSE}"), "delete_response", "inference",
@@ -423,18 +401,21 @@ OPERATIONS = (
               errors=(errors.MethodNotAllowed, errors.UpgradeRefused)),
     Operation(messages.handle, _openai("POST /messages"), "create_message", "inference",
               message_types.MessagesRequest, message_types.MessageObject,
-              event=message_types.MessageEvent, infers=True, anthropic=True),
+              event=message_types.MessageEvent, jobs=(Generation,), label="chat", anthropic=True),
     Operation(messages.count_tokens, _openai("POST /messages/count_tokens"), "count_message_tokens", "inference",
               message_types.CountTokensRequest, message_types.TokenCount, anthropic=True),
     Operation(embeddings.handle, _deployed("POST /embeddings"), "create_embeddings", "embedding",
-              embeddings.EmbeddingsRequest, embeddings.EmbeddingList, infers=True),
+              embeddings.EmbeddingsRequest, embeddings.EmbeddingList,
+              jobs=(EmbeddingJob,), label="embeddings"),
     # The last path is that of the second version of Cohere's client.
     Operation(embeddings.handle_rerank, (*_openai("POST /rerank"), "POST /v2/rerank"), "rerank", "embedding",
-              embeddings.RerankRequest, embeddings.Reranked, infers=True),
+              embeddings.RerankRequest, embeddings.Reranked, jobs=(ScoreJob, EmbeddingJob)),
     Operation(embeddings.handle_score, _openai("POST /score"), "score", "embedding",
-              embeddings.ScoreRequest, embeddings.ScoreList, infers=True),
+              embeddings.ScoreRequest, embeddings.ScoreList, jobs=(ScoreJob, EmbeddingJob)),
     Operation(classify.handle, _openai("POST /classify"), "classify", "embedding",
-              classify.ClassifyRequest, classify.ClassificationList, infers=True),
+              classify.ClassifyRequest, classify.ClassificationList, jobs=(ClassificationJob,)),
+    Operation(moderations.handle, _openai("POST /moderations"), "create_moderation", "embedding",
+              moderations.ModerationRequest, moderations.Moderation, jobs=(ClassificationJob,), label="moderation"),
     Operation(tokenize.tokenize, _openai("POST /tokenize"), "tokenize", "inference",
               tokenize.TokenizeRequest, tokenize.TokenizeAnswer),
     Operation(tokenize.detokenize, _openai("POST /detokenize"), "detokenize", "inference",
@@ -457,11 +438,14 @@ OPERATIONS = (
               "health", answer=info.Health, failure=503),
     Operation(info.metrics, ("GET /metrics",), "metrics", "metrics", text=True, errors=(errors.EndpointNotFound,)),
 )  # fmt: skip
+#: What logs, metrics and spans call the operations that ask a model.
+RECORDED = tuple(dict.fromkeys(operation.label or operation.name for operation in OPERATIONS if operation.jobs))
 
 
 def add_routes(app: web.Application) -> None:
     """Add all routes to *app*, each with its group."""
     app[ERROR_BODY] = error_body
+    app[OPERATIONS_BY_HANDLER] = {operation.handler: operation for operation in OPERATIONS}
     groups = app[ROUTE_GROUPS] = {}
     for operation in OPERATIONS:
         for route in operation.routes:

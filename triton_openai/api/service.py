@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from triton_openai.access.guard import gateway_header
 from triton_openai.access.keys import KEY, ApiKey
+from triton_openai.answer.jobs import run_job
 from triton_openai.answer.limits import TimeLimits
 from triton_openai.answer.logits_reader import score_prompts
 from triton_openai.answer.prepare import GenerationSpec, Prompt, prepare
 from triton_openai.answer.run import Run, Sender
 from triton_openai.api import parameters
-from triton_openai.api.bodies import ModelRequest, read_json, tell_ignored
-from triton_openai.config.tree import Settings
-from triton_openai.errors import InvalidRequest, InvalidValue, PromptRefused, UnsupportedParameter
+from triton_openai.api.bodies import FormRequest, ModelRequest, read_form, read_json, tell_ignored
+from triton_openai.config.tree import Group, Settings
+from triton_openai.errors import InvalidRequest, InvalidValue, PromptRefused, ServiceError, UnsupportedParameter
 from triton_openai.generation import Generation
+from triton_openai.jobs import Job, JobType, Result
 from triton_openai.media.images import ImageLoader
 from triton_openai.models.control import ModelControl
 from triton_openai.models.lookup import Models
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
+from triton_openai.prompts.truncation import Truncation
 from triton_openai.serving.admission import Admission
 from triton_openai.tasks import Background
 from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, TOKENIZE, Observation
@@ -36,6 +42,7 @@ _Body = TypeVar("_Body", bound=ModelRequest)
 _Other = TypeVar("_Other", bound=ModelRequest)
 _Sampled = TypeVar("_Sampled", bound=parameters.SamplingRequest)
 _Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result", bound=Result)
 
 
 @dataclass
@@ -52,6 +59,49 @@ class Service:
 
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """A row in the table of what is served: a handler, and all that follows from its row elsewhere."""
+
+    handler: Handler
+    #: Methods and paths; GET includes HEAD.
+    routes: tuple[str, ...]
+    #: The operation's id in the OpenAPI document.
+    name: str
+    #: What keys and restrictions open.
+    group: Group
+    #: The type of the body.
+    request: type[msgspec.Struct] | None = None
+    #: The type of the answer; without it, the answer is *text* or any object.
+    answer: type[msgspec.Struct] | None = None
+    #: The type of a stream's events.
+    event: type[msgspec.Struct] | None = None
+    text: bool = False
+    #: The jobs that do it, of which a model has to take one; the first is what the operation is for. Triton is asked,
+    #: within limits of time.
+    jobs: tuple[JobType, ...] = ()
+    #: What logs, metrics and spans call it (OpenTelemetry's ``gen_ai.operation.name``), if not by its name.
+    label: str = ""
+    #: The parameters of the query, each with its meaning and its schema.
+    query: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType({})
+    #: Errors that do not follow from the rest.
+    errors: tuple[type[ServiceError], ...] = ()
+    #: A status that can have the *answer* itself as its body.
+    failure: int | None = None
+    #: Whether it is an operation of Anthropic's API, with its errors.
+    anthropic: bool = False
+    #: The answer to clients of that API where both have the path.
+    shared: type[msgspec.Struct] | None = None
+
+    @property
+    def path(self) -> str:
+        """The first of its paths."""
+        return self.routes[0].split()[1]
+
+
+#: All that is served, by handler.
+OPERATIONS_BY_HANDLER: web.AppKey[Mapping[Handler, Operation]] = web.AppKey("operations", Mapping)
 
 
 def service_of(request: web.Request) -> Service:
@@ -92,7 +142,8 @@ async def read_request(request: web.Request, kind: type[_Body]) -> tuple[Service
     gets the name of the default one. Raises as :func:`read_json` and :func:`find_model`.
     """
     service = service_of(request)
-    body = await read_json(request, kind, strict=service.settings.api.strict_parameters)
+    read = read_form if issubclass(kind, FormRequest) else read_json
+    body = await read(request, kind, strict=service.settings.api.strict_parameters)
     model = await service.models.find(request.match_info.get("deployment", body.model), key_of(request).allows)
     body.model = model.name
     return service, body, model
@@ -118,6 +169,20 @@ class RequestContext(Generic[_Body]):
     def sender(self) -> Sender:
         """What sends the work for the request to Triton."""
         return Sender(self.service.client, self.observation.upstream, self.service.background)
+
+    async def result_of(self, job: Job[_Result], *, cut: Truncation | None = None, param: str = "input") -> _Result:
+        """
+        Wait for admission, and return the result of *job*, whose inputs are truncated as *cut* says.
+
+        The id and the tokens of *job* are recorded. *param* and errors are those of :meth:`admitted`.
+        """
+        self.observation.response_id = job.id
+        result = await self.admitted(
+            lambda context: run_job(context.sender, context.model, job, cut=cut, timeout=context.limits.total),
+            param=param,
+        )
+        self.observation.input_tokens = result.prompt_tokens
+        return result
 
     async def admitted(
         self, answer: Callable[[RequestContext[_Body]], Awaitable[_Answer]], *, param: str, runs: bool = True
@@ -155,44 +220,40 @@ class RequestContext(Generic[_Body]):
                 admission.leave(triton_model, task)
 
 
-async def begin(
-    request: web.Request, kind: type[_Body], operation: str, *, read_as_chat: bool = False
-) -> RequestContext[_Body]:
+def not_taken(app: web.Application, model: ServedModel, job: JobType) -> InvalidRequest:
+    """Return the error for a *job* that *model* does not take; it says what the model does, and where."""
+    paths: dict[str, list[str]] = {}
+    for one in app[OPERATIONS_BY_HANDLER].values():
+        if not set(model.jobs).isdisjoint(one.jobs):
+            paths.setdefault(one.jobs[0].does[0], []).append(one.path)
+    instead = " and ".join(f"{does} ({', '.join(where)})" for does, where in paths.items())
+    does = f" It {instead}." if instead else ""
+    return InvalidRequest(f"The model '{model.name}' does not {job.does[1]}.{does}", param="model")
+
+
+async def begin(request: web.Request, kind: type[_Body], *, read_as_chat: bool = False) -> RequestContext[_Body]:
     """
-    Return the context of *request*; *operation* is its name in logs and metrics. Raises :class:`InvalidRequest`.
+    Return the context of *request*. Raises :class:`InvalidRequest`, also if the model does not do the operation.
 
     Of a body that is to be *read_as_chat*, the parameters that are observed are the chat's: the handler sets them.
     """
+    operation = request.app[OPERATIONS_BY_HANDLER][request.match_info.handler]
     service, body, model = await read_request(request, kind)
     stream = bool(getattr(body, "stream", False))
     observation = request[OBSERVATION]
     # Metrics have a name for each model, and none for each name that a client makes up.
     label = model.name if model.listed else model.triton_model
-    observation.identify(operation, model=label, adapter=model.adapter.name, stream=stream)
+    observation.identify(operation.label or operation.name, model=label, adapter=model.adapter.name, stream=stream)
     observation.response_model = model.answers_as
     request.app[OBSERVERS].identified(observation)
+    if operation.jobs and set(model.jobs).isdisjoint(operation.jobs):
+        raise not_taken(request.app, model, operation.jobs[0])
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=stream)
     if not read_as_chat:
         observation.parameters = body
     if ignored := parameters.check_unused(body):
         tell_ignored(observation, ignored)
     return RequestContext(request, service, body, model, observation, limits)
-
-
-_INSTEAD = {
-    "embed": "makes embeddings (/v1/embeddings)",
-    "rerank": "ranks texts (/v1/rerank, /v1/score)",
-    "classify": "classifies texts (/v1/classify)",
-}
-
-
-def check_generates(model: ServedModel) -> None:
-    """Raise :class:`InvalidRequest` for a model that generates no text; it says what the model does, and where."""
-    if model.adapter.capabilities.generate and model.hints.generates:
-        return
-    instead = " and ".join(_INSTEAD[task] for task in model.tasks if task in _INSTEAD)
-    does = f" It {instead}." if instead else ""
-    raise InvalidRequest(f"The model '{model.name}' does not generate text.{does}", param="model")
 
 
 def spec_of(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from triton_openai.adapters._common.base import Capabilities, Rule
+from triton_openai.adapters._common.base import Adapter, Rule
+from triton_openai.answer.jobs import activation_of
 from triton_openai.api.chat import ChatRequest
-from triton_openai.api.classify import activation_of
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.parameters import neutral_values
 from triton_openai.cli.arguments import Parsed
@@ -150,7 +151,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
     await model.check()
     problem = model.lazy_prompter.problem
     lora_problems = models.loras.problems.get(model.triton_model, ())
-    capabilities = model.adapter.capabilities
+    capabilities, generates = model.adapter.capabilities, "generate" in model.tasks
     found: dict[str, Any] = {"images": "none"}
     try:
         prompter = await model.lazy_prompter.get()
@@ -162,25 +163,25 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
             "images": _images(model, prompter),
             "sampling": _sampling(model, model.default_parameters(prompter), origins.generation_config),
         }
-        if capabilities.generate:
+        if generates:
             found["chat_template"] = origins.chat_template
             found["suffix"] = _suffix(model, prompter.tokenizer)
-        if capabilities.classify:
+        if "classify" in model.tasks:
             found["classes"] = _classes(model, prompter.tokenizer)
     except ConfigurationError as error:
         notes = [error.message]
     tokenizer = found.get("tokenizer")
-    if capabilities.splits_characters:
+    if model.adapter.splits_characters:
         notes.append(_LOSES)
     notes += model.adapter.notes
-    if capabilities.prefers_grpc and not models.over_grpc:
+    if model.adapter.prefers_grpc and not models.over_grpc:
         notes.append(_NO_GRPC)
-    if not capabilities.generate:
+    if not generates:
         # Only the note about the tokenizer, which comes first, for a model that takes token ids.
-        notes = notes[:1] if capabilities.encoded and not tokenizer else []
+        notes = notes[:1] if capabilities.tokens and not tokenizer else []
     counted = "from the responses and the tokenizer" if tokenizer else "left out (not counted)"
     counts = "from the token counts" if capabilities.usage else "from the number of responses"
-    refused = {*neutral_values(ChatRequest), *neutral_values(CompletionRequest)} if capabilities.generate else ()
+    refused = {*neutral_values(ChatRequest), *neutral_values(CompletionRequest)} if generates else ()
     sigmoid = model.settings.score_activation == "sigmoid"
     scores = "the sigmoid of what the model gives" if sigmoid else "as the model gives them (score_activation)"
     return ModelReport(
@@ -199,10 +200,10 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
             for row in model.adapter.parameters
         ],
         refused=sorted(refused),
-        scores=scores if capabilities.score else None,
+        scores=scores if model.tasks == ("rerank",) else None,
         guides=sorted(capabilities.guides),
         loras=sorted({each.lora.name for each in names.values() if each.lora is not None}),
-        logprobs=_logprobs(capabilities),
+        logprobs=_logprobs(model.adapter),
         notes=[*notes, *lora_problems],
         chat=model.can_chat,
         problems=[*([problem.message] if problem is not None else ()), *lora_problems],
@@ -220,7 +221,7 @@ def _images(model: ServedModel, prompter: Prompter) -> str:
         return "none"
     if not model.marks_images:
         return "none: the chat template takes none, and no image_placeholder is set"
-    return "as many as the model takes" if capabilities.max_images is None else f"{capabilities.max_images} at most"
+    return "as many as the model takes" if capabilities.images == math.inf else f"{capabilities.images} at most"
 
 
 def _sampling(model: ServedModel, defaults: DefaultParameters, source: str | None) -> str:
@@ -232,17 +233,17 @@ def _sampling(model: ServedModel, defaults: DefaultParameters, source: str | Non
         for values, where in ((own, "default_parameters"), (found, source))
         if values
     ]
-    otherwise = "temperature 1, top_p 1" if model.adapter.capabilities.samples else "the engine's own (decoding_mode)"
+    otherwise = model.adapter.default_sampling
     return "; ".join([*parts, f"else {otherwise}" if parts else otherwise])
 
 
-def _logprobs(capabilities: Capabilities) -> str:
-    if not capabilities.logprobs:
+def _logprobs(adapter: Adapter) -> str:
+    if "logprobs" not in adapter.honoured:
         return "none"
     text = "of the chosen tokens"
-    if capabilities.top_logprobs:
-        text += f", with up to {capabilities.top_logprobs} alternatives"
-    return f"{text}, and of the prompt's" if capabilities.prompt_logprobs else text
+    if adapter.capabilities.top_logprobs:
+        text += f", with up to {adapter.capabilities.top_logprobs} alternatives"
+    return f"{text}, and of the prompt's" if adapter.capabilities.prompt_logprobs else text
 
 
 def _classes(model: ServedModel, tokenizer: Tokenizer | None) -> str:

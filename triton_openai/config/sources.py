@@ -413,6 +413,10 @@ def _check_models(found: _Layer) -> None:
                 twice = _repeated([getattr(entry, what) for entry in entries if getattr(entry, what) is not None])
                 if twice is not None:
                     raise ConfigurationError(f"{origin}: two LoRA adapters have the {what} {twice!r}.")
+        elif path[2:4] == ("moderation", "thresholds"):
+            labels = (*path[:3], "labels")
+            if path[-1] not in [category for other, (category, _) in found.items() if other[:4] == labels]:
+                raise ConfigurationError(f"{origin}: no label stands for this category.")
     for alias, (model, origin) in aliases.items():
         if model in aliases:
             raise ConfigurationError(

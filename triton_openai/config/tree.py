@@ -498,6 +498,25 @@ class LoraSettings(_Group, frozen=True):
     ckpt_source: Literal["hf", "nemo"] | None = None
 
 
+#: OpenAI's categories of harmful content.
+Category = Literal[
+    "harassment", "harassment/threatening", "hate", "hate/threatening", "illicit", "illicit/violent", "self-harm",
+    "self-harm/instructions", "self-harm/intent", "sexual", "sexual/minors", "violence", "violence/graphic",
+]  # fmt: skip
+_Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class ModerationSettings(_Group, frozen=True):
+    """
+    What a classifier's *labels* mean in `/v1/moderations`: a category each. A text falls into a category if its
+    probability reaches the category's own of the *thresholds*, or *threshold*.
+    """
+
+    labels: Mapping[Text, Category] = {}
+    threshold: _Share = 0.5
+    thresholds: Mapping[Category, _Share] = {}
+
+
 class ModelDefaults(_Group, frozen=True):
     """Settings of all models. Each flag also takes MODEL=VALUE, for one model."""
 
@@ -589,6 +608,7 @@ class ModelSettings(ModelDefaults, frozen=True):
     *loras* are names that the backend knows, or mappings with name, path and task_id. *lora_dir* is the base of their
     paths, by default the model's folder in ``model_repository``.
     *inputs*, *constants*, *outputs* and *text* describe the tensors of a model that an adapter such as ``text`` serves.
+    *moderation* says what a classifier's labels mean there.
     """
 
     aliases: Annotated[
@@ -601,6 +621,7 @@ class ModelSettings(ModelDefaults, frozen=True):
     constants: Mapping[str, Any] = msgspec.field(default_factory=dict)
     outputs: Mapping[str, Text] = msgspec.field(default_factory=dict)
     text: Literal["delta", "cumulative", "final"] | None = None
+    moderation: ModerationSettings = ModerationSettings()
 
 
 _LIVE = Meta(extra={"live": True})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 import hashlib
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -136,9 +137,9 @@ class ImageLoader:
         self._largest = largest
         self._together = together
 
-    def check_count(self, references: Sequence[ImageReference], *, most: int | None = None) -> None:
+    def check_count(self, references: Sequence[ImageReference], *, most: float = math.inf) -> None:
         """Raise :class:`InvalidRequest` for too many; *most* is the model's own limit, where it is known."""
-        limit = self._most if most is None else min(self._most, most)
+        limit = self._most if most > self._most else int(most)
         if len(references) > limit:
             raise InvalidRequest(
                 f"A request to this model can have {limit} image{'' if limit == 1 else 's'} at most, and this one has "

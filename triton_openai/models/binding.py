@@ -79,7 +79,7 @@ class Binder:
     def _token_level(self, adapter: Adapter, repository: Mapping[str, ModelConfig]) -> Adapter | None:
         """Return what answers with the engine behind *adapter*'s model, where there is one and it is wanted."""
         mode = self.settings.triton.prefer_token_level
-        if mode == "never" or (mode == "auto" and not adapter.capabilities.splits_characters):
+        if mode == "never" or (mode == "auto" and not adapter.splits_characters):
             return None
         engine = adapter.token_level
         claim = None if engine is None else self._registry.claim(engine)

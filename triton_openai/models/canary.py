@@ -65,7 +65,7 @@ class Canary(Observer):
     def any_answers(self) -> bool:
         """Whether a served model is left that answers; where some generate text, one of those."""
         served = self._models.served.values()
-        wanted = {model.triton_model for model in served if model.adapter.capabilities.generate}
+        wanted = {model.triton_model for model in served if "generate" in model.tasks}
         return not self._silent or not (wanted or {model.triton_model for model in served}) <= self._silent
 
     def ended(self, observation: Observation) -> None:

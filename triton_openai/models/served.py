@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import msgspec
 
@@ -10,6 +11,7 @@ from triton_openai.adapters._common.base import Adapter, Hints
 from triton_openai.config.tree import DefaultParameters, ModelSettings
 from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.generation import Lora
+from triton_openai.jobs import JobType
 from triton_openai.models.loading import LazyPrompter
 from triton_openai.models.lora.delivery import LoraDelivery
 from triton_openai.prompts.messages import marks
@@ -50,18 +52,20 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         return self.triton_model if self.lora is None else self.lora.name
 
     @property
+    def jobs(self) -> Sequence[JobType]:
+        """The types of the jobs that the model takes, what it is mainly for first."""
+        lacks = self.hints.lacks
+        return [job for job in self.adapter.jobs if job not in lacks] if lacks else self.adapter.jobs
+
+    @property
     def tasks(self) -> tuple[str, ...]:
-        """What the model is for: ``generate``, ``embed``, ``rerank``, ``classify``."""
-        able = self.adapter.capabilities
-        generates, embeds = able.generate and self.hints.generates, able.embed and self.hints.embeds
-        ranks = able.score or embeds
-        every = (("generate", generates), ("embed", embeds), ("rerank", ranks), ("classify", able.classify))
-        return tuple(task for task, can in every if can)
+        """What the model is for."""
+        return tuple(dict.fromkeys(task for job in self.jobs for task in job.tasks))
 
     @property
     def takes_images(self) -> bool:
         """Whether requests can have images."""
-        return self.adapter.capabilities.images and self.hints.images
+        return self.adapter.capabilities.images > 0 and self.hints.images
 
     @property
     def marks_images(self) -> bool:
@@ -123,8 +127,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     async def check(self) -> None:
         """Load its tokenizer and template, and warn of what its requests lack."""
         # Another adapter stands in where the tokenizer turns out to be missing.
-        capabilities = (self.text_level or self.adapter).capabilities
-        needs_tokenizer = capabilities.tokens or capabilities.encoded
+        needs_tokenizer = (self.text_level or self.adapter).capabilities.tokens
         await self.lazy_prompter.check(
             self.triton_model, chats="generate" in self.tasks, needs_tokenizer=needs_tokenizer
         )

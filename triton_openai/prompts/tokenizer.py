@@ -11,7 +11,7 @@ import tokenizers
 
 from triton_openai import offload
 from triton_openai.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
-from triton_openai.generation import TokenPair
+from triton_openai.jobs import TokenPair
 from triton_openai.prompts.detokenizer import TokenPieces
 from triton_openai.prompts.tokenizer_files import TokenizerFiles, locate
 

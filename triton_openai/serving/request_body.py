@@ -57,9 +57,8 @@ _LONGEST_JOINED = 1024 * 1024
 
 async def read_body(request: web.Request, limits: LimitSettings) -> bytes:
     """Return the body of *request*, which is authorized, decompressed. Raises :class:`InvalidRequest`."""
-    coding, most = _content_coding(request), request.client_max_size
-    if (request.content_length or 0) > most:
-        raise _too_large(most)
+    coding, most = content_coding(request), request.client_max_size
+    check_body_size(request, request.content_length or 0)
     ask_for_body(request)
     try:
         # Mostly it came with the head.
@@ -68,8 +67,7 @@ async def read_body(request: web.Request, limits: LimitSettings) -> bytes:
         raise InvalidRequest(
             "The request's body cannot be read: it is not what its Transfer-Encoding says.", code="invalid_encoding"
         ) from error
-    if len(body) > most:
-        raise _too_large(most)
+    check_body_size(request, len(body))
     return body if coding is None or not body else await decompress(body, coding, most)
 
 
@@ -85,8 +83,7 @@ async def _arrived(request: web.Request, limits: LimitSettings) -> bytes:
                     pieces.append(bytearray())
                 pieces[-1] += piece
                 size += len(piece)
-                if size > request.client_max_size:
-                    raise _too_large(request.client_max_size)
+                check_body_size(request, size)
                 # A large body may take longer, if it arrives at a minimum rate.
                 allowed = limits.body_timeout + size / MIN_BODY_RATE
                 deadline.reschedule(began + allowed)
@@ -95,8 +92,11 @@ async def _arrived(request: web.Request, limits: LimitSettings) -> bytes:
     return await offload.run(b"".join, pieces, cost=offload.JOIN * size)
 
 
-def _too_large(most: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"The request's body is larger than the limit of {most} bytes.")
+def check_body_size(request: web.Request, size: int) -> None:
+    """Raise :class:`PayloadTooLarge` if *size* bytes are more than the body of *request* may have."""
+    most = request.client_max_size
+    if size > most:
+        raise PayloadTooLarge(f"The request's body is larger than the limit of {most} bytes.")
 
 
 # zlib's name for the format of each coding. Of gzip, a single member is taken: millions of empty ones would take long.
@@ -105,7 +105,7 @@ _FORMATS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate
 _THREADS = 2
 
 
-def _content_coding(request: web.Request) -> str | None:
+def content_coding(request: web.Request) -> str | None:
     """Return the coding of the body, if any. Raises :class:`UnsupportedMediaType` for others than gzip and deflate."""
     if hdrs.CONTENT_ENCODING not in request.headers:
         return None

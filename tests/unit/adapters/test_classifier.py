@@ -12,7 +12,8 @@ from tests.unit.adapters.test_cross_encoder import IDS, config
 from triton_openai.adapters._common.registry import Registry
 from triton_openai.adapters.classifier import Classifier
 from triton_openai.errors import ConfigurationError, ContextLengthExceeded, UpstreamError
-from triton_openai.generation import ClassificationJob, Interface
+from triton_openai.generation import Interface
+from triton_openai.jobs import ClassificationJob
 from triton_openai.triton.tensors import EnsembleStep, JsonResponse, ModelConfig
 
 REGISTRY = Registry()
@@ -39,10 +40,10 @@ def job(*inputs: Any, pad_id: int | None = None) -> ClassificationJob:
         (config(TEXT, ["output_label BYTES 1", "output_probability FP32 2"]), "and probabilities out", set()),
         (config(TEXT, ["probs FP32 1"]), "and probabilities out (probs [1])", set()),
         (config(["text BYTES 1"], ["logits FP32 3"], 0), "and logits out (logits [3])", {"logits"}),
-        (config(IDS, ["logits FP32 2"]), "token ids (input_ids, attention_mask) and logits", {"logits", "encoded"}),
+        (config(IDS, ["logits FP32 2"]), "token ids (input_ids, attention_mask) and logits", {"logits", "tokens"}),
         (config(["input_ids INT32 -1 -1", "attention_mask INT32 -1 -1"], ["logits FP32 -1 -1"], 0),
-         "token ids (input_ids, attention_mask) and logits out (logits)", {"logits", "encoded"}),
-        (labelled(config(IDS, ["logits FP32 1"])), "[1], with labels in", {"logits", "encoded", "labels"}),
+         "token ids (input_ids, attention_mask) and logits out (logits)", {"logits", "tokens"}),
+        (labelled(config(IDS, ["logits FP32 1"])), "[1], with labels in", {"logits", "tokens", "labels"}),
         (labelled(config(TEXT, ["logits FP16 3"])), "with labels in labels.txt", {"logits"}),
     ],
 )  # fmt: skip
@@ -53,9 +54,9 @@ def test_claimed(model: ModelConfig, reason: str, capabilities: set[str]) -> Non
     assert claim is not None
     assert claim.adapter is Classifier
     assert reason in claim.reason
-    found = claim.adapter(model, {}).capabilities
-    assert found.classify
-    assert capabilities == {name for name in ("logits", "labels", "encoded", "embed") if getattr(found, name)}
+    found = claim.adapter(model, {})
+    assert (ClassificationJob,) == found.jobs
+    assert capabilities == {name for name in ("logits", "labels", "tokens") if getattr(found.capabilities, name)}
 
 
 @every_case(
@@ -86,14 +87,14 @@ def test_described() -> None:
     adapter = Classifier(
         model, {}, Interface(inputs=inputs, constants={"LANG": "en"}, outputs={"probabilities": "OUT"})
     )
-    (request,) = adapter.encode_classes(job("a", "b"))
+    (request,) = adapter.encode(job("a", "b"))
     assert not adapter.capabilities.logits
     assert [("T", (2, 1), ("a", "b")), ("LANG", (2, 1), ["en", "en"])] == [
         (tensor.name, tensor.shape, tensor.values) for tensor in request.inputs
     ]
     ids = config(["a INT32 -1", "b INT32 -1"], ["OUT FP32 3"])
     by_ids = Classifier(ids, {}, Interface(inputs={"input_ids": "a", "attention_mask": "b"}, outputs={"logits": "OUT"}))
-    (request,) = by_ids.encode_classes(job([5, 6], [7], pad_id=9))
+    (request,) = by_ids.encode(job([5, 6], [7], pad_id=9))
     assert [("a", [5, 6, 7, 9]), ("b", [1, 1, 1, 0])] == [(tensor.name, tensor.values) for tensor in request.inputs]
     wrong: list[tuple[Interface | None, str]] = [
         (Interface(inputs=inputs, outputs={"logits": "OUT"}), "requires the input 'LANG'"),
@@ -124,7 +125,7 @@ def test_described() -> None:
 )
 def test_batches(model: ModelConfig, given: list[Any], pad_id: int | None, shapes: list[tuple[int, ...]]) -> None:
     """A request holds as many as the model takes, and one where the answer could not be told apart or padded."""
-    requests = Classifier(model, {}).encode_classes(job(*given, pad_id=pad_id))
+    requests = Classifier(model, {}).encode(job(*given, pad_id=pad_id))
 
     assert shapes == [request.inputs[0].shape for request in requests]
 
@@ -133,16 +134,16 @@ def test_fixed_length() -> None:
     """What does not fit is refused."""
     adapter = Classifier(config(["input_ids INT64 2", "attention_mask INT64 2"], ["logits FP32 3"]), {})
     with pytest.raises(ContextLengthExceeded, match="has 3 tokens"):
-        adapter.encode_classes(job([1, 2, 3]))
+        adapter.encode(job([1, 2, 3]))
 
 
 def test_labels() -> None:
     """Triton's classes come in the order of their values, with the labels that the file has; an ensemble's too."""
     model = labelled(config(TEXT, ["logits FP32 -1"], 4))
     adapter = Classifier(model, {})
-    (request,) = adapter.encode_classes(job("a", "b"))
+    (request,) = adapter.encode(job("a", "b"))
     texts = ["2.5:1:b:c", "-1.000000:0:a", "inf:2", "3:0:a", "2:2", "1:1:b:c"]
-    result = adapter.decode_classes(job("a", "b"), [JsonResponse({"logits": texts})])
+    result = adapter.decode(job("a", "b"), [JsonResponse({"logits": texts})])
     assert request.classification >= 1000
     assert [[-1.0, 2.5, float("inf")], [3.0, 1.0, 2.0]] == result.values
     assert {0: "a", 1: "b:c"} == result.labels
@@ -151,8 +152,6 @@ def test_labels() -> None:
     assert [False, True] == [Classifier(ensemble, known).capabilities.labels for known in ({}, {"m": model})]
     for bad in (["x:0"], ["1"], ["1:9"], ["1:x"], []):
         with pytest.raises(UpstreamError):
-            adapter.decode_classes(job("a"), [JsonResponse({"logits": bad})])
+            adapter.decode(job("a"), [JsonResponse({"logits": bad})])
     with pytest.raises(UpstreamError, match="3 values for 2 inputs"):
-        Classifier(config(TEXT, ["logits FP32 3"]), {}).decode_classes(
-            job("a", "b"), [JsonResponse({"logits": [1, 2, 3]})]
-        )
+        Classifier(config(TEXT, ["logits FP32 3"]), {}).decode(job("a", "b"), [JsonResponse({"logits": [1, 2, 3]})])

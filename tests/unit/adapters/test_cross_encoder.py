@@ -18,7 +18,7 @@ from triton_openai.adapters._common.interface import id_batches
 from triton_openai.adapters._common.registry import Registry
 from triton_openai.adapters.cross_encoder import CrossEncoder
 from triton_openai.errors import ConfigurationError, ContextLengthExceeded, UpstreamError
-from triton_openai.generation import ScoreJob, TokenPair
+from triton_openai.jobs import ScoreJob, TokenPair
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.triton.tensors import InferRequest, JsonResponse, ModelConfig
 
@@ -60,11 +60,8 @@ def test_claimed(model: ModelConfig, reason: str) -> None:
     assert claim is not None
     assert claim.adapter is CrossEncoder
     assert reason in claim.reason
-    capabilities = CrossEncoder(model, {}).capabilities
-    assert capabilities.score
-    assert ("token ids" in claim.reason) == capabilities.encoded
-    assert not capabilities.generate
-    assert not capabilities.embed
+    assert (ScoreJob,) == CrossEncoder(model, {}).jobs
+    assert ("token ids" in claim.reason) == CrossEncoder(model, {}).capabilities.tokens
 
 
 @every_case(
@@ -157,7 +154,7 @@ FIVE = [("q", f"d{number}") for number in range(5)]
 )
 def test_texts(model: ModelConfig, expected: list[Any]) -> None:
     """Texts are sent in the shapes that the config declares, as many as the model batches."""
-    requests = CrossEncoder(model, {}).encode_scores(job(*FIVE))
+    requests = CrossEncoder(model, {}).encode(job(*FIVE))
 
     assert expected == [tensors(request) for request in requests]
     assert len(requests) == len({request.id for request in requests})
@@ -165,7 +162,7 @@ def test_texts(model: ModelConfig, expected: list[Any]) -> None:
 
 def test_several_queries_for_a_model_that_takes_one() -> None:
     """Where a row has one query, pairs with another go into another request."""
-    requests = CrossEncoder(MANY, {}).encode_scores(job(("a", "1"), ("a", "2"), ("b", "3"), ("a", "4")))
+    requests = CrossEncoder(MANY, {}).encode(job(("a", "1"), ("a", "2"), ("b", "3"), ("a", "4")))
 
     assert [["1", "2"], ["3"], ["4"]] == [tensors(request)["PASSAGES"][1] for request in requests]
     assert [["a"], ["b"], ["a"]] == [tensors(request)["QUERY"][1] for request in requests]
@@ -176,7 +173,7 @@ ENCODED = [TokenPair([1, 2, 3], [0, 0, 1]), TokenPair([1, 2, 3, 4, 5], [0, 0, 0,
 
 def test_padding() -> None:
     """Pairs of one request are filled up to the longest."""
-    (request,) = CrossEncoder(BERT, {}).encode_scores(job(("q", "a"), ("q", "b"), encoded=ENCODED, pad_id=9))
+    (request,) = CrossEncoder(BERT, {}).encode(job(("q", "a"), ("q", "b"), encoded=ENCODED, pad_id=9))
 
     assert {
         "input_ids": ((2, 5), [1, 2, 3, 9, 9, 1, 2, 3, 4, 5]),
@@ -204,7 +201,7 @@ def test_a_long_text_among_short_ones_is_not_padded_to_gigabytes(lengths: list[i
 
 def test_without_a_pad_token() -> None:
     """Then nothing is padded: every pair is a request of its own."""
-    requests = CrossEncoder(ROBERTA, {}).encode_scores(job(("q", "a"), ("q", "b"), encoded=ENCODED))
+    requests = CrossEncoder(ROBERTA, {}).encode(job(("q", "a"), ("q", "b"), encoded=ENCODED))
 
     assert [[1, 2, 3], [1, 2, 3, 4, 5]] == [tensors(request)["input_ids"][1] for request in requests]
 
@@ -212,13 +209,13 @@ def test_without_a_pad_token() -> None:
 def test_a_fixed_length() -> None:
     """A model of one length gets it; a longer pair is refused with both numbers, and padding needs a pad token."""
     fixed = CrossEncoder(config(["input_ids INT32 4", "attention_mask INT32 4"], ["logits FP32 1"]), {})
-    (request,) = fixed.encode_scores(job(("q", "a"), encoded=ENCODED[:1], pad_id=0))
+    (request,) = fixed.encode(job(("q", "a"), encoded=ENCODED[:1], pad_id=0))
 
     assert ((1, 4), [1, 2, 3, 0]) == tensors(request)["input_ids"]
     with pytest.raises(ContextLengthExceeded, match=r"4 tokens\. .* 5 tokens"):
-        fixed.encode_scores(job(("q", "a"), ("q", "b"), encoded=ENCODED, pad_id=0))
+        fixed.encode(job(("q", "a"), ("q", "b"), encoded=ENCODED, pad_id=0))
     with pytest.raises(ConfigurationError, match="no pad token"):
-        fixed.encode_scores(job(("q", "a"), encoded=ENCODED[:1]))
+        fixed.encode(job(("q", "a"), encoded=ENCODED[:1]))
 
 
 @given(st.integers(1, 40), st.sampled_from([NIM, PAIRS, MANY, BERT, ROBERTA]), st.randoms(use_true_random=False))
@@ -230,7 +227,7 @@ def test_every_score_finds_its_pair(count: int, model: ModelConfig, random: Any)
     adapter = CrossEncoder(model, {})
     responses = []
     place = 0
-    for request in adapter.encode_scores(pairs):
+    for request in adapter.encode(pairs):
         shape = request.inputs[-1].shape
         size = shape[1] if model is MANY else shape[0]
         own = scores[place : place + size]
@@ -242,7 +239,7 @@ def test_every_score_finds_its_pair(count: int, model: ModelConfig, random: Any)
         (name,) = {"logit", "logits", "SCORES"} & model.outputs.keys()
         responses.append(JsonResponse({name: values, "index": order, "token_count": [3] * size}))
 
-    result = adapter.decode_scores(pairs, responses)
+    result = adapter.decode(pairs, responses)
 
     assert place == count
     assert scores == list(result.scores)
@@ -256,14 +253,14 @@ def test_every_score_finds_its_pair(count: int, model: ModelConfig, random: Any)
 def test_answers_that_do_not_fit(answer: dict[str, Any]) -> None:
     """Too few scores, too many, and scores of nobody knows which pair are the model's failure."""
     with pytest.raises(UpstreamError):
-        CrossEncoder(NIM, {}).decode_scores(job(("q", "a"), ("q", "b")), [JsonResponse(answer)])
+        CrossEncoder(NIM, {}).decode(job(("q", "a"), ("q", "b")), [JsonResponse(answer)])
 
 
 def test_counts_that_are_not_for_all() -> None:
     """Counts for some of the pairs are no usage."""
     answer = JsonResponse({"logit": [0.5, 0.1], "index": [0, 1], "token_count": [5]})
 
-    assert CrossEncoder(NIM, {}).decode_scores(job(("q", "a"), ("q", "b")), [answer]).prompt_tokens is None
+    assert CrossEncoder(NIM, {}).decode(job(("q", "a"), ("q", "b")), [answer]).prompt_tokens is None
 
 
 def bert_tokenizer(folder: Path) -> Tokenizer:

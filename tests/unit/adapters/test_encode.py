@@ -10,15 +10,17 @@ import msgspec
 import pytest
 
 from tests.cases import every_case
+from tests.unit.adapters.encoding import request_of
 from triton_openai.adapters._common import registry
-from triton_openai.adapters._common.base import Adapter, Capabilities, Hints, Rule
+from triton_openai.adapters._common.base import Adapter, Hints, Rule
 from triton_openai.adapters._common.trtllm import adds_special_tokens
 from triton_openai.adapters.embeddings import Embeddings
 from triton_openai.adapters.trtllm_bls import TrtllmBls
 from triton_openai.adapters.trtllm_ensemble import TrtllmEnsemble
 from triton_openai.adapters.vllm import Vllm
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, UpstreamError
-from triton_openai.generation import Delta, EmbeddingJob, Generation, Sampling
+from triton_openai.generation import Delta, Generation, Sampling
+from triton_openai.jobs import EmbeddingJob
 from triton_openai.triton.tensors import (
     BinaryResponse,
     EnsembleStep,
@@ -101,7 +103,7 @@ SAMPLED = {"temperature": [1.0], "top_p": [1.0], "top_k": [0]}
 )
 def test_randomness_as_the_executor_understands_it(sampling, expected):
     """What is left out has OpenAI's defaults, without which the executor decodes greedily; 0 becomes a top_k of 1."""
-    found = values(TrtllmEnsemble(TEXT, {}).encode(generation(**sampling)))
+    found = values(request_of(TrtllmEnsemble(TEXT, {}), generation(**sampling)))
 
     assert {"text_input": ["Hi"], "max_tokens": [4], "stream": [True], **expected} == found
 
@@ -116,9 +118,9 @@ def test_an_engine_that_decodes_in_a_mode_of_its_own(mode, samples):
     adapter = TrtllmEnsemble(TEXT, {"engine": engine})
     names = {"temperature", "top_p", "top_k"}
 
-    assert samples == adapter.capabilities.samples
-    assert (names if samples else set()) == names & values(adapter.encode(generation())).keys()
-    assert [0.5] == values(adapter.encode(generation(temperature=0.5)))["temperature"]
+    assert samples == (adapter.default_sampling == "temperature 1, top_p 1")
+    assert (names if samples else set()) == names & values(request_of(adapter, generation())).keys()
+    assert [0.5] == values(request_of(adapter, generation(temperature=0.5)))["temperature"]
 
 
 def test_a_top_k_that_is_off_fits_an_unsigned_input():
@@ -126,13 +128,15 @@ def test_a_top_k_that_is_off_fits_an_unsigned_input():
     inputs = {**TEXT.inputs, **specs("top_k? UINT32 1")}
     adapter = TrtllmEnsemble(msgspec.structs.replace(TEXT, inputs=inputs), {})
 
-    assert [0] == values(adapter.encode(generation(top_k=-1)))["top_k"]
+    assert [0] == values(request_of(adapter, generation(top_k=-1)))["top_k"]
 
 
 def test_a_temperature_without_a_top_k_to_express_it():
     """Then nothing is sent: the executor decodes greedily when it is told nothing, and takes no temperature of 0."""
     inputs = {name: spec for name, spec in TEXT.inputs.items() if name != "top_k"}
-    found = values(TrtllmEnsemble(msgspec.structs.replace(TEXT, inputs=inputs), {}).encode(generation(temperature=0)))
+    found = values(
+        request_of(TrtllmEnsemble(msgspec.structs.replace(TEXT, inputs=inputs), {}), generation(temperature=0))
+    )
 
     assert {"text_input", "max_tokens", "stream"} == set(found), "also no top_p"
 
@@ -142,16 +146,16 @@ def test_required_word_lists_are_filled():
     inputs = {**TEXT.inputs, **specs("bad_words BYTES -1", "stop_words BYTES -1")}
     adapter = TrtllmEnsemble(msgspec.structs.replace(TEXT, inputs=inputs), {})
 
-    assert [""] == values(adapter.encode(generation()))["bad_words"]
-    assert [""] == values(adapter.encode(generation()))["stop_words"]
-    assert ["a", "b"] == values(adapter.encode(generation(stop=("a", "b"))))["stop_words"]
+    assert [""] == values(request_of(adapter, generation()))["bad_words"]
+    assert [""] == values(request_of(adapter, generation()))["stop_words"]
+    assert ["a", "b"] == values(request_of(adapter, generation(stop=("a", "b"))))["stop_words"]
 
 
 @every_case("name, value", [("seed", -1), ("seed", 2**64), ("max_tokens", 2**31), ("top_k", 2**31), ("top_p", 1e39)])
 def test_values_that_an_input_cannot_hold(name, value):
     """They are refused by name."""
     with pytest.raises(InvalidRequest) as caught:
-        TrtllmEnsemble(TEXT, {}).encode(generation(**{name: value}))
+        request_of(TrtllmEnsemble(TEXT, {}), generation(**{name: value}))
 
     assert name == caught.value.param
 
@@ -192,7 +196,7 @@ def test_an_answer_is_asked_for_as_the_client_wants_it(change, expected):
     for adapter in (TrtllmEnsemble(msgspec.structs.replace(TEXT, inputs=inputs), {}), TrtllmBls(bls, {})):
         assert expected == adapter.at_once(wanted)
         if wanted.sampling.logprobs is None:
-            assert [not expected] == values(adapter.encode(wanted))["stream"]
+            assert [not expected] == values(request_of(adapter, wanted))["stream"]
     plain = TrtllmEnsemble(msgspec.structs.replace(TEXT, inputs=inputs, decoupled=False), {})
     assert plain.at_once(wanted)
 
@@ -223,9 +227,9 @@ def test_tokens_from_the_cache(flag, output):
     known = msgspec.structs.replace(generation(), kv_cache_block_size=16)
     decoder = adapter.decoder(known)
 
-    assert [True] == values(adapter.encode(known))[flag]
-    assert output in adapter.encode(known).outputs
-    assert flag not in values(adapter.encode(generation()))
+    assert [True] == values(request_of(adapter, known))[flag]
+    assert output in request_of(adapter, known).outputs
+    assert flag not in values(request_of(adapter, generation()))
     assert None is decoder.feed(JsonResponse({"text_output": "a"})).cached_tokens
     assert 48 == decoder.feed(JsonResponse({output: 3})).cached_tokens
     assert 48 == decoder.feed(JsonResponse({output: "3"})).cached_tokens, "the LLM API's model sends text"
@@ -249,8 +253,8 @@ def test_whose_streams_lose_characters(model, parameters, expected):
     """Those that decode each token alone."""
     config = msgspec.structs.replace(TEXT, parameters=parameters)
 
-    assert expected == model(config, {}).capabilities.splits_characters
-    assert not model(msgspec.structs.replace(config, decoupled=False), {}).capabilities.splits_characters
+    assert expected == model(config, {}).splits_characters
+    assert not model(msgspec.structs.replace(config, decoupled=False), {}).splits_characters
 
 
 def test_an_engine_that_is_not_known_may_repeat_the_prompt():
@@ -319,7 +323,7 @@ def test_what_a_release_declares_and_does_not_hand_on():
 
     temperature = row(TrtllmBls(old, {}), "temperature")
     assert (Rule.REFUSED, (0, 1)) == (temperature.rule, temperature.neutral)
-    assert [1] == values(TrtllmBls(old, {}).encode(generation(temperature=0)))["top_k"]
+    assert [1] == values(request_of(TrtllmBls(old, {}), generation(temperature=0)))["top_k"]
     assert row(TrtllmBls(new, {}), "temperature").rule is Rule.MAPPED
     assert row(TrtllmEnsemble(TEXT, {}), "temperature").rule is Rule.MAPPED
     assert row(TrtllmEnsemble(first, {}), "bad_words").rule is Rule.REFUSED
@@ -362,7 +366,7 @@ def test_the_stop_request_goes_to_the_step_that_takes_it():
 def test_vllm_sends_only_what_was_asked_for():
     """Keys without a value are left out, an explicit null would fail the request; the tensor itself is always there."""
     adapter = Vllm(VLLM, {})
-    found = values(adapter.encode(generation(temperature=0, seed=0, stop=("é",), top_k=-1)))
+    found = values(request_of(adapter, generation(temperature=0, seed=0, stop=("é",), top_k=-1)))
 
     assert {"max_tokens": 4, "temperature": 0, "seed": 0, "stop": ["é"], "top_k": -1} == json.loads(
         found["sampling_parameters"][0]
@@ -399,7 +403,7 @@ def test_token_ids_of_vllm(change, sampling, ids, logprobs):
     asked = msgspec.structs.replace(generation(**sampling), **change)
     response = {"text_output": "ab", "logprobs": '[{"5": {"logprob": -1.0}}, {"6": {"logprob": -2.0}}]'}
 
-    request = adapter.encode(asked)
+    request = request_of(adapter, asked)
     delta = adapter.decoder(asked).feed(JsonResponse(response))
 
     assert bool(ids or logprobs) == ("logprobs" in request.outputs) == ("return_logprobs" in values(request))
@@ -466,7 +470,7 @@ def test_texts_are_sent_in_batches(inputs, outputs, batch, shapes):
     config = ModelConfig(name="e", max_batch_size=batch, inputs=specs(inputs), outputs=specs(outputs))
     adapter = Embeddings(config, {})
     job = EmbeddingJob(id="j", inputs=["a", "b", "c"])
-    requests = adapter.encode_embeddings(job)
+    requests = adapter.encode(job)
 
     assert shapes == [request.inputs[0].shape for request in requests]
     assert ["a", "b", "c"] == [text for request in requests for text in request.inputs[0].values]
@@ -476,7 +480,7 @@ def test_texts_are_sent_in_batches(inputs, outputs, batch, shapes):
         rows = len(request.inputs[0].values)
         data = array("f", [number + 0.5] * 2 * rows).tobytes()
         answers.append(BinaryResponse(Layout((("embedding", "FP32", (rows, 2)),)), (data,)))
-    vectors = adapter.decode_embeddings(job, answers).vectors
+    vectors = adapter.decode(job, answers).vectors
     expected = [number + 0.5 for number, request in enumerate(requests) for _ in request.inputs[0].values]
     assert expected == [array("f", vector)[0] for vector in vectors]
 
@@ -487,7 +491,7 @@ def test_too_few_vectors_are_an_error():
     answer = BinaryResponse(Layout((("embedding", "FP32", (1, 2)),)), (b"\x00" * 8,))
 
     with pytest.raises(UpstreamError, match="1 embeddings for 2 inputs"):
-        Embeddings(config, {}).decode_embeddings(EmbeddingJob(id="j", inputs=["a", "b"]), [answer])
+        Embeddings(config, {}).decode(EmbeddingJob(id="j", inputs=["a", "b"]), [answer])
 
 
 def test_what_a_plain_embedding_model_refuses():
@@ -496,17 +500,17 @@ def test_what_a_plain_embedding_model_refuses():
     adapter = Embeddings(config, {})
 
     with pytest.raises(InvalidRequest, match="token ids"):
-        adapter.encode_embeddings(EmbeddingJob(id="j", inputs=[[1]]))
+        adapter.encode(EmbeddingJob(id="j", inputs=[[1]]))
     with pytest.raises(UnsupportedParameter, match="dimensions"):
-        adapter.encode_embeddings(EmbeddingJob(id="j", inputs=["a"], dimensions=3))
-    assert adapter.encode_embeddings(EmbeddingJob(id="j", inputs=["a"], dimensions=2))
+        adapter.encode(EmbeddingJob(id="j", inputs=["a"], dimensions=3))
+    assert adapter.encode(EmbeddingJob(id="j", inputs=["a"], dimensions=2))
 
 
 @every_case("text", ["", "no json", "[1, ", '{"a": 1}', '["a"]', "[1e999]", "[NaN]"])
 def test_an_embedding_that_cannot_be_read(text):
     """vLLM's vectors come as JSON; what is none is the upstream's fault."""
     with pytest.raises(UpstreamError, match="cannot be read"):
-        Vllm(VLLM, {}).decode_embeddings(EmbeddingJob(id="j", inputs=["a"]), [JsonResponse({"text_output": text})])
+        Vllm(VLLM, {}).decode(EmbeddingJob(id="j", inputs=["a"]), [JsonResponse({"text_output": text})])
 
 
 @every_case("ids", [[-1], [2**31], [2**70], [0, -5]])
@@ -516,7 +520,7 @@ def test_numbers_that_are_no_token_ids(ids):
     adapter = Vllm(msgspec.structs.replace(VLLM, inputs=inputs), {})
 
     with pytest.raises(InvalidRequest) as caught:
-        adapter.encode_embeddings(EmbeddingJob(id="j", inputs=[[1], ids]))
+        adapter.encode(EmbeddingJob(id="j", inputs=[[1], ids]))
     assert "input" == caught.value.param
 
 
@@ -528,12 +532,11 @@ def test_the_base_refuses_everything():
 
     adapter = Nothing(TEXT, {})
     with pytest.raises(InvalidRequest, match="does not generate text"):
-        adapter.encode(generation())
+        request_of(adapter, generation())
     with pytest.raises(InvalidRequest, match="does not make embeddings"):
-        adapter.encode_embeddings(EmbeddingJob(id="j", inputs=["a"]))
+        adapter.encode(EmbeddingJob(id="j", inputs=["a"]))
     assert None is adapter.cancel(generation())
     assert (Hints(), ()) == (adapter.hints, adapter.parameters)
-    assert not Capabilities().generate
 
 
 def test_every_built_in_adapter_is_found_by_its_name():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from tests.cases import every_case
+from tests.unit.adapters.encoding import request_of
 from tests.unit.adapters.test_profiles import MINIMAL, check, claimed, generation, neighbours, profiles, registry
 from triton_openai.adapters._common.base import Adapter
-from triton_openai.generation import Image
+from triton_openai.generation import Generation, Image
 from triton_openai.triton.grpc import encode_request
 from triton_openai.triton.http import generate_body
 
@@ -19,12 +22,12 @@ TAKES = {
     "multimodal/ensemble@P16": ("image_url_input", 1),
     "multimodal/ensemble@P19": ("image_url_input", 1),
     "multimodal/ensemble@P20": ("image_url_input", 1),
-    "llmapi/tensorrt_llm@P121V": ("image_url", None),
-    "llmapi/tensorrt_llm@P130V": ("image_url", None),
-    "vllm@r24.12": ("image", None),
-    "vllm@r25.01": ("image", None),
-    "vllm@r25.11": ("image", None),
-    "vllm@26": ("image", None),
+    "llmapi/tensorrt_llm@P121V": ("image_url", math.inf),
+    "llmapi/tensorrt_llm@P130V": ("image_url", math.inf),
+    "vllm@r24.12": ("image", math.inf),
+    "vllm@r25.01": ("image", math.inf),
+    "vllm@r25.11": ("image", math.inf),
+    "vllm@26": ("image", math.inf),
 }
 BLS = ("inflight_batcher_llm/tensorrt_llm_bls@P16", "inflight_batcher_llm/tensorrt_llm_bls@P20")
 
@@ -44,7 +47,7 @@ def test_which_models_take_images() -> None:
 
     assert {name for name in TAKES if name in profiles()} == taking
     for name in taking:
-        assert TAKES[name][1] == adapter_of(name).capabilities.max_images
+        assert TAKES[name][1] == adapter_of(name).capabilities.images
     for name in BLS:
         assert adapter_of(name, multimodal_encoders_name="multimodal_encoders").capabilities.images
         assert adapter_of(name, multimodal_encoders_name="x").token_level is None
@@ -54,10 +57,10 @@ def test_which_models_take_images() -> None:
 def test_tensors(name: str) -> None:
     """Triton accepts the request, over both transports, and the image is in it once."""
     adapter = adapter_of(name, **({"multimodal_encoders_name": "e"} if name in BLS else {}))
-    images = IMAGES if adapter.capabilities.max_images is None else IMAGES[:1]
+    images = IMAGES if adapter.capabilities.images > 1 else IMAGES[:1]
     asked = msgspec.structs.replace(generation(MINIMAL, adapter), images=images)
 
-    request = adapter.encode(asked)
+    request = request_of(adapter, asked)
 
     check(request, adapter.config)
     assert request.json_expressible
@@ -78,8 +81,8 @@ def test_tensors(name: str) -> None:
 def test_no_images(name: str) -> None:
     """Without images no model is sent any input of theirs."""
     adapter = adapter_of(name)
-    if adapter.capabilities.generate:
-        names = {tensor.name for tensor in adapter.encode(generation(MINIMAL, adapter)).inputs}
+    if Generation in adapter.jobs:
+        names = {tensor.name for tensor in request_of(adapter, generation(MINIMAL, adapter)).inputs}
         assert not {each for each in names if "image" in each}
 
 
@@ -94,7 +97,7 @@ def test_images_tell_prompts_apart_where_the_cache_is_reused() -> None:
 
     ids = []
     for images in (IMAGES[:1], IMAGES[:1], IMAGES[1:]):
-        request = adapter.encode(msgspec.structs.replace(generation(MINIMAL, adapter), images=images))
+        request = request_of(adapter, msgspec.structs.replace(generation(MINIMAL, adapter), images=images))
         check(request, adapter.config)
         ids += [tensor.values for tensor in request.inputs if tensor.name == "prompt_table_extra_id"]
     assert [(5,), (5,), (2**62,)] == ids

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from tests.cases import every_case
+from tests.unit.adapters.encoding import request_of
 from tests.unit.adapters.test_profiles import MINIMAL, check, generation, profiles, registry
 from triton_openai.adapters._common.base import Adapter
 from triton_openai.adapters.trtllm_llmapi import TrtllmLlmapi
@@ -37,7 +38,7 @@ def test_releases(release: str) -> None:
     """Only 1.3 streams, takes LoRA adapters, and may leave a request without an answer; all prefer gRPC."""
     found, newest = adapter(release), release == "P130"
 
-    request = found.encode(generation(MINIMAL, found))
+    request = request_of(found, generation(MINIMAL, found))
     streaming = next(tensor for tensor in request.inputs if tensor.name == "streaming")
     assert (newest,) == streaming.values
     flags = {"return_finish_reason", "sampling_param_exclude_input_from_output"} & found.config.inputs.keys()
@@ -50,14 +51,14 @@ def test_releases(release: str) -> None:
     inputs = {name: spec for name, spec in found.config.inputs.items() if name != "return_finish_reason"}
     without = type(found)(msgspec.structs.replace(found.config, inputs=inputs), {})
     assert "" == without.decoder(generation(MINIMAL, without)).flush()
-    assert newest is found.capabilities.lora is found.capabilities.lora_paths
+    assert ("path" if newest else None) == found.capabilities.lora
     assert newest is not found.at_once(generation(MINIMAL))
     assert newest is (found.notes == ())
     assert newest is (found.cause_of_silence(generation(MINIMAL)) is not None)
     assert request.prefers_grpc
     assert () == adapter(release, decoupled=False).notes
     with pytest.raises(PromptRefused):
-        found.encode(msgspec.structs.replace(generation(MINIMAL), prompt=""))
+        request_of(found, msgspec.structs.replace(generation(MINIMAL), prompt=""))
 
 
 def test_a_model_that_requires_more() -> None:
@@ -74,20 +75,20 @@ def test_a_lora_adapter() -> None:
     """All that names it goes along; one without a path is the operator's mistake."""
     found = adapter("P130")
 
-    request = found.encode(msgspec.structs.replace(generation(MINIMAL), lora=LORA))
+    request = request_of(found, msgspec.structs.replace(generation(MINIMAL), lora=LORA))
 
     check(request, found.config)
     assert {"lora_id": 7, "lora_name": "french", "lora_path": "/loras/french", "lora_ckpt_source": "hf"} == {
         tensor.name: tensor.values[0] for tensor in request.inputs if tensor.name.startswith("lora")
     }
     assert "LoRA" in (found.cause_of_silence(msgspec.structs.replace(generation(MINIMAL), lora=LORA)) or "")
-    plain = found.encode(
-        msgspec.structs.replace(generation(MINIMAL), lora=msgspec.structs.replace(LORA, ckpt_source=None))
+    plain = request_of(
+        found, msgspec.structs.replace(generation(MINIMAL), lora=msgspec.structs.replace(LORA, ckpt_source=None))
     )
     assert "lora_ckpt_source" not in [tensor.name for tensor in plain.inputs]
     for unnamed in (Lora(name="french"), Lora(name="french", number=7)):
         with pytest.raises(ConfigurationError):
-            found.encode(msgspec.structs.replace(generation(MINIMAL), lora=unnamed))
+            request_of(found, msgspec.structs.replace(generation(MINIMAL), lora=unnamed))
     inputs = {name: spec for name, spec in found.config.inputs.items() if name != "lora_path"}
     assert not type(found)(msgspec.structs.replace(found.config, inputs=inputs), {}).capabilities.lora
 
@@ -103,7 +104,7 @@ def test_adapters_that_the_model_reads(tmp_path: Path) -> None:
     )
     settings = ModelSettings(loras=entries)
 
-    found, problems = find_loras("m", settings, (), None, by_path=True)
+    found, problems = find_loras("m", settings, (), "path")
 
     assert [("french", "/loras/french"), ("german", "/loras/german"), ("here", str(tmp_path))] == [
         (lora.name, lora.path) for lora in found
@@ -114,12 +115,12 @@ def test_adapters_that_the_model_reads(tmp_path: Path) -> None:
     assert ["'relative'", "'bare'"] == [problem.split()[3] for problem in problems]
     assert "has to be absolute" in problems[0]
     assert "give its path" in problems[1]
-    local, missing = find_loras("m", settings, (), None, by_path=True, local=True)
+    local, missing = find_loras("m", settings, (), "path", local=True)
     assert ["here"] == [lora.name for lora in local]
     assert "there is no folder '/loras/french'" in missing[0]
     # By a name alone, or with its weights, it is another kind of model.
     for loras in ((LoraSettings(name="x", ckpt_source="hf"),), (LoraSettings(name="x", path="/x"),)):
-        assert [] == find_loras("m", ModelSettings(loras=loras), (), None)[0]
+        assert [] == find_loras("m", ModelSettings(loras=loras), (), "name")[0]
 
 
 @every_case(

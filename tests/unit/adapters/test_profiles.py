@@ -18,9 +18,11 @@ import msgspec
 import pytest
 
 from tests.cases import every_case
+from tests.unit.adapters.encoding import request_of
 from triton_openai.adapters._common.base import Adapter, Rule
 from triton_openai.adapters._common.registry import Registry, helper_role
-from triton_openai.generation import EmbeddingJob, Generation, Sampling, Vocabulary
+from triton_openai.generation import Generation, Sampling, Vocabulary
+from triton_openai.jobs import EmbeddingJob
 from triton_openai.triton.tensors import EnsembleStep, InferRequest, ModelConfig, TensorSpec
 
 _FILE = Path(__file__).parents[2] / "fixtures" / "io_profiles.json"
@@ -174,9 +176,9 @@ def test_requests_are_ones_that_triton_accepts(name, sampling, decoupled):
     assert claim is not None
     for repository in ({}, neighbours(name)):
         adapter = claim.adapter(config, repository)
-        check(adapter.encode(generation(sampling, adapter)), config)
+        check(request_of(adapter, generation(sampling, adapter)), config)
         adapter.decoder(generation(sampling))
-        assert adapter.capabilities.generate
+        assert Generation in adapter.jobs
         streams = not name.startswith("llmapi/") or "lora_id" in config.inputs
         assert (decoupled and streams) == adapter.capabilities.streaming
 
@@ -189,7 +191,7 @@ def test_every_parameter_that_is_mapped_is_sent(name):
     assert claim is not None
     adapter = claim.adapter(config, {})
     bound = {parameter.name: parameter for parameter in adapter.parameters}
-    names = {tensor.name for tensor in adapter.encode(generation(MAXIMAL, adapter)).inputs}
+    names = {tensor.name for tensor in request_of(adapter, generation(MAXIMAL, adapter)).inputs}
 
     assert set(Sampling.__struct_fields__) == set(bound)
     for parameter in bound.values():
@@ -251,12 +253,12 @@ def test_vllm_over_the_releases(release):
     capabilities = adapter.capabilities
 
     assert (release >= "r24.12") == capabilities.usage == capabilities.finish_reason
-    assert (release >= "r25.11") == capabilities.embed
-    flags = {tensor.name for tensor in adapter.encode(generation(MINIMAL)).inputs if tensor.values == (True,)}
+    assert (release >= "r25.11") == (EmbeddingJob in adapter.jobs)
+    flags = {tensor.name for tensor in request_of(adapter, generation(MINIMAL)).inputs if tensor.values == (True,)}
     assert ("exclude_input_in_output" in flags) == (release >= "r24.03")
     assert "stream" in flags
-    if capabilities.embed:
-        for request in adapter.encode_embeddings(EmbeddingJob(id="e", inputs=["a", "b"], dimensions=4)):
+    if EmbeddingJob in adapter.jobs:
+        for request in adapter.encode(EmbeddingJob(id="e", inputs=["a", "b"], dimensions=4)):
             check(request, config)
 
 

@@ -7,13 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.unit.adapters.encoding import request_of
 from tests.unit.adapters.test_encode import generation, specs, values
 from triton_openai.adapters._common.base import Rule
 from triton_openai.adapters._common.registry import Registry
 from triton_openai.adapters.embeddings import Embeddings
 from triton_openai.adapters.text import Text
 from triton_openai.errors import ConfigurationError
-from triton_openai.generation import Delta, EmbeddingJob, FinishReason, Interface
+from triton_openai.generation import Delta, FinishReason, Interface
+from triton_openai.jobs import EmbeddingJob
 from triton_openai.triton.tensors import JsonResponse, ModelConfig
 
 
@@ -82,7 +84,7 @@ def test_a_model_as_it_is() -> None:
     rules = {row.name: row.rule for row in adapter.parameters}
     assert (Rule.MAPPED, Rule.MAPPED) == (rules["max_tokens"], rules["top_p"])
     assert (Rule.REFUSED, Rule.REFUSED, Rule.SERVICE) == (rules["seed"], rules["temperature"], rules["stop"])
-    request = adapter.encode(generation(max_tokens=7, top_p=0.5))
+    request = request_of(adapter, generation(max_tokens=7, top_p=0.5))
     assert {"text": ["Hi"], "max_new_tokens": [7], "top_p": [0.5]} == values(request)
     assert [("a", None, None), ("b", None, None)] == deltas(adapter, {"text_output": "a"}, {"text_output": "b"})
 
@@ -90,17 +92,17 @@ def test_a_model_as_it_is() -> None:
 def test_the_stream_flag() -> None:
     """It says whether the client streams."""
     adapter = Text(MOCK_LLM, {})
-    assert [(1, 1), (1, 1)] == [tensor.shape for tensor in adapter.encode(generation()).inputs]
-    assert [False] == values(adapter.encode(generation()))["stream"]
+    assert [(1, 1), (1, 1)] == [tensor.shape for tensor in request_of(adapter, generation()).inputs]
+    assert [False] == values(request_of(adapter, generation()))["stream"]
 
 
 def test_a_described_model() -> None:
     """A parameter takes the place of a constant for its input; texts and counts are those of the answer so far."""
     adapter = Text(OWN, {}, DESCRIBED)
     sent = {"PROMPT": ["Hi"], "MAX_LEN": [4], "TEMP": [0.5], "STREAM": [False], "FULL": [False]}
-    assert sent == values(adapter.encode(generation()))
+    assert sent == values(request_of(adapter, generation()))
     sent |= {"TEMP": [1.5], "STOP_WORDS": ["x", "y"]}
-    assert sent == values(adapter.encode(generation(temperature=1.5, stop=("x", "y"))))
+    assert sent == values(request_of(adapter, generation(temperature=1.5, stop=("x", "y"))))
     first = {"GENERATED": "a", "REASON": "", "N_OUT": 1}
     assert [("a", 1, None), ("bc", 2, FinishReason.STOP)] == deltas(
         adapter, first, {"GENERATED": "abc", "REASON": "EOS", "N_OUT": 3}
@@ -166,9 +168,7 @@ def test_embeddings_with_more_inputs() -> None:
     interface = Interface(
         inputs={"text": "TEXT"}, constants={"TASK": "query", "SIZES": [3, 4]}, outputs={"embedding": "VEC"}
     )
-    requests = Embeddings.described(config, {}, interface).encode_embeddings(
-        EmbeddingJob(id="e", inputs=["a", "b", "c"])
-    )
+    requests = Embeddings.described(config, {}, interface).encode(EmbeddingJob(id="e", inputs=["a", "b", "c"]))
     assert [
         {"TEXT": ["a", "b"], "TASK": ["query"] * 2, "SIZES": [3, 4, 3, 4]},
         {"TEXT": ["c"], "TASK": ["query"], "SIZES": [3, 4]},

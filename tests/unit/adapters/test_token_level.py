@@ -11,6 +11,7 @@ import pytest
 
 from tests.cases import every_case
 from tests.standins import repository
+from tests.unit.adapters.encoding import request_of
 from triton_openai.adapters._common.base import Adapter
 from triton_openai.adapters._common.registry import Registry, helper_role
 from triton_openai.adapters.trtllm import dense_bias, word_list
@@ -128,7 +129,7 @@ def test_every_release_gets_what_it_requires_and_nothing_else(profile: str, deco
     model = config(profile, decoupled=decoupled)
     found = adapter(profile, decoupled=decoupled)
 
-    request = found.encode(generation(temperature=0.5, seed=3))
+    request = request_of(found, generation(temperature=0.5, seed=3))
 
     names = {tensor.name for tensor in request.inputs}
     assert names <= model.inputs.keys()
@@ -144,7 +145,7 @@ def test_every_release_gets_what_it_requires_and_nothing_else(profile: str, deco
 @every_case("profile", ["tensorrt_llm", "tensorrt_llm_legacy"])
 def test_both_main_outputs_are_asked_for(profile: str) -> None:
     """The C++ flavour refuses a choice without one of them."""
-    assert ("output_ids", "sequence_length") == adapter(profile).encode(generation()).outputs
+    assert ("output_ids", "sequence_length") == request_of(adapter(profile), generation()).outputs
 
 
 def test_a_request_to_the_engine() -> None:
@@ -160,18 +161,18 @@ def test_a_request_to_the_engine() -> None:
         "temperature": ("FP32", (1, 1), 1.0),
         "runtime_top_p": ("FP32", (1, 1), 1.0),
         "runtime_top_k": ("INT32", (1, 1), 0),
-    } == sent(adapter("tensorrt_llm").encode(generation()))
+    } == sent(request_of(adapter("tensorrt_llm"), generation()))
 
 
 @every_case("profile, value", [("tensorrt_llm", -1), ("engine 0.5", 2**32 - 1)])
 def test_ignoring_the_end(profile: str, value: int) -> None:
     """An id that is never generated, also where ids are unsigned."""
-    assert value == sent(adapter(profile).encode(generation(ignore_eos=True)))["end_id"][-1]
+    assert value == sent(request_of(adapter(profile), generation(ignore_eos=True)))["end_id"][-1]
 
 
 def test_bad_words_have_their_own_encoding() -> None:
     """One row of ids, one of the ends of the words; more than JSON can say."""
-    request = adapter("tensorrt_llm").encode(generation(bad=[[7], [8, 9]]))
+    request = request_of(adapter("tensorrt_llm"), generation(bad=[[7], [8, 9]]))
 
     assert ("INT32", (1, 2, 3), 7, 8, 9, 1, 3, -1) == sent(request)["bad_words_list"]
     assert not request.json_expressible
@@ -186,7 +187,7 @@ def test_the_longer_row_of_a_word_list_wins() -> None:
 
 def test_a_logit_bias_is_dense() -> None:
     """One value for every id of the vocabulary."""
-    bias = sent(adapter("tensorrt_llm").encode(generation(logit_bias=((1, 2.0), (9, -3.0)))))["embedding_bias"]
+    bias = sent(request_of(adapter("tensorrt_llm"), generation(logit_bias=((1, 2.0), (9, -3.0)))))["embedding_bias"]
 
     assert ("FP32", (1, 10), 0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -3.0) == bias
 
@@ -207,7 +208,7 @@ def test_a_bias_of_an_unknown_token_is_refused() -> None:
 )
 def test_log_probabilities_need_a_sampling_input(sampling: dict[str, Any], expected: dict[str, Any]) -> None:
     """An engine that is not told how to sample by default decodes greedily without any, which is what is sent then."""
-    request = adapter("tensorrt_llm", decoding_mode="medusa").encode(generation(logprobs=0, **sampling))
+    request = request_of(adapter("tensorrt_llm", decoding_mode="medusa"), generation(logprobs=0, **sampling))
 
     inputs = sent(request)
     assert ("BOOL", (1, 1), True) == inputs["return_log_probs"]
@@ -218,7 +219,7 @@ def test_log_probabilities_need_a_sampling_input(sampling: dict[str, Any], expec
 
 def test_alternatives_come_as_logits() -> None:
     """Of the new tokens, in place of the chosen ones' log probabilities; never as JSON."""
-    request = adapter("tensorrt_llm").encode(generation(logprobs=2))
+    request = request_of(adapter("tensorrt_llm"), generation(logprobs=2))
 
     inputs = sent(request)
     assert ("BOOL", (1, 1), True) == inputs["return_generation_logits"]
@@ -233,16 +234,16 @@ def test_alternatives_are_refused_without_logits() -> None:
 
     assert 0 == found.capabilities.top_logprobs
     with pytest.raises(UnsupportedParameter):
-        found.encode(generation(logprobs=2))
+        request_of(found, generation(logprobs=2))
 
 
 def test_whole_answers_have_room_for_so_many_logits() -> None:
     """A model that does not stream sends them all at once."""
     big = msgspec.structs.replace(generation(logprobs=2, max_tokens=3000), vocabulary=Vocabulary(size=128_000))
 
-    adapter("tensorrt_llm").encode(big)
+    request_of(adapter("tensorrt_llm"), big)
     with pytest.raises(InvalidRequest, match="2097 tokens") as caught:
-        adapter("tensorrt_llm", decoupled=False).encode(big)
+        request_of(adapter("tensorrt_llm", decoupled=False), big)
     assert "max_tokens" == caught.value.param
 
 
@@ -272,7 +273,7 @@ def test_guides_need_a_backend_for_them() -> None:
     """The engine says whether it has one; a disaggregated model's engine is the one that generates."""
     assert not adapter("tensorrt_llm").capabilities.guides
     ready = adapter("tensorrt_llm", guided_decoding_backend="xgrammar")
-    inputs = sent(ready.encode(generation(Guide(kind="choice", value='["a.b","c"]'))))
+    inputs = sent(request_of(ready, generation(Guide(kind="choice", value='["a.b","c"]'))))
     assert ("BYTES", (1, 1), "regex") == inputs["guided_decoding_guide_type"]
     assert ("BYTES", (1, 1), "(a\\.b|c)") == inputs["guided_decoding_guide"]
 

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.cases import every_case
+from tests.unit.adapters.encoding import request_of
 from triton_openai.adapters.vllm import Vllm, token_logprobs
 from triton_openai.errors import InvalidRequest
-from triton_openai.generation import Delta, EmbeddingJob, Generation, Guide, Lora, Sampling
+from triton_openai.generation import Delta, Generation, Guide, Lora, Sampling
+from triton_openai.jobs import EmbeddingJob
 from triton_openai.triton.tensors import JsonResponse, ModelConfig, TensorSpec
 
 INPUTS = {
@@ -33,10 +35,10 @@ INPUTS = {
         *(({"max_model_len": given}, {"max_model_len": None}) for given in (-1, "auto", True)),
         ({"enable_lora": "true", "max_loras": 3}, {"loras": True, "max_loras": 3}),
         ({"max_loras": "3"}, {"max_loras": None}),
-        ({}, {"generates": True, "embeds": True}),
-        ({"runner": "pooling"}, {"generates": False, "embeds": True}),
-        ({"task": "embed"}, {"generates": False, "embeds": True}),
-        *(({name: "generate"}, {"generates": True, "embeds": False}) for name in ("runner", "task")),
+        ({}, {"lacks": set()}),
+        ({"runner": "pooling"}, {"lacks": {Generation}}),
+        ({"task": "embed"}, {"lacks": {Generation}}),
+        *(({name: "generate"}, {"lacks": {EmbeddingJob}}) for name in ("runner", "task")),
     ],
 )
 def test_what_model_json_says(written: Mapping[str, object], expected: Mapping[str, object]) -> None:
@@ -57,7 +59,9 @@ def test_the_release_without_guides() -> None:
 def test_the_likeliest_token_alone() -> None:
     """vLLM takes no top_p of 0."""
     sampling = Sampling(max_tokens=1, top_p=0)
-    request = Vllm(ModelConfig(name="m", inputs=INPUTS), {}).encode(Generation(id="1", prompt="a", sampling=sampling))
+    request = request_of(
+        Vllm(ModelConfig(name="m", inputs=INPUTS), {}), Generation(id="1", prompt="a", sampling=sampling)
+    )
     (text,) = next(tensor.values for tensor in request.inputs if tensor.name == "sampling_parameters")
 
     assert {"max_tokens": 1, "top_k": 1} == json.loads(text)
@@ -95,13 +99,13 @@ def test_what_goes_as_json() -> None:
         guide=Guide(kind="choice", value='["a"]'),
         lora=Lora(name="french"),
     )
-    request = Vllm(NEWEST, {}).encode(generation)
+    request = request_of(Vllm(NEWEST, {}), generation)
     (text,) = next(tensor.values for tensor in request.inputs if tensor.name == "sampling_parameters")
     expected = {"max_tokens": 1, "logprobs": 3, "structured_outputs": '{"choice":["a"]}', "lora_name": "french"}
 
     assert expected == json.loads(text)
     with pytest.raises(InvalidRequest) as caught:
-        Vllm(NEWEST, {}).encode(Generation(id="1", prompt="a", sampling=Sampling(max_tokens=1, seed=2**63)))
+        request_of(Vllm(NEWEST, {}), Generation(id="1", prompt="a", sampling=Sampling(max_tokens=1, seed=2**63)))
     assert "seed" == caught.value.param
 
 
@@ -124,4 +128,4 @@ def test_embeddings_that_are_not_all_counted() -> None:
     uncounted = JsonResponse({"text_output": "[1.0]"})
     counted = JsonResponse({"text_output": "[1.0]", "num_input_tokens": 2})
     for answers, tokens in (([counted, counted], 4), ([counted, uncounted], None)):
-        assert tokens == Vllm(NEWEST, {}).decode_embeddings(job, answers).prompt_tokens
+        assert tokens == Vllm(NEWEST, {}).decode(job, answers).prompt_tokens

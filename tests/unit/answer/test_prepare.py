@@ -35,7 +35,7 @@ class Texts(Adapter):
 
     def __init__(self, *, adds_bos: bool = False, **able: Any) -> None:
         super().__init__(ModelConfig(name="m"), {})
-        self.capabilities = Capabilities(generate=True, **able)
+        self.capabilities = Capabilities(**able)
         self.hints = Hints(adds_bos=adds_bos)
 
     def decoder(self, generation: Generation) -> TextDecoder:

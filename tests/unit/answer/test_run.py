@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -70,14 +70,14 @@ class Backend(Adapter):
 
     def __init__(self, decoder: Decoder, *, at_once: bool = False, cause: str | None = None, **able: Any) -> None:
         super().__init__(ModelConfig(name="m", decoupled=not at_once), {})
-        self.capabilities = Capabilities(generate=True, streaming=True, **able)
+        self.capabilities = Capabilities(streaming=True, **able)
         self.refusal: Exception | None = None
         self._decoder, self._cause = decoder, cause
 
-    def encode(self, generation: Generation) -> InferRequest:
+    def encode(self, generation: Generation, /) -> Sequence[InferRequest]:
         if self.refusal is not None:
             raise self.refusal
-        return InferRequest(model="m", id=generation.id, inputs=(), outputs=(), stream=True)
+        return [InferRequest(model="m", id=generation.id, inputs=(), outputs=(), stream=True)]
 
     def decoder(self, generation: Generation) -> Decoder:
         return self._decoder

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from array import array
 from typing import Any
 
 import msgspec
@@ -15,11 +13,9 @@ from triton_openai.api.embeddings import (
     EmbeddingsRequest,
     RerankRequest,
     ScoreRequest,
-    _cosines,
     _pairs,
     _texts,
     inputs_of,
-    sigmoid,
 )
 from triton_openai.errors import InvalidRequest
 
@@ -70,22 +66,6 @@ def test_documents_may_have_other_fields() -> None:
     body = parse_json(b'{"query": "a", "documents": ["b", {"text": "c", "title": "d"}]}', RerankRequest)
 
     assert ["b", "c"] == _texts(body.documents, "documents")
-
-
-def test_activation() -> None:
-    """The logistic function, at both ends too."""
-    assert [0.0, 0.5, 1.0] == [sigmoid(value) for value in (-1e6, 0.0, 1e6)]
-    assert math.isclose(1 / (1 + math.exp(2.5)), sigmoid(-2.5))
-    assert math.isclose(1, sigmoid(2.5) + sigmoid(-2.5))
-
-
-def test_cosines() -> None:
-    """The length of a vector is of no account, and one without a direction is like nothing."""
-    vectors = {"a": (3, 4), "b": (30, 40), "c": (-4, 3), "d": (0, 0)}
-    raw = {name: array("f", values).tobytes() for name, values in vectors.items()}
-    found = _cosines(raw, [("a", "b"), ("a", "c"), ("a", "d")])
-
-    assert [1, 0, 0] == pytest.approx(found, abs=1e-6)
 
 
 @every_case(

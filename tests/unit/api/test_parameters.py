@@ -66,7 +66,7 @@ class Fake(Adapter):
     def __init__(self, *parameters: Parameter) -> None:
         super().__init__(CONFIG, {})
         self.parameters = parameters
-        self.capabilities = Capabilities(generate=True)
+        self.capabilities = Capabilities()
 
 
 NO_DEFAULTS, SETTINGS = DefaultParameters(), ModelSettings()
@@ -265,7 +265,7 @@ def test_priorities():
 def test_scores_of_the_prompt():
     """As many alternatives as ``prompt_logprobs`` or ``echo`` with ``logprobs`` asks for."""
     model = Fake()
-    model.capabilities = Capabilities(generate=True, prompt_logprobs=True)
+    model.capabilities = Capabilities(prompt_logprobs=True)
     for asked, echo, count in ((None, 3, 3), (2, None, 2), (2, 3, 3), (3, 2, 3)):
         request = parse_json(msgspec.json.encode({"prompt": "Hi", "prompt_logprobs": asked}), CompletionRequest)
         found = prompt_scoring(request, model_of(model), echo_logprobs=echo, timeout=1)

@@ -7,37 +7,44 @@ from typing import Any
 
 import pytest
 
-from triton_openai.adapters import Adapter, Capabilities
+from triton_openai.adapters import Adapter
 from triton_openai.answer.limits import TimeLimits
-from triton_openai.api import embeddings
-from triton_openai.api.classify import classify
 from triton_openai.api.service import RequestContext
 from triton_openai.config.tree import ModelSettings, ServerSettings
 from triton_openai.errors import UnsupportedParameter
-from triton_openai.generation import ClassificationResult, EmbeddingJob, EmbeddingResult, ScoreResult
+from triton_openai.jobs import (
+    ClassificationJob,
+    ClassificationResult,
+    EmbeddingJob,
+    EmbeddingResult,
+    JobType,
+    Result,
+    ScoreJob,
+    ScoreResult,
+)
 from triton_openai.models.served import ServedModel
 from triton_openai.serving.admission import Admission
 from triton_openai.telemetry.observation import Observation
 from triton_openai.triton.tensors import ModelConfig
+
+RESULTS: dict[JobType, Result] = {
+    EmbeddingJob: EmbeddingResult(vectors=[b""], prompt_tokens=1),
+    ClassificationJob: ClassificationResult(values=[[1.0]], prompt_tokens=1),
+    ScoreJob: ScoreResult(scores=[1.0], prompt_tokens=1),
+}
 
 
 class Own(Adapter):
     """The model's own adapter."""
 
     name = "own"
-    capabilities = Capabilities(embed=True, score=True, classify=True)
+    jobs = tuple(RESULTS)
 
-    def encode(self, job: Any) -> Any:
+    def encode(self, job: Any, /) -> Any:
         return [self.request("1", [], [])]
 
-    def decode(self, job: Any, responses: Any) -> Any:
-        return self.name
-
-    encode_embeddings = encode_scores = encode_classes = encode
-    decode_embeddings = decode_classes = decode
-
-    def decode_scores(self, job: Any, responses: Any) -> ScoreResult:
-        return ScoreResult(scores=[1.0])
+    def decode(self, job: Any, responses: Any, /) -> Any:
+        return RESULTS[type(job)]
 
 
 class Engine(Own):
@@ -45,10 +52,8 @@ class Engine(Own):
 
     name = "engine"
 
-    def encode(self, job: Any) -> Any:
+    def encode(self, job: Any, /) -> Any:
         raise UnsupportedParameter("The engine does not take this.", param="input")
-
-    encode_embeddings = encode_scores = encode_classes = encode
 
 
 class Client:
@@ -80,29 +85,14 @@ def context_of(text_level: type[Adapter] | None) -> RequestContext[Any]:
     return RequestContext(SimpleNamespace(), service, body, model, observation, limits)  # type: ignore[arg-type]
 
 
-async def embedded(context: RequestContext[Any]) -> EmbeddingResult:
-    """Ask for embeddings as the handler does."""
-    job = EmbeddingJob(id="e", inputs=("a",))
-    return await context.admitted(lambda context: embeddings.embed(context, job), param="input")
-
-
-async def classified(context: RequestContext[Any]) -> ClassificationResult:
-    """Ask for classes as the handler does."""
-    _, result = await context.admitted(
-        lambda context: classify(context.sender, context.model, "c", ("a",), timeout=1),
-        param="input",
-    )
-    return result
-
-
-async def scored(context: RequestContext[Any]) -> ScoreResult:
-    """Ask for scores as the handlers do."""
-    return await embeddings.score(context, "s", [("a", "b")], param="documents")
-
-
 async def test_the_model_itself_takes_what_its_engine_does_not() -> None:
     """Requests for vectors, scores and classes too; where nothing else is there, the engine's refusal stands."""
-    for ask, expected in ((embedded, "own"), (classified, "own"), (scored, ScoreResult(scores=[1.0]))):
+    for kind, expected in RESULTS.items():
+        job = kind(id="1", **kind.least)
+
+        async def ask(context: RequestContext[Any], job: Any = job) -> Result:
+            return await context.result_of(job)
+
         context = context_of(Own)
         assert expected == await ask(context)
         assert not context.service.admission.running

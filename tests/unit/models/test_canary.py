@@ -104,9 +104,9 @@ async def test_another_model_that_answers_keeps_the_service_ready() -> None:
 async def test_a_model_that_answers_only_small_requests(capsys: pytest.CaptureFixture[str]) -> None:
     """Three silences in a row show, though the service's own request is answered, until a client's is."""
     asked = asyncio.Event()
-    adapter = Mock(capabilities=Mock(generate=True))
+    adapter = Mock()
     adapter.name = "a"
-    model = Mock(triton_model="m", adapter=adapter)
+    model = Mock(triton_model="m", adapter=adapter, tasks=("generate",))
     models: Any = Mock(served={"m": model}, catalog=Mock(refresh=AsyncMock(), snapshot=Mock(reachable=True)))
 
     async def answers(_: Any) -> None:

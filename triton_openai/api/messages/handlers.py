@@ -30,7 +30,7 @@ LIMITED_HEADER = "x-max-tokens"
 
 async def handle(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, as Anthropic's API does."""
-    context = await begin(request, types.MessagesRequest, "chat", read_as_chat=True)
+    context = await begin(request, types.MessagesRequest, read_as_chat=True)
     observation, body = context.observation, context.body
     add_request_id(observation)
     reading = await _read(context.service, context.model, body, observation)

@@ -49,7 +49,7 @@ _SUMMARY_TOKENS = 2048
 
 async def create(request: web.Request) -> web.StreamResponse:
     """Answer with a response."""
-    context = await begin(request, ResponsesRequest, "chat", read_as_chat=True)
+    context = await begin(request, ResponsesRequest, read_as_chat=True)
     body = context.body
     if body.previous_response_id is not None and body.conversation is not None:
         raise errors.InvalidValue("'previous_response_id' cannot be used together with 'conversation'.", "conversation")
@@ -208,7 +208,7 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
 
 async def compact(request: web.Request) -> web.Response:
     """Return a shorter form of a conversation: the user's messages, and a summary that the model writes."""
-    context = await begin(request, CompactRequest, "chat", read_as_chat=True)
+    context = await begin(request, CompactRequest, read_as_chat=True)
     given = context.body
     items = input_items(given)
     if not items and given.previous_response_id is None:
@@ -253,6 +253,6 @@ async def refuse_websocket(request: web.Request) -> web.Response:
 
 async def count_tokens(request: web.Request) -> web.Response:
     """Count the tokens of a request's input, as the model's template and tokenizer make them."""
-    context = await begin(request, ResponsesRequest, "chat", read_as_chat=True)
+    context = await begin(request, ResponsesRequest, read_as_chat=True)
     async with _chat(context, _begun(context)) as (asked, _):
         return json_response(InputTokens(input_tokens=await agents.count_tokens(asked)))

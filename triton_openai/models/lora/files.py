@@ -55,18 +55,17 @@ def find_loras(
     model: str,
     settings: ModelSettings,
     repositories: Sequence[Path],
-    wanted: LoraFormat | None,
+    takes: LoraFormat | Literal["name", "path"] | None,
     *,
-    by_path: bool = False,
     local: bool = False,
 ) -> tuple[list[FoundLora], list[str]]:
     """
     Return the adapters of *model*, and in sentences why others cannot be served. Reads files.
 
-    *wanted* is how the model takes weights, ``None`` for one that knows its adapters by name, or *by_path* reads their
-    files itself. *local* is whether Triton runs on this machine. Where the repository can
-    be read here, the newest version's ``multi_lora.json`` counts too: a map of names to folders, which the server of
-    the former reads itself, and NVIDIA's OpenAI frontend for the latter.
+    *takes* is how the model takes them: by the name that it knows, by the path of files that it reads itself, or with
+    weights in a format. *local* is whether Triton runs on this machine. Where the repository can be read here, the
+    newest version's ``multi_lora.json`` counts too: a map of names to folders, which a server that takes names reads
+    itself, and NVIDIA's OpenAI frontend for one that takes paths.
     """
     problems: list[str] = []
     listed = _listed(model, repositories, problems)
@@ -75,11 +74,11 @@ def find_loras(
     folders += [repository / model for repository in repositories if (repository / model).is_dir()]
 
     def found(entry: LoraSettings) -> FoundLora:
-        if by_path:
+        if takes == "path":
             return _on_server(entry, listed[entry.name][0] if entry.name in listed else None, local=local)
         if entry.ckpt_source is not None:
             raise ConfigurationError("the model does not read adapters itself, so it takes no ckpt_source")
-        if wanted is None:
+        if not isinstance(takes, LoraFormat):
             if entry.task_id is not None or entry.path is not None:
                 raise ConfigurationError("the model takes adapters by name, without task_id and path")
             return FoundLora(name=entry.name)
@@ -98,7 +97,7 @@ def find_loras(
         else:
             raise ConfigurationError("the model needs its weights: give a path, or the task_id that its engine knows")
         folder = find_folder(path, root=root, bases=bases)
-        check(folder, root, wanted)
+        check(folder, root, takes)
         return FoundLora(name=entry.name, number=entry.task_id, folder=folder, root=root)
 
     loras = []

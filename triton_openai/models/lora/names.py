@@ -68,9 +68,9 @@ class LoraModels:
         return msgspec.structs.replace(model, name=name, lora=Lora(name=lora), listed=False)
 
     def _bound(self, model: ServedModel, found: FoundLora, name: str) -> ServedModel:
-        wanted = model.adapter.capabilities.lora_format
+        wanted = model.adapter.capabilities.lora
         delivery = None
-        if wanted is not None and found.folder is not None:
+        if isinstance(wanted, LoraFormat) and found.folder is not None:
             key = (model.name, found, wanted)
             # Kept over reloads of the model: an engine that has forgotten the weights says so.
             delivery = self._deliveries.setdefault(key, LoraDelivery(partial(asyncio.to_thread, found.read, wanted)))
@@ -79,8 +79,8 @@ class LoraModels:
 
 def _only_backend_knows(model: ServedModel, settings: Settings) -> bool:
     """Return whether only the backend of *model* can tell its LoRA adapters: it takes them by name, from its files."""
-    able, repositories = model.adapter.capabilities, settings.triton.readable_repositories
-    by_name = able.lora_format is None and not able.lora_paths and model.hints.loras
+    repositories = settings.triton.readable_repositories
+    by_name = model.adapter.capabilities.lora == "name" and model.hints.loras
     return by_name and not any((path / model.name).is_dir() for path in repositories)
 
 
@@ -93,8 +93,7 @@ def _found(model: ServedModel, settings: Settings) -> tuple[list[FoundLora], lis
         model.name,
         model.settings,
         triton.readable_repositories,
-        capabilities.lora_format,
-        by_path=capabilities.lora_paths,
+        capabilities.lora,
         local=bool(triton.model_repository),
     )
     if capabilities.streaming and triton.grpc_url is None:

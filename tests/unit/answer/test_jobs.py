@@ -1,14 +1,15 @@
-"""What becomes of a classifier's logits."""
+"""What is computed of the answers to jobs: probabilities from logits, and scores from vectors."""
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 
 import pytest
 
 from tests.cases import every_case
-from triton_openai.api.classify import Activation, activated
+from triton_openai.answer.jobs import Activation, _cosines, activated, sigmoid
 from triton_openai.errors import UpstreamError
 
 
@@ -34,3 +35,19 @@ def test_what_is_no_number(values: Sequence[float], activation: Activation) -> N
     """JSON has neither NaN nor infinity."""
     with pytest.raises(UpstreamError):
         activated(values, activation)
+
+
+def test_activation() -> None:
+    """The logistic function, at both ends too."""
+    assert [0.0, 0.5, 1.0] == [sigmoid(value) for value in (-1e6, 0.0, 1e6)]
+    assert math.isclose(1 / (1 + math.exp(2.5)), sigmoid(-2.5))
+    assert math.isclose(1, sigmoid(2.5) + sigmoid(-2.5))
+
+
+def test_cosines() -> None:
+    """The length of a vector is of no account, and one without a direction is like nothing."""
+    vectors = {"a": (3, 4), "b": (30, 40), "c": (-4, 3), "d": (0, 0)}
+    raw = {name: array("f", values).tobytes() for name, values in vectors.items()}
+    found = _cosines(raw, [("a", "b"), ("a", "c"), ("a", "d")])
+
+    assert [1, 0, 0] == pytest.approx(found, abs=1e-6)

@@ -1,0 +1,202 @@
+"""Forms: what a request that is one becomes, and which are refused, by the service as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+from aiohttp import FormData, web
+from msgspec import Meta
+
+from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.proxy_fixture import Proxy, serving
+from triton_openai.api import routes
+from triton_openai.api.bodies import FileField, FormRequest, json_response
+from triton_openai.api.service import Operation, begin
+from triton_openai.config.tree import (
+    AccessSettings,
+    ApiSettings,
+    LimitSettings,
+    ServerSettings,
+    Settings,
+    TritonSettings,
+)
+from triton_openai.generation import Generation
+from triton_openai.serving.forms import MAX_PARTS, Form
+from triton_openai.serving.request_body import LIMITS
+
+KEY = {"Authorization": "Bearer k"}
+LARGEST = 200_000
+
+
+class HearingRequest(FormRequest, kw_only=True):
+    """A request with a file."""
+
+    file: FileField
+    prompt: str | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    stream: bool | None = None
+    words: tuple[str, ...] = ()
+
+
+class Heard(msgspec.Struct):
+    """What the handler has read."""
+
+    body: dict[str, Any]
+
+
+async def hear(request: web.Request) -> web.Response:
+    """Say what is in a form."""
+    context = await begin(request, HearingRequest)
+    body = msgspec.structs.asdict(context.body)
+    file = body.pop("file")
+    whole = file.content == b"\r\n" * 50_000
+    return json_response(Heard({**body, "file": [file.name, file.media_type, len(file.content), whole]}))
+
+
+async def count(request: web.Request) -> web.Response:
+    """Count the bytes of each part as they come, and skip those that are not called so."""
+    sizes = {}
+    async for part in Form(request, request.app[LIMITS]):
+        if part.name != "skipped":
+            sizes[part.name] = sum([len(piece) async for piece in part.pieces()])
+    return json_response(Heard(sizes))
+
+
+@asynccontextmanager
+async def heard(monkeypatch: pytest.MonkeyPatch, *, strict: bool = False, patience: float = 30) -> AsyncIterator[Proxy]:
+    """Serve two operations with forms, to holders of a key."""
+    more = (
+        Operation(hear, ("POST /v1/hear",), "hear", "inference", HearingRequest, Heard, jobs=(Generation,)),
+        Operation(count, ("POST /v1/count",), "count", "inference", answer=Heard),
+    )
+    monkeypatch.setattr(routes, "OPERATIONS", (*routes.OPERATIONS, *more))
+    routes._schemas.cache_clear()
+    monkeypatch.setattr(routes, "_schemas", routes._schemas.__wrapped__)
+    async with FakeTriton(config_of("m")) as triton:
+        settings = Settings(
+            triton=TritonSettings(url=(triton.url,)),
+            api=ApiSettings(strict_parameters=strict),
+            access=AccessSettings(api_key=("k",)),
+            server=ServerSettings(max_body_size=LARGEST),
+            limits=LimitSettings(body_timeout=patience, max_text_size=1000),
+        )
+        async with serving(settings) as proxy:
+            await proxy.ready()
+            yield proxy
+
+
+def form(**fields: Any) -> FormData:
+    """Return a form with a file and *fields*."""
+    data = FormData({"model": "m", **fields})
+    data.add_field("file", b"\r\n" * 50_000, filename="a.wav", content_type="audio/wav")
+    return data
+
+
+async def ask(proxy: Proxy, data: Any, path: str = "/v1/hear", **headers: str) -> tuple[int, Any]:
+    """Return the status and the JSON of the answer."""
+    async with proxy.client.post(path, data=data, headers={**KEY, **headers}) as answer:
+        return answer.status, await answer.json()
+
+
+async def test_fields_have_their_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts become numbers, flags and lists as the type says; what the type does not know is ignored, and named."""
+    async with heard(monkeypatch) as proxy:
+        data = form(prompt="null é", temperature="0.5", stream="true")
+        for name, value in (("words[]", "a"), ("unknown", "x" * 5000), ("words[]", "b")):
+            data.add_field(name, value)
+        async with proxy.client.post("/v1/hear", data=data, headers=KEY) as answer:
+            assert {
+                **{"model": "m", "prompt": "null é", "temperature": 0.5, "stream": True, "words": ["a", "b"]},
+                "file": ["a.wav", "audio/wav", 100_000, True],
+            } == (await answer.json())["body"]
+            assert "unknown" == answer.headers["x-triton-openai-ignored"]
+        async with proxy.client.get("/openapi.json", headers=KEY) as answer:
+            document = await answer.json()
+    content = document["paths"]["/v1/hear"]["post"]["requestBody"]["content"]
+    assert {"multipart/form-data": {"schema": {"$ref": "#/components/schemas/HearingRequest"}}} == content
+    assert "binary" == document["components"]["schemas"]["FileField"]["format"]
+
+
+async def test_parts_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler reads them as they arrive; what it leaves is skipped, and an empty part is one too."""
+    async with heard(monkeypatch) as proxy:
+        data = FormData({"a": "x" * 10})
+        data.add_field("skipped", b"s" * 90_000, filename="s")
+        data.add_field("big", b"\r\n--" * 20_000, filename="b")
+        data.add_field("empty", b"", filename="e")
+        status, answer = await ask(proxy, data, "/v1/count")
+        assert (200, {"a": 10, "big": 80_000, "empty": 0}) == (status, answer["body"])
+
+
+def raw(*parts: bytes, end: bytes = b"--x--\r\n") -> bytes:
+    """Return a form with the boundary x."""
+    return b"".join([b"--x\r\n" + part + b"\r\n" for part in parts]) + end
+
+
+NAMED = b'Content-Disposition: form-data; name="%b"\r\n'
+MODEL = NAMED % b"model" + b"\r\nm"
+FILE = b'Content-Disposition: form-data; name="file"; filename="f"\r\n\r\nf'
+
+
+async def test_wrong_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is refused with its field, or for what it is."""
+    typed = {"Content-Type": "multipart/form-data; boundary=x"}
+    cases: list[tuple[bytes, dict[str, str], int, str | None, str]] = [
+        (b"{}", {"Content-Type": "application/json"}, 415, None, "unsupported_media_type"),
+        (raw(MODEL, FILE), {"Content-Type": "multipart/form-data"}, 400, None, "invalid_form"),
+        (gzip.compress(raw(MODEL, FILE)), {**typed, "Content-Encoding": "gzip"}, 415, None, "unsupported_media_type"),
+        (b"", typed, 400, None, "invalid_form"),
+        (b"nothing", typed, 400, None, "invalid_form"),
+        (raw(MODEL, FILE, end=b""), typed, 400, None, "invalid_form"),
+        (raw(b"\r\nm", FILE), typed, 400, None, "invalid_form"),
+        (raw(b"Content-Type: multipart/mixed; boundary=y\r\n\r\nm"), typed, 400, None, "invalid_form"),
+        (raw(NAMED % b"_charset_" + b"\r\n" + b"a" * 50), typed, 400, None, "invalid_form"),
+        (raw(NAMED % b"model" + b"X: y\r\n" * 20 + b"\r\nm"), typed, 400, None, "invalid_form"),
+        (raw(NAMED % b"model" + b"X: %b\r\n\r\nm" % (b"y" * 5000)), typed, 400, None, "invalid_form"),
+        (raw(NAMED % b"model" + b"Content-Transfer-Encoding: base64\r\n\r\nbQ=="), typed, 415, None,
+         "unsupported_media_type"),
+        (raw(MODEL), typed, 400, "file", "missing_required_parameter"),
+        (raw(MODEL, NAMED % b"file" + b"\r\nf"), typed, 400, "file", "invalid_type"),
+        (raw(MODEL, FILE, FILE), typed, 400, "file", "invalid_value"),
+        (raw(MODEL, FILE, NAMED % b"temperature" + b"\r\n2"), typed, 400, "temperature", "invalid_value"),
+        (raw(MODEL, FILE, NAMED % b"temperature" + b"\r\nnan"), typed, 400, "temperature", "invalid_value"),
+        (raw(MODEL, FILE, NAMED % b"temperature" + b"\r\nhot"), typed, 400, "temperature", "invalid_type"),
+        (raw(MODEL, FILE, NAMED % b"prompt" + b"\r\n\xff"), typed, 400, "prompt", "invalid_value"),
+        (raw(MODEL, FILE, NAMED % b"prompt" + b"\r\n" + b"a" * 1001), typed, 413, "prompt", "request_too_large"),
+        (raw(MODEL, *[NAMED % b"words[]" + b"\r\na"] * MAX_PARTS), typed, 413, None, "request_too_large"),
+        (raw(MODEL, FILE + b"a" * LARGEST), typed, 413, None, "request_too_large"),
+        (raw(NAMED % b"model" + b"\r\nother", FILE), typed, 404, "model", "model_not_found"),
+        (raw(MODEL, FILE, NAMED % b"unknown" + b"\r\na"), typed, 400, "unknown", "unknown_parameter"),
+    ]  # fmt: skip
+    async with heard(monkeypatch, strict=True) as proxy:
+        assert 200 == (await ask(proxy, raw(MODEL, FILE), **typed))[0]
+        for body, headers, status, param, code in cases:
+            for data in (body, _in_pieces(body)):
+                got, answer = await ask(proxy, data, **headers)
+                error = answer["error"]
+                assert (status, param, code) == (got, error["param"], error["code"]), (body[:300], answer)
+
+
+async def _in_pieces(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), 50_000):
+        yield body[start : start + 50_000]
+
+
+async def test_who_may_not_send_one_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the form is read before the key is; a client that stops sending is not waited for."""
+
+    async def endless() -> AsyncIterator[bytes]:
+        yield raw(MODEL, end=b"")
+        await asyncio.Event().wait()
+
+    typed = {"Content-Type": "multipart/form-data; boundary=x"}
+    async with heard(monkeypatch, patience=0.05) as proxy:
+        assert 401 == (await ask(proxy, endless(), Authorization="Bearer x", **typed))[0]
+        status, answer = await ask(proxy, endless(), **typed)
+        assert (408, "request_timeout") == (status, answer["error"]["code"])

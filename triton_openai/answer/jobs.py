@@ -1,0 +1,252 @@
+"""
+Runs jobs: brings one into the form that its model takes, sends its requests to Triton, and reads the answers.
+
+A cross-encoder scores a pair itself. For a model of embeddings a score is the cosine of the angle between the two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from operator import mul
+from typing import Any, Literal, TypeVar, cast
+
+from msgspec.structs import replace
+
+from triton_openai import offload
+from triton_openai.answer.fan_out import too_long
+from triton_openai.answer.limits import check_size, too_many_tokens
+from triton_openai.answer.prepare import check_ids, no_tokenizer
+from triton_openai.answer.run import Sender
+from triton_openai.errors import InvalidValue, UnsupportedParameter, UpstreamError
+from triton_openai.jobs import ClassificationResult, EmbeddingJob, Job, Result, ScoreJob, ScoreResult, TextJob
+from triton_openai.models.served import ServedModel
+from triton_openai.prompts.tokenizer import Tokenizer
+from triton_openai.prompts.truncation import Truncation, cut_encoded, cut_ids, cut_text
+from triton_openai.triton.status import no_answer
+from triton_openai.triton.tensors import InferRequest, InferResponse
+
+_R = TypeVar("_R", bound=Result)
+Activation = Literal["softmax", "sigmoid", "none"]
+
+# Requests of one job that are sent to Triton at the same time: enough to fill its batcher.
+_PARALLEL_REQUESTS = 16
+_LANGCHAIN = " (With LangChain's OpenAIEmbeddings, set check_embedding_ctx_length=False.)"
+
+
+async def run_job(
+    sender: Sender, model: ServedModel, job: Job[_R], *, cut: Truncation | None = None, timeout: float | None
+) -> _R:
+    """
+    Return the result of *job*, whose inputs are truncated as *cut* says, with its tokens where they can be counted.
+
+    A model that makes embeddings and does not score compares them. Raises :class:`ServiceError`, also when *timeout*
+    seconds were not enough.
+    """
+    if not isinstance(job, ScoreJob):
+        return await _run(sender, model, job, cut, timeout)
+    result: Any
+    if ScoreJob not in model.jobs:
+        result = await _compared(sender, model, job, timeout)
+    else:
+        result = await _run(sender, model, await _with_token_pairs(model, job, cut), None, timeout)
+        if job.activate and model.settings.score_activation == "sigmoid":
+            result = replace(result, scores=[sigmoid(score) for score in result.scores])
+    if not all(map(math.isfinite, result.scores)):
+        raise UpstreamError("The model sent a score that is not a number.")
+    return cast(_R, result)
+
+
+async def _run(sender: Sender, model: ServedModel, job: Job[_R], cut: Truncation | None, timeout: float | None) -> _R:
+    taken: Job[Any] = replace(job, **await _taken(model, job.inputs, cut)) if isinstance(job, TextJob) else job
+    adapter, (rows, size) = model.adapter, taken.extent
+    requests = await offload.run(lambda: adapter.encode(taken), cost=offload.TEXT * rows + offload.JSON * size)
+    answers = await _answers(sender, model, requests, timeout=timeout)
+    result: _R = await offload.run(lambda: adapter.decode(taken, answers), cost=offload.VECTOR * rows)
+    if result.prompt_tokens is None:
+        result = replace(result, prompt_tokens=await _count(model, taken))
+    return result
+
+
+async def _answers(
+    sender: Sender, model: ServedModel, requests: Sequence[InferRequest], *, timeout: float | None
+) -> Sequence[InferResponse]:
+    """Return the first answer to each of *requests*, in their order. Raises :class:`ServiceError`."""
+    slots = asyncio.Semaphore(_PARALLEL_REQUESTS)
+
+    async def answer(request: InferRequest) -> InferResponse:
+        async with slots:
+            responses = await sender.ask(request)
+        if not responses:
+            raise no_answer(model.name)
+        return responses[0]
+
+    tasks: list[asyncio.Task[InferResponse]] = []
+    try:
+        async with asyncio.timeout(timeout):
+            for request in requests:
+                tasks.append(asyncio.create_task(answer(request)))
+                # Thousands of them take long to send: not in one turn of the event loop.
+                await asyncio.sleep(0)
+            return await asyncio.gather(*tasks)
+    except TimeoutError as error:
+        raise too_long(timeout) from error
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _taken(
+    model: ServedModel, inputs: Sequence[str] | Sequence[Sequence[int]], cut: Truncation | None
+) -> dict[str, Any]:
+    """Return the fields of a job for *inputs* in the form that the model takes. Raises :class:`ServiceError`."""
+    encodes = model.adapter.capabilities.tokens
+    takes_ids = encodes or model.adapter.capabilities.token_inputs
+    decodes = not takes_ids and not isinstance(inputs[0], str)
+    hint = _LANGCHAIN if EmbeddingJob in model.jobs else ""
+    if cut is None and not decodes and not encodes:
+        await _check_sizes(model, inputs)
+        return {}
+    tokenizer = (await model.prompter()).tokenizer
+    if tokenizer is None and encodes:
+        raise no_tokenizer(model)
+    if tokenizer is None:
+        raise UnsupportedParameter(
+            f"The model '{model.name}' takes text, not token ids, and its tokenizer is not configured (--tokenizer)."
+            f"{hint}"
+            if decodes
+            else "'truncate_prompt_tokens' needs the model's tokenizer, which is not configured (--tokenizer).",
+            param="input" if decodes else "truncate_prompt_tokens",
+        )
+    longest = model.settings.max_model_len or tokenizer.model_max_length
+    cut = cut if cut is None else cut.within(longest).checked(longest)
+    if cut is None:
+        await _check_sizes(model, inputs)
+    taken: list[Any] = []
+    for item in inputs:
+        if isinstance(item, str):
+            if cut is None:
+                taken.append(await tokenizer.encode_async(item, True))
+            elif takes_ids:
+                taken.append(await cut_encoded(tokenizer, item, cut))
+            else:
+                taken.append(await cut_text(tokenizer, item, cut, special=True))
+        else:
+            value: Any = item if cut is None else cut_ids(item, cut)
+            if decodes or encodes:
+                check_ids(value, tokenizer, "input", hint)
+            if decodes:
+                # Without special tokens, which the backend adds.
+                value = await tokenizer.decode_async(value)
+                if not value:
+                    raise InvalidValue("'input' must not hold an empty item.", "input")
+            taken.append(value)
+        # Thousands of short inputs are as much work as a long one.
+        await asyncio.sleep(0)
+    await _check_sizes(model, taken)
+    return {"inputs": taken, "pad_id": tokenizer.special_id("pad_token")}
+
+
+async def _check_sizes(model: ServedModel, inputs: Sequence[str] | Sequence[Sequence[int]]) -> None:
+    """Raise :class:`ContextLengthExceeded` for token ids, and texts with any tokens, that exceed the context length."""
+    # The tokenizer's own limit does not count here: models that make embeddings often cut what is longer.
+    limit = model.settings.max_model_len
+    tokenizer = None if limit is None else (await model.prompter()).tokenizer
+    if limit is None or tokenizer is None:
+        return
+    for item in inputs:
+        if isinstance(item, str):
+            check_size(item, tokenizer, limit)
+        elif len(item) > limit:
+            raise too_many_tokens(limit, f"your input has {len(item)} tokens", tokens=len(item), param="input")
+
+
+async def _with_token_pairs(model: ServedModel, job: ScoreJob, cut: Truncation | None) -> ScoreJob:
+    """Return *job* with its pairs as token ids where the model takes those. Raises :class:`ServiceError`."""
+    if not model.adapter.capabilities.tokens:
+        return job
+    tokenizer = (await model.prompter()).tokenizer
+    if tokenizer is None:
+        raise no_tokenizer(model)
+    longest = model.settings.max_model_len
+    limit = None if cut is None else cut.within(longest or tokenizer.model_max_length).tokens
+    if limit is None and longest is not None:
+        for text in {text for pair in job.pairs for text in pair}:
+            check_size(text, tokenizer, longest)
+    encoded = await tokenizer.encode_pairs_async(job.pairs, limit)
+    most = max(len(pair.ids) for pair in encoded)
+    if longest is not None and most > longest:
+        raise too_many_tokens(longest, f"a query and its document have {most} tokens together")
+    return replace(job, encoded=encoded, pad_id=tokenizer.special_id("pad_token"))
+
+
+async def _count(model: ServedModel, job: Job[Any]) -> int | None:
+    """Return the tokens of the inputs of *job*, ``None`` where there is no tokenizer to count them."""
+    if isinstance(job, ScoreJob):
+        tokenizer = (await model.prompter()).tokenizer
+        pairs = job.encoded or (await tokenizer.encode_pairs_async(job.pairs) if tokenizer is not None else ())
+        return sum(len(pair.ids) for pair in pairs) if pairs else None
+    if not isinstance(job, TextJob):
+        return None
+    texts = [item for item in job.inputs if isinstance(item, str)]
+    ids = sum(len(item) for item in job.inputs if not isinstance(item, str))
+    tokenizer = (await model.prompter()).tokenizer if texts else None
+    if tokenizer is None:
+        return None if texts else ids
+    return ids + await tokenizer.count_async(texts, True, refusable=False)
+
+
+async def _compared(sender: Sender, model: ServedModel, job: ScoreJob, timeout: float | None) -> ScoreResult:
+    """Return the cosines of embeddings. No text is embedded twice, and an activation changes no angle."""
+    texts = list(dict.fromkeys(text for pair in job.pairs for text in pair))
+    result = await run_job(sender, model, EmbeddingJob(id=job.id, inputs=texts), timeout=timeout)
+    vectors = dict(zip(texts, result.vectors, strict=True))
+    size = len(job.pairs) * len(result.vectors[0]) // 4
+    scores = await offload.run(lambda: _cosines(vectors, job.pairs), cost=offload.PRODUCT * size)
+    return ScoreResult(scores=scores, prompt_tokens=result.prompt_tokens)
+
+
+def _cosines(vectors: Mapping[str, bytes], pairs: Sequence[tuple[str, str]]) -> list[float]:
+    units = {text: _unit(vector) for text, vector in vectors.items()}
+    return [sum(map(mul, units[query], units[document])) for query, document in pairs]
+
+
+def _unit(vector: bytes) -> Sequence[float]:
+    """Return *vector* at length one; one of length zero has no direction, and stays what it is."""
+    values = array("f", vector)
+    length = math.sqrt(sum(map(mul, values, values)))
+    return values if length == 0 else array("d", [value / length for value in values])
+
+
+def sigmoid(value: float) -> float:
+    """Return the logistic function of *value*, computed so that nothing overflows."""
+    return math.exp(min(value, 0.0)) / (1 + math.exp(-abs(value)))
+
+
+def activation_of(model: ServedModel, tokenizer: Tokenizer | None) -> Activation:
+    """Return how the numbers of *model*, a classifier, become probabilities."""
+    kind = model.settings.problem_type or (tokenizer.problem_type if tokenizer is not None else None)
+    if not model.adapter.capabilities.logits or kind == "regression":
+        return "none"
+    return "sigmoid" if kind == "multi_label_classification" else "softmax"
+
+
+def activated(values: Sequence[float], activation: Activation) -> Sequence[float]:
+    """Return the probabilities for logits; the softmax of one class is its sigmoid. Raises :class:`UpstreamError`."""
+    highest = max(values)
+    if activation == "sigmoid" or (activation == "softmax" and len(values) == 1):
+        values = [sigmoid(value) for value in values]
+    elif activation == "softmax":
+        powers = [math.exp(value - highest) for value in values]
+        total = sum(powers)
+        values = [power / total for power in powers]
+    if not all(map(math.isfinite, values)):
+        raise UpstreamError("The model sent a value that is not a number.")
+    return values
+
+
+def labels_of(result: ClassificationResult, tokenizer: Tokenizer | None) -> Mapping[int, str]:
+    """Return the labels of the classes of *result*: the backend's, or those of the tokenizer's folder."""
+    return result.labels or (tokenizer.labels if tokenizer is not None else {})

@@ -1,0 +1,134 @@
+"""
+Jobs: what an endpoint asks of a model, in terms of neither its API nor Triton.
+
+A job's type says what a model is for that takes it: tasks, probe, error messages and the list of endpoints follow. An
+adapter turns it into requests and their answers into its result. A :class:`~triton_openai.generation.Generation`, whose
+answer comes in parts, is one too; the jobs here have their result at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+
+import msgspec
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the results of jobs."""
+
+    #: Those of the inputs, ``None`` where neither the backend nor a tokenizer counts them.
+    prompt_tokens: int | None = None
+
+
+R = TypeVar("R", bound=Result)
+
+
+class Job(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
+    """Base of all jobs; *R* is the type of the result."""
+
+    #: What a model is for that takes such jobs, as ``inspect`` and ``GET /status`` show it.
+    tasks: ClassVar[tuple[str, ...]] = ()
+    #: What such a model does, and what another one does not, after "It" and "It does not".
+    does: ClassVar[tuple[str, str]]
+    #: The fields of the least that such a model can be asked, to see whether it answers.
+    least: ClassVar[Mapping[str, Any]]
+
+    #: Unique among all requests of this process: Triton logs it.
+    id: str
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """How many inputs there are, and about how many bytes in its requests. It decides where they are made."""
+        return 1, 0
+
+
+# Bytes of a token id in a request.
+_ID = 8
+
+
+class TextJob(Job[R], frozen=True, kw_only=True):
+    """Base of the jobs about texts, each by itself."""
+
+    least = {"inputs": ("Hi",)}
+
+    #: Texts, or token ids.
+    inputs: Sequence[str] | Sequence[Sequence[int]]
+    #: Without it, token ids of different lengths cannot share a request.
+    pad_id: int | None = None
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        return len(self.inputs), sum(len(item) if isinstance(item, str) else _ID * len(item) for item in self.inputs)
+
+
+class EmbeddingResult(Result, frozen=True, kw_only=True):
+    """Vectors."""
+
+    #: One for each input: little-endian float32.
+    vectors: Sequence[bytes]
+
+
+class EmbeddingJob(TextJob[EmbeddingResult], frozen=True, kw_only=True):
+    """Texts to embed; from vectors, scores are computed here."""
+
+    tasks = ("embed", "rerank")
+    does = ("makes embeddings", "make embeddings")
+
+    #: The length of the vectors, where the model itself can cut them.
+    dimensions: int | None = None
+
+
+class ClassificationResult(Result, frozen=True, kw_only=True):
+    """Classes."""
+
+    #: What the model gives for each class of each input.
+    values: Sequence[Sequence[float]]
+    #: Those of the classes that the backend has.
+    labels: Mapping[int, str] = {}
+
+
+class ClassificationJob(TextJob[ClassificationResult], frozen=True, kw_only=True):
+    """Texts to classify."""
+
+    tasks = ("classify",)
+    does = ("classifies texts", "classify texts")
+
+
+class TokenPair(msgspec.Struct, frozen=True):
+    """A query and a document as one sequence of a cross-encoder."""
+
+    ids: Sequence[int]
+    #: For each id, which of the two texts it is of.
+    segments: Sequence[int]
+
+
+class ScoreResult(Result, frozen=True, kw_only=True):
+    """Scores."""
+
+    #: One for each pair, in their order.
+    scores: Sequence[float]
+
+
+class ScoreJob(Job[ScoreResult], frozen=True, kw_only=True):
+    """Pairs of a query and a document to score."""
+
+    tasks = ("rerank",)
+    does = ("ranks texts", "rank texts")
+    least = {"pairs": (("Hi", "Hi"),)}
+
+    pairs: Sequence[tuple[str, str]]
+    #: Whether logits become probabilities where the operator says that they are logits.
+    activate: bool = True
+    #: The same pairs as token ids, for models that take those.
+    encoded: Sequence[TokenPair] = ()
+    #: Without it, sequences of different lengths cannot share a request.
+    pad_id: int | None = None
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        return len(self.pairs), _ID * sum(len(pair.ids) for pair in self.encoded)
+
+
+#: A type of jobs: what an endpoint names, and an adapter lists.
+JobType: TypeAlias = type[Job[Any]]
