@@ -16,8 +16,8 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 #: By room: the lines that it began with, and what has changed them since. A feature stands with the name that the
 #: changelog gives it. "Above its budget" is what is still to be cut.
 BUDGETS: Mapping[str, Mapping[str, int]] = {
-    "api": {"today": 6168},
-    "answer": {"today": 811},
+    "api": {"today": 6168, "the middle prepares generations": -347},
+    "answer": {"today": 811, "the middle prepares generations": 387},
     "adapters": {"today": 1974},
     "storage": {"today": 908},
     "triton": {
