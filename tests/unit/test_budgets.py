@@ -16,8 +16,8 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 #: By room: the lines that it began with, and what has changed them since. A feature stands with the name that the
 #: changelog gives it. "Above its budget" is what is still to be cut.
 BUDGETS: Mapping[str, Mapping[str, int]] = {
-    "api": {"today": 5918},
-    "answer": {"today": 1081},
+    "api": {"today": 6000},
+    "answer": {"begin": 1350},
     "adapters": {"today": 1974},
     "storage": {"today": 900},
     "triton": {
