@@ -12,13 +12,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 
-from triton_openai.adapters import trtllm, trtllm_ensemble, trtllm_llmapi, vllm
 from triton_openai.adapters._common.base import Parameter, Rule
+from triton_openai.adapters._common.registry import BUILT_IN
 from triton_openai.api import chat, completions
 from triton_openai.api.bodies import IGNORED_HEADER
 from triton_openai.api.parameters import SamplingRequest, ignorable, neutral_values
@@ -36,13 +37,6 @@ from triton_openai.telemetry.vllm_names import LOOKED_UP_RENAMED, RENAMED, RENAM
 ROOT = Path(__file__).resolve().parents[1]
 VALUES_SCHEMA = ROOT / "deploy" / "helm" / "triton-openai" / "values.schema.json"
 
-#: The adapters that generate text, by the table that they share.
-TABLES: Mapping[str, Sequence[Parameter]] = {
-    "`trtllm-ensemble`, `trtllm-bls`": trtllm_ensemble.PARAMETERS,
-    "`trtllm`": trtllm.PARAMETERS,
-    "`trtllm-llmapi`": trtllm_llmapi.PARAMETERS,
-    "`vllm`": vllm.PARAMETERS,
-}
 #: Values that their types do not say in words.
 _SHAPES = {
     "stop": "a string, or up to 4",
@@ -68,11 +62,23 @@ _DONE_HERE = {
 }  # fmt: skip
 
 
+def _tables() -> Mapping[str, Sequence[Parameter]]:
+    """Return the tables of parameters, each `PARAMETERS` of a module, by the names of the adapters that share one."""
+    shared: dict[Sequence[Parameter], list[str]] = {}
+    for name, path in BUILT_IN.items():
+        module, _, kind = path.partition(":")
+        for base in getattr(import_module(module), kind).__mro__:
+            if table := getattr(import_module(base.__module__), "PARAMETERS", None):
+                shared.setdefault(table, []).append(f"`{name}`")
+                break
+    return {", ".join(names): table for table, names in shared.items()}
+
+
 def parameters() -> str:
     """Return the table of the parameters that have an effect, and what becomes of the others."""
     # As `bind` has it.
     default = {"stop": Parameter("stop", otherwise=Rule.SERVICE)}
-    by_name = {title: default | {row.name: row for row in table} for title, table in TABLES.items()}
+    by_name = {title: default | {row.name: row for row in table} for title, table in _tables().items()}
     rows = [
         [
             _parameter_name(name),

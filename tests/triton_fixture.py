@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import pytest
 from _pytest.runner import runtestprotocol
 
-from tests.standins.repository import build_repository
+from tests.standins.repository import BY_THEMSELVES, FURTHER, build_repository
 from triton_openai.demo.configs import Contract, render
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import BUILDERS, DemoRepository
@@ -221,16 +221,7 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
     """A real Triton that serves every stand-in and an example; shared by the whole run, so leave it as you found it."""
     folder = tmp_path_factory.mktemp("triton")
     record = folder / "record.jsonl"
-    models = [
-        *BUILDERS,
-        "tensorrt_llm_bls_multimodal",
-        "tensorrt_llm_bls_legacy",
-        "text_rerank_pairs",
-        "text_rerank_ids",
-        "text_classification",
-        "text_classification_ids",
-        "text_model",
-    ]
+    models = [*BUILDERS, *(name for name in FURTHER if name not in BY_THEMSELVES)]
     repository = build_repository(folder / "repository", models=models, record=record)
     shutil.copytree(EXAMPLES / "text-model" / "repository", repository.path, dirs_exist_ok=True)
     # Once, and not in each of the models' processes.

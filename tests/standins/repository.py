@@ -112,3 +112,5 @@ FURTHER: Mapping[str, Builder] = {
     "text_classification_ids": (partial(_classifier, contract=_CLASSES_OF_IDS), ()),
     "text_model": (_text_model, ()),
 }
+#: Other releases of what the fixture `triton` serves: tests serve them where they need them.
+BY_THEMSELVES = {"tensorrt_llm_llmapi_r1_0", "tensorrt_llm_llmapi_multimodal", "vllm_model_r24_12"}

@@ -17,7 +17,7 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 #: changelog gives it. "Above its budget" is what is still to be cut.
 BUDGETS: Mapping[str, Mapping[str, int]] = {
     "api": {"today": 6000},
-    "answer": {"begin": 1350},
+    "answer": {"begin": 1350, "jobs run here, and not in the API": 37},
     "adapters": {"today": 1974},
     "storage": {"today": 900},
     "triton": {

@@ -240,9 +240,8 @@ def _sampling(model: ServedModel, defaults: DefaultParameters, source: str | Non
 def _logprobs(adapter: Adapter) -> str:
     if "logprobs" not in adapter.honoured:
         return "none"
-    text = "of the chosen tokens"
-    if adapter.capabilities.top_logprobs:
-        text += f", with up to {adapter.capabilities.top_logprobs} alternatives"
+    most = adapter.capabilities.top_logprobs
+    text = f"of the chosen tokens{f', with up to {most} alternatives' if most else ''}"
     return f"{text}, and of the prompt's" if adapter.capabilities.prompt_logprobs else text
 
 

@@ -20,10 +20,8 @@ from triton_openai.serving.request_body import MIN_BODY_RATE, ask_for_body, chec
 _T = TypeVar("_T")
 #: Parts of a form, files and repeated fields included.
 MAX_PARTS = 256
-# Lines and bytes of a part's head: its name, that of its file, and a media type.
-_HEAD_LINES, _HEAD_LINE = 16, 4096
-# Bytes that are read at once.
-_PIECE = 64 * 1024
+# Lines and bytes of a part's head: its name, that of its file, and a media type. Bytes that are read at once.
+_HEAD_LINES, _HEAD_LINE, _PIECE = 16, 4096, 65_536
 
 
 class Form:
@@ -103,8 +101,8 @@ class Part:
         async for piece in self.pieces():
             content += piece
             if len(content) > most:
-                message = f"The field '{self.name[:100]}' is larger than the limit of {most} bytes."
-                raise PayloadTooLarge(message, param=self.name[:100])
+                name = self.name[:100]
+                raise PayloadTooLarge(f"The field '{name}' is larger than the limit of {most} bytes.", param=name)
         return bytes(content)
 
 

@@ -35,25 +35,6 @@ MAXIMAL = Sampling(
 GREEDY = Sampling(max_tokens=1, temperature=0)
 MINIMAL = Sampling(max_tokens=1)
 
-# model -> the adapter that claims it, or the role it has for others, or nothing
-CLAIMS = {
-    "inflight_batcher_llm/ensemble": "trtllm-ensemble",
-    "inflight_batcher_llm/tensorrt_llm_bls": "trtllm-bls",
-    "inflight_batcher_llm/preprocessing": "preprocessing of a TensorRT-LLM model",
-    "inflight_batcher_llm/postprocessing": "postprocessing of a TensorRT-LLM model",
-    "inflight_batcher_llm/tensorrt_llm": "trtllm",
-    "gpt/ensemble": "trtllm-ensemble",
-    "gpt/preprocessing": "preprocessing of a TensorRT-LLM model",
-    "gpt/postprocessing": "postprocessing of a TensorRT-LLM model",
-    "gpt/tensorrt_llm": "trtllm",
-    "multimodal/ensemble": "trtllm-ensemble",
-    "multimodal/multimodal_encoders": "encoders of a multimodal TensorRT-LLM model",
-    "disaggregated_serving/disaggregated_serving_bls": "trtllm",
-    "whisper/whisper_bls": None,
-    "llmapi/tensorrt_llm": "trtllm-llmapi",
-    "vllm": "vllm",
-}
-
 
 def spec_of(text: str) -> TensorSpec:
     """Return a tensor from its one-line form."""
@@ -148,18 +129,13 @@ def generation(sampling: Sampling, adapter: Adapter | None = None) -> Generation
     )
 
 
-def test_there_are_as_many_as_the_reference_has():
-    """No profile was lost on the way."""
-    assert 79 == len(profiles())
-
-
 @every_case("name", profiles())
 def test_who_claims_it(name):
     """Every model is claimed by the adapter made for it, is somebody's helper, or is not served and says why."""
     config = profiles()[name]
     claim = registry().claim(config)
 
-    expected = CLAIMS[name.partition("@")[0]]
+    expected = json.loads(_FILE.read_text(encoding="utf-8"))[name]["claimed_by"]
     role = helper_role(config, {name: config})
     assert expected == (role or (claim.adapter.name if claim is not None else None))
     assert role is None or claim is None, "a helper is offered"
