@@ -271,7 +271,7 @@ def test_an_unknown_model(counted: OpenAI, tries: list[str]) -> None:
 def test_an_unknown_endpoint(counted: OpenAI, tries: list[str]) -> None:
     """What is not served is a 404 with a code that says so."""
     with pytest.raises(openai.NotFoundError) as caught:
-        counted.moderations.create(input="hello")
+        counted.images.generate(prompt="hello")
 
     assert ("not_found", 1) == (caught.value.code, len(tries))
 
