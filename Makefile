@@ -127,6 +127,10 @@ soak: $(VENV)/.demo ## ten minutes of mixed traffic with faults (ARGS="--seconds
 hostile: $(VENV)/.develop ## 100,000 hostile requests over every endpoint (ARGS="--requests 5000 --seed 1")
 	$(BIN)/python -m tests.faults.hostile $(ARGS)
 
+.PHONY: turns
+turns: $(VENV)/.develop ## measure how long large and hostile requests hold the event loop
+	$(BIN)/python -m tests.faults.event_loop
+
 # Where vLLM and Triton are installed for it, and where the vLLM backend's source comes from (a URL or a folder).
 ENGINE ?= tests/engine/environment
 VLLM_BACKEND ?= https://github.com/triton-inference-server/vllm_backend
