@@ -448,7 +448,7 @@ async def measured(
 
 
 def main() -> int:
-    """Measure all cases; the exit status is 1 if one of them holds the event loop or is answered as it should not be."""
+    """Measure all cases; the exit status is 1 if one holds the event loop or is answered as it should not be."""
     failed = 0
 
     async def show(triton: TestTriton, stopwatch: Stopwatch, folder: Path) -> None:
