@@ -172,7 +172,7 @@ async def serving(
     machine long enough to look overloaded.
     """
     app = create_app(settings, client=client)
-    app[LOOP_LAG] = LoopLag(lambda seconds: None)
+    app[LOOP_LAG] = LoopLag(app[LOOP_LAG]._report)
     async with TestClient(TestServer(app)) as test_client:
         proxy = Proxy(test_client, app[SERVICE].models, transport)
         _RUNNING.add(proxy)
