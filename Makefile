@@ -7,9 +7,9 @@ SHELL := /bin/bash
 
 PORT ?= 9000
 ARGS ?=
-# Some tests wait, so there are more processes than cores, but no more than four: each has a Triton of its own.
-# PARALLEL= runs the tests one after the other.
-PROCESSES := $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) + 2 )); echo $$(( n < 4 ? n : 4 )))
+# Some tests wait for other processes, so there is one more than cores, but no more than four: each has a Triton of its
+# own. PARALLEL= runs the tests one after the other.
+PROCESSES := $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) + 1 )); echo $$(( n < 4 ? n : 4 )))
 PARALLEL ?= --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin
