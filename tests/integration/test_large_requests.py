@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.faults.event_loop import LOGPROBS, USUAL, Cases, exposed
+from tests.faults.event_loop import USUAL, exposed
 from tests.triton_fixture import TestTriton
 
 
-@pytest.mark.parametrize("cases, transport", [(USUAL, "http"), (LOGPROBS, "both")], ids=["usual", "logprobs"])
-async def test_large_requests_are_answered(triton: TestTriton, cases: Cases, transport: str) -> None:
-    """None is refused; how long they hold the event loop is measured by ``make turns``."""
-    async with exposed(triton, transport) as proxy:
-        for name, made in cases.items():
+async def test_large_requests_are_not_refused(triton: TestTriton) -> None:
+    """The limits leave room for what people send; ``make turns`` measures how long it holds the event loop."""
+    async with exposed(triton) as proxy:
+        for name, made in USUAL.items():
             path, body = made()
             answer = await proxy.post(path, body)
             # The stand-ins have short contexts.
