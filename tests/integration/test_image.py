@@ -225,7 +225,7 @@ def test_what_is_installed(image: Image) -> None:
     assert (image.prefix / "healthcheck.py").is_file()
 
 
-def test_it_runs(image: Image, triton: TestTriton) -> None:
+def test_the_image_runs(image: Image, triton: TestTriton) -> None:
     """With nothing but variables it serves, is found healthy, and ends on SIGTERM with status 0."""
     (line,) = of_stage("sidecar", "HEALTHCHECK")
     command = [part.replace(PREFIX, str(image.prefix)) for part in json.loads(line.partition(" CMD ")[2])]
