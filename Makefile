@@ -7,9 +7,9 @@ SHELL := /bin/bash
 
 PORT ?= 9000
 ARGS ?=
-# Some tests wait, so there are more processes than cores, but no more than four: each has a Triton of its own.
-# PARALLEL= runs the tests one after the other.
-PROCESSES := $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) + 2 )); echo $$(( n < 4 ? n : 4 )))
+# Some tests wait for other processes, so there is one more than cores, but no more than four: each has a Triton of its
+# own. PARALLEL= runs the tests one after the other.
+PROCESSES := $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) + 1 )); echo $$(( n < 4 ? n : 4 )))
 PARALLEL ?= --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin
@@ -126,6 +126,10 @@ soak: $(VENV)/.demo ## ten minutes of mixed traffic with faults (ARGS="--seconds
 .PHONY: hostile
 hostile: $(VENV)/.develop ## 100,000 hostile requests over every endpoint (ARGS="--requests 5000 --seed 1")
 	$(BIN)/python -m tests.faults.hostile $(ARGS)
+
+.PHONY: turns
+turns: $(VENV)/.develop ## measure how long large and hostile requests hold the event loop
+	$(BIN)/python -m tests.faults.event_loop
 
 # Where vLLM and Triton are installed for it, and where the vLLM backend's source comes from (a URL or a folder).
 ENGINE ?= tests/engine/environment

@@ -24,6 +24,7 @@ from triton_openai.api.service import SERVICE
 from triton_openai.app import create_app
 from triton_openai.config.tree import ModelSettings, Settings, TritonSettings
 from triton_openai.models.lookup import Models
+from triton_openai.telemetry.process import LOOP_LAG, LoopLag
 from triton_openai.triton.client import TritonClient
 
 TRANSPORTS = ("http", "grpc")
@@ -164,8 +165,14 @@ def proxy_settings(triton: TestTriton, transport: str, **overrides: Any) -> Sett
 async def serving(
     settings: Settings, *, transport: str = "", client: TritonClient | None = None
 ) -> AsyncIterator[Proxy]:
-    """Run the service with *settings* on a free port; *client* replaces its connection to Triton."""
+    """
+    Run the service with *settings* on a free port; *client* replaces its connection to Triton.
+
+    It is never too late to take a request: the session's event loop stands still between two tests, and on a busy
+    machine long enough to look overloaded.
+    """
     app = create_app(settings, client=client)
+    app[LOOP_LAG] = LoopLag(app[LOOP_LAG]._report)
     async with TestClient(TestServer(app)) as test_client:
         proxy = Proxy(test_client, app[SERVICE].models, transport)
         _RUNNING.add(proxy)

@@ -216,10 +216,9 @@ def _loaded_once(source: str) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
-    """A real Triton that serves every stand-in and an example; shared by the whole run, so leave it as you found it."""
-    folder = tmp_path_factory.mktemp("triton")
+@contextlib.contextmanager
+def running_triton(folder: Path) -> Iterator[TestTriton]:
+    """Run a real Triton that serves every stand-in and an example, with its files in *folder*."""
     record = folder / "record.jsonl"
     models = [*BUILDERS, *(name for name in FURTHER if name not in BY_THEMSELVES)]
     repository = build_repository(folder / "repository", models=models, record=record)
@@ -229,3 +228,10 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
     server = embedded(repository)
     with shared(server), _loaded_once(str(repository.tokenizer)):
         yield TestTriton(server, repository, Record(record))
+
+
+@pytest.fixture(scope="session")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
+    """A real Triton that serves every stand-in and an example; shared by the whole run, so leave it as you found it."""
+    with running_triton(tmp_path_factory.mktemp("triton")) as running:
+        yield running

@@ -49,7 +49,7 @@ def client_of(service: Service, **fields: Any) -> AzureOpenAI:
 
 @pytest.mark.parametrize("model", ["vllm_model", "acme/chat-7b"])
 def test_chats_and_completions(azure: Service, model: str) -> None:
-    """Whole and streamed, with the deployment of the request, or of the client."""
+    """Chats and completions are answered, whole and streamed, with the deployment of the request or of the client."""
     prompt = steered(text="one two three")
     with client_of(azure) as client, client_of(azure, azure_deployment=quote(model, safe="")) as deployed:
         for asked, named in ((client, model), (deployed, "another name")):
@@ -109,7 +109,7 @@ def test_keys(azure: Service) -> None:
 
 
 def test_a_deployment_that_does_not_exist(azure: Service) -> None:
-    """It is a model that does not exist, and an operation that is not served is no endpoint."""
+    """A deployment that does not exist is a model that does not, and an operation that is not served is no endpoint."""
     with client_of(azure) as client:
         with pytest.raises(openai.NotFoundError) as model:
             client.chat.completions.create(model="nothing", messages=MESSAGES)

@@ -93,7 +93,7 @@ def test_a_schema(client: OpenAI) -> None:
 
 
 def test_log_probabilities(client: OpenAI) -> None:
-    """They are in the text's part when they are asked for."""
+    """Log probabilities are in the text's part when a client asks for them."""
     answer = client.responses.create(
         model="vllm_model", input=steered(text="one two"), include=["message.output_text.logprobs"], top_logprobs=2
     )
@@ -239,7 +239,7 @@ def test_background(client: OpenAI) -> None:
 
 
 def test_wrong_requests_in_the_background(client: OpenAI) -> None:
-    """They are refused at once, as in the foreground, and leave no response behind."""
+    """Wrong requests in the background are refused at once, as in the foreground, and leave no response behind."""
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"input": "word " * 3000}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0]"),
@@ -330,7 +330,7 @@ def test_the_catalogue_of_codex(tooled: Service) -> None:
 
 
 def test_what_codex_sends(tooled: Service) -> None:
-    """Its request is answered by the two events that it reads, with tools as it knows them."""
+    """Codex's request is answered by the two events that it reads, with tools as it knows them."""
     request = json.loads((Path(__file__).parents[1] / "fixtures" / "codex.json").read_text())
     calls = (
         ("apply_patch", {"input": "*** End"}, {"type": "custom_tool_call", "name": "apply_patch", "input": "*** End"}),

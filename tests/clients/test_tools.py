@@ -69,7 +69,7 @@ def test_a_streamed_call(client: OpenAI, model: str) -> None:
 
 
 def test_custom_tools(client: OpenAI) -> None:
-    """Their calls are text, whole and streamed, and go back to the model with what they gave."""
+    """Calls of custom tools are text, whole and streamed, and go back to the model with what they gave."""
     code = 'print("é")\nprint(2)'
     arguments = json.dumps({"input": code})
     written = f'Running.<tool_call>{{"name": "run", "arguments": {arguments}}}</tool_call>'
@@ -179,7 +179,7 @@ def test_a_tool_answered(chat: ChatOpenAI) -> None:
 
 
 def test_log_probabilities_and_several_answers(chat: ChatOpenAI) -> None:
-    """They stand where LangChain has them."""
+    """Log probabilities, and several answers, stand where LangChain has them."""
     answer = chat.bind(logprobs=True, top_logprobs=1).invoke(steered(text="one two"))
     several = ChatOpenAI(model=chat.model_name, base_url=chat.openai_api_base, api_key=SecretStr("none"), n=3).generate(
         [[HumanMessage(steered(text="one two"))]]

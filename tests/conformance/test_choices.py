@@ -323,7 +323,7 @@ async def test_what_ended_the_answer(proxy, model, endpoint, stream):
 
 @pytest.mark.parametrize("endpoint", PATHS)
 async def test_the_fingerprint(proxy, endpoint):
-    """It stands in the last chunk of a stream, and is another for another model."""
+    """The fingerprint stands in the last chunk of a stream, and is another for another model."""
     found = {}
     for model in ("vllm_model", "tensorrt_llm"):
         whole = await ask(proxy, endpoint, model, steered(text="one"), max_tokens=9)
@@ -405,7 +405,7 @@ async def test_usage_in_every_chunk(proxy, model):
 @pytest.mark.parametrize("endpoint", PATHS)
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm", "vllm_model"])
 async def test_a_chunk_counts_the_tokens_of_its_text(proxy, triton, model, endpoint):
-    """Not those that have come with them, nor those of text that is still held back as the start of a stop string."""
+    """A chunk counts the tokens of its text, and not those of text that is still held back for a stop string."""
     tokenizer = Tokenizer.load(str(triton.tokenizer))
     answer = await ask(
         proxy,

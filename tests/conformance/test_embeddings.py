@@ -162,7 +162,9 @@ async def test_token_ids_where_the_model_takes_them(proxy, tokenizer, many):
 
 
 async def test_token_ids_where_the_model_takes_text(proxy, tokenizer):
-    """They become text, without the special tokens that the model adds itself, and are counted with them."""
+    """
+    Token ids become text for a model of text, without the special tokens that it adds itself, and count with them.
+    """
     first, second = tokenizer.encode("one two").ids, tokenizer.encode("é😀", add_special_tokens=False).ids
     answer = await proxy.post(PATH, {"model": "text_embedding", "input": [first, second]})
 
@@ -204,7 +206,7 @@ async def cutting(request, triton):
 
 
 async def test_inputs_are_cut(cutting, tokenizer):
-    """At their end unless told otherwise; special tokens count, and stay unless the side is given."""
+    """Inputs are cut at their end unless told otherwise; special tokens count, and stay unless the side is given."""
     proxy = cutting
     ids = tokenizer.encode("one two three four").ids
     for model, fields, expected in (
@@ -271,7 +273,7 @@ async def test_a_model_without_embeddings(proxy):
 
 
 async def test_a_generating_vllm_model_says_so(proxy):
-    """Its tensors are those of any vLLM model, so it is the backend that refuses to embed."""
+    """A generating vLLM model has the tensors of any, so it is the backend that refuses to embed."""
     answer = await proxy.post(PATH, {"model": "vllm_model", "input": "one"})
 
     assert 400 == answer.status

@@ -183,7 +183,7 @@ async def test_a_model_that_does_not_generate(proxy, endpoint):
 
 
 async def test_an_embedding_only_vllm_model_says_so(proxy):
-    """Its tensors are those of any vLLM model, so it is the backend that refuses to generate."""
+    """A vLLM model that only embeds has the tensors of any, so it is the backend that refuses to generate."""
     answer = await ask(proxy, "completions", "vllm_embedding", "Hi")
 
     assert 400 == answer.status

@@ -56,7 +56,10 @@ LEFT_OUT: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_is_ignored_is_named(proxy, stream):
-    """By the names of parameters and the types of tools and items; not what has no influence on an answer anyway."""
+    """
+    Ignored fields are named by parameter and by the types of tools and items, unless an answer never depends on
+    them.
+    """
     for path, fields, expected in LEFT_OUT:
         streamed = {"stream": True} if stream and path != "embeddings" else {}
         answer = await ask(proxy, path, **fields, **streamed)
@@ -121,7 +124,7 @@ async def test_files_of_text(proxy):
 
 @pytest.mark.parametrize("data", ["data:application/pdf;base64,JVBERi0=", "data:text/plain;base64,/w=="])
 async def test_files_of_another_kind(proxy, data):
-    """They are refused, with the place and the file's name."""
+    """Files of another kind are refused, with the place and the file's name."""
     for path, fields in parts(data):
         answer = await proxy.post(f"/v1/{path}", {"model": "vllm_model", **fields})
         place = "messages[0].content[0].file" if path.startswith("chat") else "input[0].content[0]"

@@ -72,7 +72,7 @@ def known(tokenizer: Tokenizer, text: str) -> list[Any]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("model", TOLD)
 async def test_each_token_has_its_own(proxy, tokenizer, model, stream):
-    """In a chat: the text of each token, its bytes, and the number that the backend told for it."""
+    """Each token of a chat has its text, its bytes, and the number that the backend told for it."""
     answer = await ask(proxy, "chat", model, steered(text="one two three"), logprobs=True, max_tokens=9, stream=stream)
 
     entries = [entry for entry in entries_of(answer) if entry["token"] != END]
@@ -238,7 +238,7 @@ async def scores_of(triton, model, answer, count):
 
 @pytest.mark.parametrize("model", TEXT)
 async def test_best_of_is_ranked_by_what_the_backend_sums(proxy, triton, model):
-    """Also where tokens are not told apart: the sum needs no tokens."""
+    """``best_of`` is ranked by what the backend sums, also where tokens are not told apart."""
     answer = await ask(proxy, "completions", model, steered(text="one two"), best_of=3, max_tokens=9)
 
     assert 200 == answer.status, answer.body
@@ -306,7 +306,7 @@ async def test_biases_that_cannot_be_sent(proxy, model):
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_token_ids_of_vllm(proxy, triton, tokenizer, endpoint, stream):
-    """They are told with the log probabilities, which the client did not ask for and does not get."""
+    """Token ids of vLLM are told with the log probabilities, which the client did not ask for and does not get."""
     prompt = steered(text="one two")
     answer = await ask(
         proxy, endpoint, "vllm_model", prompt, return_token_ids=True, max_tokens=9, stream=stream, echo=None

@@ -110,7 +110,7 @@ async def test_first_uses_at_once(triton, served, model, transport, direct):
 
 @every_way
 async def test_a_loss_that_many_notice_at_once(triton, served, model, transport, direct):
-    """It is mended for all of them, and not by sending the weights for each."""
+    """A loss that many notice at once is mended for all of them, and not by sending the weights for each."""
     async with served(model, transport, direct) as proxy:
         await ask(proxy, "french", steered("Hello", forget_loras=True))
         answers = await asyncio.gather(*(ask(proxy, "french", stream=place % 2 == 0) for place in range(8)))
@@ -123,7 +123,10 @@ async def test_a_loss_that_many_notice_at_once(triton, served, model, transport,
 
 @every_way
 async def test_several_answers_of_one_request(triton, served, model, transport, direct):
-    """They are requests of their own to Triton, and share the weights like those of several clients."""
+    """
+    Several answers of one request are requests of their own to Triton, and share the weights like those of several
+    clients.
+    """
     async with served(model, transport, direct) as proxy:
         answer = await ask(proxy, "french", n=4)
         ids = [f"{id_of(answer)}-{number}" for number in range(4)]
@@ -135,7 +138,7 @@ async def test_several_answers_of_one_request(triton, served, model, transport, 
 
 @pytest.mark.parametrize("model, transport", [("ensemble", "grpc"), ("ensemble_nonstreaming", "http")])
 async def test_weights_of_megabytes(triton, served, tmp_path, model, transport):
-    """They take another way to the connection, and arrive all the same."""
+    """Weights of megabytes take another way to the connection, and arrive all the same."""
     write_lora(tmp_path / "large", rows=64, width=2**15)
     entry = LoraSettings(name="large", path="large")
     async with served(model, transport, names=(), entries=(entry,)) as proxy:
@@ -228,7 +231,7 @@ async def test_what_only_http_cannot_carry_is_not_served(served):
 
 
 async def test_inspect_names_the_adapters(served):
-    """Once each, beside the name that clients use."""
+    """``inspect`` names each adapter once, beside the name that clients use."""
     async with served("ensemble", "both", lora_separator=":") as proxy:
         (report,) = [each for each in await report_of(proxy.models) if each.name == "ensemble"]
 

@@ -123,7 +123,7 @@ async def test_bad_requests(triton: TestTriton, proxy: Proxy) -> None:
     ],
 )
 async def test_wrong_settings(tmp_path: Path, rules: str, message: str) -> None:
-    """They end the start."""
+    """Wrong settings end the start."""
     file = tmp_path / "settings.yaml"
     file.write_text(f"models: {{m: {{moderation: {rules}}}}}")
     with pytest.raises(ConfigurationError, match=message):

@@ -211,7 +211,10 @@ async def check_fields(
 
 @every_case("name", [name for name, case in CASES.items() if not case.harmless])
 async def test_a_parameter(service: Service, triton: TestTriton, tokenizer: Tokenizer, name: str) -> None:
-    """On each model it is sent, done here, ignored or refused, as the table of its adapter says, and nothing else."""
+    """
+    Each model sends a parameter, applies, ignores or refuses it, as the table of its adapter says, and nothing
+    else.
+    """
     await check_models(service, triton, tokenizer, name)
 
 

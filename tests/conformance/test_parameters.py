@@ -245,7 +245,9 @@ async def test_defaults_of_the_settings(triton, model):
 
 @pytest.mark.parametrize("room", [None, 60, 2000])
 async def test_what_the_models_authors_recommend(triton, tmp_path, room):
-    """It fills in what the client leaves out, as far as the model can honour it, and as far as there is room."""
+    """
+    The values of a model's authors fill in what the client leaves out, as far as the model takes them and has room.
+    """
     recommended = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.5, "min_p": 0.25, "max_new_tokens": 90}
     (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
     settings = changed(

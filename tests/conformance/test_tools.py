@@ -338,7 +338,9 @@ FORCED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("mode", FORCED)
 async def test_a_forced_answer_cut_at_every_token(tooled, mode):
-    """In all APIs, streamed or not: no text, calls that begin those of the whole, and word of the cut."""
+    """
+    A forced answer that is cut, in all APIs, has no text, calls that begin those of the whole, and word of the cut.
+    """
     if tooled.transport != "http":
         pytest.skip("what is cut is read alike")
     choice, text = FORCED[mode]

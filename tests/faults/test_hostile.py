@@ -13,11 +13,11 @@ from tests.triton_fixture import TestTriton
 
 def test_hostile_requests(triton: TestTriton, tmp_path: Path) -> None:
     """No request is an error of the service, holds its loop, makes it large, or leaves anything behind."""
-    figures, complaints = attack(tmp_path, triton.server, triton.tokenizer, range(1000), seed=7, clients=4)
+    figures, complaints = attack(tmp_path, triton.server, triton.tokenizer, range(500), seed=7, clients=4)
 
     assert figures.passed, render(figures, 7)
     assert [] == complaints
-    assert figures.statuses["200"] > 100
+    assert figures.statuses["200"] > 50
 
 
 def test_an_endpoint_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,10 @@ import sys
 
 
 def test_a_short_soak() -> None:
-    """It gets through a fault of each kind, tells what became of the requests, and finds nothing left behind."""
+    """
+    A short soak gets through a fault of each kind, tells what became of the requests, and finds nothing left
+    behind.
+    """
     command = [sys.executable, "-m", "tests.faults.soak", "--seconds", "8", "--clients", "8"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 

@@ -111,7 +111,8 @@ def test_restarted(own: Own, both: dict[str, Watched], tmp_path: Path) -> None:
 
 def test_frozen_in_a_stream(own: Own, both: dict[str, Watched]) -> None:
     """A stream that falls silent is ended with an error event after the idle timeout; until then there are comments."""
-    silence = {"x-idle-timeout": IMPATIENT["x-idle-timeout"]}
+    # On a busy machine, two seconds may pass before it is frozen.
+    silence = {"x-idle-timeout": "5"}
     with contextlib.ExitStack() as opened:
         streams = []
         for service, model in itertools.product(both.values(), ENGINES):

@@ -69,7 +69,10 @@ class Reading:
 
 
 def test_a_worker_killed_under_load(own: Own, transport: str, tmp_path: Path) -> None:
-    """Its streams are cut, and stopped where Triton does that; others go on, and nothing that it counted is left."""
+    """
+    The streams of a worker that is killed are cut, and stopped where Triton does that; others go on, and counts are
+    right.
+    """
     keys = tmp_path / "keys.yaml"
     keys.write_text(json.dumps({"keys": [{"name": "faults", "key": _KEY, "concurrent_requests": _STREAMS}]}))
     arguments = ["--workers", str(_WORKERS), "--api-keys-file", str(keys), "--triton-url", own.url(transport)]

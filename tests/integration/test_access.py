@@ -203,7 +203,10 @@ async def test_no_way_around_a_restriction(closed: set[Any]) -> None:
 
 @pytest.mark.parametrize("group", GROUPS)
 async def test_a_restricted_group(group: Any) -> None:
-    """It is closed on every alias of a path, to all that is not its header, and the other groups are open."""
+    """
+    A restricted group is closed on every alias of a path, to all that is not its header, and the other groups are
+    open.
+    """
     restricted = RestrictedApi(apis=(group,), header="admin-key", value="secret")
     async with service(AccessSettings(openai_restricted_api=(restricted,))) as proxy:
         closed = {group, "embedding"} if group == "inference" else {group}
@@ -220,7 +223,7 @@ async def test_a_restricted_group(group: Any) -> None:
 
 
 async def test_embeddings_may_have_a_header_of_their_own() -> None:
-    """It is then the only one that opens them."""
+    """Where embeddings have a header of their own, only that opens them."""
     both = tuple(RestrictedApi(apis=(api,), header=f"key-{api}", value="x") for api in ("inference", "embedding"))
     async with service(AccessSettings(openai_restricted_api=both)) as proxy:
         assert 401 == (await raw(proxy, "POST", "/v1/embeddings", "key-inference: x"))[0]
@@ -281,7 +284,9 @@ async def test_listing_models(keys_file: Path) -> None:
 
 
 async def test_metrics_are_about_all_models(keys_file: Path) -> None:
-    """They would name the models, and tell the traffic, that are not there for a key of certain models."""
+    """
+    A key of certain models gets no metrics: they name the models that are not there for it, and tell their traffic.
+    """
     async with service(AccessSettings(api_keys_file=keys_file)) as proxy:
         for method in ("GET", "HEAD"):
             assert 403 == (await raw(proxy, method, "/metrics", "api-key: sk-one"))[0]
@@ -293,7 +298,7 @@ async def test_metrics_are_about_all_models(keys_file: Path) -> None:
 
 
 async def test_keys_that_may_not_manage(managing: Path) -> None:
-    """They use models and list them, and do not load and unload them; for the others it is as without keys."""
+    """Keys that may not manage use and list models, and cannot load or unload them; others can, as without keys."""
     async with service(AccessSettings(api_keys_file=managing), control="explicit") as proxy:
         for call in ("load", "unload"):
             for prefix in ("/v1", ""):
@@ -411,7 +416,7 @@ async def test_one_at_a_time(keys_file: Path) -> None:
 
 
 async def test_the_log(keys_file: Path) -> None:
-    """It has the name of the key, and nowhere a key."""
+    """The log has the name of the key, and nowhere a key."""
     with structlog.testing.capture_logs() as captured:
         async with service(AccessSettings(api_keys_file=keys_file)) as proxy:
             for key in ("sk-all", "sk-wrong"):
@@ -470,7 +475,10 @@ class _Recorder(Endpoint):
 
 
 async def test_objectives_of_a_gateway() -> None:
-    """They come before what clients ask for; a queue without that level, and an unknown objective, leave it."""
+    """
+    Objectives of a gateway come before what clients ask for; a queue without that level, and an unknown objective,
+    leave it.
+    """
     config = config_of("m", dynamic_batching={"priority_levels": 2})
     cases = [("urgent", 0, 1), ("batch", 1, 2), ("beyond", 1, 1), ("other", 2, 2), ("", 0, 0)]
     async with FakeTriton(config) as triton:
@@ -488,7 +496,7 @@ async def test_objectives_of_a_gateway() -> None:
 
 
 async def test_the_session_of_a_gateway() -> None:
-    """Its token comes back with any answer, and scripts of pages may read it."""
+    """The token of a gateway's session comes back with any answer, and scripts of pages may read it."""
     for trusted in (True, False):
         access = AccessSettings(trust_gateway=trusted, cors_allow_origin=("*",))
         async with service(access) as proxy:
@@ -540,7 +548,7 @@ def test_as_a_process(triton: TestTriton, keys_file: Path, tmp_path: Path) -> No
     ],
 )
 def test_mistakes_of_the_operator(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are one sentence at the start."""
+    """An operator's mistake ends the start with one sentence."""
     assert 2 == main(["serve", "--port", "0", *arguments])
     printed = capsys.readouterr().err
     assert message in printed
@@ -620,7 +628,7 @@ async def test_all_pages_and_none() -> None:
 
 
 async def test_limits_of_bodies() -> None:
-    """They hold for requests, and are those of the settings."""
+    """Limits of bodies hold for requests, and are those of the settings."""
     limits = LimitSettings(max_text_size=200_000)
     async with service(AccessSettings(), limits=limits) as proxy:
         message = {"role": "user", "content": "a"}

@@ -32,7 +32,7 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("endpoint", PATHS)
 async def test_the_line_of_an_answer(proxies: dict[str, Proxy], endpoint: str, stream: bool) -> None:
-    """It says who answered, how much it was, how long it took, and why it ended."""
+    """The line of an answer says who answered, how much it was, how long it took, and why it ended."""
     with structlog.testing.capture_logs() as captured:
         answer = await ask(proxies["http"], endpoint, "ensemble", steered("a secret", text="one two"), stream=stream)
         # A stream's line is written when its last byte has left, and the client may have read it by then.
@@ -51,7 +51,7 @@ async def test_the_line_of_an_answer(proxies: dict[str, Proxy], endpoint: str, s
 
 
 async def test_the_id_of_an_answer_that_failed(proxies: dict[str, Proxy]) -> None:
-    """It is that of the requests to Triton, which has it in its own log."""
+    """The id of an answer that failed is that of the requests to Triton, which has it in its own log."""
     ids = {"model": "text_classification_ids", "input": [10**6]}
     with structlog.testing.capture_logs() as captured:
         answer = await proxies["http"].post("/v1/classify", ids)
@@ -95,7 +95,7 @@ async def test_the_line_of_a_refusal(proxies: dict[str, Proxy]) -> None:
     ids=["no json", "wrong type", "long name"],
 )
 async def test_the_line_of_what_cannot_be_read(proxies: dict[str, Proxy], body: bytes, code: str) -> None:
-    """It was a request for work, and so it has a line for every day, without what is in it."""
+    """A body that cannot be read was a request for work: it has an ordinary line, without what is in it."""
     with structlog.testing.capture_logs() as captured:
         answer = await proxies["http"].post("/v1/chat/completions", body)
         unknown = await proxies["http"].post("/v1/" + "x%0a" * 1000, b"{}")
@@ -122,7 +122,7 @@ async def test_ids_that_are_none(proxies: dict[str, Proxy], name: str) -> None:
 
 
 async def test_the_line_of_a_client_that_left(proxies: dict[str, Proxy]) -> None:
-    """It is known that nobody got the answer, and how much of it was made by then."""
+    """The line of a client that left says that nobody got the answer, and how much of it was made by then."""
     client = proxies["http"].client
     with structlog.testing.capture_logs() as captured:
         body = request("chat", "vllm_model", steered(text="a ", repeat=2000, delay_ms=20), stream=True, max_tokens=2000)

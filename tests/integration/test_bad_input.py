@@ -335,7 +335,7 @@ def test_prompts_beyond_the_context(service: Service, path: str, model: str) -> 
 
 
 def test_inputs_beyond_the_context(service: Service) -> None:
-    """So it is for embeddings."""
+    """Inputs to embed that exceed the context are refused, with the context's length."""
     body = {"model": "vllm_embedding", "input": ["short", "word " * 2500]}
 
     assert "2048 tokens" in refused(service.post(EMBEDDINGS, body), 400, "context_length_exceeded", "input")

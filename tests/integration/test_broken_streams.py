@@ -121,13 +121,13 @@ async def by_node(url: str) -> None:
     [by_openai, by_wire, pytest.param(by_curl, marks=needs("curl")), pytest.param(by_node, marks=needs("Node.js"))],
 )
 async def test_clients_see_the_error_and_then_a_broken_end(ask: Callable[[str], Awaitable[None]], address: str) -> None:
-    """Directly and behind nginx."""
+    """Clients see the error and then a broken end, directly and behind nginx."""
     await ask(address)
 
 
 @needs("Chromium")
 async def test_a_browser_sees_the_error_and_then_a_broken_end(proxies: dict[str, Proxy], tmp_path: Path) -> None:
-    """Also where the page takes its time: the browser drops what is unread at such an end."""
+    """A browser that takes its time sees the error, though it drops what is unread at such an end."""
     async with chromium.tab(tmp_path) as tab:
         await tab.open(str(proxies["http"].client.make_url("/")))
         assert "TypeError true,TypeError true" == await tab.run(script("/v1/chat/completions"))

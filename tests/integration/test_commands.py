@@ -124,7 +124,7 @@ def test_a_triton_that_is_down_is_waited_for() -> None:
 
 
 def test_a_signal_ends_it_when_nobody_reads_the_log() -> None:
-    """As in `serve 2>&1 | head`: the pipe is closed, and the service still stops."""
+    """A signal ends the service when nobody reads the log, as in `serve 2>&1 | head`, which closes the pipe."""
     command = [sys.executable, "-m", "triton_openai", "serve", "--triton-url", "http://127.0.0.1:1", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
@@ -138,7 +138,7 @@ def test_a_signal_ends_it_when_nobody_reads_the_log() -> None:
 
 
 def test_a_port_that_is_taken() -> None:
-    """It is one sentence and status 2."""
+    """A port that is taken ends the command with one sentence and status 2."""
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         status, out, err = _run("serve", "--port", str(port))

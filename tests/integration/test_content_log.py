@@ -72,7 +72,7 @@ def asked(service: Service) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("level", ["debug", "info"])
 def test_by_default_there_is_nothing(triton: TestTriton, tmp_path: Path, level: str) -> None:
-    """Neither prompts nor answers nor keys, at any level, whatever becomes of a request."""
+    """By default the log has neither prompts nor answers nor keys, at any level, whatever becomes of a request."""
     with serving(tmp_path, *arguments(triton), "--log-level", level) as service:
         found = [line for line in asked(service) if line["event"] == "request"]
         log = service.log.read_text()
@@ -82,7 +82,10 @@ def test_by_default_there_is_nothing(triton: TestTriton, tmp_path: Path, level: 
 
 
 def test_content_that_was_asked_for(triton: TestTriton, tmp_path: Path) -> None:
-    """It has lines of its own, is cut and marked, says so at the start, and holds neither images nor keys."""
+    """
+    Content that was asked for has lines of its own, is cut and marked, says so at the start, and holds neither
+    images nor keys.
+    """
     with serving(tmp_path, *arguments(triton), settings={"server": {"log_content": 24}}) as service:
         log = asked(service)
 

@@ -142,7 +142,7 @@ def test_expressions(exported: Scrape, title: str, expression: str) -> None:
 
 
 def test_variables(exported: Scrape) -> None:
-    """So do the dashboard's variables, and every legend names labels that its expression leaves."""
+    """The dashboard's variables and legends name labels that metrics have and expressions leave."""
     for variable in json.loads(DASHBOARD.read_text())["templating"]["list"]:
         if variable["type"] == "query":
             selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["definition"]).groups()  # type: ignore[union-attr]
@@ -169,7 +169,7 @@ def test_what_is_chosen_counts_everywhere() -> None:
 
 
 def test_the_sample_in_the_documents() -> None:
-    """Its queries are the dashboard's, but for what is chosen there."""
+    """The queries of the documents' sample are the dashboard's, but for what is chosen there."""
     asked = {(panel["title"], unchosen(target["expr"])) for panel in panels() for target in panel.get("targets", ())}
     document = (ROOT / "docs/guides/observability.md").read_text()
     sample = document.partition("<!-- sample: dashboard -->")[2].partition("<!-- end of sample -->")[0]

@@ -145,7 +145,7 @@ def test_defaults(client: openai.OpenAI) -> None:
 
 
 def test_the_status(demo: Service) -> None:
-    """It tells what the language model can do, without what only its backend could do."""
+    """The status tells what the language model can do, without what only its backend could do."""
     models = {model["name"]: model for model in demo.send("GET", "/status").json["models"]}
 
     for model in MODELS:

@@ -315,7 +315,7 @@ async def test_an_alias_does_not_hide_a_model():
 
 
 async def test_an_alias_of_a_model_that_is_not_ready():
-    """It is as little ready as its model, and does not cease to exist."""
+    """An alias of a model that is not ready is as little ready as its model, and does not cease to exist."""
     async with FakeTriton() as triton:
         triton.waiting = {"m": "loading"}
         async with serving(settings_of(triton.url, models={"m": ModelSettings(aliases=("gpt-4o",))})) as proxy:
@@ -326,7 +326,7 @@ async def test_an_alias_of_a_model_that_is_not_ready():
 
 @pytest.mark.parametrize("state, status, what", [("loading", 503, "is not ready"), ("unloaded", 404, "is not loaded")])
 async def test_a_lora_adapter_of_a_model_that_is_not_ready(tmp_path, state, status, what):
-    """Its names are as its model's: those of the settings, and those of the model's repository."""
+    """A LoRA adapter has the state of its model, by the names of the settings and of the model's repository."""
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "multi_lora.json").write_text('{"beta": "/loras/beta"}')
     async with FakeTriton() as triton:
@@ -446,7 +446,7 @@ async def test_a_model_whose_config_changes():
 
 
 async def test_created_is_when_a_model_was_first_seen_loaded():
-    """It stays while the model is loaded, and a model that is loaded again has a new one."""
+    """The time of creation stays while a model is loaded, and is another when it is loaded again."""
     started = int(time.time())
     async with FakeTriton(config_of("m"), config_of("n")) as triton, serving(settings_of(triton.url)) as proxy:
         await proxy.ready()

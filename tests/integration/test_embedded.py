@@ -82,7 +82,7 @@ def server(repository: Path) -> Iterator[EmbeddedTriton]:
     server.stop(timeout=1.0)
 
 
-def test_it_starts_ready_and_stops(server):
+def test_a_server_starts_ready_and_stops(server):
     """A started server is ready on three ports of its own; a stopped one leaves no process and no memory."""
     server.start()
     group = server.pid

@@ -37,7 +37,9 @@ pytestmark = pytest.mark.timeout(400)
 
 _IMPORT_EVERYTHING = """
 import importlib, pkgutil, triton_openai
+# The last two are for extras.
 skipped = ("triton_openai.demo.", "triton_openai.__main__", "triton_openai.triton._")
+skipped += ("triton_openai.storage.postgresql", "triton_openai.storage.redis")
 for module in pkgutil.walk_packages(triton_openai.__path__, "triton_openai."):
     if not module.name.startswith(skipped):
         importlib.import_module(module.name)
@@ -223,7 +225,7 @@ def test_what_is_installed(image: Image) -> None:
     assert (image.prefix / "healthcheck.py").is_file()
 
 
-def test_it_runs(image: Image, triton: TestTriton) -> None:
+def test_the_image_runs(image: Image, triton: TestTriton) -> None:
     """With nothing but variables it serves, is found healthy, and ends on SIGTERM with status 0."""
     (line,) = of_stage("sidecar", "HEALTHCHECK")
     command = [part.replace(PREFIX, str(image.prefix)) for part in json.loads(line.partition(" CMD ")[2])]

@@ -61,7 +61,7 @@ def _listens(port: int) -> bool:
 
 
 async def test_the_proxy_of_the_guide(triton: TestTriton, ports: tuple[int, int]) -> None:
-    """It asks for a key, passes inference over both protocols, and nothing that manages Triton."""
+    """The proxy of the guide asks for a key, passes inference over both protocols, and nothing that manages Triton."""
     async with aiohttp.ClientSession(f"http://127.0.0.1:{ports[0]}") as session:
 
         async def status(method: str, path: str, **headers: str) -> int:

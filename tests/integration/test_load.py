@@ -40,7 +40,9 @@ async def test_what_is_too_much_is_refused_with_503(triton: TestTriton) -> None:
 
 
 async def test_a_client_does_not_wait_for_longer_than_it_wants(triton: TestTriton) -> None:
-    """Its time runs from when it came: the queue may keep it no longer than that, and what is left holds after it."""
+    """
+    A client's time runs from when it came: the queue keeps it no longer than that, and what is left holds after it.
+    """
     settings = changed(proxy_settings(triton, "http"), server={"max_running_requests": 1, "queue_timeout": 600})
     endless = steered(text="a", repeat=2000, delay_ms=20)
     async with serving(settings) as proxy:
@@ -65,7 +67,7 @@ async def test_a_client_does_not_wait_for_longer_than_it_wants(triton: TestTrito
 async def test_a_client_sets_its_own_total(
     proxies: dict[str, Proxy], triton: TestTriton, transport: str, endpoint: str, stream: bool
 ) -> None:
-    """When the time is over it is told so, and the work ends."""
+    """A client whose own time is over is told so, and the work ends."""
     prompt = steered(text="a", repeat=2000, delay_ms=20)
     body = request(endpoint, "vllm_model", prompt, stream=stream, max_tokens=2000)
     # A stream is to have begun by then.
@@ -88,7 +90,7 @@ async def test_the_total_holds_for_several_answers(proxies: dict[str, Proxy]) ->
 
 
 async def test_a_client_sets_its_own_patience(proxies: dict[str, Proxy]) -> None:
-    """Until the first token, and between two."""
+    """A client sets how long it waits for the first token, and between two."""
     slow = steered(text="a b c", first_delay_ms=60_000)
     first = await proxies["http"].post(
         "/v1/chat/completions", request("chat", "vllm_model", slow), **{"x-first-token-timeout": "0.2"}

@@ -184,7 +184,7 @@ async def test_a_client_that_goes_with_the_last_event(
 
 
 async def test_an_answer_in_one_piece(fresh: Proxy) -> None:
-    """It has a first token, at its end, and no time between tokens."""
+    """An answer in one piece has a first token, at its end, and no time between tokens."""
     await ask(fresh, "chat", "ensemble_nonstreaming", steered(text="one two three four"))
     found = await scrape(fresh)
     model = {"gen_ai_request_model": "ensemble_nonstreaming"}
@@ -285,7 +285,7 @@ async def test_workers_add_up(triton: TestTriton, tmp_path: Path) -> None:
 
 
 def test_a_launched_triton(triton: TestTriton, tmp_path: Path) -> None:
-    """Its metrics are found without being told where they are."""
+    """The metrics of a Triton that is started here are found without a setting."""
     repository = tmp_path / "models"
     repository.mkdir()
     with service_process(tmp_path, "--model-repository", str(repository), "--relay-triton-metrics") as service:

@@ -236,7 +236,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 async def test_the_files_of_a_model_tell(fake: FakeTriton, repository: Path) -> None:
-    """Its tokenizer, its context length and its LoRA adapters need no settings."""
+    """The files of a model tell its tokenizer, its context length and its LoRA adapters without settings."""
     metrics = MetricsSettings(vllm_names=True, triton_url="http://127.0.0.1:1/metrics")
     settings = Settings(triton=TritonSettings(url=(fake.url,), repository=(repository,)), metrics=metrics)
     async with checked(fake, settings) as proxy:
@@ -346,7 +346,10 @@ async def test_a_prompt_far_beyond_the_context(fake: FakeTriton, tmp_path: Path)
 
 
 async def test_a_text_to_embed_far_beyond_the_context(tmp_path: Path) -> None:
-    """It is refused by its size, however it comes; one that the request lets be cut is not."""
+    """
+    A text to embed far beyond the context is refused by its size, however it comes; one that the request lets be
+    cut is not.
+    """
     embeds = config_of("m", inputs=("text BYTES 1",), outputs=("embedding FP32 4",), backend="python")
     async with FakeTriton(embeds) as fake:
         fake.responses = [{"embedding": [1.0] * 4}]
@@ -392,7 +395,7 @@ LLMAPI = config_of(
 async def test_what_the_file_of_an_llm_api_model_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, tokenizer: str | None, length: int | None
 ) -> None:
-    """Its tokenizer and its context length; what cannot be read is passed over."""
+    """The file of an LLM API model tells its tokenizer and its context length; what cannot be read is passed over."""
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "model.yaml").write_text(written)
     resolve = Prompter.resolve

@@ -403,7 +403,7 @@ def test_hostile_names(name):
 # Modes
 
 
-async def test_it_is_off_unless_enabled(server):
+async def test_model_control_is_off_unless_enabled(server):
     """Without the setting nothing is loaded, and the answer names the flag."""
     async with serving(settings_of(server, model_control_mode="none")) as proxy:
         await proxy.ready()
@@ -447,7 +447,7 @@ async def test_bodies(server, body, code):
 
 
 async def test_a_default_model(proxy, server):
-    """It answers requests that name none, and no others: a name that is wrong stays wrong."""
+    """A default model answers requests that name none, and no others: a name that is wrong stays wrong."""
     await load(proxy, "text_embedding")
     fields = settings_of(server)
     settings = msgspec.structs.replace(fields, api=ApiSettings(default_model="org/embedder"))

@@ -89,7 +89,7 @@ async def status_of(proxy: Proxy, key: str) -> Any:
 
 
 async def test_the_files_are_open_and_self_contained(tmp_path: Path) -> None:
-    """They come without a key, with a policy that allows nothing from elsewhere, and name only each other."""
+    """The page's files need no key, have a policy that allows nothing from elsewhere, and name only each other."""
     keys = tmp_path / "keys.yaml"
     keys.write_text(KEYS)
     restricted = (RestrictedApi(apis=("info", "health", "metrics"), header="a", value="b"),)

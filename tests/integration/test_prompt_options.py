@@ -103,7 +103,7 @@ async def test_a_long_prompt_is_cut(served: Proxy, tokenizer: Tokenizer, model: 
 
 
 async def test_what_was_cut_is_what_the_model_gets(served: Proxy, triton: TestTriton, tokenizer: Tokenizer) -> None:
-    """On both sides, and exactly for token ids."""
+    """The model gets what was cut, on both sides, and exactly for token ids."""
     words = "one two three four five six"
     added = tokenizer.count("", True)
     left = await ask(served, "completions", "vllm_model", words, max_tokens=1, truncate_prompt_tokens=2 + added)
@@ -189,7 +189,7 @@ async def test_the_last_message_is_continued(served: Proxy, triton: TestTriton) 
 
 
 async def test_a_template_of_the_request(served: Proxy, triton: TestTriton) -> None:
-    """It takes the place of the model's where the operator allows that."""
+    """A template of the request takes the place of the model's where the operator allows that."""
     body = {"model": "vllm_model", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     template = "{% for message in messages %}[{{ message.role }}: {{ message.content }}]{% endfor %}"
     answer = await served.post("/v1/chat/completions", {**body, "chat_template": template})
@@ -217,7 +217,7 @@ async def test_tokenize_renders_like_a_chat(served: Proxy, tokenizer: Tokenizer)
 
 
 async def test_tokens_as_the_vocabulary_writes_them(served: Proxy) -> None:
-    """As vLLM's server returns them, with the context length."""
+    """Tokens are written as the vocabulary has them, with the context length, as vLLM's server returns them."""
     answer = await served.post("/tokenize", {"model": "vllm_model", "prompt": "how é", "return_token_strs": True})
 
     assert ["<|startoftext|>", "h", "ow", "Ġ", "Ã", "©"] == answer.json["token_strs"]

@@ -60,7 +60,7 @@ async def test_commands(triton: TestTriton, line: str) -> None:
 
 
 def test_inspect(triton: TestTriton) -> None:
-    """It lists the models of the Triton that is named."""
+    """``inspect`` lists the models of the Triton that is named."""
     (line,) = {line for line in SHELL if "inspect" in line}
 
     assert "ensemble" in python("-m", *line.replace("-", "_", 1).replace("http://triton:8000", triton.http_url).split())

@@ -113,7 +113,7 @@ async def test_the_end_of_the_service_does_not_wait_for_a_refused_body() -> None
 
 
 async def test_a_body_that_has_arrived() -> None:
-    """It does not matter that nobody reads it: the connection goes on."""
+    """The connection goes on behind a body that has arrived, though nobody has read it."""
     async with guarded() as port, connected(port) as client:
         for _ in range(2):
             client.writer.write(request(body=BODY))
@@ -127,7 +127,10 @@ async def test_a_body_that_has_arrived() -> None:
 @pytest.mark.parametrize("coding", ["br", "gzip", "deflate"])
 @pytest.mark.parametrize("method, path", [("POST", "/nope"), ("GET", "/health/live"), ("POST", PATH)])
 async def test_nothing_is_decompressed_for_who_is_not_let_in(coding: str, method: str, path: str) -> None:
-    """Nor for a path that reads no body: four such requests cost the event loop no more than four others."""
+    """
+    Nothing is decompressed for a client without a key, nor for a path that reads no body: it costs no more than
+    others.
+    """
     packed = bomb(coding)
     assert coding != "br" or 809 == len(packed)
 
@@ -166,7 +169,7 @@ async def test_codings(coding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     "coding", ["br", "zstd", "x-secret", "gzip, gzip", "gzip, x-secret", "gzip\r\nContent-Encoding: gzip"]
 )
 async def test_other_codings(coding: str) -> None:
-    """They are refused before anything of the body is read, or asked for."""
+    """Other codings are refused before anything of the body is read, or asked for."""
     async with guarded() as port, connected(port) as client:
         client.writer.write(
             request(f"Content-Encoding: {coding}", "api-key: sk-right", "Expect: 100-continue", length=1000)
@@ -191,7 +194,10 @@ async def test_transfer_codings() -> None:
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
 async def test_a_body_that_becomes_too_large(coding: str) -> None:
-    """It is a 413, which costs the event loop nothing either, and the connection goes on: all of it was read."""
+    """
+    A body that becomes too large is a 413, costs the event loop nothing, and is read, so that the connection goes
+    on.
+    """
     packed = bomb(coding)
     async with guarded() as port, connected(port) as client:
         spent = []
@@ -224,7 +230,9 @@ GZIPPED = gzip.compress(BODY)
     ids=range(8),
 )
 async def test_what_is_not_what_it_says(coding: str, body: bytes) -> None:
-    """It is refused; the connection goes on, as the next request can be told from what was sent."""
+    """
+    What is not what it says is refused; the connection goes on, as the next request can be told from what was sent.
+    """
     async with guarded() as port, connected(port) as client:
         for _ in range(2):
             client.writer.write(request(f"Content-Encoding: {coding}", "api-key: sk-right", body=body))

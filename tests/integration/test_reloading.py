@@ -184,7 +184,7 @@ def test_running_requests_go_on(configured: Configured, triton: TestTriton) -> N
 
 
 def test_what_needs_a_restart(configured: Configured) -> None:
-    """It is named, and the rest is taken over."""
+    """What needs a restart is named, and the rest is taken over."""
     configured.take({**_settings("chatml", "new-name"), "media": {"max_images": 3}})
 
     (line,) = configured.said("settings need a restart to take effect")
@@ -226,7 +226,7 @@ def test_a_replaced_worker_has_the_keys_in_force(triton: TestTriton, tmp_path: P
 
 @pytest.mark.parametrize("running", [2], indirect=True, ids=["two"])
 def test_a_replaced_worker_has_the_new_settings(configured: Configured) -> None:
-    """Also where the file has become bad since."""
+    """A replaced worker has the new settings, also where the file has become bad since."""
     workers = replace(configured, older=0).said("worker started")[-2:]
     configured.take(_settings("llama3", "new-name"))
     configured.write({"api": "nothing"})

@@ -15,10 +15,11 @@ from tests.programs import find
 from tests.triton_fixture import TestTriton
 
 _CLIENTS = 64
-# A stream takes a second: the load is that of many at once, and not of many that begin.
+# A stream takes more than a second, of few tokens: the load is that of many at once, and not of many that begin.
+_TEXT, _REPEAT = "one two three four", 2
 _BODY = {
     "model": "vllm_model",
-    "prompt": steered(text="one two three four", repeat=5, delay_ms=50),
+    "prompt": steered(text=_TEXT, repeat=_REPEAT, delay_ms=150),
     "max_tokens": 64,
     "stream": True,
 }
@@ -55,7 +56,7 @@ class Clients:
             events = [event.removeprefix("data: ") for event in body.decode().split("\n\n") if event[:1] != ":"]
             if response.status != 200 or events[-2:] != ["[DONE]", ""]:
                 self.problems.append(f"{response.status} {body[-300:]!r}")
-            elif (text := _text(events[:-2])) != "one two three four" * 5:
+            elif (text := _text(events[:-2])) != _TEXT * _REPEAT:
                 self.problems.append(f"an answer lost something: {text!r}")
             else:
                 self.answered += 1

@@ -110,13 +110,13 @@ async def connected(port: int, tls: ssl.SSLContext | None = None) -> AsyncIterat
 
 
 async def test_a_head_that_dribbles(clock: Clock) -> None:
-    """Slowloris: the head does not come to its end, and the connection is closed."""
+    """A connection whose head does not come to its end (Slowloris) is closed."""
     async with listening(LIMITS) as port, connected(port) as client, client.dribbling(SLOW, clock):
         assert b"" == await client.rest()
 
 
 async def test_a_client_that_says_nothing(clock: Clock) -> None:
-    """It is kept as long as an idle connection, and gets no answer to no question."""
+    """A client that says nothing is kept as long as an idle connection, and gets no answer to no question."""
     limits = msgspec.structs.replace(LIMITS, keepalive_timeout=60)
     async with listening(limits) as port, connected(port) as client:
         await clock.elapse(59, 10)
@@ -138,7 +138,7 @@ async def test_a_second_head_that_dribbles(clock: Clock) -> None:
 
 
 async def test_an_idle_connection(clock: Clock) -> None:
-    """It is closed after its own time."""
+    """An idle connection is closed after its own time."""
     limits = msgspec.structs.replace(LIMITS, keepalive_timeout=60)
     async with listening(limits) as port, connected(port) as client:
         client.writer.write(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -151,7 +151,7 @@ async def test_an_idle_connection(clock: Clock) -> None:
 
 @every_case("chunked", [False, True])
 async def test_a_body_that_dribbles(chunked: bool, clock: Clock) -> None:
-    """Its request is refused in time, while others are served."""
+    """The request of a body that dribbles is refused in time, while others are served."""
     head = HEAD % 10_000
     if chunked:
         head = head.replace(b"Content-Length: 10000", b"Transfer-Encoding: chunked")
@@ -168,7 +168,7 @@ async def test_a_body_that_dribbles(chunked: bool, clock: Clock) -> None:
 
 
 async def test_a_long_body_at_a_fair_rate(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    """It may take longer than the time for its beginning."""
+    """A long body at a fair rate may take longer than the time for its beginning."""
     monkeypatch.setattr(request_body, "MIN_BODY_RATE", 1)
     body = BODY[:-1] + b" " * 60 + b"}"
     async with listening(LIMITS) as port, connected(port) as client:
@@ -203,7 +203,7 @@ async def test_an_answer_that_takes_longer(clock: Clock) -> None:
     ],
 )
 async def test_what_is_no_http(data: bytes, status: int, code: str) -> None:
-    """It is refused in OpenAI's form, without an echo of what was sent, and the connection ends."""
+    """What is no HTTP is refused in OpenAI's form, without an echo of what was sent, and the connection ends."""
     async with listening(LimitSettings()) as port, connected(port) as client:
         client.writer.write(data)
         got, headers, body = await client.answer()
@@ -217,7 +217,7 @@ async def test_what_is_no_http(data: bytes, status: int, code: str) -> None:
 
 
 async def test_what_is_no_request_is_seen() -> None:
-    """It has its line in the log, under the id that its sender got, and is counted, though no handler has seen it."""
+    """What is no request is counted and has a line in the log, under the id that its sender got."""
     async with listening(LIMITS) as port:
         with structlog.testing.capture_logs() as captured:
             async with connected(port) as client:
@@ -237,7 +237,7 @@ async def test_what_is_no_request_is_seen() -> None:
 
 
 async def test_a_body_that_is_announced_too_large() -> None:
-    """It is refused before any of it is read."""
+    """A body that is announced too large is refused before any of it is read."""
     async with listening(LimitSettings()) as port, connected(port) as client:
         client.writer.write(HEAD % 10**12)
         status, _, body = await client.answer()
@@ -245,7 +245,7 @@ async def test_a_body_that_is_announced_too_large() -> None:
 
 
 async def test_many_headers() -> None:
-    """Their number and the size of each are limited, so that all together are; a body is no part of a head."""
+    """The number of headers and the size of each are limited, so that all together are; a body is no part of a head."""
     async with listening(LimitSettings()) as port:
         async with connected(port) as client:
             client.writer.write(b"GET /health/live HTTP/1.1\r\nHost: x\r\n" + b"X-A: b\r\n" * 200 + b"\r\n")
@@ -318,7 +318,7 @@ async def test_a_client_that_takes_nothing(
 
 
 async def test_a_handshake_that_does_not_come(tmp_path: Path, clock: Clock) -> None:
-    """It has the time that the head of a request has."""
+    """A handshake that does not come has the time that the head of a request has."""
     async with listening(LIMITS, certificate=Authority(tmp_path).issue("service")) as port, connected(port) as client:
         await clock.elapse(LIMITS.header_timeout - 1, 10)
         assert not client.reader.at_eof()

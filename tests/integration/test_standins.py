@@ -259,7 +259,9 @@ def test_a_long_prompt_is_refused(url):
 
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
 def test_a_lora_task_that_is_not_in_the_cache(url, model):
-    """Its number alone gives the executor's text, through the models around the engine too."""
+    """
+    The number of a LoRA task that is not in the cache gives the executor's text, through the models around it too.
+    """
     asked = {"input_ids": [1], "input_lengths": 1, "request_output_len": 2, "streaming": True}
     if model != "tensorrt_llm":
         asked = {"text_input": "Hi", "max_tokens": 2, "stream": True}

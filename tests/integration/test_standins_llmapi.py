@@ -190,7 +190,7 @@ async def test_parameters(llmapi: Proxy, triton: TestTriton) -> None:
 @pytest.mark.parametrize("name", ["min_tokens", "repetition_penalty", "ignore_eos"])
 @in_session_loop
 async def test_what_the_model_lacks_is_refused(llmapi: Proxy, name: str) -> None:
-    """With the parameter's name."""
+    """A parameter that the model lacks is refused by its name."""
     answer = await ask(llmapi, "completions", MODEL, "Hello", **{name: 2 if name != "ignore_eos" else True})
 
     assert (400, name) == (answer.status, answer.error["param"])
@@ -198,7 +198,7 @@ async def test_what_the_model_lacks_is_refused(llmapi: Proxy, name: str) -> None
 
 @in_session_loop
 async def test_a_failure_is_reported(llmapi: Proxy) -> None:
-    """Its reason comes from the backend."""
+    """A failure is reported with the backend's reason."""
     answer = await ask(llmapi, "completions", MODEL, steered(fail_at=0, error="out of luck"))
 
     assert (502, "The model failed: out of luck") == (answer.status, answer.error["message"])
@@ -216,7 +216,10 @@ async def test_what_would_never_be_answered_is_refused(llmapi: Proxy) -> None:
 
 @in_session_loop
 async def test_lora_adapters(llmapi: Proxy, triton: TestTriton) -> None:
-    """They are listed, and sent as the three inputs; what is missing is the operator's, and a silence is explained."""
+    """
+    LoRA adapters are listed, and sent as the three inputs; what is missing is the operator's, and a silence is
+    explained.
+    """
     listed = {model["id"] for model in (await llmapi.get("/v1/models")).json["data"]}
     answer = await ask(llmapi, "chat", "french", "Hello", max_tokens=3)
     inputs = await inputs_of(triton, MODEL, id_of(answer))

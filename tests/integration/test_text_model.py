@@ -14,7 +14,7 @@ pytestmark = in_session_loop
 
 
 async def test_the_example(triton: TestTriton) -> None:
-    """Its settings are those of its page, and find texts, reasons and counts in its tensors."""
+    """The settings of the example's page find texts, reasons and counts in its tensors."""
     file = EXAMPLES / "text-model" / "settings.yaml"
     assert f"```yaml\n{file.read_text()}```" in file.with_name("README.md").read_text()
     described = yaml.safe_load(file.read_text())["models"]["my_model"]

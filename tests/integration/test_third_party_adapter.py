@@ -32,7 +32,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("counting_adapter", None)
 
 
-def test_it_is_found_by_its_entry_point(installed):
+def test_an_adapter_is_found_by_its_entry_point(installed):
     """The distribution is a real one to Python, and its adapter has a name beside the built-in ones."""
     assert "1.0" == distribution("counting-adapter").version
     adapters = registry.Registry().adapters
@@ -46,8 +46,8 @@ def test_without_it_the_name_is_unknown():
         registry.Registry().named("counting")
 
 
-async def test_it_serves_its_models(installed):
-    """Its model is claimed, asked and answered, in both forms, with its counts and its finish reason."""
+async def test_an_adapter_serves_its_models(installed):
+    """An adapter of a third party serves its model, in both forms, with counts and the finish reason."""
     async with FakeTriton(config_of("odd", **TENSORS)) as triton:
         triton.responses = [{"answer": "one", "last": False}, {"answer": " two", "last": True}]
         async with serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy:
@@ -64,7 +64,7 @@ async def test_it_serves_its_models(installed):
     assert ("odd", {"id": whole.json["id"], "prompt": "Hi", "limit": 7}) == (name, body)
 
 
-async def test_it_comes_before_the_built_in_ones(installed):
+async def test_an_adapter_comes_before_the_built_in_ones(installed):
     """Whoever installs an adapter means it: a model that a built-in one would take, too, is the third party's."""
     both = config_of(
         "both",
@@ -78,7 +78,7 @@ async def test_it_comes_before_the_built_in_ones(installed):
     assert {"both": "counting", "plain": "vllm"} == {report.name: report.adapter for report in reports}
 
 
-async def test_it_can_be_asked_for_by_name(installed):
+async def test_an_adapter_can_be_asked_for_by_name(installed):
     """The settings give it a model that it would not claim."""
     config = config_of("renamed", **{**TENSORS, "outputs": ("reply BYTES 1",)})
     async with FakeTriton(config) as triton:
@@ -90,7 +90,7 @@ async def test_it_can_be_asked_for_by_name(installed):
     assert ("counting", "set in the configuration") == (report.adapter, report.reason)
 
 
-async def test_its_mistakes_are_its_own(installed):
+async def test_mistakes_of_an_adapter_are_its_own(installed):
     """A model that it fails to look at is left to the others, and every other model is served."""
     async with FakeTriton(config_of("confusing"), config_of("odd", **TENSORS)) as triton:
         reports = await inspect_models(Settings(triton=TritonSettings(url=(triton.url,))))

@@ -213,7 +213,7 @@ async def test_stop_strings_and_stop_ids(direct: Proxy, vocabulary: Tokenizer) -
 
 
 async def test_special_tokens_show_on_request(direct: Proxy, vocabulary: Tokenizer) -> None:
-    """They are left out of the text unless the client wants them."""
+    """Special tokens are left out of the text unless the client wants them."""
     added = {token.content: number for number, token in vocabulary.get_added_tokens_decoder().items() if token.special}
     special = "<|im_start|>"
     ids = [*ids_of(vocabulary, "a"), added[special], *ids_of(vocabulary, "b")]
@@ -265,7 +265,7 @@ def nine_tokens() -> GenerationSpec:
 async def test_token_ids_go_through_unchanged(
     token_proxies: dict[str, Proxy], triton: TestTriton, vocabulary: Tokenizer
 ) -> None:
-    """Also those that no text would give."""
+    """Token ids go through unchanged, also those that no text would give."""
     service = token_proxies["http"].client.app[SERVICE]
     model = await service.models.find("tensorrt_llm")
     ids = [*ids_of(vocabulary, "a"), *ids_of(vocabulary, "b"), *ids_of(vocabulary, steered(text=" yes"))]
@@ -329,7 +329,7 @@ async def test_an_engine_is_hidden_unless_it_is_named(proxy: Proxy) -> None:
 
 
 async def test_an_engine_with_an_adapter_of_its_own_is_served(triton: TestTriton) -> None:
-    """Its name is then answered, with the tokenizer of the preprocessing beside it."""
+    """An engine with an adapter of its own answers to its name, with the tokenizer of the preprocessing beside it."""
     models = {"tensorrt_llm_legacy": ModelSettings(adapter="trtllm")}
     async with serving(msgspec.structs.replace(proxy_settings(triton, "http"), models=models)) as service:
         await service.ready()
@@ -368,7 +368,7 @@ async def test_inspect_shows_the_routing(triton: TestTriton) -> None:
 
 
 async def test_engines_answer_by_default_where_characters_would_be_lost(triton: TestTriton, monkeypatch: Any) -> None:
-    """That is for those that stream token by token; without a tokenizer `inspect` says what is lost."""
+    """Engines answer for models that stream token by token; without a tokenizer `inspect` says what is lost."""
     settings = proxy_settings(triton, "http", prefer_token_level="auto")
     splitting = ("ensemble", "ensemble_legacy", "tensorrt_llm_bls_delta")
     exact = ("ensemble_nonstreaming", "tensorrt_llm_bls")

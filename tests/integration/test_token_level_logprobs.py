@@ -83,7 +83,10 @@ async def test_alternatives(engine: Proxy, tokenizer: Tokenizer, model: str, str
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_alternatives_of_completions(engine: Proxy, stream: bool) -> None:
-    """By their texts, the chosen one always among them, and cut with the text at a stop string."""
+    """
+    Alternatives of completions are named by their texts, with the chosen one, and cut with the text at a stop
+    string.
+    """
     answer = await ask(
         engine, "completions", "tensorrt_llm", steered(text="one two three"), logprobs=2, stop=["wo"], stream=stream
     )
@@ -174,7 +177,7 @@ async def test_scoring_as_evaluation_harnesses_do(engine: Proxy, triton: TestTri
 
 
 async def test_a_prompt_is_scored_once_for_all_its_answers(engine: Proxy, triton: TestTriton) -> None:
-    """Its scores are large."""
+    """A prompt is scored once for all its answers, because its scores are large."""
     answer = await ask(
         engine, "completions", "tensorrt_llm", steered(text="one"), logprobs=0, echo=True, n=3, max_tokens=1
     )
@@ -187,7 +190,10 @@ async def test_a_prompt_is_scored_once_for_all_its_answers(engine: Proxy, triton
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 async def test_prompt_logprobs(engine: Proxy, triton: TestTriton, tokenizer: Tokenizer, endpoint: str) -> None:
-    """As vLLM's server has them: by token id, with ranks, the prompt's own token first."""
+    """
+    Log probabilities of prompts are by token id, with ranks, the prompt's own token first, as vLLM's server has
+    them.
+    """
     answer = await ask(
         engine, endpoint, "tensorrt_llm", steered(text="one"), prompt_logprobs=2, max_tokens=1, return_token_ids=True
     )
@@ -207,7 +213,7 @@ async def test_prompt_logprobs(engine: Proxy, triton: TestTriton, tokenizer: Tok
 
 
 async def test_prompt_logprobs_have_no_place_in_a_stream(engine: Proxy) -> None:
-    """As with vLLM's server."""
+    """Log probabilities of prompts are refused for a stream, as vLLM's server does."""
     answer = await ask(engine, "chat", "tensorrt_llm", "Hello", prompt_logprobs=0, stream=True)
 
     assert (400, "prompt_logprobs") == (answer.status, answer.error["param"])

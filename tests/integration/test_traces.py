@@ -239,7 +239,7 @@ async def test_several_answers_are_several_calls(collector: Collector, traced_tr
 
 
 async def test_without_a_client_a_trace_begins_here(collector: Collector, traced_triton: TestTriton) -> None:
-    """Its span has no parent."""
+    """Without a client's trace, the service's span has no parent."""
     async with traced(traced_triton, TracesSettings(otlp_endpoint=collector.http_url)) as proxy:
         name = (await chat(proxy, "vllm_model", {})).headers["x-request-id"]
 
@@ -307,7 +307,7 @@ async def test_failures_say_so(collector: Collector, traced_triton: TestTriton, 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_a_client_that_leaves(collector: Collector, traced_triton: TestTriton, stream: bool) -> None:
-    """Its spans end when the work is stopped, and say that nobody waited for the answer."""
+    """The spans of a client that leaves end when the work is stopped, and say that nobody waited for the answer."""
     trace, headers = new_trace()
     async with traced(traced_triton, TracesSettings(otlp_endpoint=collector.http_url)) as proxy:
         long = steered(text="a ", repeat=2000, delay_ms=20)
@@ -474,7 +474,9 @@ def fetch(address: str, headers: Mapping[str, str]) -> None:
 
 
 def test_the_process_is_configured_by_the_standard_variables(collector: Collector, traced_triton: TestTriton) -> None:
-    """It says who it is, sends the headers it was given, and sends the last spans when it is told to stop."""
+    """
+    The process takes its name and its headers from the standard variables, and sends the last spans when it stops.
+    """
     environ = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.grpc_url,
         "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",

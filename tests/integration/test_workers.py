@@ -98,7 +98,8 @@ def test_all_of_them_answer_on_one_port(triton: TestTriton, tmp_path: Path) -> N
 
 def test_a_worker_that_dies_is_replaced(triton: TestTriton, tmp_path: Path) -> None:
     """
-    Its own streams are cut; those of the others go on, new requests are answered all along, and its number stays.
+    The streams of a worker that dies are cut; others go on, new requests are answered, and its successor has its
+    number.
 
     One that is ended by hand is replaced too. The port stays open: at no moment is anybody turned away.
     """
@@ -133,7 +134,7 @@ def test_a_worker_that_dies_is_replaced(triton: TestTriton, tmp_path: Path) -> N
 
 def test_a_worker_that_hangs_is_replaced(triton: TestTriton, tmp_path: Path) -> None:
     """
-    It cannot say that it does; the other one answers meanwhile.
+    A worker that hangs is replaced, though it cannot say that it does; the other one answers meanwhile.
 
     What it is asked first, where it is, an operator may ask too: who can answer goes on. When the parent is killed, the
     workers notice, end, and free the port; the directory goes with them.
@@ -256,7 +257,7 @@ def _whole(connection: http.client.HTTPConnection, body: dict[str, Any]) -> bool
 
 
 def test_settings_that_no_worker_can_use(tmp_path: Path) -> None:
-    """It is one sentence and status 2, as with one process."""
+    """Settings that no worker can use end the command with one sentence and status 2, as with one process."""
     command = [sys.executable, "-m", "triton_openai", "serve", "--port", "0", "--workers", "2", "--adapter", "none"]
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)

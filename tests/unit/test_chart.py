@@ -63,7 +63,7 @@ def test_manifests_are_valid(form: str, version: str) -> None:
 
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_other_manifests_are_valid(version: str) -> None:
-    """So is what stands beside the chart; of KServe's kinds, the pod that they describe."""
+    """What stands beside the chart is valid too; of KServe's kinds, the pod that they describe."""
     for form in generate.FORMS:
         for manifest in files.plain_documents(form):
             valid(manifest, version)
@@ -214,7 +214,7 @@ def test_what_is_off_by_default() -> None:
 
 
 def test_the_api_is_opened_to_the_outside() -> None:
-    """By an Ingress or an HTTPRoute, and nothing but the API: not metrics, health or Triton's protocol."""
+    """The chart opens the API by an Ingress or an HTTPRoute, and neither metrics, health nor Triton's protocol."""
     ingress = files.only(files.chart_documents("everything"), "Ingress")["spec"]
     route = files.only(files.chart_documents("alternatives"), "HTTPRoute")["spec"]
 
@@ -310,7 +310,10 @@ def test_triton_is_reached_through_the_service_alone() -> None:
 
 @pytest.mark.parametrize("kind", ["LoadBalancer", "NodePort"])
 def test_metrics_of_triton_stay_in_the_cluster(kind: str) -> None:
-    """They ask for no key: where the Service is open to the outside, they have one of their own, which is not."""
+    """
+    Triton's metrics ask for no key: where the Service is open to the outside, they have one of their own, which is
+    not.
+    """
     made = files.render({**SIDECAR, "service": {"type": kind, "annotations": {"example.com/public": "yes"}}})
     services = files.documents(made["templates/service.yaml"])
 
@@ -327,7 +330,10 @@ def test_metrics_of_triton_stay_in_the_cluster(kind: str) -> None:
 
 
 def test_clients_of_triton_itself() -> None:
-    """They reach the Triton beside the service if they are to: at the Service, the container and through the policy."""
+    """
+    Clients of Triton itself reach the Triton beside the service if they are to: at the Service, the container and
+    through the policy.
+    """
     for enabled in (False, True):
         values = {"kserve": {"enabled": enabled}, "networkPolicy": {"enabled": True}}
         manifests = [
@@ -360,7 +366,7 @@ def test_clients_of_triton_itself() -> None:
     ],
 )
 def test_the_network_policy_lets_out_to_triton(urls: list[str], ports: list[int]) -> None:
-    """Its ports are those of Triton's addresses, unless others are named."""
+    """The network policy opens the ports of Triton's addresses, unless others are named."""
 
     def allowed(**policy: Any) -> list[int]:
         values = {"triton": {"urls": urls}, "networkPolicy": {"enabled": True, **policy}}
@@ -405,14 +411,17 @@ def test_every_template_is_used() -> None:
 
 
 def test_the_schema_of_settings_is_current() -> None:
-    """It follows from the types of the settings: `python docs/generate.py` writes it."""
+    """The schema follows from the types of the settings: `python docs/generate.py` writes it."""
     text = docs_generate.VALUES_SCHEMA.read_text(encoding="utf-8")
 
     assert docs_generate.values_schema(text) == text
 
 
 def test_the_schema_takes_what_the_service_takes() -> None:
-    """It has every setting of the reference; one text may stand for a list of texts, as in the service's own file."""
+    """
+    The schema has every setting of the reference; one text may stand for a list of texts, as in the service's own
+    file.
+    """
     model = {
         "aliases": "gpt-4o-mini",
         "loras": ["a", {"name": "b", "task_id": 3, "path": "/b"}],
@@ -517,7 +526,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 def test_wrong_values_are_refused() -> None:
-    """They are named, instead of making manifests that do something else."""
+    """Wrong values are named, instead of making manifests that do something else."""
     answers = files.render_all([values for values, _ in WRONG])
     said = [one.get("error", "rendered") for one in answers]
 

@@ -269,7 +269,7 @@ def test_the_collector_is_whole() -> None:
 
 
 def test_compose_files_have_the_form_of_compose() -> None:
-    """They are valid by the schema of the compose specification."""
+    """Compose files are valid by the schema of the compose specification."""
     validated("--builtin-schema", "vendor.compose-spec", *map(str, sorted((DEPLOY / "compose").glob("*.yaml"))))
 
 
@@ -312,7 +312,9 @@ def test_the_image_is_made_of_what_is_there() -> None:
 
 
 def test_the_lock_file_fits() -> None:
-    """It pins what the service and the image's extras need, with hashes, and names no place to get it from."""
+    """
+    The lock file pins what the service and the image's extras need, with hashes, and names no place to get it from.
+    """
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"]
@@ -331,7 +333,7 @@ def test_the_lock_file_fits() -> None:
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
-    """Its own checker has nothing to say, and calls it well shut in."""
+    """systemd's own checker has nothing to say of the unit, and calls it well shut in."""
     analyze = found("systemd-analyze")
     unit = tmp_path / "triton-openai.service"
     text = TEXTS["systemd/triton-openai.service"]
@@ -350,13 +352,13 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
 
 
 def test_the_unit_leaves_metrics_of_the_process() -> None:
-    """Its memory, CPU time and open files are exported where /proc/stat can be read, which has the time of the boot."""
+    """The unit leaves /proc/stat, which has the time of the boot: metrics of the process need it."""
     assert ["all"] == files.systemd_unit()["Service"].get("ProcSubset", ["all"])
 
 
 @pytest.mark.parametrize("status", [200, 503])
 async def test_the_health_check_of_the_images(status: int) -> None:
-    """It ends with 0 when the service answers with 200, and else says what is wrong."""
+    """The health check of the images ends with 0 when the service answers with 200, and else says what is wrong."""
 
     async def answer(request: web.Request) -> web.Response:
         assert "/health/live" == request.path
@@ -384,7 +386,10 @@ async def test_the_health_check_without_a_service() -> None:
 
 
 async def test_the_health_check_where_clients_show_certificates(tmp_path: Path) -> None:
-    """It shows the service's own, and asks for the path that it is given; without one it is not let in."""
+    """
+    The health check shows the service's certificate, and asks for the path that it is given; without one it is not
+    let in.
+    """
     authority = Authority(tmp_path)
     certificate = authority.issue("service")
 
@@ -406,7 +411,7 @@ async def test_the_health_check_where_clients_show_certificates(tmp_path: Path) 
 
 
 async def test_the_health_check_with_an_encrypted_key(tmp_path: Path) -> None:
-    """It is an error, and no question for a passphrase."""
+    """The health check with an encrypted key is an error, and no question for a passphrase."""
     authority = Authority(tmp_path)
     certificate = authority.issue("service")
     key = load_pem_private_key(certificate.read_bytes(), None)

@@ -48,7 +48,7 @@ def anchor(heading: str) -> str:
 
 @every_case("document", generate.PARTS)
 def test_generated_parts(document: str) -> None:
-    """They are what `python docs/generate.py` writes."""
+    """Generated parts are what `python docs/generate.py` writes."""
     assert generate.renewed(document, read(document)) == read(document)
 
 
@@ -124,7 +124,7 @@ def test_the_file_of_api_keys(tmp_path: Path) -> None:
 
 
 async def test_the_example_of_an_adapter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is registered as the document says, claims its models, and serves them."""
+    """The example of an adapter is registered as the document says, claims its models, and serves them."""
     (code,) = blocks("docs/guides/writing-an-adapter.md", "python")
     (metadata,) = blocks("docs/guides/writing-an-adapter.md", "ini")
     (tmp_path / "acme_adapters.py").write_text(code)
@@ -156,7 +156,9 @@ async def test_the_example_of_an_adapter(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 async def test_the_example_of_a_tool_parser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is registered as the document says, and reads the calls of a chat, streamed or not."""
+    """
+    The example of a tool parser is registered as the document says, and reads the calls of a chat, streamed or not.
+    """
     (code,) = blocks("docs/guides/writing-a-parser.md", "python")
     (metadata,) = blocks("docs/guides/writing-a-parser.md", "ini")
     (tmp_path / "acme_parsers.py").write_text(code)

@@ -122,7 +122,7 @@ def refused(process: Process, model: str) -> bool:
 
 
 async def test_the_service_ends_when_nothing_runs():
-    """It waits for what runs, and no longer than that."""
+    """The service waits for what runs, and no longer than that, before it ends."""
     process = Process()
     running = Visitor(process)
     await until(lambda: running.inside)
@@ -232,7 +232,7 @@ async def test_a_process_that_dies_is_not_waited_for():
 
 
 async def test_a_process_that_starts_while_a_model_is_unloaded():
-    """It takes no requests for the model either, until the end of that."""
+    """A process that starts while a model is unloaded takes no requests for it, until the end of that."""
     service = Workers()
     unloading, serving = Process(service.start(0)), Process(service.start(1))
     running = Visitor(serving)
@@ -247,7 +247,7 @@ async def test_a_process_that_starts_while_a_model_is_unloaded():
 
 
 async def test_a_process_that_hangs_holds_an_unload_up_no_longer_than_the_grace(monkeypatch):
-    """It gets the message, and is not waited for."""
+    """A process that hangs gets the message, and holds an unload up no longer than the grace."""
     monkeypatch.setattr("triton_openai.draining._ANSWER_SECONDS", 0.01)
     service = Workers()
     unloading = Process(service.start(0))

@@ -53,7 +53,7 @@ def test_attributes() -> None:
     ],
 )
 def test_headers(error: ServiceError, headers: dict[str, str]) -> None:
-    """They steer the retries of the official clients."""
+    """Headers steer the retries of the official clients."""
     assert headers == error.headers()
 
 
@@ -67,7 +67,7 @@ def test_what_is_no_text() -> None:
 
 
 def test_the_envelope() -> None:
-    """It is OpenAI's, with every key."""
+    """The envelope is OpenAI's, with every key."""
     error = errors.InvalidValue("No.", "stop")
 
     assert {"error": {"message": "No.", "type": "invalid_request_error", "param": "stop", "code": "invalid_value"}} == (

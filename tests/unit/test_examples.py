@@ -26,7 +26,7 @@ def test_the_repository_for_vllm() -> None:
 
 
 def test_the_configuration_of_the_llm_api() -> None:
-    """It says what the README changes, and streams."""
+    """The configuration of the LLM API says what the README changes, and streams."""
     config = yaml.safe_load((EXAMPLES / "tensorrt-llm-llmapi/model.yaml").read_text())
     readme = (EXAMPLES / "tensorrt-llm-llmapi/README.md").read_text()
 
@@ -56,5 +56,5 @@ def test_the_values_for_kubernetes() -> None:
 
 @needs("Node.js")
 def test_the_program_for_node() -> None:
-    """It is JavaScript."""
+    """The program for Node.js is JavaScript."""
     subprocess.run(["node", "--check", str(EXAMPLES / "openai-js/chat.js")], check=True, timeout=60)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 @pytest.mark.parametrize("target", ["demo", "test"])
 def test_a_python_that_has_no_triton(target: str, tmp_path: Path) -> None:
-    """It is named, with those that have one, and no environment is made."""
+    """A Python that has no Triton is named, with those that have one, and no environment is made."""
     python = tmp_path / "python"
     code = "import sys; sys.version_info = (3, 13, 0); exec(sys.argv[1])"
     python.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$2\"\n")

@@ -119,7 +119,7 @@ def _keys(values: object, at: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
 
 @every_case("document", TEXTS)
 def test_metrics(document: str) -> None:
-    """Also as Prometheus has the parts of histograms; and the one that a rule for prometheus-adapter makes."""
+    """Documents name metrics that exist, also as Prometheus and the rule for prometheus-adapter have them."""
     known = {one.name for one in (*INSTRUMENTS, *LOOKED_UP)}
     known |= {one.name + end for one in INSTRUMENTS if one.kind == "histogram" for end in ("_bucket", "_sum", "_count")}
     (rule,) = files.load(files.DEPLOY / "kubernetes/prometheus-adapter.yaml")["rules"]["custom"]
@@ -184,7 +184,7 @@ def commands() -> list[str]:
 
 @every_case("line", dict.fromkeys(commands()))
 def test_commands(line: str, tmp_path: Path) -> None:
-    """They are read as the service would read them."""
+    """Commands are read as the service would read them."""
     parsed = parse(shlex.split(line)[1:])
 
     assert parsed.command in ("serve", "inspect", "demo")

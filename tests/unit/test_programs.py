@@ -14,7 +14,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def test_ci_installs_every_program() -> None:
-    """Its list is that of the programs' packages."""
+    """CI installs the packages of all programs."""
     listed = re.search(r"packages=\((.+)\)", (_ROOT / ".ci" / "run").read_text())
     assert listed is not None
     assert sorted(package for _, package in programs.PROGRAMS.values()) == listed[1].split()

@@ -47,7 +47,7 @@ IDS = (
 
 @every_case("key", KEYS)
 def test_what_looks_like_a_key_is_masked(key: str) -> None:
-    """Wherever it stands."""
+    """What looks like a key is masked wherever it stands."""
     for text in (key, f"/v1/models/{key}", f"openai/{key}", f"The model '{key}' is not found."):
         assert key[-6:] not in printable(text, 300)
         assert "<redacted>" in printable(text, 300)
@@ -80,7 +80,9 @@ def test_request_ids() -> None:
 
 
 def test_the_line_of_a_request() -> None:
-    """It has the beginning of a name that no model has, and neither keys nor what moves a terminal's cursor."""
+    """
+    The line of a request has the beginning of an unknown name, and neither keys nor what moves a terminal's cursor.
+    """
     observation = Observation(request_id="1", method="GET " * 99, path=f"/v1/models/\x1b[2J/{KEYS[0]}{'/x' * 999}")
     observation.error = ModelNotFound(f"{KEYS[1]}/{'name ' * 99}")
     observation.status = 404
@@ -104,7 +106,7 @@ def test_the_head_of_a_span() -> None:
 
 
 def test_what_a_backend_quotes() -> None:
-    """Of an error's reason and its traceback."""
+    """What a backend quotes in an error's reason or traceback is redacted."""
     error = UpstreamError("It failed.", detail=f"Traceback (most recent call last):\n  File x\nValueError: {KEYS[0]}\n")
 
     assert "ValueError: <redacted>" == error.reason

@@ -85,7 +85,7 @@ def test_other_failures_stand(tmp_path: Path) -> None:
 
 
 def test_a_module_that_cannot_be_imported_is_reported(tmp_path: Path) -> None:
-    """Its error is what the run prints."""
+    """The error of a module that cannot be imported is what the run prints."""
     output = run(tmp_path, ends="unknown_name", passes=1)
 
     assert "1 error" in output

@@ -37,7 +37,7 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_keys_of_the_settings() -> None:
-    """They have the name they are given, or a short one of their own."""
+    """Keys of the settings have the name they are given, or a short one of their own."""
     ring = ring_of(f"alice:{SECRET}", "sk-plain")
     alice, plain = ring.get(sha256(SECRET)), ring.get(sha256("sk-plain"))
 
@@ -75,12 +75,12 @@ def test_keys_that_the_settings_do_not_take(text: str) -> None:
 
 @given(st.text())
 def test_nothing_else_is_a_key(text: str) -> None:
-    """Whatever is presented."""
+    """Nothing else is a key, whatever a client presents."""
     assert ring_of(SECRET).get(sha256(text)) is None
 
 
 def test_the_file(tmp_path: Path) -> None:
-    """It has keys or digests, several of a name, with models and limits."""
+    """The file has keys or digests, several of a name, with models and limits."""
     digest = hashlib.sha256(b"sk-new").hexdigest()
     file = written(
         tmp_path,
@@ -137,7 +137,7 @@ def test_files_that_are_wrong(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    """It is an error at the start, and not a service without keys."""
+    """A file that is not there is an error at the start, and not a service without keys."""
     with pytest.raises(ConfigurationError, match="cannot be read"):
         Keys(AccessSettings(api_keys_file=tmp_path / "nothing"))
 
@@ -170,7 +170,7 @@ async def test_rotation(tmp_path: Path) -> None:
 
 
 async def test_new_settings(tmp_path: Path) -> None:
-    """They are read at once and hold when they are taken; those that cannot be used change nothing."""
+    """New settings are read at once and hold when they are taken; those that cannot be used change nothing."""
     guard = Guard(AccessSettings(api_key=("one",)))
 
     def known() -> list[str]:
@@ -301,7 +301,7 @@ def test_restricted_apis_in_all_places(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_are_wrong(flags: dict[str, object], message: str) -> None:
-    """They are named, and what is secret is not repeated."""
+    """Settings that are wrong are named, and what is secret is not repeated."""
     with pytest.raises(ConfigurationError, match=message) as caught:
         load_settings(flags, {})
 

@@ -120,7 +120,7 @@ def test_concurrent_requests(limits: RateLimits) -> None:
 
 
 def test_accounts_that_nobody_uses_any_more(limits: RateLimits, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take no memory, though there is no end of names; what counts stays."""
+    """Accounts that nobody uses any more take no memory, though there is no end of names; what counts stays."""
     limit, kept = RateLimit(requests_per_minute=1), RateLimit(concurrent_requests=1)
     running = admit(limits, "running", kept)
     for number in range(5000):
@@ -166,7 +166,7 @@ def test_several_limits(limits: RateLimits) -> None:
 
 
 def test_limits_that_are_not_there(limits: RateLimits) -> None:
-    """They have no headers, and any one of them is a limit."""
+    """Limits that are not there have no headers, and any one of them is a limit."""
     names = RateLimit.__struct_fields__
     assert [False, True, True, True] == [RateLimit().any, *[RateLimit(**{name: 1}).any for name in names]]
     assert {} == limits.decide("a", RateLimit(concurrent_requests=1)).headers

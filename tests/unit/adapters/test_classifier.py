@@ -48,7 +48,7 @@ def job(*inputs: Any, pad_id: int | None = None) -> ClassificationJob:
     ],
 )  # fmt: skip
 def test_claimed(model: ModelConfig, reason: str, capabilities: set[str]) -> None:
-    """By a text or token ids, and an output whose name says what it has."""
+    """Models are claimed by a text or token ids, and an output whose name says what it has."""
     claim = REGISTRY.claim(model)
 
     assert claim is not None

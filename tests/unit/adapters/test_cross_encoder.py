@@ -54,7 +54,7 @@ ROBERTA = config(["input_ids INT32 -1 -1", "attention_mask INT32 -1 -1"], ["logi
     ],
 )
 def test_claimed(model: ModelConfig, reason: str) -> None:
-    """By two texts, a pair, or token ids, with a score out."""
+    """Models are claimed by two texts, a pair, or token ids, with a score out."""
     claim = REGISTRY.claim(model)
 
     assert claim is not None
@@ -200,7 +200,7 @@ def test_a_long_text_among_short_ones_is_not_padded_to_gigabytes(lengths: list[i
 
 
 def test_without_a_pad_token() -> None:
-    """Then nothing is padded: every pair is a request of its own."""
+    """Without a pad token, nothing is padded: every pair is a request of its own."""
     requests = CrossEncoder(ROBERTA, {}).encode(job(("q", "a"), ("q", "b"), encoded=ENCODED))
 
     assert [[1, 2, 3], [1, 2, 3, 4, 5]] == [tensors(request)["input_ids"][1] for request in requests]

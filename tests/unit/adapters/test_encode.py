@@ -113,7 +113,7 @@ def test_randomness_as_the_executor_understands_it(sampling, expected):
     ("top_k", False), ("medusa", False), ("lookahead", False),
 ])  # fmt: skip
 def test_an_engine_that_decodes_in_a_mode_of_its_own(mode, samples):
-    """It gets what the request asks for and nothing else: a top_p makes the mode top_k answer nothing at all."""
+    """An engine with a decoding mode of its own gets what the request asks for: with a top_p, top_k answers nothing."""
     engine = msgspec.structs.replace(ENGINE, parameters={"decoding_mode": mode})
     adapter = TrtllmEnsemble(TEXT, {"engine": engine})
     names = {"temperature", "top_p", "top_k"}
@@ -132,7 +132,7 @@ def test_a_top_k_that_is_off_fits_an_unsigned_input():
 
 
 def test_a_temperature_without_a_top_k_to_express_it():
-    """Then nothing is sent: the executor decodes greedily when it is told nothing, and takes no temperature of 0."""
+    """A temperature of 0 is left out without a top_k to express it: told nothing, the executor decodes greedily."""
     inputs = {name: spec for name, spec in TEXT.inputs.items() if name != "top_k"}
     found = values(
         request_of(TrtllmEnsemble(msgspec.structs.replace(TEXT, inputs=inputs), {}), generation(temperature=0))
@@ -153,7 +153,7 @@ def test_required_word_lists_are_filled():
 
 @every_case("name, value", [("seed", -1), ("seed", 2**64), ("max_tokens", 2**31), ("top_k", 2**31), ("top_p", 1e39)])
 def test_values_that_an_input_cannot_hold(name, value):
-    """They are refused by name."""
+    """Values that an input cannot hold are refused by name."""
     with pytest.raises(InvalidRequest) as caught:
         request_of(TrtllmEnsemble(TEXT, {}), generation(**{name: value}))
 
@@ -189,7 +189,9 @@ def test_who_repeats_the_prompt(excluded, echoes):
     ],
 )
 def test_an_answer_is_asked_for_as_the_client_wants_it(change, expected):
-    """Whole, it is decoded whole; a stream loses characters. A model that does not stream is never asked for one."""
+    """
+    A whole answer is decoded whole; a stream loses characters. A model that does not stream is never asked for one.
+    """
     inputs = {**TEXT.inputs, **specs("exclude_input_in_output? BOOL 1")}
     wanted = msgspec.structs.replace(generation(), **change)
     bls = msgspec.structs.replace(TEXT, platform="", backend="python", inputs=inputs)
@@ -221,7 +223,7 @@ def test_an_echo_that_cannot_be_taken_out_is_not_asked_for():
     ],
 )
 def test_tokens_from_the_cache(flag, output):
-    """They are asked for where the size of a block is known, and only the last response has them."""
+    """Tokens from the cache are asked for where the size of a block is known, and only the last response has them."""
     inputs, outputs = {**TEXT.inputs, **specs(f"{flag}? BOOL 1")}, {**TEXT.outputs, **specs(f"{output} INT32 1")}
     adapter = TrtllmEnsemble(msgspec.structs.replace(TEXT, inputs=inputs, outputs=outputs), {})
     known = msgspec.structs.replace(generation(), kv_cache_block_size=16)
@@ -310,7 +312,7 @@ def test_whether_preprocessing_adds_special_tokens(inputs, words):
 
 
 def test_what_a_release_declares_and_does_not_hand_on():
-    """It is refused, but for values that have their effect without it."""
+    """What a release declares and does not hand on is refused, but for values that have their effect without it."""
     old = msgspec.structs.replace(TEXT, platform="", backend="python")
     new = msgspec.structs.replace(old, inputs={**old.inputs, **specs("prompt_table_extra_id? UINT64 1")})
     wired = {"request_output_len": "_LEN", "input_ids": "_IDS"}
@@ -396,7 +398,7 @@ def test_old_vllm_repeats_prompt_and_text():
     ],
 )
 def test_token_ids_of_vllm(change, sampling, ids, logprobs):
-    """They are the keys of the log probabilities, which are asked for and read where either is wanted."""
+    """Token ids of vLLM are the keys of the log probabilities, which are asked for and read where either is wanted."""
     inputs = {**VLLM.inputs, **specs("return_logprobs? BOOL 1")}
     outputs = {**VLLM.outputs, **specs("logprobs BYTES -1")}
     adapter = Vllm(msgspec.structs.replace(VLLM, inputs=inputs, outputs=outputs), {})
@@ -466,7 +468,7 @@ def test_which_models_make_embeddings(inputs, outputs, batch, expected):
     ],
 )
 def test_texts_are_sent_in_batches(inputs, outputs, batch, shapes):
-    """As many texts at a time as the model takes, in order, and their vectors in the same order."""
+    """Texts are sent in batches as large as the model takes, in order, and their vectors come in the same order."""
     config = ModelConfig(name="e", max_batch_size=batch, inputs=specs(inputs), outputs=specs(outputs))
     adapter = Embeddings(config, {})
     job = EmbeddingJob(id="j", inputs=["a", "b", "c"])
@@ -515,7 +517,7 @@ def test_an_embedding_that_cannot_be_read(text):
 
 @every_case("ids", [[-1], [2**31], [2**70], [0, -5]])
 def test_numbers_that_are_no_token_ids(ids):
-    """They are refused before vLLM trips over them."""
+    """Numbers that are no token ids are refused before vLLM trips over them."""
     inputs = {**VLLM.inputs, **specs("embedding_request? BYTES 1")}
     adapter = Vllm(msgspec.structs.replace(VLLM, inputs=inputs), {})
 

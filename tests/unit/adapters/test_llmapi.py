@@ -62,7 +62,7 @@ def test_releases(release: str) -> None:
 
 
 def test_a_model_that_requires_more() -> None:
-    """Nobody would fill it."""
+    """A model with another required input is not claimed: nobody would fill it."""
     for kind, name in ((TrtllmLlmapi, "llmapi/tensorrt_llm@P130"), (Vllm, "vllm@r25.11")):
         config = profiles()[name]
         for optional in (True, False):

@@ -61,7 +61,7 @@ def test_which_models_take_adapters(make, inputs, expected):
 @every_case("make", [ensemble, engine])
 @every_case("batch, first", [(0, ()), (4, (1,))])
 def test_weights_go_as_they_are(make, batch, first):
-    """Their bytes reach both transports, with the shape that the model's rank asks for; JSON cannot say them."""
+    """The bytes of weights reach both transports, in the shape of the model's rank; JSON cannot say them."""
     asked = msgspec.structs.replace(generation(), prompt_ids=(1,), vocabulary=Vocabulary(size=9), lora=FULL)
     request = request_of(make(*INPUTS, batch=batch), asked)
 
@@ -75,7 +75,7 @@ def test_weights_go_as_they_are(make, batch, first):
 
 
 def test_a_number_alone():
-    """It needs nothing that JSON lacks; without it there is nothing to send."""
+    """A number alone needs nothing that JSON lacks; without it there is nothing to send."""
     adapter = ensemble(*INPUTS)
     asked = msgspec.structs.replace(generation(), lora=Lora(name="french", number=7))
     request = request_of(adapter, asked)
@@ -88,7 +88,7 @@ def test_a_number_alone():
 
 @every_case("size", [0, 1, 127, 128, 2**19, 2**20, 3 * 2**20 + 1])
 async def test_large_requests_are_the_same_messages(size):
-    """However they are put together."""
+    """Large requests are the same messages, however they are put together."""
     weights = Matrix("FP16", (1, size // 2), bytes(number % 251 for number in range(size)))
     asked = msgspec.structs.replace(generation(), lora=msgspec.structs.replace(FULL, weights=weights))
     request = request_of(ensemble(*INPUTS), asked)

@@ -146,7 +146,9 @@ def test_who_claims_it(name):
 @every_case("sampling", [MAXIMAL, GREEDY, MINIMAL])
 @every_case("name", claimed())
 def test_requests_are_ones_that_triton_accepts(name, sampling, decoupled):
-    """Only declared inputs, with their dtype and rank, all required ones among them, and only declared outputs."""
+    """
+    Requests have declared inputs only, with their dtype and rank, all that are required, and declared outputs only.
+    """
     config = msgspec.structs.replace(profiles()[name], decoupled=decoupled)
     claim = registry().claim(config)
     assert claim is not None
@@ -260,7 +262,7 @@ def test_vllm_over_the_releases(release):
 def test_the_longest_prompt_of_an_engine(
     tmp_path: Path, profile: str, parameters: dict[str, str], built: object, limit: int | None
 ) -> None:
-    """It is told by the engine's own files, if they are here, and by what its config says of the KV cache."""
+    """The longest prompt of an engine is told by the engine's files, if they are here, and by its config's KV cache."""
     if built is not None:
         (tmp_path / "config.json").write_text(json.dumps(built))
     config = profiles()[f"inflight_batcher_llm/tensorrt_llm@{profile}"]

@@ -90,7 +90,7 @@ def test_a_model_as_it_is() -> None:
 
 
 def test_the_stream_flag() -> None:
-    """It says whether the client streams."""
+    """The stream flag says whether the client streams."""
     adapter = Text(MOCK_LLM, {})
     assert [(1, 1), (1, 1)] == [tensor.shape for tensor in request_of(adapter, generation()).inputs]
     assert [False] == values(request_of(adapter, generation()))["stream"]

@@ -193,7 +193,7 @@ def test_a_logit_bias_is_dense() -> None:
 
 
 def test_a_bias_of_an_unknown_token_is_refused() -> None:
-    """It would not fit."""
+    """A bias of an unknown token is refused, because it does not fit."""
     with pytest.raises(InvalidRequest, match="the token 10"):
         dense_bias([(10, 1.0)], 10)
 
@@ -218,7 +218,7 @@ def test_log_probabilities_need_a_sampling_input(sampling: dict[str, Any], expec
 
 
 def test_alternatives_come_as_logits() -> None:
-    """Of the new tokens, in place of the chosen ones' log probabilities; never as JSON."""
+    """Alternatives come as logits of the new tokens, in place of the chosen ones' log probabilities; never as JSON."""
     request = request_of(adapter("tensorrt_llm"), generation(logprobs=2))
 
     inputs = sent(request)
@@ -262,7 +262,7 @@ def test_the_prompt_is_scored_by_itself() -> None:
 
 
 def test_a_prompt_too_long_to_be_scored_is_refused() -> None:
-    """Its scores would not fit into one response."""
+    """A prompt is refused where its scores would not fit into one response."""
     long = msgspec.structs.replace(generation(), prompt_ids=(4,) * 2098, vocabulary=Vocabulary(size=128_000))
 
     with pytest.raises(InvalidRequest, match="2097 tokens"):
@@ -300,7 +300,7 @@ def fed(profile: str, *responses: dict[str, Any], decoupled: bool = True, **samp
 
 
 def test_a_stream_brings_new_ids() -> None:
-    """As many as the length says, often none in the last response; JSON has no lists of one."""
+    """A stream brings as many new ids as the length says, often none in the last response; JSON has no lists of one."""
     deltas = fed(
         "tensorrt_llm",
         {"output_ids": 7, "sequence_length": 1},
@@ -324,7 +324,9 @@ def test_a_stream_brings_new_ids() -> None:
     ],
 )
 def test_a_repeated_prompt_is_taken_off(profile: str, response: dict[str, Any]) -> None:
-    """By releases that cannot exclude it, where they do not stream; a config parameter may have excluded it."""
+    """
+    A prompt that releases repeat where they do not stream is taken off, unless a config parameter has excluded it.
+    """
     (delta,) = fed(profile, response, decoupled=False)
 
     assert ([7, 8], 2) == (list(delta.token_ids), delta.tokens)
@@ -335,7 +337,7 @@ def test_a_repeated_prompt_is_taken_off(profile: str, response: dict[str, Any]) 
     [[[-0.1], [-0.1, -0.2, -0.3]], [[-0.1], [-0.2, -0.3]], [[-0.1, -1.0], [-0.1, -0.2, -0.3, -1.0]]],
 )
 def test_log_probabilities_of_new_ids(lists: list[list[float]]) -> None:
-    """Whether the list repeats from its start or holds the new ones alone."""
+    """The new ids have their log probabilities, whether the list repeats from its start or holds the new ones alone."""
     deltas = fed(
         "tensorrt_llm",
         {"output_ids": [7], "sequence_length": 1, "output_log_probs": lists[0]},
@@ -347,7 +349,7 @@ def test_log_probabilities_of_new_ids(lists: list[list[float]]) -> None:
 
 
 def test_log_probabilities_that_do_not_fit_are_an_error() -> None:
-    """They would be another token's."""
+    """Log probabilities that do not fit are an error: they would be another token's."""
     with pytest.raises(UpstreamError):
         fed("tensorrt_llm", {"output_ids": [7, 8], "sequence_length": 2, "output_log_probs": [-0.1]}, logprobs=0)
 
@@ -384,7 +386,10 @@ def _ensemble(*steps: EnsembleStep) -> ModelConfig:
 
 
 def test_which_text_models_an_engine_can_answer_for() -> None:
-    """Not those that do more than tokenize: encoders of images, a second prompt for a decoder, a step of one's own."""
+    """
+    An engine answers for models that only tokenize: not for encoders of images, a decoder's prompt, or steps of
+    their own.
+    """
     step = EnsembleStep(model="engine", input_map={}, output_map={})
     filters = EnsembleStep(model="filter", input_map={}, output_map={})
     encoders = EnsembleStep(model="encoders", input_map={}, output_map={"OUT_PROMPT_EMBEDDING_TABLE": "table"})
@@ -422,7 +427,7 @@ async def test_without_a_tokenizer_the_flag_is_named() -> None:
 
 @every_case("reason", ["timeout", "cancelled"])
 def test_llmapi_generations_that_were_broken_off(reason: str) -> None:
-    """They are errors: neither a stop nor a length."""
+    """LLM API generations that were broken off are errors: neither a stop nor a length."""
     decoder = adapter("tensorrt_llm_llmapi").decoder(generation())
 
     with pytest.raises(UpstreamError):

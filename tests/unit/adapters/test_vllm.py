@@ -68,7 +68,7 @@ def test_the_likeliest_token_alone() -> None:
 
 
 def test_a_position_without_log_probabilities() -> None:
-    """It has no entry."""
+    """A position without log probabilities has no entry."""
     delta = Delta()
     token_logprobs(0)(JsonResponse({"logprobs": '[{}, {"5": {"logprob": -0.5}}]'}), delta)
 
@@ -110,7 +110,7 @@ def test_what_goes_as_json() -> None:
 
 
 def test_log_probabilities() -> None:
-    """They are ordered by rank, may be minus infinity, and a part of a character has no bytes."""
+    """Log probabilities are ordered by rank, may be minus infinity, and a part of a character has no bytes."""
     delta = Delta()
     text = (
         '[{"7": {"logprob": -Infinity, "rank": 9, "decoded_token": "\ufffd"},'
@@ -123,7 +123,7 @@ def test_log_probabilities() -> None:
 
 
 def test_embeddings_that_are_not_all_counted() -> None:
-    """Their sum is unknown."""
+    """The sum of embeddings that are not all counted is unknown."""
     job = EmbeddingJob(id="1", inputs=["a", "b"])
     uncounted = JsonResponse({"text_output": "[1.0]"})
     counted = JsonResponse({"text_output": "[1.0]", "num_input_tokens": 2})

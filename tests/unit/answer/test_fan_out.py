@@ -78,7 +78,7 @@ async def test_many_runs() -> None:
 
 
 async def test_the_time_for_all_runs(clock: Clock) -> None:
-    """It ends the wait, also when no run is to be looked at before; the likely cause is told."""
+    """The time for all runs ends the wait, also when no run is to be looked at before; the likely cause is told."""
     for timeout in (0.0, 30.0):
         group = RunGroup([FakeRun()], lambda *_: None, timeout=timeout)  # type: ignore[list-item]
         await group.start()

@@ -132,7 +132,10 @@ async def test_a_model_of_token_ids_gets_them() -> None:
 
 
 async def test_a_text_without_special_tokens_for_a_backend_that_adds_them() -> None:
-    """It is sent without those that the backend adds; a text that lacks them cannot be sent."""
+    """
+    A text without special tokens for a backend that adds them is sent without those that the backend adds; a text
+    that lacks them cannot be sent.
+    """
     (run,) = await prepared(Texts(adds_bos=True), ["<|startoftext|>one"], adds_special=False)
 
     assert ("one", "<|startoftext|>one") == (run.generation.prompt, run.generation.shown_prompt)

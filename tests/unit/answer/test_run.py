@@ -150,7 +150,10 @@ def _stop_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_each_token_is_passed_on_at_once() -> None:
-    """In the call that brings it, without a turn of the event loop; what comes together goes together."""
+    """
+    A token is passed on in the call that brings it, without a turn of the event loop; what comes together goes
+    together.
+    """
     answer = Answer()
     answer.engine.bring("one")
     assert "one" == answer.text
@@ -239,7 +242,10 @@ def test_a_stop_string_however_the_text_is_cut(texts: list[str], stop: str, toge
 
 @every_case("steps", [0, 1])
 async def test_what_goes_wrong_on_the_way(steps: int) -> None:
-    """It is what the run failed of; a refusal in the middle is none of the request; no answer at all is a failure."""
+    """
+    A run fails of what goes wrong; a refusal in the middle is not the request's fault; no answer at all is a
+    failure.
+    """
     for error, expected in (
         (UpstreamError("x"), UpstreamError),
         (InvalidRequest("x"), UpstreamError if steps else InvalidRequest),
@@ -259,7 +265,7 @@ async def test_what_goes_wrong_on_the_way(steps: int) -> None:
 
 
 async def test_a_decoder_that_fails() -> None:
-    """That ends the run and stops the backend, in the same turn."""
+    """A decoder that fails ends the run and stops the backend, in the same turn."""
     answer = Answer(decoder=Deltas(UpstreamError("no")))
     answer.engine.bring("one")
 
@@ -270,8 +276,11 @@ async def test_a_decoder_that_fails() -> None:
     await answer.background.close()
 
 
-async def test_silence(clock: Clock) -> None:
-    """It ends the run, whether nothing came or nothing more, and the transport is told; a slow client does not."""
+async def test_a_stream_that_falls_silent_ends_with_an_error(clock: Clock) -> None:
+    """
+    A stream that falls silent ends with an error, whether nothing came or nothing more; a slow client does not end
+    it.
+    """
     clock.freeze()
     for texts, first in (((), 60), (("one",), 600)):
         answer = Answer(limits=TimeLimits(first_token=first, idle=60, total=None))
@@ -296,7 +305,7 @@ async def test_silence(clock: Clock) -> None:
         await answer.background.close()
 
 
-async def test_silence_with_a_likely_cause(clock: Clock) -> None:
+async def test_silence_is_told_with_a_likely_cause(clock: Clock) -> None:
     """The adapter's guess is told where nothing has come at all."""
     for texts, told in (
         ((), "sent no answer for 60 seconds. It is too long."),
@@ -313,7 +322,7 @@ async def test_silence_with_a_likely_cause(clock: Clock) -> None:
 @every_case("stop, shown", [("three", 3), ("thr", 3), ("e t", 2), ("o ", 3), ("five", 5)])
 @every_case("texts", [["one", " two", " three four", " five"], ["one two three four five"]])
 async def test_text_behind_a_stop_string_is_not_counted(texts: list[str], stop: str, shown: int) -> None:
-    """But for the rest of the token in which it ends, whether the answer came in parts or at once."""
+    """Text behind a stop string is not counted, but for the rest of the token in which it ends."""
     answer = Answer(tokenizer=TOKENIZER, sampling=Sampling(max_tokens=50, stop=(stop,)))
     answer.engine.bring(*texts)
     await answer.run.conclude()
@@ -360,7 +369,9 @@ WIDE = int(offload.INLINE / offload.LOGIT) + 1
 
 @every_case("width", [10, WIDE])
 async def test_log_probabilities_from_logits(width: int) -> None:
-    """They come in order, also where they are made in a thread, and before the end; the backend waits meanwhile."""
+    """
+    Log probabilities from logits come in order and before the end, also from a thread; the backend waits meanwhile.
+    """
     answer = Answer(decoder=Scored(width), tokens=True, sampling=Sampling(max_tokens=9, logprobs=1), tokenizer=None)
     answer.engine.bring("1", "2", "3")
     answer.engine.bring("4")
@@ -499,7 +510,7 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 async def test_what_the_backend_counts(
     first: dict[str, Any], last: dict[str, Any], generation: dict[str, Any], room: int | None, expected: Any
 ) -> None:
-    """It stands, and the reason follows from it; the prompt's tokens may be known before."""
+    """What the backend counts stands, and the reason follows from it; the prompt's tokens may be known before."""
     deltas = [Delta(**{"text": "one", "tokens": 1, "prompt_tokens": 5, **first}), Delta(**{"text": " two", **last})]
     answer = Answer(decoder=Deltas(*deltas), tokenizer=TOKENIZER, generation=generation, context=room)
     answer.engine.bring("", "")
@@ -516,7 +527,7 @@ async def test_what_the_backend_counts(
 
 @every_case("reason, ids, expected", [(STOP, (8, 7), 7), (STOP, (7, 8), None), (LENGTH, (7,), None), (STOP, (), None)])
 def test_the_stop_token(reason: FinishReason, ids: tuple[int, ...], expected: int | None) -> None:
-    """It is the last one, of those that were asked for; what later steps leave out stays known."""
+    """The stop token is the last one, of those that were asked for; what later steps leave out stays known."""
     progress = Progress(Generation(id="1", prompt="Hello", sampling=Sampling(max_tokens=9, stop_token_ids=(7,))))
     progress.now = 2.5
     progress.add(Delta(text="one", tokens=2, prompt_tokens=5, cumulative_logprob=-1.5))
@@ -544,7 +555,9 @@ def test_estimates(generation: dict[str, Any], prompt: int) -> None:
 
 
 async def test_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When what came, and how long the silence may be: from the last response, or from the end of a pause."""
+    """
+    A run knows when what came, and how long the silence may be: from the last response, or from the end of a pause.
+    """
     now = 100.0
     monkeypatch.setattr("triton_openai.answer.run.monotonic", lambda: now)
     answer = Answer(limits=TimeLimits(first_token=10, idle=5, total=60))
@@ -571,7 +584,7 @@ async def test_times(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_silence_before_an_answer_that_comes_as_a_whole(
     at_once: bool, total: float | None, over: bool, clock: Clock
 ) -> None:
-    """It is no fault where the whole answer has a limit."""
+    """Silence before an answer that comes as a whole is no fault if the whole answer has a limit."""
     answer = Answer(at_once=at_once, limits=TimeLimits(first_token=10, idle=5, total=total))
     clock.advance(11)
     answer.run.check(clock())
@@ -600,7 +613,7 @@ async def test_what_cannot_be_sent() -> None:
 
 @every_case("wanted, shown", [(True, 2), (False, 1)])
 async def test_ids_without_text(wanted: bool, shown: int) -> None:
-    """They are shown where they are wanted."""
+    """Ids without text are shown where they are wanted."""
     deltas = [Delta(token_ids=(1,), tokens=1), Delta(text="one", token_ids=(2,), tokens=1)]
     answer = Answer(decoder=Deltas(*deltas), generation={"token_ids": wanted})
     answer.engine.bring("", "")

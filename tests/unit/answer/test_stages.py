@@ -49,7 +49,7 @@ def test_one_character_at_a_time_is_the_same_as_all_at_once(text, stops):
 
 @given(pieces=st.lists(LETTERS, max_size=8), stops=STOPS)
 def test_no_more_is_held_back_than_may_become_a_stop_string(pieces, stops):
-    """After each piece, what is missing is the beginning of a stop string: a client sees all it can see."""
+    """What is missing after each piece is the beginning of a stop string: a client sees all it can see."""
     stage = StopStrings(stops)
     text = shown = ""
     for piece in pieces:

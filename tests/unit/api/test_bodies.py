@@ -175,7 +175,7 @@ class Numbers(msgspec.Struct, forbid_unknown_fields=True):
     ],
 )
 def test_whole_numbers_are_integers(body: bytes, expected: Numbers):
-    """However they are written, as JSON Schema has it; texts stay as they are."""
+    """Whole numbers are integers, however they are written, as JSON Schema has it; texts stay as they are."""
     found = parse_json(body, Numbers)
 
     assert expected == found
@@ -184,7 +184,7 @@ def test_whole_numbers_are_integers(body: bytes, expected: Numbers):
 
 @every_case("count", [b"4.5", b"1e-3", b"1e400", b"1e999999999", b"-1.0", b"0.0", b'"4.0"', b"[4.0]", b"true"])
 def test_what_is_no_integer(count: bytes):
-    """It is refused by name, and at no cost."""
+    """What is no integer is refused by name, and at no cost."""
     with pytest.raises(InvalidRequest) as caught:
         parse_json(b'{"count": %b}' % count, Numbers)
 

@@ -111,7 +111,7 @@ def test_any_bytes(body: bytes) -> None:
     ],
 )
 def test_errors(body: str, status: int, code: str) -> None:
-    """They say what there is too much of."""
+    """Errors say what there is too much of."""
     with pytest.raises(InvalidRequest) as caught:
         check(body.encode())
     assert (status, code) == (caught.value.status, caught.value.code)
@@ -234,7 +234,7 @@ PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}] * 4097}
     ],
 )
 def test_too_many_of_something(kind: type[msgspec.Struct], body: dict[str, Any], param: str) -> None:
-    """The field is named."""
+    """A field with too many of something is named."""
     with pytest.raises(InvalidRequest) as caught:
         parse_json(msgspec.json.encode(body), kind)
     assert (param, "array_above_max_length") == (caught.value.param, caught.value.code)
@@ -250,7 +250,7 @@ def test_too_many_prompts() -> None:
 
 
 def test_too_many_tools() -> None:
-    """As many as any client has are fine."""
+    """A request may have 512 tools, and no more."""
     tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(513)]
     planned = plan_tools(tools=tools[:512], tool_choice=None, functions=None, function_call=None, parallel=None)
     assert 512 == len(planned.schemas)
@@ -276,7 +276,7 @@ async def read(*pieces: bytes, ended: bool, **limits: Any) -> bytes:
 
 
 async def test_bodies_as_they_arrive() -> None:
-    """In any number of pieces, up to the limit, and no longer than the client may take."""
+    """Bodies arrive in any number of pieces, up to the limit, and no longer than the client may take."""
     assert b"" == await read(ended=True)
     assert b"a" * 100 == await read(b"a" * 40, b"a" * 60, ended=True)
     with pytest.raises(PayloadTooLarge, match="limit of 100 bytes"):

@@ -53,7 +53,7 @@ def logits(rows: Sequence[Sequence[float]], *, datatype: str = "FP32", first: in
 @given(SCORES, st.data())
 def test_log_probabilities_are_the_log_softmax(scores: list[float], data: st.DataObject) -> None:
     """
-    Of the chosen token and of the most likely ones, in their order, as the plain formula gives them.
+    The chosen token and the most likely ones have log probabilities, in their order, as the plain formula gives them.
 
     Of equal scores the lowest id comes first, as it does where a backend chooses the likeliest token.
     """
@@ -132,7 +132,7 @@ def response(shape: Sequence[int], datatype: str = "FP32") -> BinaryResponse:
     ],
 )
 def test_the_new_tokens_rows_are_found(shape: Sequence[int], count: int, total: int, first: int) -> None:
-    """Whether they come alone, or among others."""
+    """The new tokens' rows are found, whether they come alone or among others."""
     found = read_logits(response(shape), GENERATION, count=count, total=total)
 
     assert (7, first) == (found.width, found.first)
@@ -184,7 +184,7 @@ def steps(*responses: tuple[str, int | None, Any]) -> list[TokenLogprob]:
     ],
 )
 def test_a_step_of_text_is_a_token(responses: list[tuple[str, int | None, Any]]) -> None:
-    """Its text is what the step adds, in either form of the list, with or without counts."""
+    """The text of a step is a token, in either form of the list, with or without counts."""
     assert [("a", -0.1, b"a"), (" b", -0.2, b" b")] == [
         (entry.token, entry.logprob, entry.raw) for entry in steps(*responses)
     ]

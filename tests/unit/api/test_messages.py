@@ -276,7 +276,7 @@ def test_what_is_wrong(case: tuple[dict[str, Any], str]) -> None:
 
 
 def test_a_document_that_is_no_text() -> None:
-    """It is refused by its title and type, with what to send in its place."""
+    """A document that is no text is refused by its title and type, with what to send in its place."""
     source = {"type": "base64", "media_type": "text/markdown", "data": "IyBh"}
     with pytest.raises(InvalidRequest, match=r"'a.md' is of type 'text/markdown'.*a source of type 'text'"):
         reading(user({"type": "document", "title": "a.md", "source": source}))
@@ -459,7 +459,7 @@ def test_any_stream_is_the_whole_message(parts: list[Any], data: st.DataObject, 
 
 
 def test_a_call_that_was_cut() -> None:
-    """It has the members that are whole: a number may have gone on, and so may a text."""
+    """A call that was cut has the members that are whole: a number may have gone on, and so may a text."""
     whole = {"a": 12, "b c": {"d": ['"']}, "e": None}
     text = json.dumps(whole)
     for size in range(len(text) + 1):

@@ -137,7 +137,7 @@ def test_what_is_asked_for_is_described_and_nothing_else() -> None:
     assert "secret-header" not in json.dumps(inference)
 
 
-async def test_it_is_made_again_when_settings_have_changed() -> None:
+async def test_the_description_is_made_again_when_settings_have_changed() -> None:
     """What is read again while the service runs shows in its description."""
     app = create_app(Settings())
     async with TestClient(TestServer(app)) as client:
@@ -189,8 +189,8 @@ def test_no_text_is_about_the_code() -> None:
         assert "\n" not in operation["summary"]
 
 
-async def test_it_is_served_with_the_version() -> None:
-    """Both need no Triton."""
+async def test_the_description_is_served_with_the_version() -> None:
+    """The description and the version are served without Triton."""
     app = create_app(Settings())
     async with TestClient(TestServer(app)) as client:
         first = await (await client.get("/openapi.json")).read()
@@ -200,7 +200,7 @@ async def test_it_is_served_with_the_version() -> None:
     assert __version__ == json.loads(first)["info"]["version"]
 
 
-async def test_it_follows_the_settings() -> None:
+async def test_the_description_follows_the_settings() -> None:
     """What a running service has taken over is in it."""
     app = create_app(Settings())
     async with TestClient(TestServer(app)) as client:

@@ -109,7 +109,10 @@ def test_a_table_is_bound_to_what_the_model_declares():
 
 
 def test_what_has_no_row_is_refused() -> None:
-    """Also where the table has a row that an override replaces; stop strings are cut out by the service."""
+    """
+    A parameter without a row is refused, also where an override replaces it; stop strings are cut out by the
+    service.
+    """
     rules = {row.name: row.rule for row in bind((), CONFIG)}
 
     assert Rule.SERVICE is rules.pop("stop")
@@ -233,7 +236,10 @@ def test_a_parameter_that_an_adapter_does_not_mention():
 
 
 def test_the_name_of_what_is_refused():
-    """It is the client's own; a limit that no client has set is no reason to refuse a request."""
+    """
+    The name of what is refused is the client's own; a limit that no client has set is no reason to refuse a
+    request.
+    """
     no_limit = Parameter("max_tokens")
     small = Parameter("top_k", target="k", datatype="INT32")
     assert 16 == sampled({}, no_limit).max_tokens
@@ -263,7 +269,7 @@ def test_priorities():
 
 
 def test_scores_of_the_prompt():
-    """As many alternatives as ``prompt_logprobs`` or ``echo`` with ``logprobs`` asks for."""
+    """The prompt has as many alternatives as ``prompt_logprobs`` or ``echo`` with ``logprobs`` asks for."""
     model = Fake()
     model.capabilities = Capabilities(prompt_logprobs=True)
     for asked, echo, count in ((None, 3, 3), (2, None, 2), (2, 3, 3), (3, 2, 3)):
@@ -299,7 +305,7 @@ def test_who_limits_an_answer(
 
 
 def test_a_minimum_above_the_limit():
-    """They contradict each other, also where the limit is the default."""
+    """A minimum above the limit contradicts it, also where the limit is the default."""
     for fields in ({"min_tokens": 3, "max_tokens": 2}, {"min_tokens": 17}):
         with pytest.raises(InvalidRequest) as caught:
             sampled(fields)
@@ -419,7 +425,7 @@ def test_truncation(side: Any, kept: bool) -> None:
 
 
 def test_a_model_without_guided_decoding() -> None:
-    """It does not pretend to be held to a format."""
+    """A model without guided decoding does not pretend to be held to a format."""
     with pytest.raises(UnsupportedParameter, match="it has no guided decoding"):
         guide_for(frozenset(), guided_regex="a")
     with pytest.raises(UnsupportedParameter, match="it supports json, regex") as caught:

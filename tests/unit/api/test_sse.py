@@ -129,7 +129,7 @@ class Marks(Chunks):
 
 
 def test_token_ids_are_in_each_chunk_of_a_chat() -> None:
-    """Where they are asked for."""
+    """Each chunk of a chat has its token ids where the client asks for them."""
     for wanted in (False, True):
         chunks = chat_chunks(context_of(), spec_of(token_ids=wanted))
         assert wanted == (b'"prompt_token_ids":[7]' in chunks.first(0))
@@ -297,8 +297,8 @@ async def test_each_token_leaves_at_once() -> None:
 
 
 @every_case("begun", [True, False])
-async def test_a_failure(begun: bool) -> None:
-    """Before anything came it has its own status; after that it is the last event, behind what came before it."""
+async def test_a_failure_is_told_by_status_or_event(begun: bool) -> None:
+    """A failure before anything came has its own status; later it is the last event, behind what came before it."""
     async with Served(2)() as served, connected(served.port) as reader:
         await served.started()
         if begun:
@@ -353,7 +353,7 @@ async def test_a_client_that_reads_late_gets_the_error(version: int, secure: boo
 
 
 async def test_a_heartbeat(clock: Clock) -> None:
-    """It begins the answer where nothing came, and fills silence; the choices open with the first answer."""
+    """A heartbeat begins the answer where nothing came, and fills silence; the choices open with the first answer."""
     async with Served(1, heartbeat=10)() as served, connected(served.port) as reader:
         await served.started()
         chunks = chunks_of(reader)
@@ -369,7 +369,7 @@ async def test_a_heartbeat(clock: Clock) -> None:
 
 
 @every_case("begun", [True, False])
-async def test_too_long(begun: bool, clock: Clock) -> None:
+async def test_an_answer_that_takes_too_long_is_ended(begun: bool, clock: Clock) -> None:
     """The limit of the whole answer ends it, also while nothing has come."""
     async with Served(1, timeout=30)() as served, connected(served.port) as reader:
         await served.started()
@@ -466,7 +466,7 @@ async def test_the_connection_serves_again() -> None:
 
 @pytest.mark.parametrize("mistake", [ValueError("x")])
 async def test_a_mistake_of_ours(mistake: Exception) -> None:
-    """It is told in the answer where that has begun."""
+    """A mistake of ours is told in the answer where that has begun."""
     async with Served(1)() as served, connected(served.port) as reader:
         await served.started()
         served.runs[0].push([Delta("a")])

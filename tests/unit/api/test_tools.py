@@ -119,7 +119,7 @@ def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
 
 
 def test_custom_tools_are_functions_of_one_text() -> None:
-    """To the model; only a regular expression holds a forced call."""
+    """Custom tools are functions of one text to the model; only a regular expression holds a forced call."""
     forms: list[tuple[dict[str, Any] | None, str, str | None]] = [
         (None, "Runs.", None),
         ({"type": "text"}, "Runs.", None),

@@ -81,7 +81,10 @@ NVIDIA = (
 
 @every_case("line", NVIDIA)
 def test_the_command_lines_of_nvidias_frontend(line: str) -> None:
-    """They are taken as they are; what has no effect is said, with what there is in its place."""
+    """
+    The command lines of NVIDIA's frontend are taken as they are; what has no effect is said, with what there is in
+    its place.
+    """
     given = translate(["serve", *line.split()], {})
     settings = load_settings(parse(given.arguments).settings, given.environ)
 
@@ -105,7 +108,7 @@ def test_arguments_of_vllms_engine(flag: str) -> None:
 
 
 def test_short_arguments_of_vllms_engine() -> None:
-    """They are not the short flags of another server, whose first letter they share."""
+    """Short arguments of vLLM's engine are not the short flags of another server, whose first letter they share."""
     forms = {"-tp": "tensor_parallel_size", "-pp=2": "pipeline_parallel_size", "-q": "quantization"}
     for form, key in (*forms.items(), ("-O3", "optimization_level"), ("-O", "optimization_level")):
         with pytest.raises(ConfigurationError, match=f"'{key}' into model.json"):
@@ -144,7 +147,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
 
 
 def test_the_warning(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is one line on stderr, and a log line where logs are JSON."""
+    """The warning is one line on stderr, and a log line where logs are JSON."""
     monkeypatch.setattr("triton_openai.cli.serve.serve", lambda *_: 0)
     for form, begin in (("console", "triton-openai: --openai-port"), ("json", '{"event":"--openai-port')):
         assert 0 == main(["serve", "--openai-port", "9001", "--log-format", form])

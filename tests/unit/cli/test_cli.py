@@ -56,7 +56,7 @@ def printed_by(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 
 
 def test_help_fits_one_screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It shows the common flags, each explained in a sentence or two lines; every flag is in --help-all."""
+    """Help fits one screen: it shows the common flags in a sentence or two lines; every flag is in --help-all."""
     short = printed_by(monkeypatch, capsys, "serve", "--help")
     full = printed_by(monkeypatch, capsys, "serve", "--help-all")
 
@@ -176,7 +176,7 @@ def test_the_demo_is_one_process() -> None:
 
 
 def test_the_demo_opens_its_own_door() -> None:
-    """Its question carries a key, and what a restricted API asks for, where the settings close the service."""
+    """The demo's question carries a key, and what a restricted API asks for, where the settings close the service."""
     restricted = RestrictedApi(apis=("inference",), header="x-admin", value="v")
     other = RestrictedApi(apis=("metrics",), header="x-other", value="w")
 

@@ -198,7 +198,7 @@ async def test_a_service_is_not_opened_by_what_is_left_out(file: Path, guarded: 
 
 
 async def test_what_needs_a_restart_is_said(file: Path) -> None:
-    """It keeps its value; what does not need one is taken all the same."""
+    """A setting that needs a restart keeps its value and is named; the others are taken all the same."""
     service = Service()
     async with reloading(file, service) as (reloader, logs, _):
         write(file, "server: {port: 1, queue_timeout: 3}\napi: {default_max_tokens: 1}")
@@ -278,7 +278,7 @@ async def test_a_mistake_does_not_end_the_watching(file: Path) -> None:
 
 
 def test_a_file_whose_rights_are_mended_is_another_one(file: Path) -> None:
-    """It could not be read before, though not a byte of it changes."""
+    """A file whose rights are mended is read, though not a byte of it has changed."""
     source = Source(Settings, file)
     file.chmod(0o640)
 
@@ -288,7 +288,7 @@ def test_a_file_whose_rights_are_mended_is_another_one(file: Path) -> None:
 
 
 def test_a_file_that_could_not_be_read_is_tried_again(file: Path) -> None:
-    """Also while the file looks the same; the log says it once for each reason."""
+    """A file that could not be read is tried again while it looks the same; the log says it once for each reason."""
     watch = FileWatch([file], problem="not used")
     write(file, "new")
     with capture_logs() as logs:

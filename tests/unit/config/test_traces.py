@@ -58,7 +58,7 @@ def read(tmp_path: Path):
     ],
 )
 def test_standard_variables(read, environ: dict[str, str], url: str | None, protocol: str | None) -> None:
-    """They mean what OpenTelemetry's specification says."""
+    """Standard variables mean what OpenTelemetry's specification says."""
     settings = read(environ)
 
     assert url == settings.exporter_url

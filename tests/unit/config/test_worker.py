@@ -13,7 +13,7 @@ from triton_openai.config.worker import private_directory
 from triton_openai.errors import ConfigurationError
 
 
-def test_it_goes_at_the_end(tmp_path: Path) -> None:
+def test_the_folder_goes_at_the_end(tmp_path: Path) -> None:
     """Nobody else can look into it meanwhile."""
     with private_directory({"XDG_RUNTIME_DIR": str(tmp_path)}) as directory:
         assert [directory] == list(tmp_path.iterdir())
@@ -23,7 +23,10 @@ def test_it_goes_at_the_end(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_read_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is one sentence, as in a container without a folder for temporary files."""
+    """
+    A disk that is read-only ends the start with one sentence, as in a container without a folder for temporary
+    files.
+    """
 
     def refused(**_: object) -> str:
         raise OSError(30, "Read-only file system", str(tmp_path))
@@ -41,9 +44,9 @@ def test_nowhere_to_share_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pass
 
 
-def test_nobody_clears_it_up(tmp_path: Path) -> None:
+def test_nobody_clears_the_folder_up(tmp_path: Path) -> None:
     """
-    It is locked as systemd-tmpfiles looks for it: files that are only mapped look unused to it after some days.
+    The folder is locked as systemd-tmpfiles looks for it: files that are only mapped look unused to it after days.
 
     Source: tmpfiles.d(5), "Age"; it takes an exclusive BSD lock and leaves alone what is locked.
     """

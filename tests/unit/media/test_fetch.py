@@ -195,7 +195,7 @@ def test_no_host_is_allowed_by_default() -> None:
 
 
 async def test_the_systems_resolver() -> None:
-    """It gives addresses, and raises what the system raises."""
+    """The system's resolver gives addresses, and raises what the system raises."""
     resolver = CheckedResolver(is_public_or_private)
     try:
         found = await resolver.resolve("localhost", 80)

@@ -52,7 +52,7 @@ def test_other_files_are_named(kind: str, data: str) -> None:
     "data", ["data:text/plain,a", "data:text/plain", "a b", "AAA", "ä", encoded(b"\xff\xfe"), encoded(b"a\xff")]
 )
 def test_what_is_no_text(data: str) -> None:
-    """Neither base64 without its padding, nor other encodings of text."""
+    """Neither base64 without its padding nor other encodings of text are taken for a text."""
     with pytest.raises(InvalidRequest):
         read(data, None)
 

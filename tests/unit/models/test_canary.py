@@ -179,7 +179,7 @@ async def test_clients_that_waited_in_vain() -> None:
 
 
 async def test_a_triton_that_is_away_is_no_silent_model() -> None:
-    """That is told as what it is."""
+    """A Triton that is away is told as such, and not as a silent model."""
     async with in_front_of(config_of("m")) as (proxy, triton, canary):
         await triton.__aexit__()
         assert 503 == (await ask(proxy, times=4)).status
@@ -200,7 +200,7 @@ async def test_a_model_that_goes() -> None:
 
 
 async def test_an_embedding_model_is_asked_for_a_vector() -> None:
-    """It has no tokens to ask for; without a generating model beside it, readiness follows it."""
+    """An embedding model is asked for a vector; without a generating model beside it, readiness follows it."""
     async with in_front_of(EMBEDS) as (proxy, _, canary):
         body = {"model": "embedder", "input": "a"}
         answers = [await proxy.post("/v1/embeddings", body) for _ in range(3)]

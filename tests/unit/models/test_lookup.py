@@ -34,7 +34,7 @@ async def test_names_of_lora_adapters() -> None:
 
 
 async def test_settings_that_take_a_model_away_change_nothing() -> None:
-    """They are refused, and the next look at Triton finds the model as it was."""
+    """Settings that take a model away are refused, and the next look at Triton finds the model as it was."""
     async with FakeTriton(config_of("m")) as triton:
         settings = Settings(triton=TritonSettings(url=(triton.url,)))
         async with serving(settings) as proxy:
@@ -80,7 +80,10 @@ async def test_a_name_that_no_model_has() -> None:
 
 
 async def test_a_model_that_is_gone() -> None:
-    """It is none from the next look on, and Triton that was away is looked at first; a new one is found."""
+    """
+    A model that is gone is none from the next look on, and Triton that was away is looked at first; a new one is
+    found.
+    """
     async with (
         FakeTriton(config_of("m")) as triton,
         serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy,

@@ -57,7 +57,7 @@ async def test_once_and_then_by_number(files):
 
 
 async def test_others_wait_for_the_first(files):
-    """They go on by number as soon as it is answered."""
+    """Requests that wait for the first one go on by number as soon as it is answered."""
     delivery = LoraDelivery(files)
     first = await delivery.lease()
     others = [asyncio.create_task(delivery.lease()) for _ in range(5)]
@@ -95,7 +95,7 @@ async def test_those_who_wait_too_long_go_by_number(files):
 
 
 async def test_nobody_has_a_number_before_the_files_are_read(files):
-    """However long that takes."""
+    """No request goes by number before the files are read, however long that takes."""
     files.gate.clear()
     delivery = LoraDelivery(files, patience=0.0)
     first, second = asyncio.create_task(delivery.lease()), asyncio.create_task(delivery.lease())
@@ -148,7 +148,7 @@ async def test_a_loss_counts_once(files):
 
 
 async def test_weights_in_any_case(files):
-    """Also while another request brings them."""
+    """A request may want the weights in any case, also while another one brings them."""
     delivery = LoraDelivery(files)
     first = await delivery.lease()
     second = await delivery.lease(send=True)
@@ -214,7 +214,7 @@ async def test_a_loss_is_not_seen_by_the_receiver(files):
 
 
 async def test_an_engine_that_does_not_keep_what_it_is_sent(files):
-    """It is told twice at most."""
+    """An engine that does not keep what it is sent is told twice at most."""
     found = await opened(await warm(files))
     for number in range(2):
         found.engine.receivers[number].end(GONE)
@@ -269,7 +269,7 @@ async def test_a_request_that_ends_without_an_answer_leaves_it_to_the_next(files
 
 
 async def test_files_that_cannot_be_read_end_the_stream(files):
-    """As any failure does."""
+    """Files that cannot be read end the stream as any failure does."""
     files.error = ConfigurationError("broken")
     found = await opened(LoraDelivery(files))
 

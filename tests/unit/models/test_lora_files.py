@@ -63,14 +63,14 @@ def save(folder: Path, weights: Any = None, config: Any = None) -> Path:
 
 @every_case("path", ["1/good", "./1/../1/good", "in/good", "../model/1/good", "1//good/"])
 def test_folders_inside(tree, path):
-    """However it is written, what counts is where it leads."""
+    """A folder counts by where it leads, however it is written."""
     root = tree / "model"
 
     assert (root / "1" / "good").resolve() == find_folder(path, root=root, bases=[root])
 
 
 def test_an_absolute_path_inside(tree):
-    """It is as good as a relative one."""
+    """An absolute path inside is as good as a relative one."""
     root = tree / "model"
 
     assert (root / "1" / "good").resolve() == find_folder(str(root / "in" / "good"), root=root, bases=[root])
@@ -94,7 +94,7 @@ def test_no_folder(tree, path):
 
 
 def test_a_root_that_is_not_there(tree):
-    """So is a model's folder that does not exist."""
+    """A root that does not exist is an error, and so is a model's folder."""
     with pytest.raises(ConfigurationError, match="cannot be read"):
         find_folder("1", root=tree / "none", bases=[tree / "none"])
 
@@ -156,7 +156,7 @@ class Trap:
 
 @pytest.mark.parametrize("form", ["object array", "bare pickle"])
 def test_nothing_is_unpickled(tmp_path, form):
-    """Neither arrays of objects nor plain pickles."""
+    """Neither arrays of objects nor plain pickles are unpickled."""
     folder = write_lora(tmp_path / "lora")
     mark = tmp_path / "mark"
     if form == "object array":
@@ -205,7 +205,7 @@ def test_arrays_that_are_none_of_an_adapter(tmp_path, name):
 
 @pytest.mark.parametrize("shape", [(1, 3, 0), (1, 0, 8), (0, 3, 8)])
 def test_empty_arrays(tmp_path, shape):
-    """Nothing is no adapter."""
+    """An adapter of empty arrays is none."""
     folder = save(tmp_path / "lora", np.ones(shape, np.float16))
 
     with pytest.raises(ConfigurationError):
@@ -213,7 +213,7 @@ def test_empty_arrays(tmp_path, shape):
 
 
 def test_an_adapter_that_no_message_can_hold(tmp_path):
-    """It is found by its header, before two gigabytes are read."""
+    """An adapter that no message can hold is found by its header, before two gigabytes are read."""
     folder = write_lora(tmp_path / "lora")
     file = np.lib.format.open_memmap(folder / WEIGHTS, mode="w+", dtype=np.float16, shape=(1, 3, 2**29))
     del file
@@ -223,7 +223,7 @@ def test_an_adapter_that_no_message_can_hold(tmp_path):
 
 
 def test_a_file_shorter_than_its_header_says(tmp_path):
-    """It is found without reading the file."""
+    """A file shorter than its header says is found without reading the file."""
     folder = write_lora(tmp_path / "lora")
     path = folder / WEIGHTS
     path.write_bytes(path.read_bytes()[:-1])
@@ -288,7 +288,7 @@ DTYPES = {"FP16": "<f2", "FP32": "<f4"}
 @pytest.mark.parametrize("written", ["float16", "float32", "big endian", "bfloat16", "columns first", "two dimensions"])
 @pytest.mark.parametrize("wanted", ["FP16", "FP32", "BF16"])
 def test_weights_are_sent_as_the_model_takes_them(tmp_path, written, wanted):
-    """From every dtype that the converter writes to every one that a model may declare."""
+    """Weights are converted from every dtype that the converter writes to every one that a model may declare."""
     array = {
         "float16": EXACT.astype(np.float16)[None],
         "float32": EXACT[None],
@@ -312,7 +312,7 @@ def test_weights_are_sent_as_the_model_takes_them(tmp_path, written, wanted):
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=2, max_size=8))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_bfloat16_is_rounded_to_the_nearest(tmp_path, values):
-    """Of the two neighbours the nearer one, the even one in the middle; the largest floats do not fit."""
+    """bfloat16 takes the nearer neighbour, the even one in the middle; the largest floats do not fit."""
     folder = tmp_path / "lora"
     if not folder.exists():
         write_lora(folder)
@@ -407,7 +407,7 @@ def test_settings_come_first(repository, tmp_path):
 
 
 def test_paths_of_the_settings_lie_in_the_models_folder(repository):
-    """Where no other folder is given."""
+    """Paths of the settings lie in the model's folder where no other is given."""
     loras = (entry("inside", path="2/old"), entry("outside", path=".."))
     found, problems = find_loras("m", ModelSettings(loras=loras), [repository.parent, repository], FP16)
 
@@ -438,7 +438,7 @@ def test_what_is_missing_is_said(lora, wanted, reason):
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"a": 1}', b'{"": "a"}', b"\xff", b'{"a": "b"'])
 def test_a_list_that_cannot_be_read(repository, content):
-    """It counts as none, and says why."""
+    """A list that cannot be read counts as none, and says why."""
     (repository / "m" / "10" / "multi_lora.json").write_bytes(content)
     found, problems = find_loras("m", ModelSettings(), [repository], FP16)
 

@@ -107,7 +107,7 @@ def test_a_cut_call(text: str, parallel: bool, cut: bool) -> None:
 
 
 def test_a_forced_call_that_is_cut() -> None:
-    """It counts as cut in the model's own form too."""
+    """A forced call that is cut counts as cut in the model's own form too."""
     wanted = plan_tools(tools=TOOLS, tool_choice="required", functions=None, function_call=None, parallel=None)
     for text in (CALL[:-15], '[{"name": "now", "parameters": {"a'):
         parser = make_parser(Parsers(tools=Hermes), wanted, "")
@@ -158,7 +158,7 @@ def test_a_forced_answer_is_cut_anywhere(name: str) -> None:
 
 
 def test_a_name_without_arguments_is_a_call() -> None:
-    """As soon as its quote is closed, or what ends it otherwise has come."""
+    """A name without arguments is a call as soon as its quote is closed, or what ends it otherwise has come."""
     wanted = plan_tools(tools=TOOLS, tool_choice="required")
     cut = {'[{"name": "now': 0, '[{"name": "now"': 1, "<tool_call>now": 0, '<tool_call>{"name": "now",': 1}
     for text, calls in cut.items():
@@ -183,7 +183,7 @@ def test_a_third_partys_parser() -> None:
 
 
 def test_text_behind_a_forced_call() -> None:
-    """It is content, even if it has the model's own form of a call."""
+    """Text behind a forced call is content, even if it has the model's own form of a call."""
     wanted = plan_tools(tools=TOOLS, tool_choice="required", functions=None, function_call=None, parallel=None)
     parser = make_parser(Parsers(tools=Hermes), wanted, "")
     assert parser is not None
@@ -203,7 +203,7 @@ def test_the_tokens_of_the_thinking() -> None:
 
 
 def test_what_both_stages_hold_back() -> None:
-    """It comes in the order in which it was written."""
+    """What both stages hold back comes in the order in which it was written."""
     parser = AnswerParser(Hunyuan(), Hermes({"now": {}}))
     events = parser.feed("<think>a</think>b<tool_ca</ans") + parser.flush()
     assert [Reasoning("a"), Content("b"), Content("<tool_ca</ans")] == events
@@ -211,7 +211,10 @@ def test_what_both_stages_hold_back() -> None:
 
 @every_case("size", [1, 7, 1000])
 def test_calls_after_the_first(size: int) -> None:
-    """They are dropped for a client that takes one at a time, with their arguments; text between them stays."""
+    """
+    Calls after the first are dropped for a client that takes one at a time, with their arguments; text between them
+    stays.
+    """
     text = f"<think>c</think>{CALL}a{CALL}{CALL}b"
     seen = {}
     for parallel in (False, True):

@@ -246,7 +246,7 @@ def test_a_text_that_ends_within_a_call(name: str) -> None:
 
 
 def test_a_text_that_ends_behind_a_call() -> None:
-    """It does not end in the middle of one, be that malformed or without arguments."""
+    """A text that ends behind a call does not end in the middle of one, be that malformed or without arguments."""
     for name, text in (
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": nil}}'),
         ("openai", '<|channel|>commentary to=functions.f<|message|>{"a": nil}'),
@@ -341,5 +341,5 @@ def test_what_is_too_long(name: str, text: str) -> None:
 
 @every_case("text", ["<|channel|>" + "a" * 500, "<|channel|>a<|constrain|>b" * 20])
 def test_a_header_that_does_not_end(text: str) -> None:
-    """It is shown when it cannot be one any more, before the text ends."""
+    """A header that does not end is shown when it cannot be one any more, before the text ends."""
     assert any(isinstance(event, Content) for event in make("openai").feed(text))

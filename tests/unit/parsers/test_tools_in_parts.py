@@ -99,7 +99,7 @@ class Stubborn(Unfinished):
 
 
 def test_a_broken_reasoning_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told by the same registry, with the base of its own kind."""
+    """A broken reasoning parser is told by the same registry, with the base of its own kind."""
     points = [EntryPoint("mine", "tests.unit.parsers.test_tools_in_parts:Stubborn", "triton_openai.reasoning_parsers")]
     monkeypatch.setattr("triton_openai.parsers.registry.entry_points", lambda group: points)
 

@@ -175,7 +175,7 @@ def test_any_ids_at_all(ids: list[int], cuts: list[int]) -> None:
 
 
 def test_a_character_appears_when_it_is_complete() -> None:
-    """Not before, and as one U+FFFD when it never is."""
+    """A character appears when it is complete, and as one U+FFFD when it never is."""
     ids = _ids(TOKENIZERS["byte-level"], "a€")
     stage = detokenizer(PIECES["byte-level"])
 
@@ -192,7 +192,7 @@ def test_ids_without_text_are_passed_over() -> None:
 
 
 def test_an_id_that_does_not_exist_has_no_text() -> None:
-    """Neither does it break what is around it."""
+    """An id that does not exist has no text, and does not break what is around it."""
     assert "" == detokenizer(PIECES["byte-level"]).feed([10**9, 2**40])
 
 

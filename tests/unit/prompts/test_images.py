@@ -101,7 +101,7 @@ def rendered(template: ChatTemplate, placeholder: str, *contents: Any) -> str:
 
 
 def test_placeholders() -> None:
-    """They stand in front of the message's text, numbered through the whole request."""
+    """Placeholders stand in front of the message's text, numbered through the whole request."""
     first, second = [text("a"), IMAGE, IMAGE], [IMAGE, text("b"), text("c")]
 
     assert "be brief|<1>\n<2>\na|<3>\nb\nc|" == rendered(STRING, "<{n}>", first, second)

@@ -75,6 +75,6 @@ def test_own_forms(before: str, between: str, after: str, prefix: str, suffix: s
 
 @every_case("spec", ["qwn", "auto", "{prefix}", "{suffix}", "{prefix}{prefix}", "{prefix}{suffix}{suffix}", "{}"])
 def test_what_is_no_form(spec: str) -> None:
-    """It is an error at start."""
+    """What is no form is an error at start."""
     with pytest.raises(ConfigurationError, match="fim_template has to be one of qwen"):
         create_app(Settings(models={"m": ModelSettings(fim_template=spec)}))

@@ -266,7 +266,7 @@ def test_calls_that_are_no_functions() -> None:
 
 
 def test_a_call_of_a_custom_tool() -> None:
-    """Its text is the one argument of a function."""
+    """The text of a custom tool's call is the one argument of a function."""
     given = decode({"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "run", "input": "1"}}]})
 
     assert [{"type": "function", "function": {"name": "run", "arguments": {"input": "1"}}}] == (

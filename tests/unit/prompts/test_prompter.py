@@ -297,7 +297,7 @@ def test_who_is_to_blame_for_a_failing_template(tmp_path: Path) -> None:
 
 
 async def test_what_could_not_be_loaded_is_tried_again(template: Path) -> None:
-    """At the next request, and never again once it is there."""
+    """What could not be loaded is tried again at the next request, and never again once it is there."""
     lazy = LazyPrompter(ModelSettings(chat_template=str(template)), None)
     write(template, "{% broken")
     for _ in range(2):
@@ -375,7 +375,7 @@ async def test_only_what_changes_is_found_anew(template: Path) -> None:
 
 
 async def test_renewing_reads_the_same_file_again(template: Path) -> None:
-    """Its text may be another; without being asked to, nobody looks."""
+    """A file whose text may be another is read again when that is asked for, and never without."""
     given, prompters = both(str(template)), Prompters()
     assert "first" == await rendered(prompters, given)
     write(template, "second")

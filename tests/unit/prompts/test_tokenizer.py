@@ -319,7 +319,7 @@ def offline_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_offline_mode_takes_a_revision_from_the_cache(offline_hub: Path) -> None:
-    """By its branch, its tag or its commit; the log tells which commit it is."""
+    """Offline mode takes a revision from the cache by branch, tag or commit; the log tells which commit it is."""
     with structlog.testing.capture_logs() as lines:
         for source, revision in (("org/name", "main"), ("org/name@v1", "v1"), (f"org/name@{COMMITS['v1']}", "v1")):
             assert offline_hub / "snapshots" / COMMITS[revision] == fetch_from_hub(source)

@@ -65,7 +65,7 @@ async def defaults(model: ServedModel) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("source", [None, "auto"])
-def test_it_is_read_beside_the_tokenizer(folder, source):
+def test_generation_config_is_read_beside_the_tokenizer(folder, source):
     """Those keys count that vLLM's server takes, under the names of a request."""
     notes: list[str] = []
     found, origin = recommended_sampling(source, Tokenizer.load(str(folder)).generation_config, notes)
@@ -73,7 +73,7 @@ def test_it_is_read_beside_the_tokenizer(folder, source):
     assert (RECOMMENDED, "the tokenizer's generation_config.json", []) == (found, origin, notes)
 
 
-def test_it_can_be_switched_off_and_named(folder):
+def test_generation_config_can_be_switched_off_and_named(folder):
     """`none` reads nothing; a file or its folder can be named, also without a tokenizer."""
     assert ({}, None) == recommended_sampling("none", QWEN, [])
     assert ({}, None) == recommended_sampling("auto", {}, [])
@@ -104,7 +104,7 @@ def test_values_that_no_request_can_have_are_left_out(tmp_path):
 
 
 async def test_what_the_operator_says_comes_first(folder):
-    """Then what is recommended, without what the model cannot honour: clients did not ask for it."""
+    """What the operator says comes before recommended values, without those that the model cannot honour."""
     own = DefaultParameters(temperature=0.2)
     settings = ModelSettings(tokenizer=str(folder), default_parameters=own)
     expected: dict[str, Any] = {**RECOMMENDED, "temperature": 0.2}
@@ -118,7 +118,7 @@ async def test_what_the_operator_says_comes_first(folder):
 
 
 def test_the_setting_of_one_model_takes_the_place_of_that_of_all():
-    """As every setting of models does."""
+    """The setting of one model takes the place of that of all, as every setting of models does."""
     settings = Settings(models={"m": ModelSettings(generation_config="none")})
 
     assert ("none", None) == (settings.model("m").generation_config, settings.model("other").generation_config)

@@ -100,7 +100,7 @@ def test_a_part_of_a_text_has_the_tokens_that_are_kept(
 
 
 async def test_only_what_can_be_kept_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four megabytes it is a few thousand characters; where no words show a place to cut, it is all of it."""
+    """Of four megabytes, a few thousand characters are tokenized; without words that show a place to cut, all of it."""
     read: list[int] = []
     tokens = Tokenizer.tokens
 
@@ -164,7 +164,7 @@ async def test_what_is_left_fits_and_is_a_part(text: str, tokens: int, side: str
 
 
 async def test_a_character_of_several_tokens_is_not_torn() -> None:
-    """It goes as a whole, and where nothing is left that is said."""
+    """A character of several tokens goes as a whole, and where nothing is left that is said."""
     assert TOKENIZER.count("😀") > 2
     assert "" != await kept("a😀 b", 2)
     assert "\ufffd" not in await kept("a😀 b", 2)

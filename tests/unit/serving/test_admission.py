@@ -85,7 +85,7 @@ def inside(visitors: Sequence[Visitor]) -> list[int]:
 
 
 async def test_without_limits_everybody_is_in() -> None:
-    """That is the default: Triton has queues of its own."""
+    """Without limits, which is the default, everybody is in: Triton has queues of its own."""
     admission = gate()
     visitors = [Visitor(admission) for _ in range(100)]
     await settled()
@@ -143,7 +143,7 @@ async def test_a_full_queue_refuses_at_once() -> None:
 
 
 async def test_who_waits_too_long_is_sent_away() -> None:
-    """Its place in the queue is free again, and it takes none of those inside."""
+    """A request that waits too long frees its place in the queue, and takes none of those inside."""
     admission = gate(max_running_requests=1, queue_timeout=0.01)
     first = Visitor(admission)
     await settled()
@@ -189,7 +189,7 @@ async def test_who_gives_up_while_being_let_in_passes_the_place_on() -> None:
 
 
 async def test_who_gives_up_is_not_turned_away() -> None:
-    """It has left when its model is unloaded, though it may not know yet."""
+    """A request that has given up when its model is unloaded is not turned away, though it may not know yet."""
     admission = gate(max_running_requests=1)
     first, second = Visitor(admission), Visitor(admission)
     await settled()
@@ -202,7 +202,7 @@ async def test_who_gives_up_is_not_turned_away() -> None:
 
 
 async def test_a_late_process_takes_nobody_in() -> None:
-    """It is told before anything else is looked at."""
+    """A process whose event loop is late refuses requests before anything else is looked at."""
     with pytest.raises(ServiceOverloaded):
         await gate(lag=2.0).enter("m", observation())
     await gate(lag=0.5).enter("m", observation())

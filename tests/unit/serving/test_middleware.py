@@ -13,7 +13,7 @@ from triton_openai.telemetry.observation import OBSERVERS, Observation
 
 
 async def test_all_observers_see_the_same_duration() -> None:
-    """However long one of them takes."""
+    """All observers see the same duration, however long one of them takes."""
     seen: list[float] = []
     observers = Mock(ended=lambda observation: seen.extend((observation.duration, observation.duration)))
     app: Any = {DRAINING: Draining(), OBSERVERS: observers}
@@ -24,7 +24,7 @@ async def test_all_observers_see_the_same_duration() -> None:
 
 
 async def test_who_asks_when_the_time_is_over_is_refused(aiohttp_client) -> None:
-    """However quick the answer would be, and without a look at the request."""
+    """A request whose time is over is refused without a look at it, however quick the answer would be."""
     app = create_app(Settings())
     client = await aiohttp_client(app)
     assert 200 == (await client.get("/health/live")).status

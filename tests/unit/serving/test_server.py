@@ -128,7 +128,10 @@ async def test_who_asks_at_the_last_moment_is_answered() -> None:
 
 @on_uvloop
 async def test_a_long_answer_leaves() -> None:
-    """Its handler has ended long before; a client that takes nothing of it is waited for only as long as allowed."""
+    """
+    A long answer leaves after its handler has ended; a client that takes nothing is waited for only as long as
+    allowed.
+    """
     async with serving() as server:
         (client,) = server.connected(1)
         reader, writer = await asyncio.open_connection(sock=client)

@@ -154,7 +154,7 @@ async def running(factory: Factory, count: int = 2, settings: Settings | None = 
 
 
 async def test_a_worker_that_ends_is_replaced() -> None:
-    """By one with the same number, and what it left is cleared up first."""
+    """A worker that ends is replaced by one with the same number, after what it left is cleared up."""
     factory = Factory()
     with capture_logs() as logs:
         async with running(factory):
@@ -169,7 +169,7 @@ async def test_a_worker_that_ends_is_replaced() -> None:
 
 
 async def test_a_process_that_cannot_be_started_is_tried_again() -> None:
-    """The others serve meanwhile."""
+    """A process that cannot be started is tried again; the others serve meanwhile."""
     factory = Factory()
     async with running(factory):
         factory.failures = 3
@@ -207,7 +207,7 @@ async def test_a_first_start_that_fails_ends_it_all() -> None:
 
 
 async def test_the_first_banner_is_shown() -> None:
-    """Once; a worker that listens only later is asked then, as long as nobody has answered."""
+    """The first banner is shown, once; a worker that listens later is asked as long as nobody has answered."""
     factory = Factory()
     async with running(factory, 3) as pool:
         factory.members[2].end(-9)
@@ -227,7 +227,7 @@ async def test_the_first_banner_is_shown() -> None:
 
 
 async def test_new_settings_reach_everybody() -> None:
-    """Also who is started later."""
+    """New settings reach every worker, also one that is started later."""
     factory = Factory()
     async with running(factory) as pool:
         await pool.take_over(_NEW, renew=True)
@@ -320,7 +320,7 @@ async def test_silence_is_no_consent(clock: Clock) -> None:
 
 
 async def test_a_worker_that_ends_is_not_waited_for() -> None:
-    """Its successor gets the new settings."""
+    """A worker that ends is not waited for: its successor gets the new settings."""
     async with conversation() as one:
         asking = asyncio.create_task(one.worker.take_over(_NEW, renew=False))
         await asyncio.sleep(0)
@@ -331,7 +331,7 @@ async def test_a_worker_that_ends_is_not_waited_for() -> None:
 
 
 async def test_what_a_worker_says_of_itself() -> None:
-    """That it listens, that it is alive, and why it ends."""
+    """A worker says that it listens, that it is alive, and why it ends."""
     async with conversation() as one:
         assert (False, 0) == (one.worker.listening.is_set(), one.worker.heartbeats)
         for said in (("heartbeat",), ("listening",), ("heartbeat",), ("refuse", "No such adapter.")):
@@ -389,7 +389,7 @@ async def test_settings_are_taken_over_in_the_order_in_which_they_came(monkeypat
 
 
 async def test_a_worker_ends_when_it_is_told_or_alone() -> None:
-    """In order, at once, or because there is nobody who could tell it."""
+    """A worker ends in order, at once, or because there is nobody who could tell it."""
     stop = Mock()
     async with controlled(stop) as parent:
         parent.notify("end", True)
@@ -426,7 +426,7 @@ async def test_a_hurry_is_passed_on() -> None:
 
 
 async def test_who_does_not_end_is_killed(clock: Clock) -> None:
-    """Long after it should have ended."""
+    """A worker that does not end is killed long after it should have ended."""
     factory = Factory()
     async with running(factory, settings=Settings(server=ServerSettings(shutdown_grace=30))) as pool:
         factory.members[0].obeys = False
@@ -449,7 +449,7 @@ async def test_who_does_not_end_is_killed(clock: Clock) -> None:
 
 
 async def test_who_hangs_is_killed_and_replaced(clock: Clock) -> None:
-    """It is asked where it hangs first; one that says something now and then is left alone, whatever else it does."""
+    """A worker that hangs is asked where, and killed; one that says something now and then is left alone."""
     factory = Factory()
     with capture_logs() as logs:
         async with running(factory, settings=Settings(server=ServerSettings(worker_timeout=60))):
@@ -479,7 +479,7 @@ async def test_who_does_not_listen_yet_is_not_watched(clock: Clock) -> None:
 
 
 async def test_calls_arrive_as_they_were_made() -> None:
-    """Whole, in whatever pieces they come."""
+    """Calls arrive whole, in whatever pieces they come."""
     sent = [
         _NEW,
         _RICH,

@@ -145,7 +145,7 @@ async def test_rows_of_the_holder(stores: tuple[Store, Store]) -> None:
 
 
 async def test_large_rows(stores: tuple[Store, Store]) -> None:
-    """They come whole, in their order, however many megabytes they are together."""
+    """Large rows come whole, in their order, however many megabytes they are together."""
     first, second = stores
     rows = [Row("list", f"r{number}", bytes([number]) * 1_500_000) for number in range(8)]
     await first.put("k", "me", b"h", 0, rows=rows[:4])
@@ -394,7 +394,7 @@ async def test_a_file_is_kept_and_is_private(tmp_path: Path) -> None:
 
 
 async def test_what_an_earlier_version_kept(tmp_path: Path) -> None:
-    """It is dropped, and the log says so."""
+    """What an earlier version kept is dropped, and the log says so."""
     path = tmp_path / "file"
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE triton_openai_state (key TEXT)")
@@ -477,7 +477,7 @@ async def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_the_default_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a file in the state folder, or memory where there can be none."""
+    """The default store is a file in the state folder, or memory where there can be none."""
     for folder in (tmp_path, Path("/proc/nowhere")):
         monkeypatch.setenv("XDG_STATE_HOME", str(folder))
         store = opened("sqlite")

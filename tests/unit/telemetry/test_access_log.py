@@ -63,7 +63,7 @@ USAGE = Usage(prompt_tokens=5, completion_tokens=2)
     ],
 )
 def test_a_request_for_a_model(answers: list[FakeAnswer], fields: dict[str, Any], told: dict[str, Any]) -> None:
-    """Its line has the model, and of the answers what is known."""
+    """The line of a request has the model, and of the answers what is known."""
     observation = observed(answers=answers, **fields)
     observation.identify("chat", model="m", adapter="a", stream=True)
     with capture_logs() as lines:

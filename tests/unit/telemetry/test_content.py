@@ -88,7 +88,7 @@ def test_a_chat() -> None:
     ],
 )
 def test_other_requests(body: object, shown: list[str] | None) -> None:
-    """Their texts are parts of one message."""
+    """The texts of other requests are parts of one message."""
     parts = [{"type": "text", "content": text} for text in shown or ()]
     assert ([] if shown is None else [{"role": "user", "parts": parts}]) == input_messages(body, 100)
 
@@ -108,7 +108,7 @@ def test_answers() -> None:
 
 @pytest.mark.parametrize("longest", [40, 10_000])
 def test_images_are_never_shown(longest: int) -> None:
-    """Neither as parts nor within a text, whole or cut."""
+    """Images are shown neither as parts nor within a text, whole or cut."""
     parts = [
         {"type": "image_url", "image_url": {"url": URL}},
         {"image_url": URL},

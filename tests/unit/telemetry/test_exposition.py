@@ -104,7 +104,7 @@ def test_parsing() -> None:
     ["<html>", "nv_x{", 'nv_x{a="1} 2', "nv_x", "nv_x one", "nv_x 1 2 3", 'nv_x{a="1"b="2"} 1', "nv x 1", "é 1"],
 )
 def test_what_is_no_exposition(text: str) -> None:
-    """It is noticed, and none of it is passed on."""
+    """What is no exposition is noticed, and none of it is passed on."""
     with pytest.raises(ValueError, match=r"."):
         parse(TEXT + text + "\n")
 
@@ -217,7 +217,7 @@ async def test_answers_that_are_none(text: str, status: int) -> None:
 
 
 async def test_a_port_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not waited for longer than Prometheus waits."""
+    """A port that is silent is not waited for longer than Prometheus waits."""
     monkeypatch.setattr(triton_metrics, "_TIMEOUT", 0.05)
     async with port_with(hang) as url:
         found = await merged(url)
@@ -252,5 +252,8 @@ async def test_nobody_there() -> None:
     ],
 )
 def test_where_it_is_looked_for(settings: Settings, url: str) -> None:
-    """Where the operator says, else where a Triton has it that was started here, else where it has it by default."""
+    """
+    Triton's metrics are looked for where the operator says, else where a Triton was started here, else at its
+    default.
+    """
     assert url == settings.triton_metrics_url

@@ -117,7 +117,7 @@ def test_console(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_the_time_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in UTC, to the microsecond."""
+    """The time of a line is in UTC, to the microsecond."""
     for nanoseconds, expected in (
         (1_700_000_000_999_999_999, "2023-11-14T22:13:20.999999Z"),
         (1_700_000_001_000_001_999, "2023-11-14T22:13:21.000001Z"),

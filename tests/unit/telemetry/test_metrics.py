@@ -128,7 +128,10 @@ def test_several_answers(metrics: Metrics) -> None:
 
 
 def test_preparation(metrics: Metrics) -> None:
-    """It ends when the first answer is sent; a second wait in the queue, behind that, does not make it negative."""
+    """
+    Preparation ends when the first answer is sent; a second wait in the queue, behind that, does not make it
+    negative.
+    """
     observed(metrics, FakeAnswer(sent=1.0), FakeAnswer(sent=2.0))
     observed(metrics, FakeAnswer(sent=0.25), queued_seconds=0.5)
 
@@ -203,7 +206,7 @@ def test_an_answer_that_was_cut_off(metrics: Metrics) -> None:
 
 
 def test_embeddings(metrics: Metrics) -> None:
-    """They have input tokens and nothing else to count."""
+    """Embeddings have input tokens and nothing else to count."""
     observed(metrics, operation="embeddings", input_tokens=12)
     found = shown(metrics)
 
@@ -278,7 +281,7 @@ def test_labels_are_bounded(metrics: Metrics) -> None:
 
 
 def test_two_services_in_one_process() -> None:
-    """They do not count for each other."""
+    """Two services in one process do not count for each other."""
     one, other = Metrics(Worker()), Metrics(Worker())
     observed(one)
 
@@ -396,7 +399,7 @@ async def test_models_that_nobody_wants_now_are_not_broken_ones() -> None:
 
 
 async def test_triton_that_is_away() -> None:
-    """It is seen, and the rest goes on."""
+    """Triton that is away is seen, and the rest goes on."""
     async with serving(Settings(triton=TritonSettings(url=("http://127.0.0.1:1",)))) as proxy:
         await proxy.ready()
         found = await scrape(proxy)

@@ -22,7 +22,7 @@ for given in (128, 900), (700, 700):
 
 
 def test_the_limit_is_raised_as_far_as_it_may_be() -> None:
-    """In a process of its own, which nobody else shares the limit with."""
+    """The limit of descriptors is raised as far as it may be, in a process that nobody shares it with."""
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60, check=True)
 
     assert ["900 900", "700 700"] == done.stdout.splitlines()
@@ -33,7 +33,7 @@ def test_the_limit_is_raised_as_far_as_it_may_be() -> None:
     [(1000, 949, False), (1000, 950, True), (64, 55, False), (64, 56, True), (resource.RLIM_INFINITY, 10**6, False)],
 )
 def test_a_word_before_there_are_none(limit: int, number: int, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes when few are left, and not for every client that finds it so."""
+    """A warning comes when few descriptors are left, and not for every client that finds it so."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     watch = DescriptorWatch()
     with structlog.testing.capture_logs() as lines:

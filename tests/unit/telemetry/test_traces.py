@@ -217,7 +217,7 @@ def test_content_that_was_asked_for() -> None:
 
 
 def test_embeddings(recorder: Recorder) -> None:
-    """They have a dimension and no output."""
+    """Embeddings have a dimension and no output."""
     observation = recorder.begin()
     body = EmbeddingsRequest(model="m", input="secret", encoding_format="base64", dimensions=64)
     recorder.identify(observation, body, operation="embeddings")
@@ -284,7 +284,7 @@ def test_stages_and_calls_lie_under_the_request(recorder: Recorder) -> None:
 
 
 def test_a_span_begins_with_its_request(recorder: Recorder) -> None:
-    """However late it is made: all times of the record, as that of the first token, lie within it."""
+    """A span begins with its request, however late it is made: all times of the record lie within it."""
     observation = Observation(request_id="r", method="POST", path="/", began=time.monotonic() - 5)
     recorder.tracing.started(observation)
     (span,) = recorder.end(observation).values()
@@ -350,7 +350,7 @@ def test_how_a_call_ended() -> None:
 
 
 def test_how_a_call_without_a_stream_ended() -> None:
-    """So has one that ends with its block."""
+    """The span of a call without a stream has the error with which its block ended."""
     for error, word in ((UpstreamError("secret"), "upstream_error"), (TimeoutError(), "cancelled")):
         recorder = Recorder()
         observation = recorder.begin()
@@ -403,7 +403,7 @@ def passed_on(headers: Any) -> dict[str, str]:
 
 
 def test_what_continues_a_trace() -> None:
-    """By W3C's recommendation, and only a trace that is recorded."""
+    """A trace that is recorded is continued, by W3C's recommendation, and no other."""
     for parent, sent in (
         (PARENT, PARENT),
         (PARENT[:-2] + "03", PARENT[:-2] + "03"),
@@ -440,7 +440,7 @@ def test_states() -> None:
 
 
 def test_invalid_headers_are_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
-    """They may hold anything, and clients could fill the log with them."""
+    """Invalid headers are not logged: they may hold anything, and clients could fill the log with them."""
     configure_logging(ServerSettings())
     for state in ("a secret", f"a={'1' * 600}"):
         assert {"traceparent": PARENT} == passed_on({"traceparent": PARENT, "tracestate": state})
@@ -480,7 +480,7 @@ def test_no_header_fails_a_request(parent: str, state: str, agent: str, host: st
 
 
 def test_a_missing_exporter_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And how to install it, or to do without."""
+    """A missing exporter is an error at the start, which says how to install it, or to do without."""
     for protocol in ("grpc", "http"):
         monkeypatch.setitem(sys.modules, f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter", None)
     for port in (4317, 4318):
@@ -496,7 +496,7 @@ def test_a_missing_exporter_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch
 async def test_what_the_sdk_does_not_take_is_said_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch, port: int, variable: str, value: str
 ) -> None:
-    """Its variables are an operator's to mend, as settings of the service's own are."""
+    """A variable that the SDK does not take is named without a traceback, as settings of the service are."""
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigurationError, match="OTEL_"):
         async with otlp.spans(TracesSettings(otlp_endpoint=f"http://127.0.0.1:{port}"), flush_timeout=1):
@@ -504,7 +504,7 @@ async def test_what_the_sdk_does_not_take_is_said_and_no_traceback(
 
 
 def test_what_the_sdk_does_not_take_when_it_is_imported_is_said() -> None:
-    """It reads its limits then."""
+    """A limit that the SDK does not take when it is imported is named too."""
     program = (
         "from triton_openai.app import create_app; from triton_openai.config.tree import Settings; "
         "from triton_openai.config.tree import TracesSettings; "

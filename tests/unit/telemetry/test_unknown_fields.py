@@ -43,7 +43,7 @@ async def test_a_mistyped_parameter_is_found() -> None:
 
 
 def test_names_that_clients_make_up_are_bounded() -> None:
-    """They are labels of metrics and stand in the log: only so many, and only what looks like a name."""
+    """Names that clients make up are bounded in number and form: they are labels of metrics and stand in the log."""
     counted: list[str] = []
     metrics = Metrics(Worker())
     metrics.child = lambda _instrument, _model, _adapter, name: Mock(inc=lambda: counted.append(name))  # type: ignore[assignment]

@@ -87,7 +87,7 @@ def catalog_of(client: FakeClient) -> tuple[Catalog, Changes]:
 
 
 async def test_a_triton_that_starts_with_the_service() -> None:
-    """Only once it has answered is it news that it does not."""
+    """A Triton that starts with the service is reported as silent only once it has answered."""
     for starts, told in ((True, []), (False, ["Triton does not answer"])):
         client = FakeClient("a")
         client.error = UpstreamUnavailable("down")
@@ -128,7 +128,7 @@ async def test_an_empty_triton_is_reachable():
 
 
 async def test_what_triton_says_of_itself():
-    """It is looked at together with the configs, and a Triton that does not say it serves as well."""
+    """Triton's version is looked at together with the configs, and a Triton that does not tell it serves as well."""
     client = FakeClient("a")
     catalog, _ = catalog_of(client)
     await catalog.refresh()
@@ -144,7 +144,7 @@ async def test_what_triton_says_of_itself():
 
 
 async def test_models_that_are_not_ready():
-    """They wait, with the server's reason; a model of which one version is ready is ready."""
+    """Models that are not ready wait, with the server's reason; a model of which one version is ready is ready."""
     client = FakeClient("a")
     client.index += [
         IndexEntry(name="a", version="2", state="UNAVAILABLE", reason="broken"),
@@ -193,7 +193,7 @@ async def test_a_config_that_could_not_be_read_is_read_again():
 
 
 async def test_a_triton_that_goes_and_comes_back():
-    """Its absence is known by the reason, and its return brings back what it has."""
+    """A Triton that goes is known by the reason, and its return brings back what it has."""
     client = FakeClient("a")
     catalog, changes = catalog_of(client)
     await catalog.refresh()

@@ -79,7 +79,7 @@ def test_the_kernel_watches_each_connection(run):
 
 @every_case("silent", [True, False])
 async def test_silence_on_one_connection_is_held_against_the_idle_ones(silent: bool) -> None:
-    """They go the same way: the next request takes a fresh one. A request that is merely long says nothing of them."""
+    """Silence on one connection makes the next request take a fresh one; a request that is merely long does not."""
     async with pooled() as (pool, accepted):
         over = asyncio.Event()
         ended, nobody = Mock(end=lambda error: over.set()), Mock()
@@ -108,7 +108,7 @@ def stopped() -> Iterator[str]:
 @every_case("transport", ["http", "grpc"])
 @every_case("silent", [True, False])
 async def test_a_stream_to_a_server_that_is_stopped(transport: str, silent: bool) -> None:
-    """It ends when it is closed, also while its request could not even be sent."""
+    """A stream to a server that is stopped ends when it is closed, also while its request could not even be sent."""
     settings = ConnectionSettings(connect_timeout=60)
     with stopped() as address:
         url = f"{transport}://{address}"
@@ -150,7 +150,10 @@ async def test_a_connection_that_is_lost_at_once(monkeypatch):
 
 
 async def test_a_server_that_speaks_first(monkeypatch):
-    """It does not speak HTTP: its connection is closed, and nothing is told of a mistake of ours."""
+    """
+    A server that speaks first does not speak HTTP: its connection is closed, and nothing tells of a mistake of
+    ours.
+    """
     complaints: list[object] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: complaints.append(context))
@@ -181,7 +184,7 @@ async def test_a_server_that_speaks_first(monkeypatch):
 
 @every_case("cancelled", [True, False])
 async def test_a_call_that_ends_after_its_client_is_closed(cancelled: bool, clock: Clock) -> None:
-    """It ends as calls do."""
+    """A call whose client is closed ends as calls do."""
     with stopped() as address:
         client = HttpClient(f"http://{address}", ConnectionSettings(connect_timeout=60, control_timeout=30))
         call = asyncio.ensure_future(client.server_info())

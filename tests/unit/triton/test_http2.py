@@ -275,7 +275,7 @@ async def test_what_arrives_together_is_received_together(wire):
 
 
 async def test_a_large_message(wire):
-    """It is put together from many frames."""
+    """A large message is put together from many frames."""
     call = wire.call()
     data = message(bytes(range(256)) * 20_000)
     wire.feed(frame(HEADERS, END_HEADERS, 1, OPEN))
@@ -394,7 +394,7 @@ async def test_cancelling_while_receiving(wire):
 
 
 async def test_a_call_that_fails_to_take_its_messages(wire):
-    """It ends; its connection and all other calls go on."""
+    """A call that fails to take its messages ends; its connection and all other calls go on."""
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     call, other = wire.call(), wire.call()
@@ -472,7 +472,7 @@ def windows(sent: Sequence[Frame]) -> dict[int, int]:
 
 @every_case("how", ["lost", "farewell", "unreachable"])
 async def test_a_call_whose_end_cancels_another(how: str) -> None:
-    """It may do so although both end together: the other one hears nothing more, and a third does."""
+    """A call may cancel another that ends with it: the other one hears nothing more, and a third does."""
     wire = Wire()
     if how == "unreachable":
         wire.connection.drain()
@@ -490,7 +490,7 @@ async def test_a_call_whose_end_cancels_another(how: str) -> None:
 
 
 async def test_windows_are_given_back(wire):
-    """When half of a stream's window is used up, and of the connection's likewise."""
+    """A window is given back when half of the stream's, or of the connection's, is used up."""
     wire.call()
     wire.sent()
     wire.feed(BEGUN)
@@ -507,7 +507,10 @@ async def test_windows_are_given_back(wire):
 
 
 async def test_a_paused_call_holds_back_itself_alone(wire):
-    """It gets nothing and gives no window back; calls beside it go on, and the connection's window comes back."""
+    """
+    A paused call gets nothing and gives no window back; calls beside it go on, and the connection's window comes
+    back.
+    """
     slow, quick = wire.call(), wire.call()
     wire.feed(BEGUN, frame(HEADERS, END_HEADERS, 3, OPEN))
     wire.sent()
@@ -565,7 +568,7 @@ async def test_a_small_request(wire):
 
 
 async def test_a_request_larger_than_the_windows(wire):
-    """It is sent as far as both windows reach, and on when they are extended."""
+    """A request larger than the windows is sent as far as both windows reach, and on when they are extended."""
     wire.call(bytes(99_995))
     assert [(0, 1, 16_384)] * 3 + [(0, 1, 16_383)] == sizes(wire.sent())
     wire.feed(frame(WINDOW_UPDATE, 0, 1, number(20_000)))
@@ -579,7 +582,7 @@ async def test_a_request_larger_than_the_windows(wire):
 
 
 async def test_windows_and_frames_of_the_server_s_size():
-    """Its settings bound what is sent; a window may even fall below zero."""
+    """The server's settings bound what is sent; a window may even fall below zero."""
     wire = Wire(settings(INITIAL_WINDOW_SIZE=10, MAX_FRAME_SIZE=20_000))
     wire.call(bytes(49_995))
     assert [(0, 1, 10)] == sizes(wire.sent())
@@ -711,7 +714,7 @@ async def test_silence_of_the_model_alone() -> None:
 
 
 async def test_a_connection_without_calls_is_closed() -> None:
-    """Before whoever is between us forgets it."""
+    """A connection without calls is closed before whoever is between us forgets it."""
     wire = Wire(clock=(clock := Clock()))
     clock.advance(30)
     call = wire.call()
@@ -827,7 +830,7 @@ async def test_one_connection_for_many_calls(server):
 
 
 async def test_a_name_for_certificates_without_tls(server):
-    """It is for the encrypted one of two addresses."""
+    """A name for certificates is for the encrypted one of two addresses."""
     settings = ConnectionSettings(access=TritonAccess(server_name="triton.internal"))
     server.channel = Channel(f"grpc://127.0.0.1:{server.port}", "/service/Method", settings)
     call = server.call()
@@ -894,7 +897,7 @@ async def test_a_farewell_for_what_has_begun(server):
 
 
 async def test_a_refused_call(server):
-    """It is sent again, but not for ever."""
+    """A refused call is sent again, but not for ever."""
     call = server.call()
     peer = await server.peer()
     for stream_id in (1, 3, 5):
@@ -982,7 +985,7 @@ async def test_doubt(server):
 
 
 async def test_cancelling_before_there_is_a_connection(server):
-    """Nothing is sent."""
+    """A call that is cancelled before there is a connection sends nothing."""
     call, other = server.call(b"cancelled"), server.call(b"other")
     call.cancel()
     call.cancel()
@@ -1017,7 +1020,10 @@ async def test_a_server_that_does_not_greet(said: bytes, reason: str) -> None:
 
 
 async def test_a_server_that_only_takes_connections() -> None:
-    """It is not reached within the time for that; the next call tries again. Closing ends the attempt."""
+    """
+    A server that only takes connections is given up in time; the next call tries again, and closing ends the
+    attempt.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"grpc://127.0.0.1:{listening.getsockname()[1]}"
         channel = Channel(url, "/service/Method", ConnectionSettings(connect_timeout=0.05))

@@ -70,7 +70,7 @@ def test_no_more_than_so_many(pool: ConnectionPool, clock: Mock, monkeypatch: py
 
 
 def test_a_closed_pool(pool: ConnectionPool, clock: Mock) -> None:
-    """It has no connections, and keeps none."""
+    """A closed pool has no connections, and keeps none."""
     before = kept(pool, 2)
     pool.close()
 

@@ -60,7 +60,7 @@ def test_integers_are_written_as_numpy_writes_them(datatype):
 @every_case("datatype", INTEGERS)
 @every_case("end", [0, 1])
 def test_integers_that_do_not_fit_are_refused(datatype, end):
-    """Nothing is wrapped."""
+    """Integers that do not fit are refused, and not wrapped."""
     value = INTEGER_RANGES[datatype][end] + (-1, 1)[end]
 
     with pytest.raises(OverflowError):
@@ -111,7 +111,7 @@ def test_numbers_that_come_as_text_stay_text():
 
 
 def test_the_first_value_of_each_output():
-    """It is read by the output's name and type, also where others precede it; without a value it is ``None``."""
+    """The first value of an output is read by name and type, also behind others; without a value it is ``None``."""
     table = [
         ("BYTES", Tensor("t", "BYTES", (2,), ("é", "b")).raw(), "é"),
         ("BYTES", b"\x00\x00\x00\x00", ""),
@@ -264,7 +264,7 @@ def test_an_infer_body_can_be_read_back():
 
 
 def test_a_priority_is_said_where_there_is_one():
-    """It is a parameter of the request, in both protocols, and left out where it is the default."""
+    """A priority is a parameter of the request, in both protocols, and left out where it is the default."""
     urgent = msgspec.structs.replace(REQUEST, priority=3)
     body, length = infer_body(urgent)
 

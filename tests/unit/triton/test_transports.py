@@ -362,7 +362,7 @@ async def test_no_response_at_all(triton):
     ],
 )
 async def test_a_failure_before_the_first_response(triton, text, kind):
-    """It is classified by its text, whatever the status says."""
+    """A failure before the first response is classified by its text, whatever the status says."""
     triton.reply = Reply(error=text)
     found, error = await outcome(triton.client)
 
@@ -443,7 +443,7 @@ class Impatient:
 
 @pytest.mark.parametrize("end", ["end", "cut"])
 async def test_a_receiver_that_closes(triton, end):
-    """It receives nothing after that, not even the end."""
+    """A receiver that closes receives nothing after that, not even the end."""
     triton.reply = Reply(texts=["one"] * 100, end=end)
     receiver = Impatient(triton.client, lambda stream: stream.close())
     await until(lambda: bool(receiver.texts))
@@ -471,7 +471,7 @@ async def test_a_receiver_that_pauses_each_time(triton):
 
 
 async def test_paused_before_anything_came(triton):
-    """It holds, also for a connection that is still to be made."""
+    """A pause before anything came holds, also for a connection that is still to be made."""
     triton.reply = Reply(texts=["one"])
     receiver = Impatient(triton.client, lambda stream: None)
     receiver.stream.pause()
@@ -571,7 +571,7 @@ async def test_a_slow_reader_holds_the_server_back(triton):
 
 
 async def test_many_streams_at_once(triton):
-    """Streams do not mix."""
+    """Many streams at once do not mix."""
     triton.reply = Reply(texts=["one", "two"])
 
     found = await asyncio.gather(*(outcome(triton.client) for _ in range(50)))
@@ -696,7 +696,7 @@ async def test_the_first_value_of_each_output(http):
 
 @pytest.mark.parametrize("data", [b"data: {\n\n", b"data: {]}\n\n", b'data: {"a" 1}\n\n'])
 async def test_an_event_that_is_no_json(http, data):
-    """It is the upstream's fault, and no traceback."""
+    """An event that is no JSON is the upstream's fault, and no traceback."""
     http.raw = HEAD + chunk(event("one")) + chunk(data) + LAST
     found, error = await outcome(http.client)
 
@@ -763,7 +763,7 @@ async def test_an_error_body_in_pieces(http):
 
 
 async def test_an_error_body_without_end(http, monkeypatch):
-    """As much of it is read as an error can need."""
+    """Of an error's body without an end, as much is read as an error can need."""
     monkeypatch.setattr(http_stream, "MAX_ERROR_BYTES", 100)
     http.raw = plain(b"no" * 100, b"500 Internal Server Error").replace(b"Length: 200", b"Length: 900")
     _, error = await asyncio.wait_for(outcome(http.client), 10)
@@ -798,7 +798,7 @@ async def test_an_answer_is_not_read_without_end(http, monkeypatch, raw, what):
 
 
 async def test_an_error_of_a_call_without_end(http):
-    """As much of it is read as an error can need."""
+    """Of a call's error without an end, as much is read as an error can need."""
     http.raw = plain(b"no" * 200_000, b"500 Internal Server Error")
     with pytest.raises(UpstreamError, match="cannot be read"):
         await asyncio.wait_for(http.client.server_info(), 10)
@@ -839,7 +839,10 @@ async def test_connections_that_the_server_wants_closed(http):
 
 
 async def test_a_request_that_may_have_begun(http, monkeypatch):
-    """It is not sent again: the head of its answer has come, or the connection was no stale one."""
+    """
+    A request that may have begun is not sent again: the head of its answer has come, or the connection was no stale
+    one.
+    """
     http.reply = Reply(texts=["one"])
     for begun, limit in ((HEAD, http_stream.STALE_SECONDS), (b"", 0.0)):
         monkeypatch.setattr(http_stream, "STALE_SECONDS", limit)
@@ -861,7 +864,7 @@ async def test_a_body_that_ends_within_an_event(http):
 
 
 async def test_closed_while_it_connects(http):
-    """No request is sent."""
+    """A stream that is closed while it connects sends no request."""
     http.client.stream(REQUEST, Mock()).close()
     await gather(http.client, REQUEST)
 
@@ -954,7 +957,7 @@ async def test_a_call_that_is_cancelled_leaves_no_connection(http):
 
 
 async def test_a_large_infer_request(http):
-    """It is made in a thread, and arrives whole."""
+    """A large infer request is made in a thread, and arrives whole."""
     texts = ("x" * (1 << 21),)
     http.raw = plain(b'{"outputs":[]}')
     with pytest.raises(UpstreamError, match="without an answer"):
@@ -1115,7 +1118,9 @@ async def test_the_end_of_what_is_read_out(grpc_server, monkeypatch, how):
 
 
 async def test_a_large_request(grpc_server):
-    """It arrives whole, whatever the windows of the connection are; its encoding does not hold the loop."""
+    """
+    A large request arrives whole, whatever the windows of the connection are; its encoding does not hold the loop.
+    """
     grpc_server.reply = Reply(texts=["one"])
     image = Tensor("image", "UINT8", (5_000_000,), bytes(range(256)) * 20_000)
     request = msgspec.structs.replace(REQUEST, inputs=(*REQUEST.inputs, image))
@@ -1125,7 +1130,10 @@ async def test_a_large_request(grpc_server):
 
 
 async def test_closing_while_a_large_request_is_encoded(grpc_server):
-    """It is not sent, not even where a call that runs would be read to its end."""
+    """
+    A large request that is closed while it is encoded is not sent, not even where a running call is read to its
+    end.
+    """
     image = Tensor("image", "UINT8", (5_000_000,), bytes(5_000_000))
     large = msgspec.structs.replace(REQUEST, inputs=(image,))
     for request in (large, msgspec.structs.replace(large, cancellable=False)):
@@ -1140,7 +1148,7 @@ async def test_closing_while_a_large_request_is_encoded(grpc_server):
 
 
 async def test_a_server_that_shuts_down(grpc_server):
-    """It finishes the streams that run; who comes then does not reach it."""
+    """A server that shuts down finishes the streams that run; who comes then does not reach it."""
     go_on = asyncio.Event()
 
     async def script(request: Any, context: Any) -> AsyncIterator[Any]:
@@ -1225,7 +1233,10 @@ def test_a_stream_reads_what_protobuf_reads(answers: list[tuple[str, list[bytes]
 
 
 async def test_an_answer_that_cannot_be_read() -> None:
-    """It is the upstream's fault; the responses before it are received, and the call is cancelled."""
+    """
+    An answer that cannot be read is the upstream's fault; responses before it are received, and the call is
+    cancelled.
+    """
     whole, incomplete = stream_response("one"), stream_response("two")
     whole.infer_response.id = incomplete.infer_response.id = "i" * 120
     incomplete.infer_response.ClearField("raw_output_contents")
@@ -1253,7 +1264,7 @@ def test_doubts_about_a_connection() -> None:
 
 @every_case("limit", [0.05, None])
 async def test_calls_that_are_not_answered(limit: float | None) -> None:
-    """After one that took too long, or that its caller gave up on, further calls get a new connection."""
+    """Further calls get a new connection after one that took too long, or that its caller gave up on."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"grpc://127.0.0.1:{listening.getsockname()[1]}"
         settings = ConnectionSettings(connect_timeout=60, control_timeout=limit or 60)

@@ -63,7 +63,7 @@ def test_a_runtime(package: Path) -> None:
 def test_what_does_not_fit(
     package: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str | Callable[..., str], problem: str
 ) -> None:
-    """Before anything is laid out, a sentence says what is wrong and what to do."""
+    """A sentence says what does not fit, and what to do, before anything is laid out."""
     monkeypatch.setattr(name, value)
     with pytest.raises(ConfigurationError) as caught:
         _runtime.packaged_runtime(os.environ, package / "work")
@@ -82,7 +82,7 @@ def test_no_shared_library(package: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_is_laid_out_in_vain_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often the start is tried."""
+    """What is laid out in vain is removed, however often the start is tried."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (tmp_path / "models").mkdir()

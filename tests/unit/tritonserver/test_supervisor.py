@@ -83,15 +83,15 @@ async def _running(supervisor: Supervisor):
 
 
 async def test_a_triton_without_any_model_that_loads() -> None:
-    """It ends the service with the reasons, as a Triton does that does not start."""
+    """A Triton without any model that loads ends the service with the reasons, as a Triton does that does not start."""
     server = Server(failed=("a", "b"))
     with pytest.raises(ConfigurationError, match=r"could not load its models\.\na: a reason\nb: a reason"):
         await Supervisor(server).run()
     assert ["start", "stop"] == server.calls
 
 
-async def test_it_is_said_where_its_log_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not write to the service's own, and the folder is a new one with each service."""
+async def test_the_place_of_the_log_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's log is not the service's own; its place is told, and its folder is a new one with each service."""
     said: list[tuple[str, object]] = []
     monkeypatch.setattr(
         "triton_openai.tritonserver.supervisor.log",
@@ -104,7 +104,7 @@ async def test_it_is_said_where_its_log_is(monkeypatch: pytest.MonkeyPatch) -> N
     assert [("triton runs", {"its_log": "/somewhere/its.log"})] == said
 
 
-async def test_it_is_stopped_with_the_service() -> None:
+async def test_triton_is_stopped_with_the_service() -> None:
     """Cancelling ends the server in order."""
     server = Server()
     supervised = Supervisor(server)
@@ -114,7 +114,7 @@ async def test_it_is_stopped_with_the_service() -> None:
     assert ["start", "stop"] == server.calls
 
 
-async def test_it_is_started_again() -> None:
+async def test_triton_is_started_again() -> None:
     """A server that ends is started again, as often as it takes."""
     server = Server(failing_starts=(2, 3))
     supervised = Supervisor(server)
@@ -136,7 +136,7 @@ async def test_a_first_start_that_fails_is_the_operators() -> None:
     assert ["start", "stop"] == server.calls
 
 
-async def test_it_can_be_stopped_while_it_starts() -> None:
+async def test_triton_can_be_stopped_while_it_starts() -> None:
     """A server that takes its time to start does not hold up the end of the service."""
     server = Server(blocks=True)
     async with _running(Supervisor(server)):

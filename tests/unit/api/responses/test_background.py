@@ -202,7 +202,7 @@ async def test_the_end_of_what_waits() -> None:
 
 
 async def test_cancelling_what_waits_in_another_process(tmp_path: Path) -> None:
-    """It never reaches the model, and whoever reads it learns that it is cancelled."""
+    """What another process has cancelled while it waits never reaches the model, and its readers learn of it."""
     async with held() as triton, two(triton, tmp_path, max_running_requests=1) as (maker, other):
         async with made_by(maker) as first:
             await first.until("output_text.delta")
@@ -284,7 +284,10 @@ async def test_reading_what_another_process_makes(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
 async def test_ending_what_another_process_makes(how: str, tmp_path: Path) -> None:
-    """It keeps what was stored until then; its maker can add nothing more, and all streams of it end alike."""
+    """
+    A response that another process ends keeps what was stored; its maker adds nothing more, and its streams end
+    alike.
+    """
     async with held() as triton, two(triton, tmp_path) as (maker, other):
         async with made_by(maker) as stream:
             made = (await stream.until("created"))["response"]["id"]
@@ -307,7 +310,10 @@ async def test_ending_what_another_process_makes(how: str, tmp_path: Path) -> No
 
 
 async def test_a_reader_whose_service_stops(tmp_path: Path) -> None:
-    """It learns that it has to go on elsewhere, from where it is: the response itself goes on."""
+    """
+    A reader whose service stops learns that it has to go on elsewhere, from where it is: the response itself goes
+    on.
+    """
     async with held() as triton, two(triton, tmp_path) as (maker, other):
         made = (await maker.post("/v1/responses", REQUEST)).json["id"]
         async with Stream(other, "GET", f"/v1/responses/{made}?stream=true") as stream:
@@ -320,7 +326,7 @@ async def test_a_reader_whose_service_stops(tmp_path: Path) -> None:
 
 
 async def test_a_maker_that_was_killed() -> None:
-    """Its response has failed as if it had been stopped, and keeps what was stored of it."""
+    """A response whose maker was killed has failed as if it had been stopped, and keeps what was stored of it."""
     async with (
         held() as triton,
         service(triton) as proxy,
@@ -378,7 +384,10 @@ async def test_a_store_that_fails_at_the_end(fails: int, monkeypatch: pytest.Mon
 
 
 async def test_events_that_cannot_be_stored_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are stored later, each once, and the log says so; too many of them end the response."""
+    """
+    Events that cannot be stored yet are stored later, each once, and the log says so; too many of them end the
+    response.
+    """
     append, failing = SqliteStore.append, 1
 
     async def sometimes(store: SqliteStore, *given: Any, **options: Any) -> bool:
@@ -453,7 +462,7 @@ async def test_a_long_stream_and_a_slow_reader() -> None:
 
 
 async def test_what_is_ignored() -> None:
-    """It is named for responses in the background as for others, and alike for chats."""
+    """Ignored fields are named for responses in the background as for others, and alike for chats."""
     async with held() as triton, service(triton) as proxy:
         triton.may_go_on.set()
         tools = [{"type": "web_search"}]

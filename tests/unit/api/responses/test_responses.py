@@ -312,7 +312,7 @@ def test_reasoning_as_a_summary() -> None:
     ("text.verbosity", {"text": {"verbosity": "most"}}),
 ])  # fmt: skip
 def test_fields_out_of_range(param, fields):
-    """They are refused by name; at the limit they are taken."""
+    """Fields out of range are refused by name; at the limit they are taken."""
     with pytest.raises(InvalidRequest) as caught:
         reading({"input": "x", **fields})
     assert param == caught.value.param
@@ -360,7 +360,7 @@ def test_signs_of_life() -> None:
 
 
 def test_log_probabilities() -> None:
-    """They come with their text, and whole with its end."""
+    """Log probabilities come with their text, and whole with its end."""
     entry = TokenLogprob("a", -0.5, b"a")
     events = rendered(renderer(), Delta("a", logprobs=[entry]), Delta("b"), Delta("", logprobs=[entry]))
     deltas = [each for each in events if each["type"] == "response.output_text.delta"]
@@ -448,7 +448,7 @@ async def test_the_end_is_kept_first() -> None:
 
 
 def test_a_response_that_waits() -> None:
-    """It is created and queued before it is in progress; cancelled, it keeps what it has."""
+    """A response that waits is created and queued before it is in progress; cancelled, it keeps what it has."""
     stream = renderer(names={"t": ToolName("t", None, True)})
     events = events_of(stream.queued() + stream.opening() + stream.piece(0, Delta("a")) + stream.piece(0, Delta("b")))
     assert [

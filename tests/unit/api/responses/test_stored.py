@@ -214,7 +214,10 @@ async def test_a_store_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 async def test_a_background_response_that_is_being_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in progress until it is kept: only then can its output be read. What is cancelled by then stays so."""
+    """
+    A background response that is being kept is in progress until it is kept: only then can its output be read. What
+    is cancelled by then stays so.
+    """
     put, kept, writing = SqliteStore.put, asyncio.Event(), asyncio.Event()
 
     async def slow_put(store: SqliteStore, key: str, owner: str, head: bytes, version: int, **more: Any) -> bool:
