@@ -100,6 +100,7 @@ class Guard:
         watching = asyncio.create_task(self.watch())
         yield
         await cancel(watching)
+        await self.limits.close()
 
     async def watch(self) -> None:
         """Read the file of keys again after each change, until cancelled."""

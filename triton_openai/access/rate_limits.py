@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Protocol
 
 import msgspec
@@ -75,12 +75,15 @@ class LimitStore(Protocol):
         """Count a request out that was admitted, and the *tokens* that it used in. Does not block."""
         ...
 
+    async def close(self) -> None:
+        """Close what is open, when the service ends."""
 
-class _Minute:
+
+class Minute:
     """Counts of the last minute, in whole seconds of a clock."""
 
-    def __init__(self) -> None:
-        self._ticks: deque[tuple[int, int]] = deque()
+    def __init__(self, ticks: Iterable[tuple[int, int]] = ()) -> None:
+        self._ticks = deque(ticks)
 
     def add(self, now: float, number: int) -> None:
         """Count *number*."""
@@ -110,17 +113,52 @@ class _Minute:
         return min(wait, WINDOW)
 
 
-class _Account:
+class Account(msgspec.Struct):
     """The counts of one key."""
 
-    def __init__(self) -> None:
-        self.running = 0
-        self.requests = _Minute()
-        self.tokens = _Minute()
+    running: int = 0
+    requests: Minute = msgspec.field(default_factory=Minute)
+    tokens: Minute = msgspec.field(default_factory=Minute)
 
     def idle(self, now: float) -> bool:
         """Return whether a new account would be the same."""
         return not (self.running or self.requests.used(now) or self.tokens.used(now))
+
+
+def _minutes(limit: RateLimit, account: Account) -> Iterator[tuple[str, int, Minute]]:
+    """Yield the limits per minute: what they limit, how much of it, and what was used."""
+    if limit.requests_per_minute is not None:
+        yield "requests", limit.requests_per_minute, account.requests
+    if limit.tokens_per_minute is not None:
+        yield "tokens", limit.tokens_per_minute, account.tokens
+
+
+def refusal_of(name: str, limit: RateLimit, now: float, account: Account) -> Refusal | None:
+    """Return why *limit* forbids another request of the key *name*, ``None`` if it does not."""
+    most = limit.concurrent_requests
+    if most is not None and account.running >= most:
+        return Refusal(f"'{name}' may have {most} requests at the same time.", kind="requests", wait=1)
+    for kind, most, minute in _minutes(limit, account):
+        if minute.used(now) >= most:
+            wait = minute.below_in(most, now)
+            text = (
+                f"Rate limit reached for '{name}' on {kind} per minute: limit {most}, used {minute.used(now)}. Please "
+                f"try again in {_duration(wait)}."
+            )
+            return Refusal(text, kind=kind, wait=wait)
+    return None
+
+
+def headers_of(limit: RateLimit, now: float, account: Account) -> dict[str, str]:
+    """Return OpenAI's headers, which say what is left."""
+    headers = {}
+    for kind, most, minute in _minutes(limit, account):
+        headers[f"x-ratelimit-limit-{kind}"] = str(most)
+        headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, most - minute.used(now)))
+        # Until nothing of it is used, or something is left of it: never longer than Retry-After.
+        spent = minute.used(now) >= most
+        headers[f"x-ratelimit-reset-{kind}"] = _duration(minute.below_in(most if spent else 1, now))
+    return headers
 
 
 class RateLimits:
@@ -128,11 +166,14 @@ class RateLimits:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, Account] = {}
         self._most = _MANY
 
     async def admit(self, name: str, limit: RateLimit) -> Decision:
         return self.decide(name, limit)
+
+    async def close(self) -> None:
+        pass
 
     def decide(self, name: str, limit: RateLimit) -> Decision:
         """Count a request of the key *name* in, if *limit* allows it, and say so in OpenAI's headers."""
@@ -140,37 +181,13 @@ class RateLimits:
         if len(self._accounts) >= self._most:
             self._accounts = {one: account for one, account in self._accounts.items() if not account.idle(now)}
             self._most = max(_MANY, 2 * len(self._accounts))
-        account = self._accounts.setdefault(name, _Account())
-        counts = (
-            ("requests", limit.requests_per_minute, account.requests),
-            ("tokens", limit.tokens_per_minute, account.tokens),
-        )
-        refusal, most = None, limit.concurrent_requests
-        if most is not None and account.running >= most:
-            text = f"'{name}' may have {most} requests at the same time."
-            refusal = Refusal(text, kind="requests", wait=1)
-        for kind, most, minute in counts:
-            if refusal is None and most is not None and minute.used(now) >= most:
-                wait = minute.below_in(most, now)
-                refusal = Refusal(
-                    f"Rate limit reached for '{name}' on {kind} per minute: limit {most}, used "
-                    f"{minute.used(now)}. Please try again in {_duration(wait)}.",
-                    kind=kind,
-                    wait=wait,
-                )
+        account = self._accounts.setdefault(name, Account())
+        refusal = refusal_of(name, limit, now, account)
         if refusal is None:
             account.running += 1
             if limit.requests_per_minute is not None:
                 account.requests.add(now, 1)
-        headers = {}
-        for kind, most, minute in counts:
-            if most is not None:
-                headers[f"x-ratelimit-limit-{kind}"] = str(most)
-                headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, most - minute.used(now)))
-                # Until nothing of it is used, or something is left of it: never longer than Retry-After.
-                spent = minute.used(now) >= most
-                headers[f"x-ratelimit-reset-{kind}"] = _duration(minute.below_in(most if spent else 1, now))
-        return Decision(headers, refusal)
+        return Decision(headers_of(limit, now, account), refusal)
 
     def leave(self, name: str, tokens: int) -> None:
         account = self._accounts[name]

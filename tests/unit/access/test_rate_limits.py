@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triton_openai.access.rate_limits import RateLimit, RateLimits, Ticket, _Account
+from triton_openai.access.rate_limits import Account, RateLimit, RateLimits, Ticket
 
 
 class Clock:
@@ -127,20 +127,20 @@ def test_accounts_that_nobody_uses_any_more(limits: RateLimits, clock: Clock, mo
         clock.now += 1
         admit(limits, str(number), limit).close(0)
 
-    assert 1001 > sum(type(one).__name__ == "_Account" for one in gc.get_objects())
+    assert 1001 > sum(type(one).__name__ == "Account" for one in gc.get_objects())
     assert admit(limits, "4999", limit).refusal is not None
     assert admit(limits, "running", kept).refusal is not None
     running.close(0)
     spent = RateLimit(tokens_per_minute=1)
     admit(limits, "spent", spent).close(5)
-    looked_at: list[_Account] = []
-    idle = _Account.idle
+    looked_at: list[Account] = []
+    idle = Account.idle
 
-    def counted(account: _Account, now: float) -> bool:
+    def counted(account: Account, now: float) -> bool:
         looked_at.append(account)
         return idle(account, now)
 
-    monkeypatch.setattr(_Account, "idle", counted)
+    monkeypatch.setattr(Account, "idle", counted)
     for number in range(2100):
         admit(limits, f"new {number}", limit).close(0)
     assert admit(limits, "spent", spent).refusal is not None

@@ -131,6 +131,9 @@ class SharedClient:
     def leave(self, name: str, tokens: int) -> None:
         self._channel.notify("leave", name, tokens)
 
+    async def close(self) -> None:
+        """Do nothing: the channel is the worker's."""
+
     async def claim(self, models: Collection[str]) -> str | None:
         """Claim *models* among all workers, this one included; return the one that is claimed already, if any is."""
         taken: str | None = await self._channel.call("claim", tuple(models))
