@@ -171,7 +171,7 @@ async def _count(url: str | None) -> list[PathRow]:
     app = create_app(settings)
     server = HttpServer(app, settings.limits)
     await server.start()
-    await app[SERVICE].models.catalog.first.wait()
+    await app[SERVICE].fleet.first.wait()
     rows = []
     with socket.socket() as sock:
         sock.bind((HOST, 0))

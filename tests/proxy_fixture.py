@@ -134,12 +134,12 @@ class Proxy:
 
     async def ready(self) -> None:
         """Wait until the models have been looked up for the first time."""
-        await asyncio.wait_for(self.models.catalog.first.wait(), 10)
+        await asyncio.wait_for(self.models.fleet.first.wait(), 10)
 
     async def finds_triton(self) -> bool:
         """Return whether Triton can be reached now."""
-        await self.models.catalog.refresh()
-        return self.models.catalog.snapshot.reachable
+        await self.models.fleet.refresh()
+        return self.models.fleet.snapshot.reachable
 
 
 def proxy_settings(triton: TestTriton, transport: str, **overrides: Any) -> Settings:

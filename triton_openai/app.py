@@ -10,6 +10,7 @@ from aiohttp import web
 
 from triton_openai.access.cors import CORS, Cors
 from triton_openai.access.guard import GUARD, Guard
+from triton_openai.access.rate_limits import LimitStore, RateLimits
 from triton_openai.adapters._common.registry import Registry
 from triton_openai.api.info import probe
 from triton_openai.api.page import add_page
@@ -17,7 +18,7 @@ from triton_openai.api.responses.stored import STATE, ResponseStore
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, Service
 from triton_openai.config.sources import SDK_REFUSES
-from triton_openai.config.tree import AUTO, NONE, Settings
+from triton_openai.config.tree import AUTO, NONE, AccessSettings, Settings
 from triton_openai.config.worker import WORKER, Worker
 from triton_openai.draining import DRAINING, Draining, ModelDraining
 from triton_openai.errors import ConfigurationError
@@ -40,12 +41,12 @@ from triton_openai.telemetry.access_log import AccessLog, ContentLog, UnknownFie
 from triton_openai.telemetry.exposition import EXPOSITION, Exposition
 from triton_openai.telemetry.gauges import ServedName, State
 from triton_openai.telemetry.logging import count_lost_lines
-from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, LOG_LINES_LOST, Metrics
+from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, LIMITS_STORE_UP, LOG_LINES_LOST, FleetMetrics, Metrics
 from triton_openai.telemetry.observation import OBSERVERS, Observer, Observers
 from triton_openai.telemetry.process import LOOP_LAG, LoopLag
 from triton_openai.telemetry.tracing import Tracing
 from triton_openai.triton.client import TritonClient
-from triton_openai.triton.endpoint import Endpoint
+from triton_openai.triton.fleet import Fleet
 
 _log = structlog.get_logger(__name__)
 # Longest time that the last spans have to leave when the service ends: there may be no collector.
@@ -70,23 +71,34 @@ def create_app(
     to the state that they share. Raises :class:`ConfigurationError` for settings that cannot work.
     """
     _check_names(settings)
-    connection = client or Endpoint(settings.triton.url, access=settings.triton_access)
     worker = worker or Worker()
     metrics = Metrics(worker)
+    fleet = Fleet(
+        settings.triton,
+        settings.triton_access,
+        connect=None if client is None else lambda _: client,
+        grace=settings.server.shutdown_grace,
+        observer=FleetMetrics(metrics),
+    )
     count_lost_lines(metrics.child(LOG_LINES_LOST).inc)
-    tracing, send_spans = _traces(settings, connection)
+    tracing, send_spans = _traces(settings)
     characters = settings.server.log_content
     lag = LoopLag(metrics.child(EVENT_LOOP_LAG).observe)
     draining = Draining()
     model_draining = ModelDraining(draining, shared)
     if shared is not None:
         shared.listen(model_draining.apply)
-    models = Models(settings, connection, version=lambda: model_draining.version)
+    models = Models(settings, fleet, version=lambda: model_draining.version)
 
-    async def ask(model: ServedModel) -> None:
+    async def ask(model: ServedModel, at: str | None = None) -> None:
         # The smallest possible request, within the time that clients may wait.
-        await probe(service, model, timeout=min(PATIENCE, service.settings.triton.first_token_timeout))
+        await probe(service, model, timeout=min(PATIENCE, service.settings.triton.first_token_timeout), at=at)
 
+    async def ask_at(name: str, endpoint: str) -> None:
+        if (model := models.served.get(name)) is not None:
+            await ask(model.variant_at(endpoint), endpoint)
+
+    fleet.watch(ask=ask_at)
     canary = Canary(models, ask, metrics)
     observers = [AccessLog(), metrics, tracing, canary, UnknownFields(metrics)]
     if characters is not None:
@@ -94,8 +106,8 @@ def create_app(
     service = Service(
         settings=settings,
         models=models,
-        control=ModelControl(settings, models, connection, model_draining),
-        client=connection,
+        control=ModelControl(settings, models, fleet, model_draining),
+        fleet=fleet,
         background=Background(),
         admission=Admission(
             settings.server, lambda: lag.sustained, worker=worker, model_draining=model_draining, observer=metrics
@@ -112,7 +124,7 @@ def create_app(
     app[LIMITS] = settings.limits
     app[STATE] = ResponseStore(open_store(settings.responses), settings.responses)
     app[CORS] = Cors(settings.access)
-    guard = app[GUARD] = Guard(settings.access, limits=shared)
+    guard = app[GUARD] = Guard(settings.access, limits=_limits(settings.access, shared, metrics))
     if send_spans is not None:
         # First, so that it ends last: when everything else has ended, so have all spans.
         app.cleanup_ctx.append(send_spans)
@@ -127,9 +139,20 @@ def create_app(
     return app
 
 
-def _traces(
-    settings: Settings, connection: TritonClient
-) -> tuple[Observer, Callable[[web.Application], AsyncIterator[None]] | None]:
+def _limits(access: AccessSettings, shared: SharedClient | None, metrics: Metrics) -> LimitStore:
+    """Return where the requests of keys are counted: by this process, by all workers, or in Redis."""
+    local = shared or RateLimits()
+    if access.limits_store is None:
+        return local
+    # Imported here: Redis belongs to an extra.
+    from triton_openai.access.redis_limits import RedisLimits
+
+    up = metrics.child(LIMITS_STORE_UP)
+    up.set(1)
+    return RedisLimits(access.limits_store, local, closed=access.limits_fail == "closed", answers=up.set)
+
+
+def _traces(settings: Settings) -> tuple[Observer, Callable[[web.Application], AsyncIterator[None]] | None]:
     """Return the observer that makes or passes on spans, and a cleanup context that sends them, if they are sent."""
     traces = settings.traces
     if traces.otlp_endpoint is None:
@@ -143,8 +166,7 @@ def _traces(
 
     # Before anything runs.
     exporter_class(traces)
-    locate = connection.address_of if isinstance(connection, Endpoint) else None
-    tracing = Tracing(locate, content=traces.content)
+    tracing = Tracing(content=traces.content)
 
     async def send(app: web.Application) -> AsyncIterator[None]:
         timeout = min(_LAST_SPANS_SECONDS, settings.server.shutdown_grace)
@@ -156,7 +178,7 @@ def _traces(
 
 def _state(models: Models, worker: Worker, responses: ResponseStore) -> State:
     """Return the state of *models* and of what is kept of *responses* for the metrics."""
-    snapshot = models.catalog.snapshot
+    snapshot = models.fleet.snapshot
     # What Triton's index says of a model that was unloaded, and of one that was never loaded (seen with 24.10).
     unloaded = sum(reason in ("unloaded", "") for reason in snapshot.waiting.values())
     served = []
@@ -227,6 +249,7 @@ async def take_over(app: web.Application, settings: Settings, renew: bool) -> No
     service, guard = app[SERVICE], app[GUARD]
     # Whatever can refuse the settings comes first.
     take_access = guard.prepare(settings.access)
+    await service.fleet.replace(settings.triton)
     await service.models.take_over(settings, renew=renew)
     take_access()
     app[CORS].replace(settings.access)
@@ -248,16 +271,15 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
             # The operator chose it. The file in the state folder is opened when the first response is stored.
             service.background.start(app[STATE].check(), timeout=_STORE_SECONDS)
     models = service.models
-    work = (models.catalog.run(), keep_loaded(models), app[LOOP_LAG].run())
+    work = (service.fleet.run(), keep_loaded(models), app[LOOP_LAG].run())
     tasks = [asyncio.create_task(one) for one in work]
     # A request before that finds no models, though other workers may know them all.
-    await first_of(models.catalog.first, timeout=_FIRST_LOOK_SECONDS)
+    await first_of(models.fleet.first, timeout=_FIRST_LOOK_SECONDS)
     yield
     await cancel(*tasks)
     await service.control.close()
     await app[CANARY].close()
-    await models.catalog.close()
     await service.background.close()
     await app[STATE].close()
     await service.images.close()
-    await service.client.close()
+    await service.fleet.close()

@@ -206,7 +206,7 @@ async def test_names_that_no_model_has(fake: FakeTriton) -> None:
         async with serving(settings) as proxy:
             await proxy.ready()
             fake.waiting["new"] = ""
-            await proxy.models.catalog.refresh()
+            await proxy.models.fleet.refresh()
 
     warned = [line for line in lines if line["event"] == "a name in the settings is no model's"]
     unknown = "The settings are for a model that Triton does not have."

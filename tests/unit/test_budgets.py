@@ -16,15 +16,16 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 #: By room: the lines that it began with, and what has changed them since. A feature stands with the name that the
 #: changelog gives it. "Above its budget" is what is still to be cut.
 BUDGETS: Mapping[str, Mapping[str, int]] = {
-    "api": {"today": 6000},
-    "answer": {"begin": 1350, "jobs run here, and not in the API": 37},
-    "adapters": {"today": 1974},
+    "api": {"today": 5811},
+    "answer": {"begin": 1350, "jobs run here, and not in the API": 37, "several Tritons": 58},
+    "adapters": {"today": 1945},
     "storage": {"today": 900},
     "triton": {
         "begin": 2150,
         "heads, events and errors of Triton that do not end are bounded": 30,
         "failures of vLLM that are not about the request are a 502": 13,
         "a Triton serves the other models where one cannot be loaded": 6,
+        "several Tritons": 803,
         "above its budget": 41,
     },
     "models": {
@@ -34,6 +35,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "loads and LoRA names as in NVIDIA's frontend, --lora-separator": 36,
         "names in the settings that no model has are shown": 14,
         "loading of tokenizers and templates, from the prompts": 90,
+        "several Tritons": 142,
         "above its budget": 138,
     },
     "prompts": {
@@ -51,14 +53,16 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "begin": 950,
         "everybody whom the kernel has accepted is answered at the end": 31,
         "forms are read part by part": 74,
+        "several Tritons": 1,
         "above its budget": 36,
     },
-    "access": {"begin": 500},
+    "access": {"begin": 500, "limits in Redis": 86},
     "telemetry": {
         "begin": 1200,
         "a log that nobody waits for, and triton_openai_log_lines_lost_total": 126,
         "traces at less than half the cost, and a stop without a collector": 127,
         "a metric of whether the store of responses answers": 5,
+        "several Tritons": 70,
         "above its budget": 136,
     },
     "config": {
@@ -67,6 +71,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "responses.max_size_per_key, max_conversation_items, max_conversation_size, max_background": 16,
         "--enable-kserve-frontends and its ports": 9,
         "/v1/moderations": 14,
+        "several Tritons": 115,
         "above its budget": 49,
     },
     "media": {"begin": 310, "files of text": 34},
@@ -82,6 +87,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "NVIDIA's command lines, and arguments of vLLM's engine": 57,
         "demo --api-key prints commands with the key": 6,
         "a file that is not there ends the start": 6,
+        "several Tritons": 7,
         "above its budget": 39,
     },
     "the rest": {
@@ -91,6 +97,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "backoff, from tritonserver": 14,
         "work that is too long for the event loop has threads of its own": 58,
         "errors that quote bytes that are no UTF-8": 9,
+        "several Tritons": 16,
     },
 }
 

@@ -442,6 +442,7 @@ def test_the_schema_takes_what_the_service_takes() -> None:
     assert {option.path for option in options() if option.section != "models"} == described - {
         ("access", "gateway"),
         ("defaults", "default_parameters"),
+        *(("triton", name) for name in ("routing", "failover", "ejection")),
     }
 
 

@@ -21,12 +21,13 @@ from triton_openai.answer.logits_reader import LogitsReader
 from triton_openai.answer.stages import Pipeline
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamTimeout, UpstreamUnavailable
 from triton_openai.generation import Delta, FinishReason, Generation, Lora, Progress, TokenLogprob, Usage
-from triton_openai.models.lora.delivery import LoraAnswers, LoraDelivery
+from triton_openai.models.lora.delivery import LoraAnswers, LoraDeliveries
 from triton_openai.prompts.tokenizer import Tokenizer, count_pieces
 from triton_openai.tasks import Background
 from triton_openai.telemetry.observation import Upstream
-from triton_openai.triton.client import Receiver, ResponseStream, SingleAnswer, TritonClient, gather
-from triton_openai.triton.status import failed_midway, no_answer
+from triton_openai.triton.client import Receiver, ResponseStream, SingleAnswer, gather
+from triton_openai.triton.fleet import Lease, Route
+from triton_openai.triton.status import cut_off, failed_midway, no_answer
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
 _log = structlog.get_logger(__name__)
@@ -44,17 +45,21 @@ _STOP_DELAYS = (0.0, 1.0, 1.0)
 
 
 class Sender(msgspec.Struct, frozen=True):
-    """How the work for one request of a client reaches Triton: by *client*, and seen by *upstream*."""
+    """How the work for one request of a client reaches Triton: by *route*, and seen by *upstream*."""
 
-    client: TritonClient
+    route: Route
     upstream: Upstream
     #: Where stop requests are sent, for which nobody waits.
     background: Background
 
     async def ask(self, request: InferRequest) -> Sequence[InferResponse]:
         """Return all answers to *request*. Raises :class:`ServiceError`."""
-        with self.upstream.call(request) as sent:
-            return await gather(self.client, sent)
+
+        async def attempt(lease: Lease) -> Sequence[InferResponse]:
+            with self.upstream.call(request, lease) as sent:
+                return await gather(lease.client, sent)
+
+        return await self.route.ask(attempt)
 
 
 class Run:
@@ -73,7 +78,7 @@ class Run:
         time_limits: TimeLimits,
         token_limit: TokenLimit,
         tokenizer: Tokenizer | None = None,
-        lora_delivery: LoraDelivery | None = None,
+        lora_delivery: LoraDeliveries | None = None,
     ) -> None:
         self.generation = generation
         self.prompt_logprobs: Sequence[TokenLogprob] = ()
@@ -89,6 +94,9 @@ class Run:
         self._lora_delivery = lora_delivery
         # Set while the backend works.
         self._stream: ResponseStream | None = None
+        self._lease: Lease | None = None
+        # The Tritons that have got the request.
+        self._tried: list[str] = []
         self._decoder: Decoder = adapter.decoder(generation)
         self._logits: LogitsReader | None = None
         self._pipeline = Pipeline(adapter.capabilities, generation, tokenizer, self.progress)
@@ -111,20 +119,65 @@ class Run:
         if not self.generation.sampling.max_tokens:
             self._finish(None)
             return
+        try:
+            self._begin()
+        except ServiceError as error:
+            self.progress.error = error
+            self._release(error)
+            raise
+
+    def _begin(self) -> None:
+        """Send the request to a Triton that has not had it. Raises :class:`ServiceError`."""
+        lease = self._lease = self._sender.route.lease(self._tried, prompt=self.generation.prompt)
+        if lease.counted:
+            lease.lost = self._lose
+            self._tried.append(lease.endpoint)
         receiver: Receiver = self
         if self._pipeline.reads_logits:
             receiver = self._decoder = self._logits = LogitsReader(self, self._decoder, self.generation)
         if self._limits.total is None or not self._adapter.at_once(self.generation):
             # An answer that comes as a whole has no first token: only the limit for the whole answer applies.
             self._last_response, self._silence_limit = monotonic(), self._limits.first_token
+        if self._lora_delivery is not None:
+            self._stream = LoraAnswers(self._lora_delivery.at(lease.endpoint), self._open, receiver)
+        else:
+            self._stream = self._open(self.generation.lora, receiver)
+        if self._pauses:
+            self._stream.pause()
+
+    def _begin_again(self, error: Exception) -> bool:
+        """Return whether the request, which has failed by *error* without a token, goes on at another Triton."""
+        lease, self._lease = self._lease, None
+        if lease is None:
+            return False
+        lease.close(error, answered=False)
+        if self.progress.steps or not self._sender.route.again(lease, error, self._tried):
+            return False
+        if self._logits is not None:
+            self._logits.close()
+        self._decoder = self._adapter.decoder(self.generation)
+        self._pipeline = Pipeline(self._adapter.capabilities, self.generation, self._tokenizer, self.progress)
         try:
-            if self._lora_delivery is not None:
-                self._stream = LoraAnswers(self._lora_delivery, self._open, receiver)
-            else:
-                self._stream = self._open(self.generation.lora, receiver)
-        except ServiceError as error:
-            self.progress.error = error
-            raise
+            self._begin()
+        except ServiceError as failure:
+            # What the first one said tells more than that there is no other.
+            self._release(failure)
+            return False
+        return True
+
+    def _lose(self) -> None:
+        """Take it that the Triton has stopped answering; what has a token may still get the others."""
+        if self.over or self.progress.steps:
+            return
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close(silent=True)
+        self.end(cut_off("Triton has stopped answering"))
+
+    def _release(self, error: Exception | None) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.close(error, answered=self.progress.first is not None)
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
         """Take the responses that arrived together, and push their deltas."""
@@ -183,6 +236,11 @@ class Run:
             # Its traceback would keep the request in a cycle.
             midway.__cause__ = error.with_traceback(None)
             error = midway
+        if error is not None and not self.progress.steps:
+            stream, self._stream = self._stream, None
+            if self._begin_again(error):
+                return
+            self._stream = stream
         if error is None or (isinstance(error, UpstreamUnavailable) and not self.progress.steps):
             # Nothing is left to be stopped, or the request has not reached the model.
             self._stream = None
@@ -235,13 +293,15 @@ class Run:
         (request,) = self._adapter.encode(generation)
         if generation.priority:
             request = msgspec.structs.replace(request, priority=generation.priority, json_expressible=False)
-        request = self._sender.upstream.begin(request, progress, lora=None if lora is None else lora.name)
+        lease = self._lease
+        assert lease is not None, "it lasts as long as the request"
+        request = self._sender.upstream.begin(request, progress, lease, lora=None if lora is None else lora.name)
         if progress.sent is None:
             # A LoRA adapter may need a second attempt; the time counts from the first.
             progress.sent = monotonic()
         if request.stream:
-            return self._sender.client.stream(request, receiver)
-        return SingleAnswer(self._sender.client, request, receiver)
+            return lease.client.stream(request, receiver)
+        return SingleAnswer(lease.client, request, receiver)
 
     def _stop(self, *, silent: bool = False) -> None:
         """Stop the backend's work, if it is running."""
@@ -249,16 +309,24 @@ class Run:
         if stream is None:
             return
         stream.close(silent=silent)
-        order = self._adapter.cancel(self.generation)
-        if order is not None:
+        order, lease = self._adapter.cancel(self.generation), self._lease
+        if order is not None and lease is not None:
             # With its first answer it is certain that the engine has the request.
             delays = _STOP_DELAYS if self.progress.first is None else _STOP_DELAYS[:1]
-            self._sender.background.start(_send_stop(self._sender, order, delays), timeout=_STOP_REQUEST_TIMEOUT)
+            self._sender.background.start(
+                _send_stop(self._sender.upstream, lease, order, delays), timeout=_STOP_REQUEST_TIMEOUT
+            )
 
     def _fall_silent(self) -> None:
         what = "no further token" if self.progress.steps else "no answer"
         message = f"The model sent {what} for {self._silence_limit:g} seconds.{self.cause_of_silence}"
-        self._abort(UpstreamTimeout(message, code="upstream_silent"), silent=True)
+        error = UpstreamTimeout(message, code="upstream_silent")
+        if not self.progress.steps:
+            # The old request is cancelled first.
+            self._stop(silent=True)
+            if self._begin_again(error):
+                return
+        self._abort(error, silent=True)
 
     def _abort(self, error: Exception | None, *, silent: bool = False) -> None:
         """End with *error* before the backend has."""
@@ -272,6 +340,7 @@ class Run:
         if isinstance(error, ServiceError):
             self.progress.error = error
         self.progress.ended = monotonic()
+        self._release(error)
         if self._logits is not None:
             self._logits.close()
         if self._done is not None:
@@ -329,11 +398,12 @@ class Run:
         return None if counted is None else min(counted, most)
 
 
-async def _send_stop(sender: Sender, order: InferRequest, delays: Sequence[float]) -> None:
+async def _send_stop(upstream: Upstream, lease: Lease, order: InferRequest, delays: Sequence[float]) -> None:
     for delay in delays:
         await asyncio.sleep(delay)
         try:
-            await sender.ask(order)
+            with upstream.call(order, lease) as sent:
+                await gather(lease.client, sent)
         except ServiceError as error:
             # A model that is not decoupled cannot answer a stop request, but obeys it.
             _log.debug("stop request failed", model=order.model, reason=error.reason)

@@ -27,11 +27,12 @@ from triton_openai.errors import ModelNotFound, ServiceError
 from triton_openai.generation import Generation
 from triton_openai.models.canary import CANARY
 from triton_openai.models.lookup import Models
-from triton_openai.models.overview import ModelLine, model_lines
+from triton_openai.models.overview import EndpointLine, ModelLine, endpoint_lines, model_lines
 from triton_openai.models.served import ServedModel
 from triton_openai.telemetry.exposition import EXPOSITION, Figures
 from triton_openai.telemetry.observation import Upstream
 from triton_openai.triton.client import ServerInfo
+from triton_openai.triton.fleet import Route
 from triton_openai.triton.status import public_reason
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -176,7 +177,7 @@ async def load(request: web.Request) -> web.Response:
     service = service_of(request)
     # Unknown fields are refused: Triton's own request can replace a model's configuration, which this one cannot.
     name, _ = await _named(request, LoadRequest)
-    name, problem = await service.control.load(name)
+    name, problem = await service.control.load(name, endpoint=request.query.get("endpoint"))
     reason = msgspec.UNSET if problem is None else public_reason(problem) or "it cannot be served"
     return json_response(msgspec.structs.replace(describe(service.models, name), served=problem is None, reason=reason))
 
@@ -184,7 +185,9 @@ async def load(request: web.Request) -> web.Response:
 async def unload(request: web.Request) -> web.Response:
     """Unload a model after its running requests have ended."""
     name, body = await _named(request, UnloadRequest)
-    model = await service_of(request).control.unload(name, dependents=body.unload_dependents)
+    model = await service_of(request).control.unload(
+        name, dependents=body.unload_dependents, endpoint=request.query.get("endpoint")
+    )
     return json_response(Unloaded(model=model))
 
 
@@ -223,7 +226,7 @@ async def live(request: web.Request) -> web.Response:
 async def ready(request: web.Request) -> web.Response:
     """Return 200 when requests can be served, else 503 with the reason."""
     models, canary = service_of(request).models, request.app[CANARY]
-    snapshot = models.catalog.snapshot
+    snapshot = models.fleet.snapshot
     silent = sorted(canary.not_answering) or msgspec.UNSET
     if request.app[DRAINING].begun:
         reason = "The service is stopping."
@@ -253,14 +256,18 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 async def version(request: web.Request) -> web.Response:
     """Return the versions of this service and of Triton."""
-    server = service_of(request).models.catalog.snapshot.server
+    server = service_of(request).models.fleet.snapshot.server
     return json_response(Version(version=__version__, triton=server or msgspec.UNSET))
 
 
-async def probe(service: Service, model: ServedModel, *, timeout: float) -> None:
-    """Ask *model* for the least of what it is mainly for, in *timeout* seconds. Raises :class:`ServiceError`."""
-    sender = Sender(service.client, Upstream(), service.background)
-    kind = model.jobs[0]
+async def probe(service: Service, model: ServedModel, *, timeout: float, at: str | None = None) -> None:
+    """
+    Ask *model* for the least of what it is mainly for, in *timeout* seconds; *at* names the one of several Tritons.
+
+    Raises :class:`ServiceError`.
+    """
+    route = Route(service.fleet, model.triton_model, among=model.endpoints, at=at)
+    sender, kind = Sender(route, Upstream(), service.background), model.jobs[0]
     job = kind(id=new_id("probe"), **kind.least)
     if not isinstance(job, Generation):
         await run_job(sender, model, job, timeout=timeout)
@@ -275,35 +282,40 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """
     What the page shows: versions, whether Triton answers, and the models that the request's key may use.
 
-    ``figures`` is left out for requests that may not read the metrics, ``triton`` while Triton does not answer.
+    ``figures`` and ``endpoints`` are left out for requests that may not read the metrics, ``endpoints`` also where
+    there is one Triton, and ``triton`` while none answers.
     """
 
     version: str = __version__
     triton: ServerInfo | msgspec.UnsetType = msgspec.UNSET
     triton_answers: bool
     models: Sequence[ModelLine]
+    endpoints: Sequence[EndpointLine] | msgspec.UnsetType = msgspec.UNSET
     figures: Figures | msgspec.UnsetType = msgspec.UNSET
 
 
 async def status(request: web.Request) -> web.Response:
     """Answer with each model, what it can do and why it cannot chat, and with what the service does now."""
     models, key = service_of(request).models, key_of(request)
-    snapshot = models.catalog.snapshot
+    snapshot = models.fleet.snapshot
     silent = request.app[CANARY].not_answering
     lines = [
         _visible(msgspec.structs.replace(line, state="does not answer") if line.name in silent else line, key)
         for line in model_lines(models, unserved=True)
     ]
     figures: Figures | msgspec.UnsetType = msgspec.UNSET
+    endpoints: Sequence[EndpointLine] | msgspec.UnsetType = msgspec.UNSET
     with contextlib.suppress(ServiceError):
         request.app[GUARD].restrictions.check("metrics", request.headers)
         key.check_opens_everything()
         figures = await asyncio.to_thread(request.app[EXPOSITION].figures)
+        endpoints = endpoint_lines(models) or msgspec.UNSET
     return json_response(
         Status(
             triton=snapshot.server or msgspec.UNSET,
             triton_answers=snapshot.reachable,
             models=[line for line in lines if line is not None],
+            endpoints=endpoints,
             figures=figures,
         ),
         headers=_NO_STORE,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -36,7 +37,7 @@ from triton_openai.prompts.truncation import Truncation
 from triton_openai.serving.admission import Admission
 from triton_openai.tasks import Background
 from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, TOKENIZE, Observation
-from triton_openai.triton.client import TritonClient
+from triton_openai.triton.fleet import Fleet, Route
 
 _Body = TypeVar("_Body", bound=ModelRequest)
 _Other = TypeVar("_Other", bound=ModelRequest)
@@ -52,7 +53,7 @@ class Service:
     settings: Settings
     models: Models
     control: ModelControl
-    client: TritonClient
+    fleet: Fleet
     background: Background
     admission: Admission
     images: ImageLoader
@@ -160,6 +161,8 @@ class RequestContext(Generic[_Body]):
     observation: Observation
     #: The time that is left after the wait for admission.
     limits: TimeLimits
+    #: The id of the conversation, or of the response with which a chain began, that the request goes on from.
+    conversation: str | None = None
 
     def about(self, body: _Other) -> RequestContext[_Other]:
         """Return the context with another *body*."""
@@ -168,7 +171,25 @@ class RequestContext(Generic[_Body]):
     @property
     def sender(self) -> Sender:
         """What sends the work for the request to Triton."""
-        return Sender(self.service.client, self.observation.upstream, self.service.background)
+        fleet, model = self.service.fleet, self.model
+        if fleet.listed:
+            lora = "" if model.lora is None else model.lora.name
+            route = Route(fleet, model.triton_model, among=model.endpoints, key=self._key, lora=lora)
+            self.observation.route = route
+        else:
+            route = Route(fleet, model.triton_model)
+        return Sender(route, self.observation.upstream, self.service.background)
+
+    @property
+    def _key(self) -> str | None:
+        """What should stay at one Triton: the session of the request, or its conversation."""
+        fleet = self.service.fleet
+        if not fleet.several or fleet.policy(self.model.triton_model) != "affinity":
+            return None
+        session = self.request.headers.get("x-session-id")
+        named = [getattr(self.body, name, None) for name in ("prompt_cache_key", "safety_identifier", "user")]
+        every = [("session", value) for value in (session, *named) if isinstance(value, str)]
+        return fleet.session_of(*every, ("conversation", self.conversation))
 
     async def result_of(self, job: Job[_Result], *, cut: Truncation | None = None, param: str = "input") -> _Result:
         """
@@ -204,20 +225,24 @@ class RequestContext(Generic[_Body]):
                 self.limits = self.limits.after(self.observation.queued_seconds)
             try:
                 return await answer(self)
-            except UnsupportedParameter as refusal:
-                if self.model.text_level is None:
-                    raise
-                try:
-                    model = self.model.on_text_level("its engine does not take the request")
-                    return await answer(replace(self, model=model))
-                except UnsupportedParameter:
-                    raise refusal from None
+            except InvalidRequest as refusal:
+                for model in self._others(refusal):
+                    with contextlib.suppress(InvalidRequest):
+                        return await answer(replace(self, model=model))
+                raise
         except PromptRefused as error:
             error.param = error.param or param
             raise
         finally:
             if runs:
                 admission.leave(triton_model, task)
+
+    def _others(self, refusal: InvalidRequest) -> Iterator[ServedModel]:
+        """Yield the other ways in which the model may take a request, by the most usual one first."""
+        if self.model.text_level is not None and isinstance(refusal, UnsupportedParameter):
+            yield self.model.on_text_level("its engine does not take the request")
+        for variant in self.model.variants:
+            yield self.model.variant_at(next(iter(variant.endpoints)))
 
 
 def not_taken(app: web.Application, model: ServedModel, job: JobType) -> InvalidRequest:

@@ -44,7 +44,7 @@ def render_banner(banner: Banner, log_format: str) -> str:
         return msgspec.json.encode(banner).decode()
     lines = [
         f"triton-openai {banner.version} listens at {banner.address}",
-        f"Triton at {' and '.join(banner.triton)}",
+        f"Triton at {' and '.join(banner.triton) or 'addresses that are still looked up'}",
     ]
     lines.append("")
     if banner.models:
@@ -96,13 +96,13 @@ def _chat(model: ModelLine) -> str:
 async def banner_of(settings: Settings, app: web.Application, address: str, *, launched: bool = False) -> Banner:
     """Return the banner after the first discovery; the models of a Triton that was *launched* here are waited for."""
     models = app[SERVICE].models
-    await models.catalog.first.wait()
+    await models.fleet.first.wait()
     # In explicit mode a Triton may well start without any model.
     expected = launched and (settings.triton.model_control_mode == "none" or bool(settings.triton.load_model))
     for _ in range(_ATTEMPTS if expected else 0):
         if models.ready:
             break
-        await models.catalog.refresh()
+        await models.fleet.refresh()
         await asyncio.sleep(0.1)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_CHECK_SECONDS):
@@ -110,7 +110,7 @@ async def banner_of(settings: Settings, app: web.Application, address: str, *, l
     return Banner(
         address=address,
         base_url=f"{address}/v1",
-        triton=settings.triton.url,
-        triton_answers=models.catalog.snapshot.reachable,
+        triton=tuple(url for member in models.fleet.members.values() for url in member.settings.url),
+        triton_answers=models.fleet.snapshot.reachable,
         models=tuple(model_lines(models)),
     )

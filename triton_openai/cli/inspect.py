@@ -24,7 +24,7 @@ from triton_openai.models.served import ServedModel
 from triton_openai.prompts.infill import fim_form, known_fim_form
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
-from triton_openai.triton.endpoint import Endpoint
+from triton_openai.triton.fleet import Fleet
 
 _LOSES = (
     "streamed text may lose characters outside ASCII (they show as U+FFFD), since the model decodes each token alone; "
@@ -110,17 +110,17 @@ def inspect(settings: Settings, parsed: Parsed) -> int:
 
 async def inspect_models(settings: Settings) -> list[ModelReport]:
     """Ask Triton once and report on every model that it has. Raises :class:`ServiceError` when it does not answer."""
-    client = Endpoint(settings.triton.url, access=settings.triton_access)
+    fleet = Fleet(settings.triton, settings.triton_access)
     try:
-        models = Models(settings, client)
-        await models.catalog.refresh()
-        error = models.catalog.snapshot.error
+        models = Models(settings, fleet)
+        await models.fleet.refresh()
+        error = models.fleet.snapshot.error
         if error is not None:
-            urls = " and ".join(client.urls)
+            urls = " and ".join(url for member in fleet.members.values() for url in member.settings.url)
             raise ConfigurationError(f"No Triton answers at {urls}: {error.detail or error.message}")
         return await report(models)
     finally:
-        await client.close()
+        await fleet.close()
 
 
 async def report(models: Models) -> list[ModelReport]:
@@ -139,7 +139,7 @@ async def report(models: Models) -> list[ModelReport]:
             name=name, reason=f"not ready: {why}", ready=False, problems=() if why in ("", "unloaded") else (why,)
         )
         # Without the lines of a traceback.
-        for name, why in ((name, " ".join(why.split())) for name, why in models.catalog.snapshot.waiting.items())
+        for name, why in ((name, " ".join(why.split())) for name, why in models.fleet.snapshot.waiting.items())
     ]
     reports += [ModelReport(name=name, reason=why, problems=(why,)) for name, why in models.misnamed.items()]
     return sorted(reports, key=lambda item: item.name)
@@ -151,6 +151,8 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
     await model.check()
     problem = model.lazy_prompter.problem
     lora_problems = models.loras.problems.get(model.triton_model, ())
+    differences = models.differences.get(model.triton_model, ())
+    missing = models.fleet.without(model.triton_model)
     capabilities, generates = model.adapter.capabilities, "generate" in model.tasks
     found: dict[str, Any] = {"images": "none"}
     try:
@@ -204,9 +206,14 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         guides=sorted(capabilities.guides),
         loras=sorted({each.lora.name for each in names.values() if each.lora is not None}),
         logprobs=_logprobs(model.adapter),
-        notes=[*notes, *lora_problems],
+        notes=[
+            *notes,
+            *lora_problems,
+            *differences,
+            *([f"it is not ready at {', '.join(missing)}"] if missing else ()),
+        ],
         chat=model.can_chat,
-        problems=[*([problem.message] if problem is not None else ()), *lora_problems],
+        problems=[*([problem.message] if problem is not None else ()), *lora_problems, *differences],
         **found,
     )
 

@@ -12,6 +12,7 @@ from stat import S_ISFIFO
 from typing import Any, Generic, TypeVar
 
 import structlog
+import yaml
 
 from triton_openai.errors import ConfigurationError
 
@@ -143,3 +144,27 @@ def read_secret(path: Path, origin: str) -> str:
     if not secret:
         raise ConfigurationError(f"The file {path} given by {origin} has nothing in its first line.")
     return secret
+
+
+class _Loader(yaml.SafeLoader):
+    """A YAML loader that refuses a key that is there twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping. Raises ``ConstructorError`` for a key that is there twice."""
+        seen = set[str]()
+        for key, _ in node.value:
+            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(file: Path, what: str) -> Any:
+    """Return what is in *file*, a *what*. Raises :class:`ConfigurationError`."""
+    try:
+        with file.open("rb") as stream:
+            return yaml.load(stream, _Loader)  # a SafeLoader
+    except OSError as error:
+        raise ConfigurationError(f"The {what} {file} cannot be read: {error.strerror or error}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"The {what} {file} is not valid YAML: {' '.join(str(error).split())}.") from error

@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import msgspec
-import yaml
 
+from triton_openai.config.addresses import check_address, check_endpoints, check_urls
+from triton_openai.config.files import read_yaml
 from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, is_struct, options
 from triton_openai.config.tree import NAMED_KEY, OTLP_PATH, LoraSettings, Protocol, Settings
 from triton_openai.errors import ConfigurationError
@@ -186,30 +187,8 @@ def _split(value: str | Iterable[str], separator: str = ",") -> list[str]:
 # The YAML file
 
 
-class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses a key that is there twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping. Raises ``ConstructorError`` for a key that is there twice."""
-        seen = set[str]()
-        for key, _ in node.value:
-            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 def _read_file(file: Path) -> _Layer:
-    try:
-        with file.open("rb") as stream:
-            content = yaml.load(stream, _Loader)  # a SafeLoader
-    except OSError as error:
-        raise ConfigurationError(f"The settings file {file} cannot be read: {error.strerror or error}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigurationError(
-            f"The settings file {file} is not valid YAML: {' '.join(str(error).split())}."
-        ) from error
-
+    content = read_yaml(file, "settings file")
     return dict(_read_mapping({} if content is None else content, Settings, (), file))
 
 
@@ -350,12 +329,21 @@ def _check(found: _Layer) -> None:
     urls, urls_origin = get("triton", "url")
     repository, repository_origin = get("triton", "model_repository")
     if urls is not None:
-        _check_triton(urls, urls_origin)
+        check_urls(urls, urls_origin)
         if repository:
             raise ConfigurationError(
                 f"{urls_origin} and {repository_origin} exclude each other: use a Triton that runs already, or start "
                 "one here."
             )
+    endpoints, endpoints_origin = get("triton", "endpoints")
+    _, file_origin = get("triton", "endpoints_file")
+    several = endpoints_origin or file_origin
+    if several and (urls or repository):
+        raise ConfigurationError(
+            f"{urls_origin or repository_origin} and {several} exclude each other: name one Triton, or several."
+        )
+    if endpoints:
+        check_endpoints(endpoints, endpoints_origin)
     names, origin = get("triton", "load_model")
     if names:
         if not repository:
@@ -372,7 +360,7 @@ def _check(found: _Layer) -> None:
         )
     collector, origin = get("traces", "otlp_endpoint")
     if collector is not None:
-        _address(collector, origin, ("http", "https"), "http:// or https://, for gRPC too")
+        check_address(collector, origin, ("http", "https"), "http:// or https://, for gRPC too")
     restricted, origin = get("access", "openai_restricted_api", ())
     if api := _repeated([api for entry in restricted for api in entry.apis]):
         raise ConfigurationError(f"{origin}: the API {api!r} is restricted twice.")
@@ -428,46 +416,3 @@ def _check_models(found: _Layer) -> None:
 def _repeated(values: list[Any]) -> Any:
     """Return a value that is there twice, if any is."""
     return next((value for place, value in enumerate(values) if value in values[:place]), None)
-
-
-def _check_triton(urls: tuple[str, ...], origin: str) -> None:
-    if not urls:
-        raise ConfigurationError(f"{origin}: at least one address is needed.")
-    taken: dict[str, str] = {}
-    for url in urls:
-        parts = _address(url, origin, ("http", "https", "grpc", "grpcs"), "http://, https://, grpc:// or grpcs://")
-        if not re.fullmatch(r"[!-~]+", url):
-            raise ConfigurationError(
-                f"{origin}: {url!r} has spaces or characters that are not ASCII: write its path percent-encoded, and "
-                "its host as xn--…."
-            )
-        kind = "HTTP" if parts.scheme.startswith("http") else "gRPC"
-        if kind == "gRPC" and parts.port is None:
-            raise ConfigurationError(f"{origin}: {url!r} names no port; Triton's gRPC port is usually 8001.")
-        if kind == "gRPC" and parts.path.strip("/"):
-            raise ConfigurationError(f"{origin}: {url!r} has a path, which a gRPC address cannot have.")
-        if kind in taken:
-            raise ConfigurationError(
-                f"{origin}: {taken[kind]} and {url} are two {kind} addresses; at most one is possible."
-            )
-        taken[kind] = url
-
-
-def _address(url: str, origin: str, schemes: tuple[str, ...], beginnings: str) -> SplitResult:
-    """Return the parts of *url*, which has a scheme and a host, and no secret that would be printed."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError as error:
-        raise ConfigurationError(f"{origin}: {url!r} is not an address: {error}.") from error
-    if parts.scheme not in schemes or "://" not in url:
-        hint = "" if "://" in url else f" Did you mean http://{url}?"
-        raise ConfigurationError(f"{origin}: {url!r} is not accepted: it has to begin with {beginnings}.{hint}")
-    if not parts.hostname:
-        raise ConfigurationError(f"{origin}: {url!r} names no host.")
-    if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigurationError(
-            f"{origin}: {parts.scheme}://{parts.hostname} takes no user, password, query or fragment. Tokens go into "
-            "--triton-header, and OTEL_EXPORTER_OTLP_HEADERS for a collector."
-        )
-    return parts

@@ -148,13 +148,107 @@ class TlsSettings(_Group, frozen=True):
     client_ca: Annotated[File, _flag("Accept only clients with a certificate from one of these authorities.")] = None
 
 
+class TritonAccess(_Group, frozen=True):
+    """Certificates and credentials for Triton. Files are read again when they change."""
+
+    ca: Annotated[File, _flag("Authorities that sign Triton's certificate, in place of the system's.")] = None
+    certificate: Annotated[File, _flag("Certificate to show to Triton, with its chain.")] = None
+    key: Annotated[File, _flag("Private key of that certificate, if it is not in the same file.")] = None
+    server_name: Annotated[str | None, _file_only("Name in Triton's certificate, if it is not the address's host.")] = (
+        None
+    )
+    headers: Annotated[
+        tuple[str, ...],
+        _flag(
+            "Header of every request to Triton (over gRPC: metadata); in the environment one per line.",
+            name="header",
+            metavar="NAME:VALUE",
+            verbatim=True,
+        ),
+    ] = ()
+    token_file: Annotated[File, _flag("File with a token, sent to Triton as `Authorization: Bearer`.")] = None
+
+
+#: How requests are spread over several Tritons.
+Policy = Literal["least_requests", "round_robin", "affinity"]
+
+
+class RoutingSettings(_Group, frozen=True):
+    """How requests are spread over several Tritons."""
+
+    policy: Policy = "least_requests"
+    #: What keeps requests at one Triton with the policy ``affinity``: the first of these that a request has.
+    affinity: tuple[Literal["session", "conversation", "prompt"], ...] = ("session", "conversation", "prompt")
+    #: With ``affinity``, the most that a Triton runs: this times its share of all requests.
+    load_factor: Annotated[float, Meta(ge=1.01, le=100)] = 1.25
+    #: The bytes at the beginning of a prompt that count for ``prompt``.
+    prefix_size: Annotated[int, Meta(ge=1, le=1024 * 1024)] = 1024
+    #: Policies of single models.
+    overrides: Mapping[str, Policy] = msgspec.field(default_factory=dict)
+
+
+class FailoverSettings(_Group, frozen=True):
+    """When a request that has failed before its first token goes to another Triton."""
+
+    #: The Tritons that a request may reach; 1 turns failover off.
+    attempts: Annotated[int, Meta(ge=1, le=16)] = 2
+    #: The part of the requests of ten seconds that may be sent again; three always may.
+    budget: Annotated[float, Meta(ge=0, le=1)] = 0.2
+    #: Whether a request whose first token takes too long is cancelled and sent again.
+    on_timeout: bool = False
+
+
+class EjectionSettings(_Group, frozen=True):
+    """When a Triton that fails gets no requests for a model."""
+
+    #: Failures in a row.
+    failures: Annotated[int, Meta(ge=1, le=1000)] = 5
+    #: Seconds until it is asked again; they double each time up to ``max_time``.
+    time: Seconds = 10.0
+    max_time: Seconds = 300.0
+    #: The largest part that is ejected; beyond it, all are used.
+    max_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+
+
+class EndpointSettings(_Group, frozen=True):
+    """One of several Tritons."""
+
+    #: Its HTTP address, its gRPC address, or both.
+    url: tuple[Text, ...]
+    #: By default host and port of its first address.
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:\[\]-]{1,64}$")] | None = None
+    #: Its share of the requests; 0 takes none.
+    weight: Annotated[float, Meta(ge=0, le=1000)] = 1.0
+    #: Whether each address of the host is a Triton.
+    dns: bool = False
+    #: Its own certificates and credentials, in place of ``triton_access``.
+    access: TritonAccess | None = None
+
+
 class TritonSettings(_Group, frozen=True):
-    """The Triton behind the service: one that already runs, or one that the service starts."""
+    """The Triton behind the service: one or several that already run, or one that the service starts."""
 
     url: Annotated[
         tuple[str, ...],
         _common("Where Triton runs: http(s)://HOST:PORT, grpc(s)://HOST:PORT, or one of each.", name="triton-url"),
     ] = ("http://127.0.0.1:8000",)
+    endpoints: Annotated[
+        tuple[Text | EndpointSettings, ...],
+        _flag(
+            "One of several Tritons, such as a=http://HOST:8000+grpc://HOST:8001; after dns+, every address of the "
+            "host is one.",
+            name="endpoint",
+            metavar="[NAME=]URL[+URL]",
+            live=True,
+        ),
+    ] = ()
+    endpoints_file: Annotated[
+        File, _file_only("YAML file with more of them, a list as in triton.endpoints; read again when it changes.")
+    ] = None
+    dns_interval: Annotated[Seconds, _file_only("How often the hosts of endpoints with dns are looked up.")] = 5.0
+    routing: RoutingSettings = RoutingSettings()
+    failover: FailoverSettings = FailoverSettings()
+    ejection: EjectionSettings = EjectionSettings()
     model_repository: Annotated[Folders, _common("Start a Triton on this model repository, and use that one.")] = ()
     repository: Annotated[
         Folders,
@@ -204,27 +298,6 @@ class TritonSettings(_Group, frozen=True):
 
     def _first(self, *schemes: str) -> str | None:
         return next((url.rstrip("/") for url in self.url if urlsplit(url).scheme in schemes), None)
-
-
-class TritonAccess(_Group, frozen=True):
-    """Certificates and credentials for Triton. Files are read again when they change."""
-
-    ca: Annotated[File, _flag("Authorities that sign Triton's certificate, in place of the system's.")] = None
-    certificate: Annotated[File, _flag("Certificate to show to Triton, with its chain.")] = None
-    key: Annotated[File, _flag("Private key of that certificate, if it is not in the same file.")] = None
-    server_name: Annotated[str | None, _file_only("Name in Triton's certificate, if it is not the address's host.")] = (
-        None
-    )
-    headers: Annotated[
-        tuple[str, ...],
-        _flag(
-            "Header of every request to Triton (over gRPC: metadata); in the environment one per line.",
-            name="header",
-            metavar="NAME:VALUE",
-            verbatim=True,
-        ),
-    ] = ()
-    token_file: Annotated[File, _flag("File with a token, sent to Triton as `Authorization: Bearer`.")] = None
 
 
 class ApiSettings(_Group, frozen=True):
@@ -436,6 +509,21 @@ class AccessSettings(_Group, frozen=True):
             form="https://HOST[:PORT] without a path, with * for any port, or * alone",
         ),
     ] = ()
+    limits_store: Annotated[
+        Annotated[str, Meta(pattern=r"^(rediss?|unix)://.+$")] | None,
+        _file_only(
+            "Redis that counts for the limits of keys over several services; by default this service counts alone.",
+            metavar="redis://...",
+            form="redis://...",
+            secret=True,
+        ),
+    ] = None
+    limits_fail: Annotated[
+        Literal["open", "closed"],
+        _file_only(
+            "What happens while that Redis does not answer: open lets each service count alone, closed answers 503."
+        ),
+    ] = "open"
     trust_gateway: Annotated[
         bool,
         _file_only(

@@ -17,6 +17,7 @@ from triton_openai.generation import Interface
 from triton_openai.models.loading import Prompters
 from triton_openai.models.served import ServedModel, Unserved
 from triton_openai.prompts.prompter import may_have_tokenizer
+from triton_openai.triton.catalog import Snapshot
 from triton_openai.triton.tensors import ModelConfig
 
 _log = structlog.get_logger(__name__)
@@ -34,6 +35,33 @@ class Binder:
         self.aliases = settings.aliases()
         self._registry = Registry()
         self._files = partial(_read_file, settings.triton.readable_repositories)
+
+    def bind_all(self, name: str, snapshot: Snapshot) -> ServedModel | Unserved:
+        """
+        Return the model *name* of *snapshot*, with how it is on other Tritons. Blocks: it reads files.
+
+        Where the context lengths differ, the smallest counts: the same request may go to any of them.
+        """
+        variants = snapshot.variants.get(name)
+        if not variants:
+            return self.bind(snapshot.configs[name], snapshot.configs)
+        every = [(each, self.bind(each.config, each.repository)) for each in variants]
+        served = [
+            msgspec.structs.replace(bound, endpoints=each.endpoints)
+            for each, bound in every
+            if isinstance(bound, ServedModel)
+        ]
+        if not served:
+            return every[0][1]
+        limits = [model.settings.max_model_len for model in served if model.settings.max_model_len is not None]
+        if limits:
+            served = [
+                msgspec.structs.replace(
+                    model, settings=msgspec.structs.replace(model.settings, max_model_len=min(limits))
+                )
+                for model in served
+            ]
+        return msgspec.structs.replace(served[0], variants=tuple(served[1:]))
 
     def bind(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> ServedModel | Unserved:
         """Return the model with this *config* among those of *repository*. Blocks: it reads files."""

@@ -126,8 +126,8 @@ class Canary(Observer):
             self._gauge(model).set(1)
 
     async def _reachable(self) -> bool:
-        await self._models.catalog.refresh()
-        return self._models.catalog.snapshot.reachable
+        await self._models.fleet.refresh()
+        return self._models.fleet.snapshot.reachable
 
     def _forget(self, name: str) -> None:
         """Go back to where nothing is known against the model *name*."""

@@ -9,7 +9,7 @@ run on it; a model that is a step of an ensemble takes the ensemble with it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -19,10 +19,12 @@ from triton_openai.config.tree import Settings
 from triton_openai.draining import ModelDraining
 from triton_openai.errors import (
     InvalidRequest,
+    InvalidValue,
     ManagementDisabled,
     ModelConflict,
     ModelNotFound,
     ServiceError,
+    UpstreamError,
     UpstreamTimeout,
     UpstreamUnavailable,
 )
@@ -30,12 +32,15 @@ from triton_openai.models.lookup import Models
 from triton_openai.tasks import cancel, spawn
 from triton_openai.telemetry.logging import warn
 from triton_openai.triton.client import IndexEntry, TritonClient, check_name
+from triton_openai.triton.fleet import Fleet, Member
 from triton_openai.triton.tensors import ModelConfig
 
 _log = structlog.get_logger(__name__)
 
 # Longest time that Triton gets to let go of a model: engines give back tens of gigabytes of memory.
 _UNLOAD_SECONDS = 120.0
+# Tritons that load a model at a time: the others serve meanwhile.
+_LOADS = 2
 # Between two looks at Triton's list.
 _PAUSE = 0.1
 
@@ -43,11 +48,11 @@ _PAUSE = 0.1
 class ModelControl:
     """Loads and unloads models, one call per model at a time. What was begun goes on when its client leaves."""
 
-    def __init__(self, settings: Settings, models: Models, client: TritonClient, draining: ModelDraining) -> None:
+    def __init__(self, settings: Settings, models: Models, fleet: Fleet, draining: ModelDraining) -> None:
         self._allowed = settings.triton.model_control_mode == "explicit"
         self._grace = settings.server.shutdown_grace
         self._models = models
-        self._client = client
+        self._fleet = fleet
         self._draining = draining
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -58,28 +63,33 @@ class ModelControl:
                 "Loading and unloading models is off; the service allows it with --model-control-mode explicit."
             )
 
-    async def load(self, name: str) -> tuple[str, str | None]:
+    async def load(self, name: str, *, endpoint: str | None = None) -> tuple[str, str | None]:
         """
         Load the model *name*, or the one that this is an alias of, and return its own name, once it is loaded.
+
+        It is loaded on every Triton, on two at a time, so that the others go on with what they serve; or on the one
+        called *endpoint*.
 
         The second value is why it is not served, such as a step of an ensemble; ``None`` for a model that is. Raises
         :class:`ManagementDisabled`, :class:`ModelNotFound`, :class:`ModelConflict` for a model that is loaded already
         or is being changed by another call, and :class:`UpstreamError` for what Triton reports.
         """
         model = self._resolve(name)
-        await asyncio.shield(self._start(self._load(model)))
+        await asyncio.shield(self._start(self._load(model, self._members(endpoint))))
         return model, self._why_not_served(model)
 
-    async def unload(self, name: str, *, dependents: bool = False) -> str:
+    async def unload(self, name: str, *, dependents: bool = False, endpoint: str | None = None) -> str:
         """
         Unload the model *name*, or the one that this is an alias of, and return its own name, once it is gone.
+
+        It is unloaded on every Triton at once, or on the one called *endpoint*.
 
         Running requests on it may finish first, for the configured time. With *dependents* the models that an ensemble
         consists of go too. Raises as :meth:`load` does; a model that is not loaded, or that a loaded one uses, is a
         :class:`ModelConflict`.
         """
         model = self._resolve(name)
-        await asyncio.shield(self._start(self._unload(model, dependents=dependents)))
+        await asyncio.shield(self._start(self._unload(model, self._members(endpoint), dependents=dependents)))
         return model
 
     async def close(self) -> None:
@@ -107,27 +117,74 @@ class ModelControl:
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
 
-    async def _load(self, model: str) -> None:
+    def _members(self, endpoint: str | None) -> Sequence[Member]:
+        """Return the Tritons that a call is for. Raises :class:`InvalidRequest`."""
+        members = self._fleet.members
+        if endpoint is None:
+            return list(members.values())
+        if endpoint not in members:
+            raise InvalidValue(
+                f"There is no endpoint '{endpoint[:100]}'. It is one of: {', '.join(members)}.", "endpoint"
+            )
+        return [members[endpoint]]
+
+    async def _load(self, model: str, members: Sequence[Member]) -> None:
         async with self._draining.claim([model]):
-            entries = await self._entries(model)
-            if any(entry.ready for entry in entries):
+            indexes = await self._indexes(members)
+            _check_known(model, indexes)
+            if all(any(entry.ready for entry in index if entry.name == model) for index in indexes.values()):
                 raise _conflict(f"The model '{model}' is already loaded.", "model_already_loaded")
-            if _held(entries, [model]):
+            missing = [
+                member
+                for member, index in indexes.items()
+                if not any(entry.ready for entry in index if entry.name == model)
+            ]
+            if any(_held(indexes[member], [model]) for member in missing):
                 # By another way than this service.
                 raise _conflict(f"Triton is loading or unloading the model '{model}'.", "model_busy")
             _log.info("loading model", model=model)
             try:
-                await self._client.load_model(model)
+                await self._on_each(missing, lambda member: member.client.load_model(model), parallel=_LOADS)
             except ServiceError as error:
                 warn(_log, "model was not loaded", error, model=model)
                 raise
             finally:
                 # Also after a failure, of which the index has the reason.
-                await self._models.catalog.renew()
+                await self._models.fleet.renew()
             await self._draining.changed()
 
+    async def _indexes(self, members: Sequence[Member]) -> Mapping[Member, Sequence[IndexEntry]]:
+        indexes = await asyncio.gather(*(member.client.repository_index() for member in members))
+        return dict(zip(members, indexes, strict=True))
+
+    async def _on_each(
+        self, members: Sequence[Member], work: Callable[[Member], Awaitable[None]], *, parallel: int
+    ) -> None:
+        """Do *work* on each Triton, on *parallel* at a time. Raises :class:`UpstreamError`, which names them."""
+        limit = asyncio.Semaphore(parallel)
+        failures: dict[str, ServiceError] = {}
+
+        async def on(member: Member) -> None:
+            async with limit:
+                try:
+                    await work(member)
+                except ServiceError as error:
+                    failures[member.name] = error
+
+        await asyncio.gather(*map(on, members))
+        if failures and not self._fleet.several:
+            raise next(iter(failures.values()))
+        if failures:
+            done = [member.name for member in members if member.name not in failures]
+            said = " ".join(f"At '{name}': {error.message}" for name, error in failures.items())
+            raise UpstreamError(
+                f"This failed at {len(failures)} of {len(members)} Tritons. {said}"
+                + (f" Done at {_listed(done)}." if done else ""),
+                detail="; ".join(f"{name}: {error.reason}" for name, error in failures.items()),
+            )
+
     def _why_not_served(self, model: str) -> str | None:
-        snapshot = self._models.catalog.snapshot
+        snapshot = self._models.fleet.snapshot
         if snapshot.error is not None:
             raise snapshot.error
         if model in self._models.served:
@@ -141,40 +198,47 @@ class ModelControl:
                 return entry.why
         raise _conflict(f"The model '{model}' was loaded and is gone again.", "model_not_loaded")
 
-    async def _unload(self, model: str, *, dependents: bool) -> None:
+    async def _unload(self, model: str, members: Sequence[Member], *, dependents: bool) -> None:
         async with self._draining.claim([model]):
-            if not _held(await self._entries(model), [model]):
+            indexes = await self._indexes(members)
+            _check_known(model, indexes)
+            members = [member for member, index in indexes.items() if _held(index, [model])]
+            if not members:
                 raise _conflict(f"The model '{model}' is not loaded.", "model_not_loaded")
-            await self._models.catalog.renew()
-            configs = self._models.catalog.snapshot.configs
+            await self._models.fleet.renew()
+            configs = self._models.fleet.snapshot.configs
             parts = _parts(model, configs) if dependents else set()
             async with self._draining.claim(sorted(parts)):
                 _refuse_used({model, *parts}, configs)
+
+                async def unload(member: Member) -> None:
+                    await member.client.unload_model(model, dependents=dependents)
+                    await _gone(member.client, {model, *parts})
+
                 async with self._draining.drained({model, *parts}, self._grace):
                     _log.info("unloading model", model=model, with_parts=sorted(parts))
                     try:
-                        await self._client.unload_model(model, dependents=dependents)
-                        await self._gone({model, *parts})
+                        await self._on_each(members, unload, parallel=len(members))
                     finally:
-                        await self._models.catalog.renew()
+                        await self._models.fleet.renew()
                         await self._draining.changed()
 
-    async def _entries(self, model: str) -> Sequence[IndexEntry]:
-        """Return the lines of *model* in the index. Raises :class:`ModelNotFound`: only names in it reach Triton."""
-        entries = [entry for entry in await self._client.repository_index() if entry.name == model]
-        if not entries:
-            raise ModelNotFound(model)
-        return entries
 
-    async def _gone(self, models: Collection[str]) -> None:
-        """Wait until *models* are unloaded. Raises :class:`UpstreamTimeout`."""
-        left: Sequence[str] = ()
-        try:
-            async with asyncio.timeout(_UNLOAD_SECONDS):
-                while left := _held(await self._client.repository_index(), models):  # noqa: ASYNC110 - it has no event
-                    await asyncio.sleep(_PAUSE)
-        except TimeoutError as error:
-            raise UpstreamTimeout(f"Triton has not yet unloaded {_listed(left)}.", param="model") from error
+async def _gone(client: TritonClient, models: Collection[str]) -> None:
+    """Wait until *models* are unloaded. Raises :class:`UpstreamTimeout`."""
+    left: Sequence[str] = ()
+    try:
+        async with asyncio.timeout(_UNLOAD_SECONDS):
+            while left := _held(await client.repository_index(), models):  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(_PAUSE)
+    except TimeoutError as error:
+        raise UpstreamTimeout(f"Triton has not yet unloaded {_listed(left)}.", param="model") from error
+
+
+def _check_known(model: str, indexes: Mapping[Member, Sequence[IndexEntry]]) -> None:
+    """Raise :class:`ModelNotFound` for a name that no Triton has: only names in a list reach one."""
+    if not any(entry.name == model for index in indexes.values() for entry in index):
+        raise ModelNotFound(model)
 
 
 def _held(index: Sequence[IndexEntry], models: Collection[str]) -> list[str]:

@@ -18,8 +18,8 @@ from triton_openai.models.loading import Prompters
 from triton_openai.models.lora.names import LoraModels
 from triton_openai.models.served import ServedModel, Unserved
 from triton_openai.tasks import first_of
-from triton_openai.triton.catalog import Catalog, Snapshot
-from triton_openai.triton.client import TritonClient
+from triton_openai.triton.catalog import Snapshot
+from triton_openai.triton.fleet import Fleet
 
 _log = structlog.get_logger(__name__)
 
@@ -38,7 +38,7 @@ _RECHECK_SECONDS = 60.0
 class Models:
     """Finds the served model of a name, and keeps up with what Triton has."""
 
-    def __init__(self, settings: Settings, client: TritonClient, *, version: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, settings: Settings, fleet: Fleet, *, version: Callable[[], int] = lambda: 0) -> None:
         """*version* gives another number when another process of the service has changed what Triton has."""
         self._version = version
         self._seen = version()
@@ -54,10 +54,10 @@ class Models:
         self.changed = asyncio.Event()
         #: Names in the settings that no model has, each with what is wrong, in a sentence.
         self.misnamed: Mapping[str, str] = {}
-        triton = settings.triton
-        self.catalog = Catalog(
-            client, interval=triton.refresh_interval, changed=self._rebind, starts=bool(triton.model_repository)
-        )
+        #: By Triton model: how it differs between Tritons, in sentences.
+        self.differences: Mapping[str, Sequence[str]] = {}
+        self.fleet = fleet
+        fleet.watch(self._rebind)
 
     @property
     def _settings(self) -> Settings:
@@ -66,7 +66,7 @@ class Models:
     @property
     def over_grpc(self) -> bool:
         """Whether Triton's gRPC address is known."""
-        return self._settings.triton.grpc_url is not None
+        return self.fleet.over_grpc
 
     @property
     def ready(self) -> bool:
@@ -76,7 +76,7 @@ class Models:
         Where clients load the models, none need be there yet. But one that is loading, or could not be loaded or
         served, is missing.
         """
-        snapshot = self.catalog.snapshot
+        snapshot = self.fleet.snapshot
         if self.served or not snapshot.reachable or self._settings.triton.model_control_mode != "explicit":
             return snapshot.reachable and bool(self.served)
         failed = any(model.failed for model in self.unserved)
@@ -87,7 +87,7 @@ class Models:
         return name if self._exists(name) else self._binder.aliases.get(name, name)
 
     def _exists(self, name: str) -> bool:
-        return any(entry.name == name for entry in self.catalog.snapshot.index)
+        return any(entry.name == name for entry in self.fleet.snapshot.index)
 
     def wanted(self, name: str) -> str:
         """Return the name of the model that a request for *name* wants. Raises :class:`InvalidRequest` if none."""
@@ -111,19 +111,21 @@ class Models:
         """
         version = self._version()
         if version != self._seen:
-            await self.catalog.renew()
+            await self.fleet.renew()
             self._seen = version
         if name not in self.served:
             name = self.wanted(name)
         if not allows(name):
             raise ModelNotFound(name, hidden=True, hint=self._suggestion(name, allows))
         unlisted = None if name in self.served else self.unlisted_lora(name)
-        if (name not in self.served and unlisted is None) or not self.catalog.snapshot.reachable:
-            await self.catalog.refresh_on_miss()
+        if (name not in self.served and unlisted is None) or not self.fleet.snapshot.reachable:
+            await self.fleet.refresh_on_miss()
         model = self.served.get(name) or unlisted
         if model is not None:
+            if model.variants:
+                model = model.variant_at(self.fleet.choose(model.triton_model))
             return model if model.text_level is None else await model.settled()
-        snapshot = self.catalog.snapshot
+        snapshot = self.fleet.snapshot
         if snapshot.error is not None:
             raise UpstreamUnavailable(
                 "Triton cannot be reached at the moment.", detail=snapshot.error.detail, retry_after=2
@@ -156,7 +158,7 @@ class Models:
         async with self._binding:
             before, self._binder = self._binder, Binder(settings, prompters)
             try:
-                await self._bind_all(self.catalog.snapshot, refuse=True)
+                await self._bind_all(self.fleet.snapshot, refuse=True)
             except BaseException:
                 self._binder = before
                 raise
@@ -182,7 +184,7 @@ class Models:
         unserved: list[Unserved] = []
         configs = snapshot.configs
         binder = self._binder
-        every = await asyncio.to_thread(lambda: [binder.bind(each, configs) for each in configs.values()])
+        every = await asyncio.to_thread(lambda: [binder.bind_all(name, snapshot) for name in configs])
         for bound in every:
             if isinstance(bound, ServedModel):
                 served[bound.name] = bound
@@ -197,11 +199,16 @@ class Models:
                 _log.warning("alias is hidden by a model of that name", alias=alias, model=name)
             elif name in served:
                 served[alias] = msgspec.structs.replace(served[name], name=alias)
-        await self.loras.add(served, snapshot, self._settings)
+        await self.loras.add(served, snapshot, self._settings, over_grpc=self.over_grpc)
         for name in served.keys() - self.served.keys():
             _log.info("model is served", model=name, adapter=served[name].adapter.name)
         for name in self.served.keys() - served.keys():
             _log.info("model is gone", model=name)
+        differences = {name: found for name, model in served.items() if (found := model.differences)}
+        for name, sentences in differences.items():
+            if sentences != self.differences.get(name):
+                _log.warning("model differs between Tritons", model=name, differences=sentences)
+        self.differences = differences
         now = int(time.time())
         self.created = {name: self.created.get(name, now) for name in configs}
         self.served, self.unserved = served, unserved

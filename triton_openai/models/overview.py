@@ -1,4 +1,4 @@
-"""What each model can do and why one cannot chat, for the start's table and for ``GET /status``."""
+"""What each model can do and why one cannot chat, and how each Triton is, for the start and for ``GET /status``."""
 
 from __future__ import annotations
 
@@ -28,9 +28,49 @@ class ModelLine(msgspec.Struct, frozen=True, kw_only=True):
     loras: tuple[str, ...] = ()
 
 
+class EndpointLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several Tritons."""
+
+    name: str
+    #: ``ready``, ``does not answer``, ``ejected`` or ``drained`` (its weight is 0).
+    state: str
+    weight: float
+    #: Its models that are ready and served, those for which it is ejected apart.
+    models: tuple[str, ...] = ()
+    ejected: tuple[str, ...] = ()
+    #: Requests of the process that answers this.
+    running: int = 0
+
+
+def endpoint_lines(models: Models) -> list[EndpointLine]:
+    """Return a line for each of several Tritons; none where there is only one."""
+    fleet, served = models.fleet, {model.triton_model for model in models.served.values()}
+    lines = []
+    for member in fleet.members.values() if fleet.listed else ():
+        targets = {name: target for name, target in sorted(member.targets.items()) if name in served}
+        ejected = tuple(name for name, target in targets.items() if target.ejected_until is not None)
+        if not member.snapshot.reachable:
+            state = "does not answer"
+        elif member.ejected:
+            state = "ejected"
+        else:
+            state = "ready" if member.settings.weight else "drained"
+        lines.append(
+            EndpointLine(
+                name=member.name,
+                state=state,
+                weight=member.settings.weight,
+                models=tuple(name for name in targets if name not in ejected),
+                ejected=ejected,
+                running=len(member.leases),
+            )
+        )
+    return lines
+
+
 def model_lines(models: Models, *, unserved: bool = False) -> list[ModelLine]:
     """Return a line for each served model and each that waits, and for *unserved* ones that help no other."""
-    snapshot = models.catalog.snapshot
+    snapshot = models.fleet.snapshot
     further: dict[str, tuple[list[str], list[str]]] = {}
     for name, model in sorted(models.served.items()):
         if name != model.triton_model:

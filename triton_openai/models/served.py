@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -13,7 +13,7 @@ from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.generation import Lora
 from triton_openai.jobs import JobType
 from triton_openai.models.loading import LazyPrompter
-from triton_openai.models.lora.delivery import LoraDelivery
+from triton_openai.models.lora.delivery import LoraDeliveries
 from triton_openai.prompts.messages import marks
 from triton_openai.prompts.prompter import Prompter
 
@@ -36,13 +36,17 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     #: The LoRA adapter that the name stands for.
     lora: Lora | None = None
     #: Sends the LoRA adapter's weights where requests have to.
-    lora_delivery: LoraDelivery | None = None
+    lora_delivery: LoraDeliveries | None = None
     #: The levels of its queue, 0 where there are none.
     priorities: int = 0
     #: OpenAI's ``system_fingerprint``: changes with Triton's version and the model's config.
     fingerprint: str = ""
     #: What else its config and its files say.
     hints: Hints = Hints()
+    #: The names of the Tritons that have it like this; all that have it if empty.
+    endpoints: frozenset[str] = frozenset()
+    #: How it is on other Tritons, where several have it in different ways.
+    variants: tuple[ServedModel, ...] = ()
     #: Whether it is among the models; else its client made up the name.
     listed: bool = True
 
@@ -50,6 +54,34 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     def answers_as(self) -> str:
         """The name of what answers: that of the Triton model, or of the LoRA adapter."""
         return self.triton_model if self.lora is None else self.lora.name
+
+    def variant_at(self, endpoint: str | None) -> ServedModel:
+        """Return the model as the Triton *endpoint* has it, under this name."""
+        found = next((each for each in self.variants if endpoint in each.endpoints), None)
+        if found is None:
+            return self
+        own = {name: getattr(self, name) for name in ("name", "lora", "lora_delivery", "listed")}
+        others = (msgspec.structs.replace(self, variants=()), *(each for each in self.variants if each is not found))
+        return msgspec.structs.replace(found, **own, variants=others)
+
+    @property
+    def differences(self) -> Sequence[str]:
+        """How the model differs between Tritons in what clients notice, in sentences."""
+        every = (self, *self.variants)
+        told: dict[str, Callable[[ServedModel], object]] = {
+            "Its context length": lambda model: model.hints.max_model_len,
+            "Its tokenizer": lambda model: (model.hints.tokenizer or model.hints.tokenizer_dir or "").rpartition("/")[
+                2
+            ],
+            "Its adapter": lambda model: model.adapter.name,
+            "The release of Triton": lambda model: model.adapter.config.server_version,
+        }
+        found = []
+        for what, value_of in told.items():
+            values = [f"{value_of(model)} at {' and '.join(sorted(model.endpoints))}" for model in every]
+            if len({value_of(model) for model in every}) > 1:
+                found.append(f"{what} is {', '.join(values)}.")
+        return found
 
     @property
     def jobs(self) -> Sequence[JobType]:

@@ -62,12 +62,24 @@ function showFigures(figures) {
   }
 }
 
+function showEndpoints(endpoints) {
+  $("#fleet").hidden = !endpoints;
+  $("#endpoints").replaceChildren(...(endpoints ?? []).map((one) => {
+    const item = document.createElement("li");
+    const failing = one.ejected.length ? `, ejected for ${one.ejected.join(", ")}` : "";
+    item.textContent = `${one.name}: ${one.state}, ${one.running} running, ${one.models.join(", ") || "no model"}${failing}`;
+    item.className = one.state === "ready" && !failing ? "" : "bad";
+    return item;
+  }));
+}
+
 async function refresh() {
   const status = await (await ask("status")).json();
   const triton = status.triton ? `${status.triton.name} ${status.triton.version}` : "Triton";
   $("#about").textContent = `${status.version} · ${triton} ${status.triton_answers ? "answers" : "does not answer"}`;
   $("#about").className = status.triton_answers ? "good" : "bad";
   showModels(status.models);
+  showEndpoints(status.endpoints);
   showFigures(status.figures);
 }
 

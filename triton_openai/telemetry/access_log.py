@@ -159,6 +159,8 @@ class AccessLog(Observer):
             return
         fields["model"], fields["adapter"] = observation.model, observation.adapter
         fields["stream"] = observation.stream
+        if (route := observation.route) is not None and route.name is not None:
+            fields["endpoint"], fields["attempts"] = route.name, route.attempts
         if observation.response_id is not None:
             fields["response_id"] = observation.response_id
         usage, first = observation.usage, observation.time_to_first_token

@@ -150,6 +150,46 @@ LOG_LINES_LOST = Instrument(
     "Log lines that could not be written: stderr failed, or was not read fast enough.",
 )  # fmt: skip
 
+_ENDPOINT = ("endpoint", "model")
+ENDPOINT_UP = Instrument(
+    "triton_openai_endpoint_up", ("endpoint",), "Processes of this service to which one of several Tritons answers."
+)
+ENDPOINT_REQUESTS = Instrument(
+    "triton_openai_endpoint_requests_total", (*_ENDPOINT, "outcome"),
+    "Requests that one of several Tritons has got, by outcome: answered, failed, cancelled. One that was sent to two "
+    "Tritons counts for both. Beyond 64 names, 'other' stands for the rest.",
+)  # fmt: skip
+ENDPOINT_RUNNING = Instrument(
+    "triton_openai_endpoint_requests_running", _ENDPOINT, "Running requests of a model at one of several Tritons."
+)
+ENDPOINT_EJECTED = Instrument(
+    "triton_openai_endpoint_ejected", _ENDPOINT,
+    "Processes of this service that send no requests for a model to a Triton, because it failed several in a row.",
+)  # fmt: skip
+EJECTIONS = Instrument(
+    "triton_openai_endpoint_ejections_total", (*_ENDPOINT, "reason"), "Ejections, by the code of the last failure."
+)
+ENDPOINT_PANIC = Instrument(
+    "triton_openai_endpoint_panic", ("model",),
+    "Processes of this service for which so many Tritons are ejected that requests go to all again.",
+)  # fmt: skip
+FAILOVERS = Instrument(
+    "triton_openai_failovers_total", ("model", "reason"),
+    "Requests that were sent to another Triton before their first token, by the code of the failure.",
+)  # fmt: skip
+RETRY_BUDGET_EXHAUSTED = Instrument(
+    "triton_openai_retry_budget_exhausted_total", (),
+    "Requests that could have gone to another Triton, and did not because too many had.",
+)  # fmt: skip
+LOOKUP_FAILURES = Instrument(
+    "triton_openai_endpoint_lookup_failures_total", (),
+    "Lookups of the name of Tritons that failed or found no address. The old addresses stay.",
+)  # fmt: skip
+LIMITS_STORE_UP = Instrument(
+    "triton_openai_limits_store_up", (),
+    "Processes of this service to which the Redis for rate limits answers; missing without one.",
+)  # fmt: skip
+
 #: All of the above.
 INSTRUMENTS: Sequence[Instrument] = [one for one in tuple(vars().values()) if isinstance(one, Instrument)]
 
@@ -339,6 +379,39 @@ class Metrics(Observer, Collector):
         if prompt_tokens is not None:
             child(TOKENS, model, adapter, "input").inc(prompt_tokens)
             child(INPUT_TOKENS, model, adapter).observe(prompt_tokens)
+
+
+class FleetMetrics:
+    """Counts what happens among several Tritons."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._child = metrics.child
+
+    def up(self, endpoint: str, number: int) -> None:
+        self._child(ENDPOINT_UP, endpoint).inc(number)
+
+    def leased(self, endpoint: str, model: str, number: int) -> None:
+        self._child(ENDPOINT_RUNNING, endpoint, model).inc(number)
+
+    def ended(self, endpoint: str, model: str, outcome: str) -> None:
+        self._child(ENDPOINT_REQUESTS, endpoint, model, outcome).inc()
+
+    def ejected(self, endpoint: str, model: str, number: int, reason: str) -> None:
+        self._child(ENDPOINT_EJECTED, endpoint, model).inc(number)
+        if number > 0:
+            self._child(EJECTIONS, endpoint, model, reason).inc()
+
+    def panics(self, model: str, number: int) -> None:
+        self._child(ENDPOINT_PANIC, model).inc(number)
+
+    def failed_over(self, model: str, reason: str) -> None:
+        self._child(FAILOVERS, model, reason).inc()
+
+    def budget_exhausted(self) -> None:
+        self._child(RETRY_BUDGET_EXHAUSTED).inc()
+
+    def lookup_failed(self) -> None:
+        self._child(LOOKUP_FAILURES).inc()
 
 
 _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}

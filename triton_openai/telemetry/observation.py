@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from os import urandom
 from types import MappingProxyType, TracebackType
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -37,18 +37,40 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 Request = TypeVar("Request", bound=msgspec.Struct)
 
 
+class Destination(Protocol):
+    """The Triton to which a request goes."""
+
+    @property
+    def name(self) -> str | None:
+        """What it is called in the settings, if it is one of several."""
+
+    def address_of(self, request: Any) -> str | None:
+        """Return the address to which *request* goes, if it is known."""
+
+
+class RouteTaken(Protocol):
+    """The way of a request to Triton."""
+
+    #: How many Tritons have got it.
+    attempts: int
+
+    @property
+    def name(self) -> str | None:
+        """What the last of them is called in the settings, if it is one of several."""
+
+
 class Upstream:
     """Adds *headers* to the requests that are sent to Triton for one request of a client; none to the service's own."""
 
     def __init__(self, headers: Mapping[str, str] = _NOTHING) -> None:
         self.headers = headers
 
-    def begin(self, request: Request, answer: Progress, *, lora: str | None = None) -> Request:
+    def begin(self, request: Request, answer: Progress, to: Destination, *, lora: str | None = None) -> Request:
         """Return *request* as it is sent. *answer* knows its own end; *lora* is the name of its LoRA adapter."""
         return replace(request, headers=self.headers) if self.headers else request
 
     @contextmanager
-    def call(self, request: Request) -> Iterator[Request]:
+    def call(self, request: Request, to: Destination) -> Iterator[Request]:
         """Yield *request* as it is sent; the block ends when the answer has come."""
         yield replace(request, headers=self.headers) if self.headers else request
 
@@ -109,6 +131,8 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
     unknown_fields: Sequence[str] = ()
     #: Adds headers to requests to Triton.
     upstream: Upstream = _NO_HEADERS
+    #: The way to one of several Tritons, where one was chosen.
+    route: RouteTaken | None = None
     #: In every log line of the request.
     log_fields: Mapping[str, str] = _NOTHING
     # The answer

@@ -14,7 +14,7 @@ name for. Only :func:`content_attributes` has prompts and answers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
@@ -34,6 +34,7 @@ from triton_openai.telemetry.observation import (
     CLIENT_CLOSED_REQUEST,
     RENDER,
     TOKENIZE,
+    Destination,
     Observation,
     Observer,
     Request,
@@ -112,13 +113,12 @@ class Tracing(Observer):
     Makes the spans of requests for ``spans``, which is set before the first one. Without it, passes the client's trace
     context on to Triton.
 
-    Only POST requests have spans: the others are health checks, lists and metrics. *locate* returns Triton's address
-    for a request. With *content*, spans have prompts and answers, each text cut to that many characters.
+    Only POST requests have spans: the others are health checks, lists and metrics. With *content*, spans have prompts
+    and answers, each text cut to that many characters.
     """
 
-    def __init__(self, locate: Callable[[Any], str] | None = None, *, content: int | None = None) -> None:
+    def __init__(self, *, content: int | None = None) -> None:
         self.spans: Spans | None = None
-        self._locate = locate
         self._content = content
 
     def started(self, observation: Observation) -> None:
@@ -155,7 +155,7 @@ class Tracing(Observer):
                 began=began,
                 attributes=attributes,
             )
-            observation.upstream = Trace(self.spans, context, span, observation, self._locate, zero=zero)
+            observation.upstream = Trace(self.spans, context, span, observation, zero=zero)
 
     def ended(self, observation: Observation) -> None:
         trace = observation.upstream
@@ -174,7 +174,6 @@ class Trace(Upstream):
         context: SpanContext,
         span: Span,
         observation: Observation,
-        locate: Callable[[Any], str] | None,
         *,
         zero: int,
     ) -> None:
@@ -184,15 +183,14 @@ class Trace(Upstream):
         self._context = context
         self._done: list[Span] = []
         self._observation = observation
-        self._locate = locate
         self._zero = zero
         self._calls: dict[int, tuple[Span, Progress]] = {}
 
-    def begin(self, request: Request, answer: Progress, *, lora: str | None = None) -> Request:
+    def begin(self, request: Request, answer: Progress, to: Destination, *, lora: str | None = None) -> Request:
         """Start the span of a request to Triton. It ends with the client's request, at the answer's own end."""
-        span, sent = self._start(request, lora)
+        span, sent = self._start(request, to, lora)
         if id(answer) in self._calls:
-            # The request is sent once more, with the LoRA weights that the first one lacked.
+            # The request is sent once more: to another Triton, or with the LoRA weights that the first one lacked.
             first = self._calls[id(answer)][0]
             first.failed = True
             self._end(first, span.began)
@@ -200,9 +198,9 @@ class Trace(Upstream):
         return sent
 
     @contextmanager
-    def call(self, request: Request) -> Iterator[Request]:
+    def call(self, request: Request, to: Destination) -> Iterator[Request]:
         """Make the span of a request to Triton."""
-        span, sent = self._start(request)
+        span, sent = self._start(request, to)
         try:
             yield sent
         except ServiceError as error:
@@ -217,9 +215,10 @@ class Trace(Upstream):
                 # The request did not wait for it.
                 self._spans.end(self._context, [span])
 
-    def _start(self, request: Request, lora: str | None = None) -> tuple[Span, Request]:
-        url = None if self._locate is None else self._locate(request)
-        attributes = call_attributes(request, url, lora)
+    def _start(self, request: Request, to: Destination, lora: str | None = None) -> tuple[Span, Request]:
+        attributes = call_attributes(request, to.address_of(request), lora)
+        if to.name is not None:
+            attributes["triton_openai.endpoint"] = to.name
         name, began = f"infer {attributes['triton.model_name']}", time.time_ns()
         context = self._spans.child(self._context)
         span = Span(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
@@ -28,8 +29,18 @@ _CONFIGS_FRESH = 10.0
 _PARALLEL_CONFIGS = 16
 
 
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several configurations that a model has on several Tritons."""
+
+    config: ModelConfig
+    #: The configurations of all models on the first of its Tritons, which an ensemble's steps are among.
+    repository: Mapping[str, ModelConfig]
+    #: The names of the Tritons that have the model like this.
+    endpoints: frozenset[str]
+
+
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What Triton had at one moment."""
+    """What one Triton, or several together, had at one moment."""
 
     index: Sequence[IndexEntry] = ()
     #: Those of ready models.
@@ -42,6 +53,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     server: ServerInfo | None = None
     #: Why Triton could not be asked.
     error: ServiceError | None = None
+    #: By ready model: what two Tritons that answer alike have in common.
+    kinds: Mapping[str, bytes] = {}
+    #: By model, where several Tritons have it in different ways: the one with most Tritons first.
+    variants: Mapping[str, Sequence[Variant]] = {}
 
     @property
     def reachable(self) -> bool:
@@ -90,15 +105,76 @@ async def take_snapshot(client: TritonClient, *, previous: Snapshot | None = Non
     complete = len(configs) == len(ready)
     # Ordered by name.
     configs = dict(sorted(configs.items()))
-    return Snapshot(index=index, configs=configs, waiting=waiting, complete=complete, server=server)
+    kinds = {name: kind_of(name, configs) for name in configs}
+    return Snapshot(index=index, configs=configs, kinds=kinds, waiting=waiting, complete=complete, server=server)
+
+
+def merge(snapshots: Mapping[str, Snapshot]) -> Snapshot:
+    """
+    Return what several Tritons have together, from the *snapshots* of each by its name.
+
+    A model that is ready on one of them is ready. Of one that they have in different ways, the configuration of most
+    Tritons is in ``configs``.
+    """
+    reached = {name: each for name, each in snapshots.items() if each.reachable}
+    if len(snapshots) == 1 or not reached:
+        return next(iter(snapshots.values()))
+    index: dict[tuple[str, str], IndexEntry] = {}
+    waiting: dict[str, str] = {}
+    groups: dict[str, dict[bytes, list[str]]] = {}
+    for endpoint, each in reached.items():
+        for entry in each.index:
+            if entry.ready or (entry.name, entry.version) not in index:
+                index[entry.name, entry.version] = entry
+        for model, reason in each.waiting.items():
+            waiting.setdefault(model, reason)
+        for model in each.configs:
+            groups.setdefault(model, {}).setdefault(each.kinds[model], []).append(endpoint)
+    configs: dict[str, ModelConfig] = {}
+    variants: dict[str, Sequence[Variant]] = {}
+    for model in sorted(groups):
+        found = sorted(groups[model].values(), key=len, reverse=True)
+        configs[model] = reached[found[0][0]].configs[model]
+        if len(found) > 1:
+            variants[model] = [
+                Variant(
+                    config=reached[names[0]].configs[model],
+                    repository=reached[names[0]].configs,
+                    endpoints=frozenset(names),
+                )
+                for names in found
+            ]
+    return Snapshot(
+        index=[entry for _, entry in sorted(index.items())],
+        configs=configs,
+        waiting={model: reason for model, reason in sorted(waiting.items()) if model not in configs},
+        complete=all(each.complete for each in reached.values()),
+        server=next((each.server for each in reached.values() if each.server is not None), None),
+        variants=variants,
+    )
+
+
+def kind_of(model: str, configs: Mapping[str, ModelConfig]) -> bytes:
+    """Return a digest of the configs of *model* and of what it works through, without what changes no answer."""
+    found: dict[str, ModelConfig] = {}
+    left = [model]
+    while left:
+        name = left.pop()
+        if name not in found and name in configs:
+            config = found[name] = configs[name].behaviour
+            left += [step.model for step in config.steps]
+            # Such as tensorrt_llm_model_name.
+            left += [value for value in config.parameters.values() if value in configs]
+    return hashlib.sha256(msgspec.json.encode(list(found.values()), order="deterministic")).digest()
 
 
 class Catalog:
     """
-    Keeps the newest snapshot, and calls *changed* when it differs from the one before.
+    Keeps the newest snapshot of a Triton, and calls *changed* when it differs from the one before.
 
     *changed* is awaited before the snapshot counts as current, so its effect is there when :meth:`refresh` returns.
-    A Triton that *starts* with the service does not answer at first, which the log need not say.
+    A Triton that *starts* with the service does not answer at first, which the log need not say. *phase*, a part of the
+    *interval*, moves the looks at several Tritons apart; *name* is what the log calls one of several.
     """
 
     def __init__(
@@ -108,11 +184,15 @@ class Catalog:
         interval: float,
         changed: Callable[[Snapshot], Awaitable[None]],
         starts: bool = False,
+        phase: float = 0.0,
+        name: str | None = None,
     ) -> None:
         self._client = client
         self._interval = interval
         self._changed = changed
         self._starts = starts
+        self._phase = phase
+        self._log = _log if name is None else _log.bind(endpoint=name)
         self._refreshing: asyncio.Task[None] | None = None
         self._last_miss = float("-inf")
         self._configs_read = float("-inf")
@@ -121,12 +201,14 @@ class Catalog:
 
     async def run(self) -> None:
         """Refresh for ever; cancel to stop."""
+        wait = self._interval * (1 + self._phase)
         while True:
             try:
                 await self.refresh()
             except Exception:  # noqa: BLE001 - a mistake of one look must not end discovery
-                _log.exception("discovery failed")
-            await asyncio.sleep(self._interval)
+                self._log.exception("discovery failed")
+            await asyncio.sleep(wait)
+            wait = self._interval
 
     async def refresh(self) -> None:
         """Take a snapshot now, or wait for the one that is being taken."""
@@ -176,14 +258,15 @@ class Catalog:
         if snapshot.reachable != before.reachable or not (self.first.is_set() or self._starts):
             if snapshot.reachable:
                 version = None if snapshot.server is None else snapshot.server.version
-                _log.info("Triton answers", models=len(snapshot.configs), version=version)
+                self._log.info("Triton answers", models=len(snapshot.configs), version=version)
             else:
                 assert snapshot.error is not None
-                _log.warning("Triton does not answer", reason=snapshot.error.reason)
-        if snapshot.configs != before.configs or snapshot.waiting != before.waiting or not self.first.is_set():
+                self._log.warning("Triton does not answer", reason=snapshot.error.reason)
+        parts = ("configs", "waiting", "index", "reachable")
+        if not self.first.is_set() or any(getattr(snapshot, part) != getattr(before, part) for part in parts):
             try:
                 await self._changed(snapshot)
             except Exception:  # noqa: BLE001 - an adapter's mistake about one model must not end all discovery
-                _log.exception("models could not be bound")
+                self._log.exception("models could not be bound")
         self.snapshot = snapshot
         self.first.set()

@@ -31,6 +31,9 @@ INTEGER_RANGES: Mapping[str, tuple[int, int]] = {
     **{f"UINT{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)},
 }
 _LENGTH = struct.Struct("<I")
+# Names of parameters of models that adapters have read: what distinguishes two configs of a model. Others are often
+# particular to a machine, such as gpu_device_ids.
+_PARAMETERS_READ: set[str] = set()
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +80,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return "-".join(part for part in ("triton", self.server_version, digest) if part)
 
     @property
+    def behaviour(self) -> ModelConfig:
+        """The config without what cannot change an answer: parameters that no adapter reads, and where files lie."""
+        read = {
+            name: value.rpartition("/")[2] if value.startswith("/") else value
+            for name, value in self.parameters.items()
+            if name in _PARAMETERS_READ
+        }
+        return msgspec.structs.replace(self, parameters=read)
+
+    @property
     def batching(self) -> bool:
         """Whether every tensor on the wire carries a leading batch dimension."""
         return self.max_batch_size > 0
@@ -87,6 +100,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
         TensorRT-LLM ships configs as templates, and they are often deployed with parameters left unfilled.
         """
+        _PARAMETERS_READ.add(name)
         value = self.parameters.get(name, "").strip()
         return None if not value or value.startswith("${") else value
 

@@ -21,12 +21,14 @@ from triton_openai.adapters._common.base import Adapter, Capabilities, Decoder
 from triton_openai.adapters._common.decoding import CumulativeText, TextDecoder
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.run import Run, Sender
+from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout, UpstreamUnavailable
 from triton_openai.generation import Delta, FinishReason, Generation, Logits, Progress, Sampling, Usage, total_usage
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import Background
 from triton_openai.telemetry.observation import Upstream
 from triton_openai.triton.client import Receiver
+from triton_openai.triton.fleet import Fleet, Route
 from triton_openai.triton.tensors import InferRequest, JsonResponse, ModelConfig
 
 TOKENIZER = Tokenizer.load(str(Path(__file__).parents[3] / "triton_openai" / "demo" / "tokenizer"))
@@ -125,10 +127,11 @@ class Answer:
         self.told = 0
         self.over = asyncio.Event()
         self.backend = Backend(decoder or TextDecoder(), **backend)
+        fleet = Fleet(TritonSettings(), connect=lambda _: self.engine)  # type: ignore[arg-type, return-value]
         self.run = Run(
             Generation(id="1", prompt="Hello", sampling=sampling, **generation),
             adapter=self.backend,
-            sender=Sender(self.engine, Upstream(), self.background),  # type: ignore[arg-type]
+            sender=Sender(Route(fleet, "m"), Upstream(), self.background),
             time_limits=limits,
             token_limit=TokenLimit(tokens=sampling.max_tokens, context=context),
             tokenizer=tokenizer,

@@ -10,7 +10,7 @@ import pytest
 from triton_openai.adapters import Adapter
 from triton_openai.answer.limits import TimeLimits
 from triton_openai.api.service import RequestContext
-from triton_openai.config.tree import ModelSettings, ServerSettings
+from triton_openai.config.tree import ModelSettings, ServerSettings, TritonSettings
 from triton_openai.errors import UnsupportedParameter
 from triton_openai.jobs import (
     ClassificationJob,
@@ -25,6 +25,7 @@ from triton_openai.jobs import (
 from triton_openai.models.served import ServedModel
 from triton_openai.serving.admission import Admission
 from triton_openai.telemetry.observation import Observation
+from triton_openai.triton.fleet import Fleet
 from triton_openai.triton.tensors import ModelConfig
 
 RESULTS: dict[JobType, Result] = {
@@ -78,7 +79,9 @@ def context_of(text_level: type[Adapter] | None) -> RequestContext[Any]:
     )
     admission = Admission(ServerSettings(), lambda: 0.0)
     settings: Any = SimpleNamespace(server=ServerSettings())
-    service: Any = SimpleNamespace(admission=admission, client=Client(), background=None, settings=settings)
+    client: Any = Client()
+    fleet = Fleet(TritonSettings(), connect=lambda _: client)
+    service: Any = SimpleNamespace(admission=admission, fleet=fleet, background=None, settings=settings)
     body: Any = SimpleNamespace(model="m", truncate_prompt_tokens=None, use_activation=None)
     observation = Observation(request_id="r", method="POST", path="/")
     limits = TimeLimits(first_token=1, idle=1, total=None)

@@ -107,7 +107,7 @@ async def test_a_model_that_answers_only_small_requests(capsys: pytest.CaptureFi
     adapter = Mock()
     adapter.name = "a"
     model = Mock(triton_model="m", adapter=adapter, tasks=("generate",))
-    models: Any = Mock(served={"m": model}, catalog=Mock(refresh=AsyncMock(), snapshot=Mock(reachable=True)))
+    models: Any = Mock(served={"m": model}, fleet=Mock(refresh=AsyncMock(), snapshot=Mock(reachable=True)))
 
     async def answers(_: Any) -> None:
         asked.set()
@@ -194,7 +194,7 @@ async def test_a_model_that_goes() -> None:
         await ask(proxy, times=3)
         await until(lambda: "m" in canary.not_answering)
         del triton.models["m"]
-        await proxy.models.catalog.renew()
+        await proxy.models.fleet.renew()
         await until(lambda: not canary.not_answering)
         assert {"status": "ready"} == (await proxy.get("/health/ready")).json
 
@@ -212,8 +212,8 @@ async def test_an_embedding_model_is_asked_for_a_vector() -> None:
 async def test_a_triton_that_is_away_is_not_asked() -> None:
     """Failures while nothing can be reached say nothing about a model, even if Triton is back a moment later."""
     models = MagicMock(served={"m": MagicMock(triton_model="m")})
-    models.catalog.refresh = AsyncMock()
-    models.catalog.snapshot.reachable = False
+    models.fleet.refresh = AsyncMock()
+    models.fleet.snapshot.reachable = False
     small = AsyncMock(side_effect=UpstreamError("nobody is there"))
     canary = Canary(models, small, Metrics(Worker()))
     lost = MagicMock(model="m", time_to_first_token=None, error=UpstreamError("lost"), client_left=False)
@@ -222,4 +222,4 @@ async def test_a_triton_that_is_away_is_not_asked() -> None:
     assert ["m"] == list(canary.asking)
     await until(lambda: not canary.asking)
 
-    assert (0, 1) == (small.await_count, models.catalog.refresh.await_count)
+    assert (0, 1) == (small.await_count, models.fleet.refresh.await_count)

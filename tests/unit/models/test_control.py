@@ -21,6 +21,7 @@ from triton_openai.errors import (
 from triton_openai.models import control as module
 from triton_openai.models.control import ModelControl
 from triton_openai.triton.client import IndexEntry
+from triton_openai.triton.fleet import Fleet
 from triton_openai.triton.tensors import EnsembleStep, ModelConfig
 
 EXPLICIT = Settings(triton=TritonSettings(model_control_mode="explicit"))
@@ -75,13 +76,14 @@ def control(
 
     snapshot = SimpleNamespace(configs=configs, waiting={}, error=None)
     models: Any = SimpleNamespace(
-        catalog=SimpleNamespace(renew=renew, snapshot=snapshot),
+        fleet=SimpleNamespace(renew=renew, snapshot=snapshot),
         served={name: SimpleNamespace(lora=None) for name in configs},
         unserved=[],
         triton_model=lambda name: name,
     )
     client: Any = triton
-    return ModelControl(settings, models, client, draining or ModelDraining(Draining()))
+    fleet = Fleet(settings.triton, connect=lambda _: client)
+    return ModelControl(settings, models, fleet, draining or ModelDraining(Draining()))
 
 
 @pytest.fixture(autouse=True)

@@ -43,7 +43,7 @@ async def test_settings_that_take_a_model_away_change_nothing() -> None:
             with pytest.raises(ConfigurationError, match=r"m: .*'embeddings' needs"):
                 await proxy.models.take_over(wrong, renew=False)
             triton.models["n"] = {**triton.models["m"], "name": "n"}
-            await proxy.models.catalog.renew()
+            await proxy.models.fleet.renew()
             assert {"m", "n"} == proxy.models.served.keys()
             assert "vllm" == proxy.models.served["m"].adapter.name
 
@@ -92,9 +92,9 @@ async def test_a_model_that_is_gone() -> None:
         for old, new in ("mn", "nm"):
             triton.models[new] = {**triton.models.pop(old), "name": new}
             if new == "n":
-                proxy.models.catalog.snapshot = Snapshot(error=UpstreamUnavailable("It is away."))
+                proxy.models.fleet.snapshot = Snapshot(error=UpstreamUnavailable("It is away."))
             else:
-                await proxy.models.catalog.renew()
+                await proxy.models.fleet.renew()
             with pytest.raises(ModelNotFound):
                 await proxy.models.find(old)
             assert new == (await proxy.models.find(new)).triton_model
@@ -103,7 +103,7 @@ async def test_a_model_that_is_gone() -> None:
 async def test_an_engine_without_a_tokenizer_that_works() -> None:
     """The model's own adapter answers for it."""
     models, prompter = Models(Settings(), Mock()), Mock(tokenizer=None)
-    models.catalog.snapshot = Snapshot()
+    models.fleet.snapshot = Snapshot()
     model = ServedModel(
         name="m", triton_model="m", adapter=Mock(), reason="", settings=ModelSettings(),
         lazy_prompter=Mock(resolved=prompter), text_level=(own := Mock()),

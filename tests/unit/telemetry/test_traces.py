@@ -50,13 +50,25 @@ REQUEST = InferRequest(model="engine", id="chatcmpl-1", inputs=())
 _HEADER_VALUE = re.compile(r"[ -~]*")
 
 
+class Triton:
+    """Where requests go."""
+
+    name = None
+
+    def address_of(self, request: Any) -> str:
+        return "grpc://triton:8001"
+
+
+TRITON = Triton()
+
+
 class Recorder:
     """Tracing with its spans at hand."""
 
     def __init__(self, sampler: Sampler | None = None, **options: Any) -> None:
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
-        self.tracing = Tracing(lambda request: "grpc://triton:8001", **options)
+        self.tracing = Tracing(**options)
         self.tracing.spans = otlp.SdkSpans(provider, self.exporter, SimpleSpanProcessor)
 
     def begin(self, *, method: str = "POST", headers: Any = None) -> Observation:
@@ -253,7 +265,7 @@ def test_stages_and_calls_lie_under_the_request(recorder: Recorder) -> None:
     with observation.stage("wait in queue"):
         pass
     answer = FakeAnswer()
-    sent = observation.upstream.begin(REQUEST, answer, lora="sql")
+    sent = observation.upstream.begin(REQUEST, answer, TRITON, lora="sql")
     answer.first, answer.ended = observation.began + 1, observation.began + 2
     spans = recorder.end(observation, answers=[answer])
 
@@ -304,7 +316,7 @@ def test_an_answer_that_was_asked_for_twice(recorder: Recorder, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(time, "time_ns", iter(moments).__next__)
         for _ in moments:
-            observation.upstream.begin(REQUEST, answer)
+            observation.upstream.begin(REQUEST, answer, TRITON)
     recorder.end(observation, answers=[answer])
 
     first, second = (span for span in recorder.exporter.get_finished_spans() if span.kind is SpanKind.CLIENT)
@@ -342,7 +354,7 @@ def test_how_a_call_ended() -> None:
         recorder = Recorder()
         observation = recorder.begin()
         recorder.identify(observation)
-        observation.upstream.begin(REQUEST, answer)
+        observation.upstream.begin(REQUEST, answer, TRITON)
         span = recorder.end(observation, answers=[answer])["infer engine"]
 
         assert error == (values(span).get("error.type"), span.status.status_code is StatusCode.ERROR)
@@ -354,7 +366,7 @@ def test_how_a_call_without_a_stream_ended() -> None:
     for error, word in ((UpstreamError("secret"), "upstream_error"), (TimeoutError(), "cancelled")):
         recorder = Recorder()
         observation = recorder.begin()
-        with pytest.raises(type(error)), observation.upstream.call(REQUEST):
+        with pytest.raises(type(error)), observation.upstream.call(REQUEST, TRITON):
             raise error
         span = recorder.end(observation)["infer engine"]
 
@@ -371,7 +383,7 @@ def test_what_is_not_recorded_is_not_carried() -> None:
     recorder = Recorder(ALWAYS_OFF)
     observation = recorder.begin(headers={"traceparent": PARENT})
     recorder.identify(observation)
-    sent = observation.upstream.begin(REQUEST, FakeAnswer())
+    sent = observation.upstream.begin(REQUEST, FakeAnswer(), TRITON)
 
     assert {} == recorder.end(observation)
     assert {"x-request-id": "r"} == sent.headers
@@ -387,10 +399,10 @@ def test_headers_are_handed_on() -> None:
         path="/",
         request=_request({"traceparent": PARENT, "tracestate": "x=1"}),
     )
-    assert {"x-request-id": "r"} == observation.upstream.begin(REQUEST, FakeAnswer()).headers
+    assert {"x-request-id": "r"} == observation.upstream.begin(REQUEST, FakeAnswer(), TRITON).headers
     Tracing().started(observation)
 
-    with observation.upstream.call(REQUEST) as sent:
+    with observation.upstream.call(REQUEST, TRITON) as sent:
         assert {"x-request-id": "r", "traceparent": PARENT, "tracestate": "x=1"} == sent.headers
 
 
@@ -398,7 +410,7 @@ def passed_on(headers: Any) -> dict[str, str]:
     """Return the trace context that goes to Triton where no spans are made."""
     observation = Observation(request_id="r", method="POST", path="/", request=_request(headers))
     Tracing().started(observation)
-    sent = observation.upstream.begin(REQUEST, FakeAnswer()).headers
+    sent = observation.upstream.begin(REQUEST, FakeAnswer(), TRITON).headers
     return {name: value for name, value in sent.items() if name != "x-request-id"}
 
 
@@ -470,7 +482,7 @@ def test_no_header_fails_a_request(parent: str, state: str, agent: str, host: st
     recorder = Recorder()
     observation = recorder.begin(headers=headers)
     recorder.identify(observation, SimpleNamespace(stop=[agent]))
-    traced = observation.upstream.begin(REQUEST, FakeAnswer()).headers
+    traced = observation.upstream.begin(REQUEST, FakeAnswer(), TRITON).headers
     recorder.end(observation)
 
     for sent in (traced, passed_on(headers)):

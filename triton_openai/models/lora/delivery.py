@@ -20,6 +20,10 @@ from triton_openai.triton.tensors import InferResponse
 _PATIENCE = 5.0
 
 
+# Tritons that are remembered for one adapter.
+_MOST_ENDPOINTS = 4096
+
+
 class LoraDelivery:
     """
     What is known of one adapter on one model. *load* returns it with its number and its weights.
@@ -83,6 +87,24 @@ class LoraDelivery:
         if sending is not None and self._sending is sending:
             self._sending = None
             sending.set_result(None)
+
+
+class LoraDeliveries:
+    """What is known of one adapter on each of several Tritons, by their names: every one has to get the weights."""
+
+    def __init__(self, load: Callable[[], Awaitable[Lora]]) -> None:
+        self._load = load
+        self._by_endpoint: dict[str, LoraDelivery] = {}
+
+    def at(self, endpoint: str) -> LoraDelivery:
+        """Return what is known at the Triton *endpoint*."""
+        found = self._by_endpoint.get(endpoint)
+        if found is None:
+            if len(self._by_endpoint) >= _MOST_ENDPOINTS:
+                # Addresses come and go; what is forgotten is sent once more.
+                del self._by_endpoint[next(iter(self._by_endpoint))]
+            found = self._by_endpoint[endpoint] = LoraDelivery(self._load)
+        return found
 
 
 class LoraLease:

@@ -11,7 +11,7 @@ import structlog
 
 from triton_openai.config.tree import Settings
 from triton_openai.generation import Lora, LoraFormat
-from triton_openai.models.lora.delivery import LoraDelivery
+from triton_openai.models.lora.delivery import LoraDeliveries
 from triton_openai.models.lora.files import FoundLora, find_loras, names_of, served_name
 from triton_openai.models.served import ServedModel
 from triton_openai.triton.catalog import Snapshot
@@ -29,9 +29,11 @@ class LoraModels:
         self.problems: Mapping[str, Sequence[str]] = {}
         # Triton models whose LoRA adapters only the backend knows.
         self._unlisted: Collection[str] = ()
-        self._deliveries: dict[tuple[str, FoundLora, LoraFormat], LoraDelivery] = {}
+        self._deliveries: dict[tuple[str, FoundLora, LoraFormat], LoraDeliveries] = {}
 
-    async def add(self, served: dict[str, ServedModel], snapshot: Snapshot, settings: Settings) -> None:
+    async def add(
+        self, served: dict[str, ServedModel], snapshot: Snapshot, settings: Settings, *, over_grpc: bool
+    ) -> None:
         """Add the LoRA adapters of the models that can be asked for one, under names that are free and unambiguous."""
         repositories, separator = settings.triton.readable_repositories, settings.api.lora_separator
         named: dict[str, list[ServedModel]] = {}
@@ -39,7 +41,7 @@ class LoraModels:
         problems: dict[str, Sequence[str]] = {}
         for model in served.values():
             if model.name == model.triton_model and model.adapter.capabilities.lora:
-                found, problems[model.name] = await asyncio.to_thread(_found, model, settings)
+                found, problems[model.name] = await asyncio.to_thread(_found, model, settings, over_grpc)
                 for lora in found:
                     name = served_name(model.name, lora.name, separator)
                     named.setdefault(name, []).append(self._bound(model, lora, name))
@@ -73,7 +75,7 @@ class LoraModels:
         if isinstance(wanted, LoraFormat) and found.folder is not None:
             key = (model.name, found, wanted)
             # Kept over reloads of the model: an engine that has forgotten the weights says so.
-            delivery = self._deliveries.setdefault(key, LoraDelivery(partial(asyncio.to_thread, found.read, wanted)))
+            delivery = self._deliveries.setdefault(key, LoraDeliveries(partial(asyncio.to_thread, found.read, wanted)))
         return msgspec.structs.replace(model, name=name, lora=found, lora_delivery=delivery)
 
 
@@ -84,7 +86,7 @@ def _only_backend_knows(model: ServedModel, settings: Settings) -> bool:
     return by_name and not any((path / model.name).is_dir() for path in repositories)
 
 
-def _found(model: ServedModel, settings: Settings) -> tuple[list[FoundLora], list[str]]:
+def _found(model: ServedModel, settings: Settings, over_grpc: bool) -> tuple[list[FoundLora], list[str]]:
     if not model.hints.loras:
         why = "Its engine takes no LoRA adapters, as the model's files say."
         return [], [why] if model.settings.loras else []
@@ -96,7 +98,7 @@ def _found(model: ServedModel, settings: Settings) -> tuple[list[FoundLora], lis
         capabilities.lora,
         local=bool(triton.model_repository),
     )
-    if capabilities.streaming and triton.grpc_url is None:
+    if capabilities.streaming and not over_grpc:
         # Over HTTP a stream's inputs are JSON, which has no matrices, and other requests get no stream.
         problems += [
             f"The LoRA adapter '{lora.name}' is not served: its weights need Triton's gRPC address (--triton-url)."

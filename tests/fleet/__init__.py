@@ -1,0 +1,1 @@
+"""Several real Tritons behind one service."""

@@ -1,0 +1,256 @@
+"""Several Tritons: requests are spread, fail over, and survive what happens to one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.faults.surroundings import ENDS
+from tests.fleet.conftest import MODELS, NAMES, One, fleet, settings_of, write_endpoints
+from tests.proxy_fixture import Proxy
+from tests.triton_fixture import frozen
+from triton_openai.cli.inspect import inspect_models
+from triton_openai.config.tree import RoutingSettings
+
+COMPLETIONS = "/v1/completions"
+
+
+def steered(prompt: str, **steering: float) -> str:
+    return f"{prompt} <<steer {json.dumps(steering)}>>"
+
+
+def body(model: str, prompt: str, **more: Any) -> dict[str, Any]:
+    return {"model": model, "prompt": prompt, "max_tokens": 8, **more}
+
+
+async def stream(proxy: Proxy, sent: dict[str, Any], first: asyncio.Event | None = None) -> tuple[int, bytes]:
+    """Return the status and the whole body of a stream, however it ends; *first* is set with its first token."""
+    async with proxy.client.post(COMPLETIONS, json={**sent, "stream": True}) as response:
+        data = b""
+        try:
+            async for piece in response.content.iter_any():
+                data += piece
+                if first is not None:
+                    first.set()
+        except Exception:  # noqa: BLE001 - a stream that failed is cut
+            return response.status, data
+        return response.status, data
+
+
+def complete(answer: tuple[int, bytes]) -> bool:
+    status, data = answer
+    return status == 200 and data.rstrip().endswith(b"data: [DONE]")
+
+
+async def until(condition: Any) -> None:
+    while not condition():  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("policy", ["least_requests", "round_robin"])
+async def test_requests_are_spread(three: dict[str, One], policy: Any) -> None:
+    """Each Triton gets its share, of streams, whole answers and embeddings."""
+    before = {name: sum(map(one.asked, MODELS)) for name, one in three.items()}
+    async with fleet(settings_of(three, routing=RoutingSettings(policy=policy))) as proxy:
+        for _ in range(4):
+            work: list[Any] = [stream(proxy, body("vllm_model", f"Hello {number}")) for number in range(12)]
+            work += [proxy.post("/v1/embeddings", {"model": "text_embedding", "input": "Hello"}) for _ in range(12)]
+            await asyncio.gather(*work)
+        status = (await proxy.get("/status")).json
+    got = {name: sum(map(one.asked, MODELS)) - before[name] for name, one in three.items()}
+    assert sum(got.values()) == 96
+    assert min(got.values()) >= 20
+    assert {line["name"]: line["state"] for line in status["endpoints"]} == dict.fromkeys(NAMES, "ready")
+    assert set(status["endpoints"][0]["models"]) == set(MODELS)
+
+
+async def test_a_session_stays_at_its_triton(three: dict[str, One]) -> None:
+    """With affinity, requests of one session, and such with the same beginning, go to the same Triton."""
+    async with fleet(settings_of(three, routing=RoutingSettings(policy="affinity"))) as proxy:
+        for headers, prompts in (({"x-session-id": "s1"}, "abcdef"), ({}, ["The same beginning"] * 6)):
+            before = {name: one.asked("vllm_model") for name, one in three.items()}
+            for prompt in prompts:
+                assert 200 == (await proxy.post(COMPLETIONS, body("vllm_model", prompt), **headers)).status
+            got = [one.asked("vllm_model") - before[name] for name, one in three.items()]
+            assert sorted(got) == [0, 0, 6]
+
+
+async def test_several_answers_share_a_triton(three: dict[str, One]) -> None:
+    """The answers to one prompt go to the Triton that has its beginning in its cache."""
+    async with fleet(settings_of(three)) as proxy:
+        before = {name: one.asked("vllm_model") for name, one in three.items()}
+        assert 200 == (await proxy.post(COMPLETIONS, body("vllm_model", "Hello", n=5))).status
+        assert sorted(one.asked("vllm_model") - before[name] for name, one in three.items()) == [0, 0, 5]
+
+
+async def test_a_triton_that_is_killed_loses_only_what_has_a_token(three: dict[str, One]) -> None:
+    """Of 64 streams, those without a token are answered by the others; those with one end with an error event."""
+    async with fleet(settings_of(three)) as proxy:
+        begun = [asyncio.Event() for _ in range(16)]
+        slow = [
+            asyncio.create_task(stream(proxy, body("vllm_model", steered(f"Slow {number}", delay_ms=200)), event))
+            for number, event in enumerate(begun)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        waiting = [
+            asyncio.create_task(stream(proxy, body("vllm_model", steered(f"Waiting {number}", first_delay_ms=1500))))
+            for number in range(48)
+        ]
+        total = lambda: sum(len(member.leases) for member in proxy.models.fleet.members.values())  # noqa: E731
+        await until(lambda: total() == 64)
+        pid = three["a"].server.pid
+        assert pid is not None
+        os.killpg(pid, signal.SIGKILL)
+        answers = await asyncio.gather(*waiting)
+        assert all(map(complete, answers))
+        told = [answer for answer in await asyncio.gather(*slow) if not complete(answer)]
+        assert 0 < len(told) < 16
+        assert all(b"event: error" in data for _, data in told)
+        assert {line.state for line in _lines(proxy) if line.name == "a"} == {"does not answer"}
+        await until(lambda: total() == 0)
+
+
+def _lines(proxy: Proxy) -> Any:
+    from triton_openai.models.overview import endpoint_lines
+
+    return endpoint_lines(proxy.models)
+
+
+async def test_a_triton_that_is_frozen_is_left(three: dict[str, One]) -> None:
+    """Requests that wait for its first token go on elsewhere once it does not answer a simple question either."""
+    async with fleet(settings_of(three)) as proxy:
+        with frozen(three["b"].server):
+            answers = await asyncio.gather(
+                *(stream(proxy, body("vllm_model", f"Hello {number}")) for number in range(30))
+            )
+            assert all(map(complete, answers))
+            await until(lambda: "vllm_model" not in proxy.models.fleet.members["b"].targets)
+            again = await asyncio.gather(*(stream(proxy, body("vllm_model", "Hello")) for _ in range(10)))
+            assert all(map(complete, again))
+        await until(lambda: "vllm_model" in proxy.models.fleet.members["b"].targets)
+
+
+async def test_all_tritons_are_replaced_under_load(three: dict[str, One], tmp_path: Path) -> None:
+    """Each is taken off the list, stopped, started and put back, and no request fails."""
+    file = tmp_path / "endpoints.yaml"
+    endpoints = {name: one.endpoint for name, one in three.items()}
+    write_endpoints(file, *endpoints.values())
+    settings = settings_of(three)
+    triton = msgspec.structs.replace(settings.triton, endpoints=(), endpoints_file=file)
+    async with fleet(msgspec.structs.replace(settings, triton=triton)) as proxy:
+        stop, outcomes = asyncio.Event(), Counter[bool]()
+
+        async def client(number: int) -> None:
+            while not stop.is_set():
+                sent = body("vllm_model", steered(f"Hello {number}", delay_ms=10))
+                outcomes[complete(await stream(proxy, sent))] += 1
+
+        clients = [asyncio.create_task(client(number)) for number in range(8)]
+        members = proxy.models.fleet.members
+        for name, one in three.items():
+            member = members[name]
+            write_endpoints(file, *(each for other, each in endpoints.items() if other != name))
+            await until(lambda name=name: name not in members)
+            await until(lambda member=member: not member.leases)
+            await asyncio.to_thread(one.server.stop)
+            await asyncio.to_thread(one.server.start)
+            write_endpoints(file, *endpoints.values())
+            await until(lambda name=name: name in members and "vllm_model" in members[name].targets)
+        stop.set()
+        await asyncio.gather(*clients)
+    assert outcomes.keys() == {True}
+    assert outcomes[True] > 30
+
+
+async def test_stop_requests_reach_the_triton_that_works(three: dict[str, One]) -> None:
+    """Clients that leave an ensemble stop the engine that works for them, on whichever Triton."""
+    async with fleet(settings_of(three)) as proxy:
+        before = {name: len(one.record.events(event="request")) for name, one in three.items()}
+        begun = [asyncio.Event() for _ in range(9)]
+        streams = [
+            asyncio.create_task(
+                stream(proxy, body("ensemble", steered(f"Long {number}", delay_ms=100), max_tokens=400), event)
+            )
+            for number, event in enumerate(begun)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        assert all(len(one.record.events(event="request")) > before[name] for name, one in three.items())
+        for running in streams:
+            running.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+        for one in three.values():
+            begun_ids = {event["id"] for event in one.record.events(model="tensorrt_llm", event="request")}
+            one.record.wait_for(partial(_have_ended, begun_ids), 20, model="tensorrt_llm")
+
+
+def _have_ended(ids: set[str], events: Sequence[Mapping[str, Any]]) -> bool:
+    return ids <= {str(event["id"]) for event in events if event["event"] in ENDS}
+
+
+async def test_models_are_loaded_and_unloaded_everywhere(three: dict[str, One]) -> None:
+    """A load and an unload reach every Triton, or the one that is named; a model is served by those that have it."""
+    async with fleet(settings_of(three)) as proxy:
+        members = proxy.models.fleet.members
+        path = "/v1/models/text_embedding"
+
+        def having() -> set[str]:
+            return {name for name, member in members.items() if "text_embedding" in member.targets}
+
+        async def post(what: str, query: str = "") -> Any:
+            async with proxy.client.post(f"{path}/{what}{query}") as response:
+                return response.status, await response.json()
+
+        assert (await post("unload", "?endpoint=b"))[0] == 200
+        await until(lambda: having() == {"a", "c"})
+        answers = await asyncio.gather(
+            *(proxy.post("/v1/embeddings", {"model": "text_embedding", "input": "x"}) for _ in range(9))
+        )
+        assert {answer.status for answer in answers} == {200}
+        reports = {one.name: one for one in await inspect_models(settings_of(three))}
+        assert any("not ready at b" in note for note in reports["text_embedding"].notes)
+        assert (await post("load", "?endpoint=d"))[1]["error"]["param"] == "endpoint"
+        status, answer = await post("load")
+        assert (status, answer["id"]) == (200, "text_embedding")
+        assert having() == {"a", "b", "c"}
+        assert (await post("unload"))[0] == 200
+        assert having() == set()
+        assert (await proxy.post("/v1/embeddings", {"model": "text_embedding", "input": "x"})).status == 404
+        assert (await post("load"))[0] == 200
+        assert having() == {"a", "b", "c"}
+
+
+async def test_a_request_goes_to_the_variant_that_takes_it(three: dict[str, One]) -> None:
+    """A model that one Triton has with other tensors is served by each as it can, and the log says how they differ."""
+    config = three["c"].repository.path / "vllm_model" / "config.pbtxt"
+    before = config.read_text()
+    # Without log probabilities, as an older release.
+    text = before.replace('name: "return_logprobs"', 'name: "return_nothing"')
+    assert text != before
+    config.write_text(text)
+    await asyncio.to_thread(three["c"].server.stop)
+    await asyncio.to_thread(three["c"].server.start)
+    try:
+        async with fleet(settings_of(three)) as proxy:
+            (variant,) = proxy.models.served["vllm_model"].variants
+            assert variant.endpoints == {"c"}
+            asked = three["c"].asked("vllm_model")
+            answers = [await proxy.post(COMPLETIONS, body("vllm_model", "Hello", logprobs=1)) for _ in range(12)]
+            assert {answer.status for answer in answers} == {200}
+            assert three["c"].asked("vllm_model") == asked
+            answers = [await proxy.post(COMPLETIONS, body("vllm_model", "Hello")) for _ in range(12)]
+            assert {answer.status for answer in answers} == {200}
+            assert three["c"].asked("vllm_model") > asked
+    finally:
+        config.write_text(before)
+        await asyncio.to_thread(three["c"].server.stop)
+        await asyncio.to_thread(three["c"].server.start)

@@ -1,0 +1,89 @@
+"""The list of Tritons: settings, a file and names."""
+
+import pytest
+import structlog
+
+from triton_openai.config.tree import EndpointSettings, TritonAccess, TritonSettings
+from triton_openai.errors import ConfigurationError
+from triton_openai.triton.discovery import Discovery, lookup
+
+
+class Names:
+    """A resolver whose answers the test sets."""
+
+    def __init__(self, **hosts):
+        self.hosts = hosts
+
+    async def __call__(self, host):
+        found = self.hosts.get(host)
+        if found is None:
+            raise OSError(-2, "Name or service not known")
+        return found
+
+
+def discovery_of(triton, names=lookup):
+    applied = []
+
+    async def apply(endpoints):
+        applied.append(endpoints)
+
+    return Discovery(triton, TritonAccess(), apply, lookup=names), applied
+
+
+async def test_every_address_of_a_name_is_a_triton():
+    """An endpoint with dns becomes one for each address, which keeps the name for its certificate."""
+    names = Names(tritons={"10.0.0.2", "10.0.0.1", "fd00::1"})
+    discovery, applied = discovery_of(
+        TritonSettings(endpoints=("pool=dns+https://tritons:8000+grpcs://tritons:8001", "b=http://b:8000")), names
+    )
+    await discovery.look()
+    (found,) = applied
+    assert [one.name for one in found] == ["pool/10.0.0.1", "pool/10.0.0.2", "pool/fd00::1", "b"]
+    assert found[0].url == ("https://10.0.0.1:8000", "grpcs://10.0.0.1:8001")
+    assert found[2].url == ("https://[fd00::1]:8000", "grpcs://[fd00::1]:8001")
+    assert found[0].access.server_name == "tritons"
+    assert found[3] == EndpointSettings(name="b", url=("http://b:8000",))
+
+
+async def test_a_lookup_that_fails_keeps_the_old_addresses():
+    """Neither an error nor an empty answer takes the Tritons away, and the log says it once."""
+    names = Names(tritons={"10.0.0.1", "10.0.0.2"})
+    discovery, applied = discovery_of(TritonSettings(endpoints=("dns+http://tritons:8000",)), names)
+    await discovery.look()
+    with structlog.testing.capture_logs() as lines:
+        for hosts in (None, (), None):
+            names.hosts = {"tritons": hosts}
+            await discovery.look()
+    assert len(applied) == 1
+    assert [line["host"] for line in lines] == ["tritons"]
+    names.hosts = {"tritons": {"10.0.0.2"}}
+    await discovery.look()
+    assert [one.name for one in applied[-1]] == ["tritons:8000/10.0.0.2"]
+
+
+async def test_the_system_finds_addresses():
+    """The lookup is the system's own."""
+    assert "127.0.0.1" in await lookup("localhost")
+
+
+async def test_a_file_adds_endpoints(tmp_path):
+    """The file has the same list as the settings; a wrong one is refused by name."""
+    file = tmp_path / "endpoints.yaml"
+    file.write_text("- a=http://a:8000\n- {name: b, url: [http://b:8000, grpc://b:8001], weight: 2}\n")
+    triton = TritonSettings(endpoints=("c=http://c:8000",), endpoints_file=file)
+    discovery, applied = discovery_of(triton)
+    await discovery.look()
+    assert [one.name for one in applied[0]] == ["c", "a", "b"]
+    for text, problem in (
+        ("- a=http://a:8000\n- a=http://b:8000\n", "two endpoints have the name 'a'"),
+        ("a: b\n", "is not accepted"),
+        ("- {name: a}\n", "is not accepted"),
+        ("- ftp://a\n", "has to begin with"),
+        ("- [\n", "is not valid YAML"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigurationError, match=problem):
+            await discovery.replace(triton)
+    file.write_text("[]")
+    await discovery.replace(triton)
+    assert [one.name for one in applied[-1]] == ["c"]

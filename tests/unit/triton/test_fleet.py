@@ -1,0 +1,348 @@
+"""Several Tritons as one: what they have together, leases, failover and ejection."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+import structlog
+
+from tests.unit.triton.test_catalog import FakeClient
+from triton_openai.config.tree import (
+    EjectionSettings,
+    EndpointSettings,
+    FailoverSettings,
+    RoutingSettings,
+    TritonSettings,
+)
+from triton_openai.errors import InvalidRequest, Overloaded, UpstreamError, UpstreamTimeout, UpstreamUnavailable
+from triton_openai.triton.catalog import Snapshot, kind_of, merge
+from triton_openai.triton.client import IndexEntry, gather
+from triton_openai.triton.fleet import Fleet, Route
+from triton_openai.triton.status import classify, cut_off
+from triton_openai.triton.tensors import EnsembleStep, InferRequest, ModelConfig
+
+
+class Triton(FakeClient):
+    """Answers requests, or raises what the test has put into ``failure``."""
+
+    def __init__(self, *models):
+        super().__init__(*models)
+        self.failure = None
+        self.asked_for = []
+
+    async def infer(self, request):
+        self.asked_for.append(request.model)
+        if self.failure is not None:
+            raise self.failure
+        return self
+
+    async def close(self):
+        self.closed = True
+
+
+class Observer:
+    """Counts what a fleet tells."""
+
+    def __init__(self):
+        self.events: Counter[Any] = Counter()
+        self.running: Counter[str] = Counter()
+
+    def up(self, endpoint, number):
+        self.events[endpoint, "up"] += number
+
+    def leased(self, endpoint, model, number):
+        self.running[endpoint] += number
+
+    def ended(self, endpoint, model, outcome):
+        self.events[endpoint, outcome] += 1
+
+    def ejected(self, endpoint, model, number, reason):
+        self.events[endpoint, "ejected now"] += number
+        self.events[endpoint, "ejected", reason] += number > 0
+
+    def panics(self, model, number):
+        self.events["panics", model] += number
+
+    def failed_over(self, model, reason):
+        self.events["failed over", reason] += 1
+
+    def budget_exhausted(self):
+        self.events["budget exhausted"] += 1
+
+    def lookup_failed(self):
+        self.events["lookup failed"] += 1
+
+
+@pytest.fixture
+async def fleets():
+    """Return a maker of fleets whose Tritons have been looked at once."""
+    made = []
+
+    async def make(ask=None, grace=10.0, **options):
+        tritons = options.pop("tritons")
+        listed = [EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in tritons]
+        settings = TritonSettings(endpoints=tuple(listed), refresh_interval=1000.0, **options)
+        observer = Observer()
+        fleet = Fleet(settings, connect=lambda each: tritons[each.name], observer=observer, grace=grace)
+        fleet.watch(ask=ask)
+        running = asyncio.create_task(fleet.run())
+        await fleet.first.wait()
+        made.append((fleet, running))
+        return fleet
+
+    yield make
+    for fleet, running in made:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await fleet.close()
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0)
+
+
+async def asked(fleet):
+    """Ask the model for an answer."""
+    request = InferRequest(model="m", id="1", inputs=())
+    return await Route(fleet, "m").ask(lambda lease: gather(lease.client, request))
+
+
+async def test_models_of_all_are_served(fleets):
+    """A model that one Triton has is there; one that is ready somewhere does not wait."""
+    a, b = Triton("m", "only-a"), Triton("m")
+    b.index.append(IndexEntry(name="only-a", version="1", state="UNAVAILABLE", reason="unloaded"))
+    b.index.append(IndexEntry(name="nowhere", version="1", state="UNAVAILABLE", reason="failed"))
+    fleet = await fleets(tritons={"a": a, "b": b})
+    assert list(fleet.snapshot.configs) == ["m", "only-a"]
+    assert fleet.snapshot.waiting == {"nowhere": "failed"}
+    assert {fleet.lease("only-a").endpoint for _ in range(9)} == {"a"}
+    assert {fleet.lease("m").endpoint for _ in range(9)} == {"a", "b"}
+    with pytest.raises(UpstreamUnavailable):
+        fleet.lease("nowhere")
+
+
+async def test_a_triton_that_is_away_takes_nothing_away(fleets):
+    """The models of the others stay, and the service is reachable until none answers."""
+    a, b = Triton("m"), Triton("m")
+    a.error = UpstreamUnavailable("gone")
+    fleet = await fleets(tritons={"a": a, "b": b})
+    assert fleet.snapshot.reachable
+    assert {fleet.lease("m").endpoint for _ in range(9)} == {"b"}
+    b.error = a.error
+    await fleet.refresh()
+    assert not fleet.snapshot.reachable
+
+
+def test_variants_are_told_by_what_changes_an_answer():
+    """Another batch size makes a variant; a parameter that no adapter reads does not; an ensemble has its steps'."""
+
+    def snapshot(**configs):
+        kinds = {name: kind_of(name, configs) for name in configs}
+        return Snapshot(configs=configs, kinds=kinds, complete=True)
+
+    step = EnsembleStep(model="engine", input_map={}, output_map={})
+    ModelConfig(name="x").parameter("decoding_mode")
+
+    def triton(batch=8, **parameters):
+        return snapshot(
+            whole=ModelConfig(name="whole", steps=(step,)),
+            engine=ModelConfig(name="engine", max_batch_size=batch, parameters=parameters),
+        )
+
+    ModelConfig(name="x").parameter("tokenizer_dir")
+    same = merge(
+        {"a": triton(gpu_device_ids="0", tokenizer_dir="/a/t"), "b": triton(gpu_device_ids="1", tokenizer_dir="/t")}
+    )
+    assert not same.variants
+    other = merge({"a": triton(batch=4), "b": triton(), "c": triton()})
+    assert {name: [sorted(one.endpoints) for one in found] for name, found in other.variants.items()} == {
+        "engine": [["b", "c"], ["a"]],
+        "whole": [["b", "c"], ["a"]],
+    }
+    assert other.configs["engine"].max_batch_size == 8
+    assert other.variants["whole"][1].repository["engine"].max_batch_size == 4
+    assert merge({"a": triton(decoding_mode="beam"), "b": triton()}).variants.keys() == {"engine", "whole"}
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        UpstreamUnavailable("away"),
+        cut_off("reset"),
+        classify("Request for unknown model: 'm' is not found", "m"),
+        classify("Exceeds maximum queue size", "m"),
+        classify("Socket closed", "m", "UNAVAILABLE"),
+    ],
+)
+async def test_what_did_not_reach_a_model_goes_elsewhere(fleets, failure):
+    """A request that one Triton cannot take is answered by another one."""
+    a, b = Triton("m"), Triton("m")
+    fleet = await fleets(tritons={"a": a, "b": b}, failover=FailoverSettings(budget=1.0))
+    a.failure = failure
+    answers = [await asked(fleet) for _ in range(10)]
+    assert answers == [(b,)] * 10
+    assert fleet._observer.running.total() == 0
+    assert fleet._observer.events["failed over", failure.code] == len(a.asked_for) > 0
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [UpstreamError("The model failed."), InvalidRequest("wrong"), UpstreamTimeout("late", code="upstream_silent")],
+)
+async def test_what_a_model_refused_goes_nowhere_else(fleets, failure):
+    """The same request would fail again, or still runs."""
+    a, b = Triton("m"), Triton("m")
+    fleet = await fleets(tritons={"a": a, "b": b})
+    a.failure = b.failure = failure
+    with pytest.raises(type(failure)):
+        await asked(fleet)
+    assert len(a.asked_for + b.asked_for) == 1
+
+
+async def test_attempts_are_bounded_and_no_request_kills_three(fleets):
+    """A request reaches as many Tritons as the settings allow, and two at most if it may be what ends them."""
+    for failure, reached in ((UpstreamUnavailable("away"), 3), (cut_off("reset"), 2)):
+        tritons = {name: Triton("m") for name in "abcd"}
+        fleet = await fleets(tritons=tritons, failover=FailoverSettings(attempts=3))
+        for triton in tritons.values():
+            triton.failure = failure
+        with pytest.raises(UpstreamError):
+            await asked(fleet)
+        assert sum(len(triton.asked_for) for triton in tritons.values()) == reached
+
+
+async def test_retries_have_a_budget(fleets):
+    """When every request fails, only a part of them is sent again."""
+    tritons = {name: Triton("m") for name in "ab"}
+    fleet = await fleets(tritons=tritons, ejection=EjectionSettings(failures=1000))
+    for triton in tritons.values():
+        triton.failure = classify("Exceeds maximum queue size", "m")
+    for _ in range(50):
+        with pytest.raises(Overloaded):
+            await asked(fleet)
+    assert sum(len(triton.asked_for) for triton in tritons.values()) == 60
+    assert fleet._observer.events["budget exhausted"] == 40
+
+
+async def test_a_model_that_fails_is_ejected_and_comes_back(fleets):
+    """Five failures in a row eject it; it is asked after its time, and takes requests once it answers."""
+    a, b, c = (Triton("m") for _ in range(3))
+    probes, answers = [], asyncio.Event()
+
+    async def ask(model, endpoint):
+        probes.append((model, endpoint))
+        if len(probes) < 3:
+            raise UpstreamError("still broken")
+        answers.set()
+
+    fleet = await fleets(ask, tritons={"a": a, "b": b, "c": c}, ejection=EjectionSettings(time=0.01, max_time=0.02))
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(5):
+            fleet.lease("m", at="a").close(UpstreamError("The model failed."))
+        assert {fleet.lease("m").endpoint for _ in range(30)} == {"b", "c"}
+        await answers.wait()
+        await until(lambda: lines[-1]["event"] == "a Triton takes requests again")
+    assert probes == [("m", "a")] * 3
+    assert fleet._observer.events["a", "ejected", "upstream_error"] == 1
+    assert fleet._observer.events["a", "ejected now"] == 0
+    assert [line["event"] for line in lines] == ["a Triton is ejected", "a Triton takes requests again"]
+
+
+async def test_three_ejected_models_eject_a_triton(fleets):
+    """A fourth model gets no requests there either."""
+    models = ("m", "n", "o", "p")
+    fleet = await fleets(tritons={name: Triton(*models) for name in "abc"})
+    for model in models[:3]:
+        assert {fleet.lease("p").endpoint for _ in range(60)} == {"a", "b", "c"}
+        for _ in range(5):
+            fleet.lease(model, at="a").close(UpstreamError("The model failed."))
+    assert {fleet.lease("p").endpoint for _ in range(60)} == {"b", "c"}
+
+
+async def test_requests_without_a_token_learn_that_their_triton_is_lost(fleets):
+    """A Triton whose list cannot be read any more is left by what still can go elsewhere."""
+    a, b = Triton("m"), Triton("m")
+    fleet = await fleets(tritons={"a": a, "b": b})
+    lost = []
+    for name in "ab":
+        fleet.lease("m", at=name).lost = lambda name=name: lost.append(name)
+    a.error = UpstreamTimeout("frozen")
+    await fleet.refresh()
+    assert lost == ["a"]
+
+
+async def test_a_triton_that_leaves_may_finish(fleets):
+    """What is taken off the list gets no requests, and its connections close when the last has ended."""
+    a, b, c = Triton("m"), Triton("m"), Triton("m", "new")
+    tritons = {"a": a, "b": b}
+    fleet = await fleets(tritons=tritons)
+    held = fleet.lease("m", at="a")
+    tritons["c"] = c
+    await fleet._apply([EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in ("b", "c")])
+    await until(lambda: "new" in fleet.snapshot.configs)
+    assert {fleet.lease("m").endpoint for _ in range(60)} == {"b", "c"}
+    assert not hasattr(a, "closed")
+    held.close()
+    await until(lambda: hasattr(a, "closed"))
+
+
+async def test_weights_change_without_a_new_connection(fleets):
+    """Weight 0 takes the requests away, and another weight brings them back."""
+    a, b = Triton("m"), Triton("m")
+    fleet = await fleets(tritons={"a": a, "b": b})
+    for weight, used in ((0.0, {"b"}), (1.0, {"a", "b"})):
+        await fleet._apply(
+            [
+                EndpointSettings(name="a", url=("http://a:8000",), weight=weight),
+                EndpointSettings(name="b", url=("http://b:8000",)),
+            ]
+        )
+        leases = [fleet.lease("m") for _ in range(60)]
+        assert {lease.endpoint for lease in leases} == used
+        for lease in leases:
+            lease.close()
+    assert not hasattr(a, "closed")
+
+
+async def test_policies_hold_for_single_models(fleets):
+    """An override is for its model alone."""
+    fleet = await fleets(
+        tritons={name: Triton("m", "n") for name in "abc"},
+        routing=RoutingSettings(policy="affinity", overrides={"n": "round_robin"}),
+    )
+    for model, key, expected in (("m", b"k", 1), ("n", b"k", 3)):
+        chosen = set()
+        for _ in range(6):
+            lease = fleet.lease(model, key=key)
+            chosen.add(lease.endpoint)
+            lease.close()
+        assert len(chosen) == expected
+
+
+async def test_one_triton_is_asked_whatever_it_has(fleets):
+    """With one Triton nothing is ejected, and it says itself that it does not have a model."""
+    a = Triton("m")
+    fleet = await fleets(tritons={"a": a})
+    for _ in range(20):
+        fleet.lease("m").close(UpstreamError("The model failed."))
+    assert fleet.lease("m").endpoint == fleet.lease("gone").endpoint == "a"
+    a.failure = UpstreamUnavailable("away")
+    with pytest.raises(UpstreamUnavailable):
+        await asked(fleet)
+    assert a.asked_for == ["m"]
+
+
+async def test_what_a_triton_takes_with_it_may_go_elsewhere(fleets):
+    """The requests that ran on a Triton that ends are no storm: each goes on once, and those after it have a budget."""
+    fleet = await fleets(tritons={"a": Triton("m"), "b": Triton("m")}, failover=FailoverSettings(budget=0.0))
+    leases = [fleet.lease("m", at="a") for _ in range(30)]
+    gone = []
+    for lease in leases:
+        lease.close(cut_off("reset"))
+        gone.append(fleet.again(lease, cut_off("reset"), ["a"], among=()))
+    assert gone == [True] * 30
+    later = fleet.lease("m", at="a")
+    later.close(cut_off("reset"))
+    assert [fleet.again(later, cut_off("reset"), ["a"], among=()) for _ in range(4)] == [True, True, True, False]

@@ -1,0 +1,188 @@
+"""The choice of a Triton for a request."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from triton_openai.config.tree import EjectionSettings
+from triton_openai.triton.routing import Pool, RetryBudget, Target
+
+EJECTION = EjectionSettings()
+
+
+def pool_of(*weights, policy="least_requests", **options):
+    pool = Pool(policy, **{"max_ejected": 0.5, "load_factor": 1.25, "seed": 1, **options})
+    pool.update([Target(f"t{place}", weight) for place, weight in enumerate(weights)])
+    return pool
+
+
+def chosen(pool, key):
+    return pool.choose(0.0, key=key).endpoint
+
+
+def spread(pool, requests, *, running=0, now=100.0, key=lambda number: None):
+    """Send *requests*, of which as many as *running* run at a time, and return how many each target got."""
+    got: Counter[str] = Counter()
+    open_ones, order = [], random.Random(7)
+    for number in range(requests):
+        target = pool.choose(now, key=key(number))
+        got[target.endpoint] += 1
+        pool.count(target, 1)
+        open_ones.append(target)
+        while len(open_ones) > running:
+            pool.count(open_ones.pop(order.randrange(len(open_ones))), -1)
+    for target in open_ones:
+        pool.count(target, -1)
+    return got
+
+
+@pytest.mark.parametrize("policy", ["least_requests", "round_robin"])
+@pytest.mark.parametrize("running", [0, 60])
+@pytest.mark.parametrize("weights", [(1, 1, 1), (2, 1, 1), (3, 1, 1, 1, 1, 1, 1)])
+def test_requests_are_spread_by_weight(policy, running, weights):
+    """Every target gets its share, with few requests at a time and with many."""
+    got = spread(pool_of(*weights, policy=policy), 6000, running=running)
+    for place, weight in enumerate(weights):
+        assert got[f"t{place}"] == pytest.approx(6000 * weight / sum(weights), rel=0.25)
+
+
+def test_round_robin_takes_turns():
+    """Equal targets get one request after the other."""
+    pool = pool_of(1, 1, 1, policy="round_robin")
+    turns = [pool.choose(0.0).endpoint for _ in range(9)]
+    assert turns == turns[:3] * 3
+    assert len(set(turns[:3])) == 3
+
+
+def test_the_slowest_target_gets_least():
+    """A target whose requests do not end gets no more of them than the others have."""
+    pool = pool_of(1, 1, 1)
+    for _ in range(300):
+        target = pool.choose(0.0)
+        target.running += 1
+        if target.endpoint != "t0":
+            target.running -= 1
+    assert pool.targets[0].running < 5
+
+
+def test_nobody_is_chosen_without_weight_room_or_after_a_failure():
+    """Weight 0, a failed Triton and one at its limit get nothing."""
+    pool = pool_of(0, 1, 1)
+    assert set(spread(pool, 100)) == {"t1", "t2"}
+    assert {pool.choose(0.0, avoid=["t1"]).endpoint for _ in range(20)} == {"t2"}
+    assert pool.choose(0.0, avoid=["t1", "t2"]) is None
+    pool.targets[1].running = 4
+    assert {pool.choose(0.0, limit=4).endpoint for _ in range(20)} == {"t2"}
+    pool.targets[2].running = 4
+    assert pool.choose(0.0, limit=4) is None
+    many = pool_of(*[1] * 50)
+    for target in many.targets[1:]:
+        target.running = 4
+    assert {many.choose(0.0, limit=4).endpoint for _ in range(50)} == {"t0"}
+    assert pool_of().choose(0.0) is None
+    assert pool_of(0).choose(0.0) is None
+
+
+@pytest.mark.parametrize("others", [2, 9])
+def test_a_target_that_came_back_begins_with_a_tenth(others):
+    """It gets some 10 % of its share at first, and all of it after ten seconds."""
+    for age, part in ((0.0, 0.1), (5.0, 0.5), (10.0, 1.0)):
+        pool = pool_of(*[1] * (others + 1))
+        pool.targets[0].restore(100.0)
+        got = spread(pool, 20_000, now=100.0 + age)["t0"]
+        assert got == pytest.approx(20_000 * part / (others + part), rel=0.3), age
+
+
+def test_ejected_targets_get_nothing_unless_too_many_are():
+    """Failures in a row eject; beyond the largest share all are used."""
+    pool = pool_of(1, 1, 1, 1)
+    first, second, third, _ = pool.targets
+    assert [first.fail(0.0, EJECTION) for _ in range(5)] == [False] * 4 + [True]
+    pool.update(pool.targets)
+    assert set(spread(pool, 200)) == {"t1", "t2", "t3"}
+    second.eject(0.0, EJECTION)
+    pool.update(pool.targets)
+    assert not pool.panics
+    assert set(spread(pool, 200)) == {"t2", "t3"}
+    third.eject(0.0, EJECTION)
+    pool.update(pool.targets)
+    assert pool.panics
+    assert set(spread(pool, 200)) == {"t0", "t1", "t2", "t3"}
+
+
+def test_success_ends_a_row_of_failures():
+    """Only failures in a row count."""
+    target = Target("a", 1)
+    for _ in range(20):
+        assert not any(target.fail(0.0, EJECTION) for _ in range(4))
+        target.succeed()
+
+
+def test_the_time_of_an_ejection_doubles():
+    """Each ejection without a success in between lasts twice as long, up to the limit."""
+    target, times = Target("a", 1), []
+    for _ in range(8):
+        target.eject(0.0, EJECTION)
+        times.append(target.ejected_until)
+        target.restore(0.0)
+    assert times == [10, 20, 40, 80, 160, 300, 300, 300]
+    target.succeed()
+    target.eject(0.0, EJECTION)
+    assert target.ejected_until == 10
+
+
+def test_a_key_stays_and_few_move_when_a_target_leaves():
+    """Of the keys, those of the target that leaves move, and no others."""
+    keys = [str(number).encode() for number in range(3000)]
+
+    def homes(*names):
+        pool = Pool("affinity", max_ejected=0.5, load_factor=100.0)
+        pool.update([Target(name, 1) for name in names])
+        return {key: chosen(pool, key) for key in keys}
+
+    before, after = homes("a", "b", "c", "d", "e"), homes("a", "b", "c", "d")
+    assert before == homes("e", "d", "c", "b", "a")
+    moved = [key for key in keys if before[key] != after[key]]
+    assert {before[key] for key in moved} == {"e"}
+    assert max(Counter(before.values()).values()) < 1.3 * 3000 / 5
+
+
+def test_a_ring_with_less_room_moves_few_keys():
+    """With so many targets that each has fewer points, keys still stay."""
+    keys = [str(number).encode() for number in range(2000)]
+
+    def homes(count):
+        pool = Pool("affinity", max_ejected=0.5, load_factor=100.0)
+        pool.update([Target(f"t{number}", 1) for number in range(count)])
+        return [chosen(pool, key) for key in keys]
+
+    moved = sum(before != after for before, after in zip(homes(300), homes(299), strict=True))
+    assert moved < 100
+
+
+def test_no_target_gets_more_than_its_bounded_load():
+    """One key for all requests: they move on when its target has more than the load factor allows."""
+    pool = pool_of(1, 1, 1, 1, policy="affinity")
+    for _ in range(400):
+        pool.count(pool.choose(0.0, key=b"the same"), 1)
+    assert max(target.running for target in pool.targets) <= 126
+    assert sorted(target.running for target in pool.targets)[-3] >= 100
+
+
+def test_requests_without_a_key_go_to_where_fewest_run():
+    """Affinity without a key is least requests."""
+    pool = pool_of(1, 1, 1, policy="affinity")
+    pool.targets[0].running = pool.targets[2].running = 9
+    assert pool.choose(0.0).endpoint == "t1"
+
+
+def test_a_budget_bounds_retries():
+    """Retries are a fifth of the requests of ten seconds, and at least three."""
+    budget = RetryBudget(0.2)
+    assert [budget.spend(0.0) for _ in range(5)] == [True] * 3 + [False] * 2
+    for second in range(20, 30):
+        for _ in range(10):
+            budget.count(second)
+    assert sum(budget.spend(29.5) for _ in range(50)) == 20
+    assert sum(budget.spend(60.0) for _ in range(50)) == 3

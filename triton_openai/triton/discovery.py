@@ -1,0 +1,128 @@
+"""Keeps a fleet's list of Tritons: what the settings name, a file that changes, and the addresses of names."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+import structlog
+
+from triton_openai.config.addresses import endpoints
+from triton_openai.config.files import LOOK_SECONDS, FileWatch
+from triton_openai.config.tree import EndpointSettings, TritonAccess, TritonSettings
+from triton_openai.errors import ConfigurationError
+
+_log = structlog.get_logger(__name__)
+
+#: Returns the addresses of a host. Raises ``OSError``.
+Lookup = Callable[[str], Awaitable[Collection[str]]]
+
+
+async def lookup(host: str) -> Collection[str]:
+    """Return the addresses of *host*, as the system finds them. Raises ``OSError``."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return {str(address[0]) for *_, address in found}
+
+
+class Discovery:
+    """Calls *apply* with the Tritons whenever they are others."""
+
+    def __init__(
+        self,
+        triton: TritonSettings,
+        access: TritonAccess,
+        apply: Callable[[Sequence[EndpointSettings]], Awaitable[None]],
+        *,
+        lookup: Lookup = lookup,
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """*failed* is called for each name that cannot be looked up."""
+        self._triton = triton
+        self._access = access
+        self._apply = apply
+        self._lookup = lookup
+        self._failed = failed
+        self._watch = FileWatch([triton.endpoints_file], problem="the file of endpoints is not used, the old ones stay")
+        #: As the settings have them; raises :class:`ConfigurationError`.
+        self.listed = endpoints(triton)
+        self._addresses: dict[str, frozenset[str]] = {}
+        self._failing: set[str] = set()
+        self._applied: Sequence[EndpointSettings] | None = None
+
+    async def replace(self, triton: TritonSettings) -> None:
+        """Take other settings. Raises :class:`ConfigurationError`, and nothing has changed then."""
+        self.listed = await asyncio.to_thread(endpoints, triton)
+        self._triton = triton
+        await self.look()
+
+    async def run(self) -> None:
+        """Look for changes until cancelled."""
+        loop = asyncio.get_running_loop()
+        next_lookup = loop.time() + self._triton.dns_interval
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if await self._watch.look(settled=True):
+                try:
+                    self._watch.check("file of endpoints")
+                    self.listed = await asyncio.to_thread(endpoints, self._triton)
+                except ConfigurationError as error:
+                    self._watch.failed(error)
+                    continue
+                self._watch.used()
+                _log.info("endpoints are read again", endpoints=[each.name for each in self.listed])
+            elif loop.time() < next_lookup:
+                continue
+            next_lookup = loop.time() + self._triton.dns_interval
+            await self.look()
+
+    async def look(self) -> None:
+        """Look the names up, and apply what has changed."""
+        found = [one for parts in await asyncio.gather(*map(self._expanded, self.listed)) for one in parts]
+        if found != self._applied:
+            await self._apply(found)
+            self._applied = found
+
+    async def _expanded(self, endpoint: EndpointSettings) -> Sequence[EndpointSettings]:
+        """Return a Triton for each address of a name. A lookup that fails, or finds none, leaves those that were."""
+        if not endpoint.dns:
+            return [endpoint]
+        host = urlsplit(endpoint.url[0]).hostname or ""
+        try:
+            addresses = frozenset(await self._lookup(host))
+            reason = "it has no addresses"
+        except OSError as error:
+            addresses, reason = frozenset(), error.strerror or str(error)
+        if addresses:
+            self._addresses[host] = addresses
+            self._failing.discard(host)
+        else:
+            self._failed()
+            if host not in self._failing:
+                self._failing.add(host)
+                _log.warning(
+                    "the name of an endpoint cannot be looked up: its old addresses stay", host=host, reason=reason
+                )
+        access = endpoint.access or self._access
+        if access.server_name is None:
+            # A certificate is for the name, not for an address.
+            access = msgspec.structs.replace(access, server_name=host)
+        return [
+            msgspec.structs.replace(
+                endpoint,
+                name=f"{endpoint.name}/{address}",
+                url=tuple(_at(url, address) for url in endpoint.url),
+                access=access,
+                dns=False,
+            )
+            for address in sorted(self._addresses.get(host, ()))
+        ]
+
+
+def _at(url: str, address: str) -> str:
+    """Return *url* with *address* in place of its host."""
+    parts = urlsplit(url)
+    host = f"[{address}]" if ":" in address else address
+    return parts._replace(netloc=host if parts.port is None else f"{host}:{parts.port}").geturl()

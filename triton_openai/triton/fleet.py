@@ -1,0 +1,673 @@
+"""
+Several Tritons as one: a catalog of each, one list of models, and a lease of one of them for each request.
+
+A single Triton is a fleet of one: nothing is chosen, and nothing is tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
+from typing import Protocol, TypeVar
+
+import msgspec
+import structlog
+
+from triton_openai.config.tree import EndpointSettings, Policy, TritonAccess, TritonSettings
+from triton_openai.errors import (
+    ConfigurationError,
+    ModelNotFound,
+    ModelUnloading,
+    Overloaded,
+    ServiceError,
+    UpstreamError,
+    UpstreamTimeout,
+    UpstreamUnavailable,
+)
+from triton_openai.tasks import cancel, spawn
+from triton_openai.triton.catalog import Catalog, Snapshot, merge
+from triton_openai.triton.client import TritonClient
+from triton_openai.triton.connection import OPEN_ACCESS
+from triton_openai.triton.discovery import Discovery
+from triton_openai.triton.endpoint import Endpoint
+from triton_openai.triton.routing import Pool, RetryBudget, Target
+from triton_openai.triton.tensors import InferRequest
+
+_log = structlog.get_logger(__name__)
+_T = TypeVar("_T")
+
+# Longest wait for the answer to the request that shows whether an ejected Triton answers again.
+_PROBE_SECONDS = 30.0
+# Names of Tritons that become labels of metrics.
+_MOST_LABELS = 64
+# Multiples of it are spread evenly over 0 to 1.
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_CREDIT_SECONDS = 10.0
+# So many models that are ejected on a Triton eject it for all.
+_EJECTED_MODELS = 3
+
+
+class FleetObserver(Protocol):
+    """Learns what happens among several Tritons. *endpoint* is a name of the settings; *number* is 1 or -1."""
+
+    def up(self, endpoint: str, number: int) -> None:
+        """Count a Triton that answers, or no longer does."""
+
+    def leased(self, endpoint: str, model: str, number: int) -> None:
+        """Count a running request."""
+
+    def ended(self, endpoint: str, model: str, outcome: str) -> None:
+        """Count a request that has ended: ``answered``, ``failed`` or ``cancelled``."""
+
+    def ejected(self, endpoint: str, model: str, number: int, reason: str) -> None:
+        """Count a Triton that is ejected for a model; *reason* is the code of an error."""
+
+    def panics(self, model: str, number: int) -> None:
+        """Count a model of which so many Tritons are ejected that all are used."""
+
+    def failed_over(self, model: str, reason: str) -> None:
+        """Count a request that is sent to another Triton."""
+
+    def budget_exhausted(self) -> None:
+        """Count a request that is not sent again, because too many were."""
+
+    def lookup_failed(self) -> None:
+        """Count a name that could not be looked up."""
+
+
+class Member:
+    """One Triton of a fleet."""
+
+    def __init__(self, settings: EndpointSettings, client: TritonClient, label: str) -> None:
+        assert settings.name is not None, "the settings have been completed"
+        self.name = settings.name
+        self.settings = settings
+        self.client = client
+        #: The name in metrics.
+        self.label = label
+        self.snapshot = Snapshot(error=UpstreamUnavailable("Triton has not been asked yet.", retry_after=1))
+        self.catalog: Catalog
+        #: By Triton model.
+        self.targets: dict[str, Target] = {}
+        #: Those that have not ended.
+        self.leases: set[Lease] = set()
+        #: Set when there are none.
+        self.idle = asyncio.Event()
+        self.draining = False
+        # Requests that it took with it when it ended, which may go elsewhere beside the budget, and until when.
+        self._credit, self._credit_until = 0, -math.inf
+
+    def forgives(self, now: float) -> bool:
+        """
+        Return whether a request that lost its connection here may go elsewhere without counting as a retry.
+
+        Those that ran when the first one was lost may: a Triton that ends must not cost more than the budget has.
+        """
+        if now >= self._credit_until:
+            self._credit, self._credit_until = len(self.leases) + 1, now + _CREDIT_SECONDS
+        self._credit -= 1
+        return self._credit >= 0
+
+    @property
+    def ejected(self) -> bool:
+        """Whether so many of its models fail that it gets no requests at all."""
+        return sum(target.ejected_until is not None for target in self.targets.values()) >= _EJECTED_MODELS
+
+
+class Lease:
+    """A Triton for one request. Whoever has it says how the request ended: :meth:`close`."""
+
+    __slots__ = ("_fleet", "_target", "client", "counted", "endpoint", "lost", "member", "model")
+
+    def __init__(self, fleet: Fleet, member: Member, target: Target | None, model: str) -> None:
+        self._fleet = fleet
+        # None once it has ended, and for the only Triton, of which nothing is counted.
+        self._target = target
+        self.member = member
+        self.client = member.client
+        #: The name of the Triton.
+        self.endpoint = member.name
+        self.model = model
+        #: Whether it is one of several Tritons, whose requests are counted.
+        self.counted = target is not None
+        #: Called when the Triton has stopped answering, if the request can still go elsewhere.
+        self.lost: Callable[[], None] | None = None
+
+    @property
+    def name(self) -> str | None:
+        """What the Triton is called in the settings, if it is one of several."""
+        return self.endpoint if self.counted else None
+
+    def address_of(self, request: InferRequest) -> str | None:
+        """Return the address to which *request* goes, if it is known."""
+        return self.client.address_of(request) if isinstance(self.client, Endpoint) else None
+
+    def close(self, error: Exception | None = None, *, answered: bool = True) -> None:
+        """
+        End the lease, once: further calls do nothing.
+
+        *error* is how the request failed, *answered* whether the model sent anything. A client that leaves before that
+        says nothing about the Triton.
+        """
+        target, self._target = self._target, None
+        if target is not None:
+            self._fleet.end(self, target, error, answered=answered)
+
+
+class Route:
+    """
+    The way of a client's request to the Tritons that have its model. All answers to one prompt go to the same one.
+
+    *among* are the names of those that have the wanted variant of the model, all if empty. *key* is what should stay at
+    one Triton; without one, the beginning of the prompt and the *lora* adapter may be it. *at* names the only one.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        model: str,
+        *,
+        among: Collection[str] = (),
+        key: str | None = None,
+        lora: str = "",
+        at: str | None = None,
+    ) -> None:
+        self._fleet = fleet
+        self.model = model
+        self._among = among
+        self._key = None if key is None else key.encode("utf-8", "surrogatepass")
+        self._lora = lora
+        self._at = at
+        self._prompt: str | None = None
+        #: The Triton that got the request last, and how many have.
+        self.endpoint: str | None = None
+        self.attempts = 0
+
+    def lease(self, tried: Collection[str] = (), *, prompt: str | None = None) -> Lease:
+        """
+        Return a Triton for the request, none of those that it has *tried*. *prompt* is what is sent.
+
+        Raises :class:`UpstreamUnavailable` if there is none.
+        """
+        if self._fleet.alone is not None:
+            return self._fleet.alone
+        at, key = self._at, self._key
+        if self._fleet.several and at is None:
+            policy = self._fleet.policy(self.model)
+            if prompt is not None and prompt == self._prompt and not tried and policy != "round_robin":
+                at = self.endpoint
+            if key is None and policy == "affinity" and prompt is not None:
+                key = self._fleet.prefix_key(self.model, self._lora, prompt)
+        lease = self._fleet.lease(self.model, among=self._among, key=key, avoid=tried, at=at)
+        self._prompt, self.endpoint, self.attempts = prompt, lease.endpoint, max(self.attempts, len(tried) + 1)
+        return lease
+
+    @property
+    def name(self) -> str | None:
+        """What the Triton that got the request last is called, if it is one of several."""
+        return self.endpoint if self._fleet.listed else None
+
+    def again(self, lease: Lease, error: Exception, tried: Collection[str]) -> bool:
+        """Return whether a request that got nothing at *lease*, but *error*, may go on to another one than *tried*."""
+        return self._at is None and self._fleet.again(lease, error, tried, among=self._among)
+
+    async def ask(self, work: Callable[[Lease], Awaitable[_T]]) -> _T:
+        """Return what *work* returns for a Triton, for another one where one fails. Raises :class:`ServiceError`."""
+        tried: list[str] = []
+        while True:
+            lease = self.lease(tried)
+            tried.append(lease.endpoint)
+            try:
+                result = await work(lease)
+            except ServiceError as error:
+                lease.close(error)
+                if not self.again(lease, error, tried):
+                    raise
+            except BaseException:
+                lease.close(answered=False)
+                raise
+            else:
+                lease.close()
+                return result
+
+
+class Fleet:
+    """
+    The Tritons of a service.
+
+    *connect* makes the connection to one, by default to its addresses. *grace* is how many seconds the requests of one
+    that is taken away may still run. Raises :class:`ConfigurationError` for endpoints that cannot be used.
+    """
+
+    def __init__(
+        self,
+        settings: TritonSettings,
+        access: TritonAccess = OPEN_ACCESS,
+        *,
+        connect: Callable[[EndpointSettings], TritonClient] | None = None,
+        grace: float = 10.0,
+        observer: FleetObserver | None = None,
+    ) -> None:
+        self._settings = settings
+        self._access = access
+        self._connect = connect or self._endpoint
+        self._grace = grace
+        #: Whether there is a choice.
+        self.several = False
+        #: The lease for every request, where one Triton alone is named.
+        self.alone: Lease | None = None
+        #: Whether several are named; one alone has no name in logs and metrics.
+        self.listed = bool(settings.endpoints or settings.endpoints_file)
+        self._observer = observer if self.listed else None
+        self._changed: Callable[[Snapshot], Awaitable[None]] | None = None
+        self._ask: Callable[[str, str], Awaitable[None]] | None = None
+        #: By name.
+        self.members: dict[str, Member] = {}
+        #: What all have together.
+        self.snapshot = Snapshot(error=UpstreamUnavailable("Triton has not been asked yet.", retry_after=1))
+        #: Set once every Triton has been asked.
+        self.first = asyncio.Event()
+        self._pools: dict[str, Pool] = {}
+        self._budget = RetryBudget(settings.failover.budget)
+        self._merging = asyncio.Lock()
+        self._merge_wanted = False
+        self._merge_seconds = 0.0
+        # Models whose Tritons have changed.
+        self._stale: set[str] = set()
+        self._looks: dict[Member, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._labels: set[str] = set()
+        self._running = False
+        failed = (lambda: None) if self._observer is None else self._observer.lookup_failed
+        self._discovery = Discovery(settings, access, self._apply, failed=failed)
+        # Names are looked up when there is a loop.
+        self._looked = not any(each.dns for each in self._discovery.listed)
+        for each in self._discovery.listed:
+            if not each.dns:
+                self._add(each)
+
+    def _endpoint(self, settings: EndpointSettings) -> Endpoint:
+        return Endpoint(settings.url, access=settings.access or self._access)
+
+    # Models: what a catalog is for one Triton, this is for all
+
+    def watch(
+        self,
+        changed: Callable[[Snapshot], Awaitable[None]] | None = None,
+        ask: Callable[[str, str], Awaitable[None]] | None = None,
+    ) -> None:
+        """
+        Set *changed*, which is awaited with the models of all when these change, or *ask*.
+
+        *ask* raises :class:`ServiceError` unless a model at the Triton of a name answers a small request.
+        """
+        self._changed, self._ask = changed or self._changed, ask or self._ask
+
+    async def run(self) -> None:
+        """Look for Tritons, and at the models of each, until cancelled."""
+        self._running = True
+        for member in self.members.values():
+            self._looks[member] = asyncio.create_task(member.catalog.run())
+        spawn(self._discovery.run(), self._tasks)
+        try:
+            await self._find()
+            await asyncio.gather(*[member.catalog.first.wait() for member in self.members.values()])
+            self.first.set()
+            await asyncio.Event().wait()
+        finally:
+            await cancel(*self._looks.values(), *self._tasks)
+
+    async def _find(self) -> None:
+        if not self._looked:
+            self._looked = True
+            await self._discovery.look()
+
+    async def replace(self, settings: TritonSettings) -> None:
+        """Take other *settings*. Raises :class:`ConfigurationError`, and nothing has changed then."""
+        before, self._settings = self._settings, settings
+        try:
+            await self._discovery.replace(settings)
+        except ConfigurationError:
+            self._settings = before
+            raise
+        self._budget.share = settings.failover.budget
+        for model in list(self._pools):
+            del self._pools[model]
+        await self._merge({model for member in self.members.values() for model in member.targets})
+
+    async def refresh(self) -> None:
+        """Look at the models of all now."""
+        await self._find()
+        await self._of_all(lambda member: member.catalog.refresh())
+
+    async def renew(self) -> None:
+        """Look at the models of all, beginning now, configs included, after a change."""
+        await self._of_all(lambda member: member.catalog.renew())
+
+    async def refresh_on_miss(self) -> None:
+        """Look at the models of all after a request for an unknown model, at most twice a second."""
+        await self._of_all(lambda member: member.catalog.refresh_on_miss())
+
+    async def _of_all(self, look: Callable[[Member], Awaitable[None]]) -> None:
+        await asyncio.gather(*map(look, self.members.values()))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for member in list(self.members.values()):
+            await member.catalog.close()
+            await member.client.close()
+
+    def _add(self, settings: EndpointSettings) -> None:
+        name = settings.name or ""
+        label = name if name in self._labels or len(self._labels) < _MOST_LABELS else "other"
+        self._labels.add(label)
+        client = self._connect(settings)
+        member = Member(settings, client, label)
+        member.catalog = Catalog(
+            client,
+            interval=self._settings.refresh_interval,
+            changed=partial(self._take, member),
+            starts=bool(self._settings.model_repository),
+            phase=len(self.members) * _GOLDEN % 1,
+            name=name if self.listed else None,
+        )
+        self.members[name] = member
+        self.several = len(self.members) > 1
+        if not self.listed:
+            self.alone = Lease(self, member, None, "")
+        if self._running:
+            self._looks[member] = asyncio.create_task(member.catalog.run())
+
+    async def _take(self, member: Member, snapshot: Snapshot) -> None:
+        """Take the new *snapshot* of a Triton."""
+        lost = member.snapshot.reachable and not snapshot.reachable
+        if self._observer is not None and member.snapshot.reachable != snapshot.reachable:
+            self._observer.up(member.label, -1 if lost else 1)
+        member.snapshot = snapshot
+        now = time.monotonic()
+        was, member.targets = member.targets, {}
+        for model in snapshot.configs:
+            target = was.get(model)
+            if target is None:
+                # A Triton that was there from the start needs no time to warm up.
+                since = now if member.catalog.first.is_set() else -math.inf
+                target = Target(member.name, member.settings.weight, since=since)
+            member.targets[model] = target
+        await self._merge(was.keys() | member.targets.keys())
+        if lost and self.several:
+            # It has not answered a simple question: what has no token yet is better off elsewhere.
+            for lease in list(member.leases):
+                if lease.lost is not None:
+                    lease.lost()
+
+    async def _merge(self, models: Collection[str]) -> None:
+        """Prepare the choice for *models*, and tell of the models of all. What comes meanwhile is told together."""
+        self._stale.update(models)
+        self._merge_wanted = True
+        async with self._merging:
+            if not self._merge_wanted:
+                return
+            # With hundreds of Tritons a merge takes milliseconds: it gets a tenth of the time at most.
+            await asyncio.sleep(10 * self._merge_seconds)
+            began, self._merge_wanted = time.monotonic(), False
+            stale, self._stale = self._stale, set()
+            self._update_pools(stale)
+            snapshot = merge({name: member.snapshot for name, member in self.members.items()})
+            self._merge_seconds = min(time.monotonic() - began, 0.1) if self.several else 0.0
+            if self._changed is not None:
+                await self._changed(snapshot)
+            self.snapshot = snapshot
+
+    def _update_pools(self, models: Collection[str]) -> None:
+        """Prepare the choice for *models*."""
+        routing = self._settings.routing
+        for model in models:
+            members = [each for each in self.members.values() if model in each.targets and not each.draining]
+            targets = [each.targets[model] for each in members if not each.ejected] or [
+                each.targets[model] for each in members
+            ]
+            pool = self._pools.get(model)
+            if pool is None:
+                pool = self._pools[model] = Pool(
+                    self.policy(model),
+                    max_ejected=self._settings.ejection.max_share if self.several else 0.0,
+                    load_factor=routing.load_factor,
+                )
+            panicked = pool.panics
+            pool.update(targets)
+            if pool.panics != panicked and self.several:
+                if self._observer is not None:
+                    self._observer.panics(model, 1 if pool.panics else -1)
+                if pool.panics:
+                    _log.error("too many Tritons are ejected: all are used", model=model)
+            if not targets:
+                del self._pools[model]
+
+    # Requests
+
+    @property
+    def over_grpc(self) -> bool:
+        """Whether every Triton's gRPC address is known."""
+        return all(any(url.startswith("grpc") for url in each.settings.url) for each in self.members.values())
+
+    def policy(self, model: str) -> Policy:
+        """Return how requests to *model* are spread."""
+        routing = self._settings.routing
+        return routing.overrides.get(model, routing.policy)
+
+    def session_of(self, *names: tuple[str, str | None]) -> str | None:
+        """Return the first of the settings' kinds of key that *names* (kind and value) have a value for."""
+        wanted = self._settings.routing.affinity
+        found = [(wanted.index(kind), value) for kind, value in names if value and kind in wanted]
+        return min(found)[1] if found else None
+
+    def prefix_key(self, model: str, lora: str, prompt: str) -> bytes | None:
+        """Return what stands for the beginning of *prompt*, if that is to keep requests at one Triton."""
+        routing = self._settings.routing
+        if "prompt" not in routing.affinity:
+            return None
+        # A character has a byte at least.
+        start = prompt[: routing.prefix_size].encode("utf-8", "surrogatepass")[: routing.prefix_size]
+        return b"\0".join((model.encode(), lora.encode(), start))
+
+    def without(self, model: str) -> Sequence[str]:
+        """Return the names of the Tritons that answer and do not have *model* ready."""
+        return [name for name, one in self.members.items() if one.snapshot.reachable and model not in one.targets]
+
+    def choose(self, model: str) -> str | None:
+        """Return the name of the Triton that a request to *model* would get now, ``None`` if there is none."""
+        pool = self._pools.get(model)
+        target = None if pool is None else pool.choose(time.monotonic())
+        return None if target is None else target.endpoint
+
+    def lease(
+        self,
+        model: str,
+        *,
+        among: Collection[str] = (),
+        key: bytes | None = None,
+        avoid: Collection[str] = (),
+        at: str | None = None,
+    ) -> Lease:
+        """
+        Return a Triton for a request to the Triton model *model*.
+
+        *among* are the names of those that have the wanted variant of the model, *avoid* of those that have failed.
+        *key* is what should stay at one Triton; *at* names the one. Raises :class:`UpstreamUnavailable` if there is
+        none.
+        """
+        if self.alone is not None:
+            return self.alone
+        if at is not None:
+            member = self.members.get(at)
+            target = None if member is None else member.targets.get(model)
+        elif not self.several and self.members:
+            # Whatever it has: a model that has just been unloaded is its answer to give.
+            (member,) = self.members.values()
+            target = member.targets.get(model) or Target(member.name, 1.0)
+        else:
+            pool = self._pools.get(model)
+            if among and pool is not None:
+                avoid = {*avoid, *(one.endpoint for one in pool.targets if one.endpoint not in among)}
+            target = None if pool is None else pool.choose(time.monotonic(), key=key, avoid=avoid)
+            member = None if target is None else self.members.get(target.endpoint)
+        if member is None or target is None:
+            raise UpstreamUnavailable("No Triton that has the model takes requests at the moment.", retry_after=2)
+        lease = Lease(self, member, target, model)
+        self._count(model, target, 1)
+        member.leases.add(lease)
+        if self._observer is not None:
+            self._observer.leased(member.label, model, 1)
+        if not avoid:
+            self._budget.count(time.monotonic())
+        return lease
+
+    def _count(self, model: str, target: Target, number: int) -> None:
+        pool = self._pools.get(model)
+        if pool is None:
+            target.running += number
+        else:
+            pool.count(target, number)
+
+    def end(self, lease: Lease, target: Target, error: Exception | None, *, answered: bool) -> None:
+        """Learn how the request of *lease* ended."""
+        member, now = lease.member, time.monotonic()
+        self._count(lease.model, target, -1)
+        member.leases.discard(lease)
+        if not member.leases:
+            member.idle.set()
+        failed = isinstance(error, UpstreamError) and not isinstance(error, ModelUnloading)
+        if self._observer is not None:
+            self._observer.leased(member.label, lease.model, -1)
+            # Whoever refuses a request has answered.
+            outcome = "failed" if failed else "answered" if answered or error is not None else "cancelled"
+            self._observer.ended(member.label, lease.model, outcome)
+        if not self.several:
+            return
+        if not failed and (answered or error is not None):
+            target.succeed()
+        elif failed and target.fail(now, self._settings.ejection):
+            assert isinstance(error, ServiceError)
+            self._eject(member, lease.model, target, error)
+        if not_there(error) and member.targets.get(lease.model) is target:
+            # Until the next look at its models.
+            del member.targets[lease.model]
+            self._update_pools([lease.model])
+
+    def again(self, lease: Lease, error: Exception, tried: Collection[str], *, among: Collection[str]) -> bool:
+        """
+        Return whether a request that got nothing at *lease*, but *error*, may go to another Triton.
+
+        *tried* are those that it has reached. Of one whose connection was lost in mid-work, only one other Triton may
+        bear the risk that the request is what ended the first.
+        """
+        settings = self._settings.failover
+        if not self.several or len(tried) >= settings.attempts or not _passes(error, settings.on_timeout):
+            return False
+        if len(tried) > 1 and isinstance(error, ServiceError) and error.code == "upstream_disconnected":
+            return False
+        pool = self._pools.get(lease.model)
+        others = [] if pool is None else [one.endpoint for one in pool.targets if one.endpoint not in tried]
+        if not [name for name in others if not among or name in among]:
+            return False
+        now, lost = time.monotonic(), getattr(error, "code", "") in ("upstream_disconnected", "upstream_unavailable")
+        if not (lost and lease.member.forgives(now)) and not self._budget.spend(now):
+            _log.warning("a request is not sent again: too many were", model=lease.model)
+            if self._observer is not None:
+                self._observer.budget_exhausted()
+            return False
+        if self._observer is not None:
+            self._observer.failed_over(lease.model, error.code if isinstance(error, ServiceError) else "error")
+        return True
+
+    # Ejection
+
+    def _eject(self, member: Member, model: str, target: Target, error: ServiceError) -> None:
+        _log.warning("a Triton is ejected", endpoint=member.name, model=model, reason=error.reason)
+        if self._observer is not None:
+            self._observer.ejected(member.label, model, 1, error.code)
+        self._update_pools(member.targets if member.ejected else [model])
+        spawn(self._bring_back(member, model, target), self._tasks)
+
+    async def _bring_back(self, member: Member, model: str, target: Target) -> None:
+        """Ask an ejected Triton after its time, until it answers or is gone."""
+        while member.targets.get(model) is target and target.ejected_until is not None:
+            await asyncio.sleep(target.ejected_until - time.monotonic())
+            if not await self._answers(member, model):
+                target.eject(time.monotonic(), self._settings.ejection)
+                continue
+            was_out = member.ejected
+            target.restore(time.monotonic())
+            _log.info("a Triton takes requests again", endpoint=member.name, model=model)
+            self._update_pools(member.targets if was_out else [model])
+        if self._observer is not None:
+            self._observer.ejected(member.label, model, -1, "")
+
+    async def _answers(self, member: Member, model: str) -> bool:
+        """Return whether *model* answers a small request at *member*. Whoever refuses one is there."""
+        try:
+            async with asyncio.timeout(_PROBE_SECONDS):
+                if self._ask is not None:
+                    await self._ask(model, member.name)
+        except (UpstreamError, TimeoutError):
+            return False
+        except ServiceError as error:
+            _log.debug("small request refused", endpoint=member.name, model=model, reason=error.reason)
+        return True
+
+    # Changes
+
+    async def _apply(self, endpoints: Sequence[EndpointSettings]) -> None:
+        """Take *endpoints* in place of those that there are. What leaves may finish its requests for a time."""
+        wanted = {each.name or "": each for each in endpoints}
+        for name, member in list(self.members.items()):
+            new = wanted.get(name)
+            if new is None or msgspec.structs.replace(new, weight=1.0) != msgspec.structs.replace(
+                member.settings, weight=1.0
+            ):
+                del self.members[name]
+                spawn(self._remove(member), self._tasks)
+            elif new != member.settings:
+                member.settings = new
+                for target in member.targets.values():
+                    target.weight = new.weight
+        for name, new in wanted.items():
+            if name not in self.members:
+                self._add(new)
+        self.several = len(self.members) > 1
+        models = {*self._pools, *(model for one in self.members.values() for model in one.targets)}
+        # At once: no request may choose a Triton that has gone.
+        self._update_pools(models)
+        await self._merge(models)
+
+    async def _remove(self, member: Member) -> None:
+        """Let the requests of *member* finish, for a time, and close its connections."""
+        member.draining = True
+        look = self._looks.pop(member, None)
+        if look is not None:
+            await cancel(look)
+        if member.leases:
+            member.idle.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._grace):
+                    await member.idle.wait()
+        await member.catalog.close()
+        await member.client.close()
+
+
+def not_there(error: Exception | None) -> bool:
+    """Return whether *error* says that a Triton does not have the model ready, though its list says so."""
+    return isinstance(error, ModelNotFound) or (
+        isinstance(error, UpstreamUnavailable) and not isinstance(error, ModelUnloading)
+    )
+
+
+def _passes(error: Exception, on_timeout: bool) -> bool:
+    """Return whether another Triton may do better: the request did not reach a model, or its connection was lost."""
+    if isinstance(error, UpstreamTimeout):
+        return on_timeout and error.code == "upstream_silent"
+    return not_there(error) or isinstance(error, Overloaded) or getattr(error, "code", "") == "upstream_disconnected"

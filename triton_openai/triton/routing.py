@@ -1,0 +1,246 @@
+"""
+Which of several Tritons gets a request: candidates, policies, ejection, and the budget for retries.
+
+A :class:`Pool` has the :class:`Target` s of one model, one for each Triton that has it ready. Nothing here connects or
+waits, and the clock is an argument. The cost of a choice does not depend on the number of Tritons.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from hashlib import blake2b
+from itertools import accumulate
+
+from triton_openai.config.tree import EjectionSettings, Policy
+
+# With so few candidates all are compared; of more, two.
+_FEW = 3
+# Seconds in which a Triton that came back reaches its share of the requests, and the part that it begins with.
+_WARM_UP = 10.0
+_COLD = 0.1
+# Points on the hash ring for each unit of weight. More Tritons than fill the ring have fewer points each.
+_POINTS = 256
+_RING = 1 << 16
+# A digest of BLAKE2b gives as many points.
+_POINTS_IN_DIGEST = 8
+# The window of the budget, and the retries that it allows in any case.
+_WINDOW = 10
+_LEAST_RETRIES = 3
+
+
+class Target:
+    """One model on one Triton: how many requests of this process it has, and whether it takes more."""
+
+    def __init__(self, endpoint: str, weight: float, *, since: float = -math.inf) -> None:
+        self.endpoint = endpoint
+        self.weight = weight
+        #: Requests that have not ended.
+        self.running = 0
+        #: When it began to take requests, or began again.
+        self.since = since
+        #: Failures in a row.
+        self.failures = 0
+        #: Until when it gets no requests: the time after which a probe may bring it back.
+        self.ejected_until: float | None = None
+        self._ejections = 0
+
+    def share(self, now: float) -> float:
+        """Return the weight, less while it warms up."""
+        age = now - self.since
+        return self.weight if age >= _WARM_UP else self.weight * max(_COLD, age / _WARM_UP)
+
+    def succeed(self) -> None:
+        """Learn that it answered."""
+        self.failures = 0
+        if self.ejected_until is None:
+            self._ejections = 0
+
+    def fail(self, now: float, settings: EjectionSettings) -> bool:
+        """Learn that it failed, and return whether it is ejected by that."""
+        self.failures += 1
+        if self.ejected_until is not None or self.failures < settings.failures:
+            return False
+        self.eject(now, settings)
+        return True
+
+    def eject(self, now: float, settings: EjectionSettings) -> None:
+        """Take no requests for a time that doubles with each ejection."""
+        self.ejected_until = now + min(settings.time * 2.0**self._ejections, settings.max_time)
+        self._ejections = min(self._ejections + 1, 32)
+
+    def restore(self, now: float) -> None:
+        """Take requests again, few at first."""
+        self.ejected_until, self.failures, self.since = None, 0, now
+
+
+class Pool:
+    """The targets of one model. *targets* and their ejections change seldom: :meth:`update` prepares the choice."""
+
+    def __init__(self, policy: Policy, *, max_ejected: float, load_factor: float, seed: int | None = None) -> None:
+        self.policy = policy
+        self._max_ejected = max_ejected
+        self._load_factor = load_factor
+        self._random = random.Random(seed)
+        self._targets: Sequence[Target] = ()
+        self._candidates: Sequence[Target] = ()
+        #: Requests of all targets that have not ended.
+        self.running = 0
+        #: Whether so many are ejected that all are used.
+        self.panics = False
+        self._weights: Sequence[float] = ()
+        self._turns: list[tuple[float, int, Target]] = []
+        self._ring: Sequence[int] = ()
+        self._owners: Sequence[Target] = ()
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """All targets, those included that take no requests."""
+        return self._targets
+
+    def update(self, targets: Sequence[Target]) -> None:
+        """Take *targets* as they are now."""
+        self._targets = targets
+        self.running = sum(target.running for target in targets)
+        active = [target for target in targets if target.weight > 0]
+        sound = [target for target in active if target.ejected_until is None]
+        self.panics = bool(active) and len(active) - len(sound) > self._max_ejected * len(active)
+        self._candidates = active if self.panics else sound
+        self._weights = list(accumulate(target.weight for target in self._candidates))
+        self._turns, self._ring, self._owners = [], (), ()
+        if self.policy == "round_robin":
+            self._turns = [(1 / one.weight, place, one) for place, one in enumerate(self._candidates)]
+            heapq.heapify(self._turns)
+        elif self.policy == "affinity":
+            points = sorted(_points(self._candidates), key=lambda point: point[0])
+            self._ring, self._owners = [value for value, _ in points], [owner for _, owner in points]
+
+    def count(self, target: Target, number: int) -> None:
+        """Count *number* more requests of *target*, which may be -1."""
+        target.running += number
+        self.running += number
+
+    def choose(
+        self, now: float, *, key: bytes | None = None, avoid: Collection[str] = (), limit: float = math.inf
+    ) -> Target | None:
+        """
+        Return the target for a request, ``None`` if there is none.
+
+        *key* is what should stay at one Triton, for the policy ``affinity``; without one the request goes to where the
+        fewest run. *avoid* are names of Tritons that have failed for it, *limit* is how many requests one may run.
+        """
+
+        def fits(target: Target) -> bool:
+            return target.running < limit and target.endpoint not in avoid
+
+        if len(self._candidates) == 1:
+            return self._candidates[0] if fits(self._candidates[0]) else None
+        if self.policy == "round_robin":
+            return self._next(fits)
+        if self._ring and key is not None:
+            return self._nearest(key, fits)
+        if len(self._candidates) > _FEW:
+            found = [one for one in (self._sample(now), self._sample(now)) if one is not None and fits(one)]
+            if found:
+                return min(found, key=lambda target: target.running / target.share(now))
+        # Few, or both are full or have failed: that is seldom, and then all are looked at.
+        return self._least([one for one in self._candidates if fits(one)], now)
+
+    def _least(self, targets: Sequence[Target], now: float) -> Target | None:
+        """Return the target with the fewest requests for its weight, of equal ones at random by their weights."""
+        if not targets:
+            return None
+        least = min(target.running / target.share(now) for target in targets)
+        tied = [target for target in targets if target.running / target.share(now) == least]
+        return tied[0] if len(tied) == 1 else self._random.choices(tied, [one.share(now) for one in tied])[0]
+
+    def _sample(self, now: float) -> Target | None:
+        """Return a candidate at random by its weight; ``None`` instead of one that is still to warm up."""
+        place = bisect_right(self._weights, self._random.random() * self._weights[-1])
+        target = self._candidates[min(place, len(self._candidates) - 1)]
+        cold = target.share(now) < self._random.random() * target.weight
+        return None if cold else target
+
+    def _next(self, fits: Callable[[Target], bool]) -> Target | None:
+        """Return the target whose turn it is: the one with the earliest deadline, which moves on by 1 / weight."""
+        passed: list[tuple[float, int, Target]] = []
+        found = None
+        while self._turns and found is None:
+            deadline, place, target = heapq.heappop(self._turns)
+            if fits(target):
+                found = target
+                deadline += 1 / target.weight
+            passed.append((deadline, place, target))
+        for turn in passed:
+            heapq.heappush(self._turns, turn)
+        return found
+
+    def _nearest(self, key: bytes, fits: Callable[[Target], bool]) -> Target | None:
+        """
+        Return the first target behind *key* on the ring whose load is within the bound.
+
+        Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2018): no target runs more than the load
+        factor times its share of all requests, so a key moves on only while its own target has too much.
+        """
+        bound = self._load_factor * (self.running + 1) / self._weights[-1]
+        start = bisect_right(self._ring, _point(key))
+        for step in range(len(self._owners)):
+            target = self._owners[(start + step) % len(self._owners)]
+            if fits(target) and target.running < math.ceil(bound * target.weight):
+                return target
+        return None
+
+
+def _point(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "big")
+
+
+def _points(targets: Sequence[Target]) -> Iterator[tuple[int, Target]]:
+    """
+    Yield the points of *targets* on the ring.
+
+    They depend on the names alone, so every worker and every replica has the same ring. Fewer points, where the ring is
+    full, are a part of the others: what stays keeps its place.
+    """
+    most = min(_POINTS, max(_POINTS_IN_DIGEST, _RING // max(1, len(targets))))
+    for target in targets:
+        count = max(1, round(most * target.weight))
+        for number in range(-(-count // _POINTS_IN_DIGEST)):
+            digest = blake2b(f"{target.endpoint}#{number}".encode()).digest()
+            for place in range(min(_POINTS_IN_DIGEST, count - number * _POINTS_IN_DIGEST)):
+                yield int.from_bytes(digest[8 * place : 8 * place + 8], "big"), target
+
+
+class RetryBudget:
+    """Bounds retries to a share of the requests of the last ten seconds, so that they cannot become a storm."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self._seconds: deque[tuple[int, list[int]]] = deque()
+
+    def _now(self, now: float) -> list[int]:
+        """Return the requests and the retries of this second."""
+        second = int(now)
+        while self._seconds and self._seconds[0][0] <= second - _WINDOW:
+            self._seconds.popleft()
+        if not self._seconds or self._seconds[-1][0] != second:
+            self._seconds.append((second, [0, 0]))
+        return self._seconds[-1][1]
+
+    def count(self, now: float) -> None:
+        """Count a request."""
+        self._now(now)[0] += 1
+
+    def spend(self, now: float) -> bool:
+        """Count a retry if the budget allows one, and return whether it does."""
+        current = self._now(now)
+        requests = sum(counts[0] for _, counts in self._seconds)
+        retries = sum(counts[1] for _, counts in self._seconds)
+        if retries >= max(_LEAST_RETRIES, self.share * requests):
+            return False
+        current[1] += 1
+        return True
