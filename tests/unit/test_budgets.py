@@ -16,7 +16,7 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 #: By room: the lines that it began with, and what has changed them since. A feature stands with the name that the
 #: changelog gives it. "Above its budget" is what is still to be cut.
 BUDGETS: Mapping[str, Mapping[str, int]] = {
-    "api": {"today": 5811},
+    "api": {"today": 5811, "the fewest turns that make a conversation fit": 97},
     "answer": {"begin": 1350, "jobs run here, and not in the API": 37, "several Tritons": 58},
     "adapters": {"today": 1945},
     "storage": {"today": 900},
@@ -26,6 +26,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "failures of vLLM that are not about the request are a 502": 13,
         "a Triton serves the other models where one cannot be loaded": 6,
         "several Tritons": 803,
+        "the fewest turns that make a conversation fit": 4,
         "above its budget": 41,
     },
     "models": {

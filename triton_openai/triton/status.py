@@ -206,7 +206,12 @@ def classify(text: str, model: str, status: str = "") -> ServiceError:
         message = rule.unsaid if said is None and "{said}" in rule.message else rule.message
         if message is not None:
             message = message.format(model=model, said=said, **groups)
-        return rule.error(message, detail=text, **rule.options)
+        options = rule.options
+        if "prompt" in groups:
+            # What the answer needs is no room for the prompt.
+            room = int(groups["limit"]) - int(groups.get("answer") or 0)
+            options = {**options, "tokens": int(groups["prompt"]), "limit": room}
+        return rule.error(message, detail=text, **options)
     by_status = _BY_STATUS.get(status)
     if by_status is not None:
         return by_status.error(by_status.message, detail=text, **by_status.options)

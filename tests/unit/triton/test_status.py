@@ -274,3 +274,12 @@ def test_the_log_has_one_line(text: str, line: str) -> None:
     first, *rest = logs
     assert {"event": "request refused", "log_level": "warning", "reason": line, "request_id": "1"} == first
     assert [("debug", error.trace)] * ("\n" in text) == [(entry["log_level"], entry["trace"]) for entry in rest]
+
+
+def test_what_a_prompt_may_have() -> None:
+    """The error tells the prompt's tokens, and how many fit in front of the answer, where the backend names both."""
+    sums = "Input length (9000) + max new tokens (5) must be less than max sequence length (8192)."
+    for text, numbers in ((TOO_LONG, (2100, 2048)), (sums, (9000, 8187)), ("The prompt is too long.", (None, None))):
+        error = classify(text, "m")
+        assert isinstance(error, ContextLengthExceeded)
+        assert numbers == (error.tokens, error.limit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -14,6 +14,8 @@ from triton_openai import errors
 from triton_openai.access.rate_limits import TICKET, tokens_charged
 from triton_openai.answer.fan_out import collect
 from triton_openai.api.chat import ChatRequest, Turn
+from triton_openai.api.responses.chat_request import Reading
+from triton_openai.api.responses.context_window import answered, turn_of
 from triton_openai.api.responses.event_log import EVENTS, EventLog
 from triton_openai.api.responses.objects import ResponsesRequest
 from triton_openai.api.responses.response_events import ResponseEvents, response_event, terminal_events
@@ -58,14 +60,14 @@ async def start(
     made: StoredResponse,
     turn: Turn,
     events: ResponseEvents,
-    again: Callable[[RequestContext[ChatRequest]], Awaitable[Turn]],
+    reading: Reading,
     held: AsyncExitStack,
 ) -> None:
     """
     Make a response of its *turn*, whatever becomes of the client; then what is *held* is closed.
 
-    *again* makes another turn for the text-level model. The request's key is charged when the response has ended.
-    Raises :class:`StoreUnavailable`.
+    *reading* is for another turn: of the text-level model, or a shorter one. The request's key is charged when the
+    response has ended. Raises :class:`StoreUnavailable`.
     """
     made.response.status = "queued"
     await made.announce()
@@ -76,7 +78,7 @@ async def start(
 
     async def work() -> None:
         try:
-            await _make(context, made, log, turn, events, again, kept)
+            await _make(context, made, log, turn, events, reading, kept)
         finally:
             if ticket is not None:
                 observed = context.observation
@@ -92,7 +94,7 @@ async def _make(
     log: EventLog,
     prepared: Turn,
     events: ResponseEvents,
-    again: Callable[[RequestContext[ChatRequest]], Awaitable[Turn]],
+    reading: Reading,
     held: AsyncExitStack,
 ) -> None:
     app, observation = context.request.app, context.observation
@@ -101,8 +103,7 @@ async def _make(
 
     async def answer(context: RequestContext[ChatRequest]) -> None:
         # If the model's engine does not take it, the text-level model gets another turn.
-        turn = turns.pop() if turns else await again(context)
-        (events.run,), (events.parser,) = turn.runs, turn.parsers
+        turn = turns.pop() if turns else await turn_of(context, reading, made.response.id)
         log.add(events.opening())
         if not await made.begin():
             raise asyncio.CancelledError
@@ -111,7 +112,11 @@ async def _make(
             log.check_room()
             log.add(b"".join([events.piece(choice, delta) for delta in deltas]))
 
-        await collect(turn.runs, timeout=context.limits.total, push=push)
+        async def generate(turn: Turn) -> None:
+            (events.run,), (events.parser,) = turn.runs, turn.parsers
+            await collect(turn.runs, timeout=context.limits.total, push=push)
+
+        await answered(context, reading, made.response.id, generate, turn=turn)
         log.add(events.last(0))
 
     with Observed(app, observation):

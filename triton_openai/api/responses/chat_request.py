@@ -272,9 +272,6 @@ _RENAMED = {
 }  # fmt: skip
 
 
-_INSTRUCTIONS = (messages.SystemMessage, messages.DeveloperMessage)
-
-
 class Reading(msgspec.Struct):
     """A request as a *chat*, with its *tools*, and the places in the request that the chat's messages come from."""
 
@@ -285,21 +282,10 @@ class Reading(msgspec.Struct):
     #: The items that it goes on from.
     before: Sequence[Item] = ()
 
-    def leave_out(self, turns: int) -> bool:
-        """
-        Leave out what stands before the user's message number *turns*, or before the last one, except instructions.
-
-        Return whether there are several such messages.
-        """
-        found = self.chat.messages
-        users = [place for place, message in enumerate(found) if isinstance(message, messages.UserMessage)]
-        if len(users) < 2:
-            return False
-        first = users[min(turns, len(users) - 1)]
-        left = [n for n, message in enumerate(found) if n >= first or isinstance(message, _INSTRUCTIONS)]
-        self.chat = msgspec.structs.replace(self.chat, messages=[found[n] for n in left])
-        self.places = [self.places[n] for n in left]
-        return True
+    def keep(self, numbers: Sequence[int]) -> None:
+        """Leave out all messages but those with these *numbers*."""
+        self.chat = msgspec.structs.replace(self.chat, messages=[self.chat.messages[number] for number in numbers])
+        self.places = [self.places[number] for number in numbers]
 
     def relabel_param(self, error: ServiceError) -> None:
         """Make *error*, which may name a field of the chat, name the field of the request."""

@@ -16,6 +16,7 @@ from triton_openai.api import agents, chat
 from triton_openai.api.bodies import check_texts, json_response, tell_ignored
 from triton_openai.api.responses import background
 from triton_openai.api.responses.chat_request import Reading, read
+from triton_openai.api.responses.context_window import answered, turn_of
 from triton_openai.api.responses.conversations import claimed
 from triton_openai.api.responses.items import Sources, input_items, too_long
 from triton_openai.api.responses.objects import (
@@ -150,26 +151,15 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
 async def _answer(
     context: RequestContext[chat.ChatRequest], *, made: StoredResponse, reading: Reading
 ) -> web.StreamResponse:
-    turn = await _turn_of(context, made=made, reading=reading)
-    events = _events(made, reading, turn)
-    if reading.body.stream:
-        return await stream(context, turn.runs, events)
-    await agents.render(events, turn.runs[0], timeout=context.limits.total)
-    await events.ended(None)
-    return json_response(made.response)
+    async def answer(turn: chat.Turn) -> web.StreamResponse:
+        events = _events(made, reading, turn)
+        if reading.body.stream:
+            return await stream(context, turn.runs, events)
+        await agents.render(events, turn.runs[0], timeout=context.limits.total)
+        await events.ended(None)
+        return json_response(made.response)
 
-
-async def _turn_of(context: RequestContext[chat.ChatRequest], *, made: StoredResponse, reading: Reading) -> chat.Turn:
-    """Return the turn that is the response; with ``truncation``, without the oldest messages until the rest fits."""
-    turns = 1
-    while True:
-        try:
-            return await chat.turn_of(context, made.response.id, fitting=True)
-        except errors.ContextLengthExceeded:
-            if reading.body.truncation != "auto" or not reading.leave_out(turns):
-                raise
-            context.body = reading.chat
-            turns *= 2
+    return await answered(context, reading, made.response.id, answer)
 
 
 def _events(made: StoredResponse, reading: Reading, turn: chat.Turn) -> ResponseEvents:
@@ -193,12 +183,12 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
     try:
         async with AsyncExitStack() as stack:
             asked, reading = await stack.enter_async_context(_chat(replace(context, observation=observation), made))
-            turn_of = partial(_turn_of, made=made, reading=reading)
-            turn = await asked.admitted(turn_of, param="messages", runs=False)
+            begun = partial(turn_of, reading=reading, answer_id=made.response.id)
+            turn = await asked.admitted(begun, param="messages", runs=False)
             # What is ignored was found out meanwhile.
             context.observation.headers = observation.headers
             events = _events(made, reading, turn)
-            await background.start(asked, made, turn, events, turn_of, stack)
+            await background.start(asked, made, turn, events, reading, stack)
     finally:
         made.state.beginning -= 1
     if context.body.stream:
