@@ -17,6 +17,7 @@ import msgspec
 
 from bench import machine, report
 from bench.cases import CASES, CROWD, Plan, Row, plans
+from bench.chains import Chains, measure_chains
 from bench.demo import Demo, measure_demo
 from bench.footprint import Footprint, measure_footprint
 from bench.measure import measure, row
@@ -100,15 +101,16 @@ def _run(options: argparse.Namespace) -> bool:
                 paths += measure_path(url, name)
     for path in paths:
         print(report.path_line(path))
+    chains = measure_chains() if "chains" in options.cases else None
     footprint = measure_footprint() if "footprint" in options.cases else None
     if "parsers" in options.cases:
         for parser in measure_parsers(quick=options.quick):
             parsers.append(parser)
             print(report.parser_line(parser), flush=True)
     demo = measure_demo() if "demo" in options.cases else None
-    print(f"\n{report.render(rows, parsers, paths, footprint, demo)}")
-    _write(options.json, facts, cores, rows, parsers, paths, footprint, demo)
-    return bool(rows or parsers or paths or footprint or demo)
+    print(f"\n{report.render(rows, parsers, paths, footprint, demo, chains)}")
+    _write(options.json, facts, cores, rows, parsers, paths, footprint, demo, chains)
+    return bool(rows or parsers or paths or footprint or demo or chains)
 
 
 @contextlib.contextmanager
@@ -151,10 +153,11 @@ def _write(
     paths: Sequence[PathRow],
     footprint: Footprint | None,
     demo: Demo | None,
+    chains: Chains | None,
 ) -> None:
     aims = [
         {"aim": aim.text, "value": aim.value, "rounds": aim.rounds, "limit": aim.limit, "reached": aim.reached}
-        for aim in report.aims(rows, parsers, paths, footprint, demo)
+        for aim in report.aims(rows, parsers, paths, footprint, demo, chains)
     ]
     whole = {
         "machine": facts,
@@ -165,6 +168,7 @@ def _write(
         "path": list(paths),
         "footprint": footprint,
         "demo": demo,
+        "chains": chains,
     }
     path.write_bytes(msgspec.json.format(msgspec.json.encode(whole), indent=2) + b"\n")
     print(f"\nEverything is in {path}.")

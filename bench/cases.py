@@ -13,7 +13,7 @@ from bench.repository import FLOOD, FLOOD_CALL, PACED, PACED_CALL, SLOW, TOKEN
 
 CASES = (
     "paced", "flood", "latency", "short", "burst", "crowd", "tools", "choices", "responses", "messages", "agents",
-    "long", "traces", "path", "footprint", "parsers", "demo",
+    "long", "traces", "path", "chains", "footprint", "parsers", "demo",
 )  # fmt: skip
 
 # More than any measured window has time for.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.cases import AGENTS, COMPARED, FLOORS, Row
+from bench.chains import TURNS, Chains
 from bench.demo import Demo
 from bench.figures import ratio, table, written
 from bench.footprint import STREAMS, Footprint
@@ -22,6 +23,14 @@ _TRACED = 1.15
 _MIB = 1024 * 1024
 # Times a handler that does nothing.
 _SHORT = 3.0
+# A turn that goes on from what is kept, beside one that the client sends all of.
+_CHAIN = 1.3
+# The tokens of the whole, of its messages, and of what fits twice.
+_TRUNCATED = 5.0
+_KEPT = {
+    "sent": "the client sends all of", "chain": "from a response", "conversation": "in a conversation",
+    "fitting": "fits", "truncated": "of which the beginning is left out",
+}  # fmt: skip
 # Of CPU time, for a request of an agent.
 _AGENT_MS = 5.0
 # Above this share of its core the load generator may be what limits the numbers.
@@ -90,6 +99,7 @@ def aims(
     paths: Sequence[PathRow] = (),
     footprint: Footprint | None = None,
     demo: Demo | None = None,
+    chains: Chains | None = None,
 ) -> list[Aim]:
     """Return the project's aims with what these rows say about them."""
 
@@ -140,6 +150,7 @@ def aims(
         _traced_request(rows),
         *(_short(rows, form, floor) for floor in FLOORS for form in ("text", "whole")),
         *_counted(paths),
+        *_kept(chains),
         Aim("Start until it answers: CPU in s", 1.0, None if footprint is None else footprint.start_cpu),
         Aim("10,000 paced streams: MiB in all", 500.0, None if footprint is None else _of_ten_thousand(footprint)),
         Aim(
@@ -206,6 +217,13 @@ def _counted(paths: Sequence[PathRow]) -> Iterator[Aim]:
         yield Aim(f"HTTP, a token of a stream: our own {what}", limit, None if row is None else getattr(row, what))
 
 
+def _kept(chains: Chains | None) -> Iterator[Aim]:
+    for what, limit in (("chain", _CHAIN), ("conversation", _CHAIN), ("truncated", _TRUNCATED)):
+        base = "fitting" if what == "truncated" else "sent"
+        value = None if chains is None else ratio(getattr(chains, what), getattr(chains, base))
+        yield Aim(f"A turn after {TURNS}, {_KEPT[what]}: CPU / one that {_KEPT[base]}", limit, value)
+
+
 def _growth(rows: Sequence[Row], subject: str) -> Aim:
     """Return how the price of a token of tool arguments grows with their length."""
     text = f"{_PROTOCOLS[subject]}, tool arguments: CPU per token of the longest call / of the shortest"
@@ -223,19 +241,21 @@ def render(
     paths: Sequence[PathRow] = (),
     footprint: Footprint | None = None,
     demo: Demo | None = None,
+    chains: Chains | None = None,
 ) -> str:
     """Return the table of each case, with the aims below."""
     cases = dict.fromkeys(row.case for row in rows)
     parts = [f"{case}\n{_case_table([row for row in rows if row.case == case], rows)}" for case in cases]
     if paths:
         parts.append(f"path\n{_path_table(paths)}")
+    if chains is not None:
+        parts.append(f"chains\n{_chains_table(chains)}")
     if footprint is not None:
         parts.append(f"footprint\n{_footprint_table(footprint)}")
     if parsers:
         parts.append(f"parsers\n{_parser_table(parsers)}")
-    return "\n\n".join(
-        [*parts, "aims\n" + "\n".join(_aim_lines(aims(rows, parsers, paths, footprint, demo))), *_warnings(rows)]
-    )
+    found = aims(rows, parsers, paths, footprint, demo, chains)
+    return "\n\n".join([*parts, "aims\n" + "\n".join(_aim_lines(found)), *_warnings(rows)])
 
 
 def parser_line(row: ParserRow) -> str:
@@ -253,6 +273,11 @@ def _parser_table(parsers: Sequence[ParserRow]) -> str:
 def path_line(row: PathRow) -> str:
     """Return what was counted in one sentence, for the progress."""
     return f"path {row.subject:<11} {row.what}: {row.calls} calls of our own in {row.modules} modules"
+
+
+def _chains_table(found: Chains) -> str:
+    cells = [[f"{found.turns}, {said}", written(getattr(found, name), 2)] for name, said in _KEPT.items()]
+    return table(["a turn after", "CPU ms"], cells)
 
 
 def _footprint_table(found: Footprint) -> str:

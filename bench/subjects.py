@@ -116,12 +116,17 @@ def _ours_traced(name: str, triton: EmbeddedTriton, folder: Path) -> Iterator[Su
 
 @contextlib.contextmanager
 def ours(
-    name: str, url: str, folder: Path, environment: dict[str, str] | None = None, *, prefix: Sequence[str] = ()
-) -> Iterator[Subject]:
-    """Run the service in front of the Triton at *url*; *prefix* is the program that runs its interpreter."""
+    name: str, url: str, folder: Path, environment: dict[str, str] | None = None, *, prefix: Sequence[str] = (),
+    options: Sequence[str] = (),
+) -> Iterator[Subject]:  # fmt: skip
+    """
+    Run the service in front of the Triton at *url*, with more *options*.
+
+    *prefix* is the program that runs its interpreter.
+    """
     port = free_port()
     log = folder / f"{name}.log"
-    options = ["--host", HOST, "--port", str(port), "--triton-url", url, "--chat-template", "chatml"]
+    options = ["--host", HOST, "--port", str(port), "--triton-url", url, "--chat-template", "chatml", *options]
     for model in (PACED_CALL, FLOOD_CALL):
         options += ["--chat-template", f"{model}={_TOOLS}"]
     command = [*(prefix or [sys.executable]), "-m", "triton_openai", "serve", *options]

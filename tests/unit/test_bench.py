@@ -14,6 +14,7 @@ import pytest
 from bench import parsers, report
 from bench.accounting import CpuClock, memory, parse_schedstat, parse_stat, parse_status, tree
 from bench.cases import CASES, Row, plans
+from bench.chains import Chains, measure_chains
 from bench.demo import Demo
 from bench.figures import percentile, ratio, table, written
 from bench.footprint import Footprint
@@ -221,7 +222,7 @@ def test_repository_has_a_paced_and_a_flooding_model(tmp_path):
 def test_every_case_has_plans():
     planned = list(plans(CASES, [1, 128], 2.0, 1, quick=True))
     # These need no load.
-    assert set(CASES) - {"parsers", "path", "footprint", "demo"} == {plan.case for plan in planned}
+    assert set(CASES) - {"parsers", "path", "chains", "footprint", "demo"} == {plan.case for plan in planned}
     assert [1, 128] == [plan.streams for plan in planned if plan.case == "paced"]
     assert {"tools": 128, "choices": 32} == {
         plan.case: plan.streams for plan in planned if plan.form in ("tools", "choices") and plan.case != "long"
@@ -262,6 +263,13 @@ MOST = {
     STREAMED: {"modules": 48, "calls": 277, "coroutines": 38, "blocks": 245, "tasks": 0, "threads": 0},
     WHOLE: {"modules": 49, "calls": 276, "coroutines": 33, "blocks": 225, "tasks": 0, "threads": 0},
 }
+
+
+def test_chains_are_measured():
+    """Each way to ask for a turn after others costs something, and a conversation that is too long is answered."""
+    found = measure_chains(turns=10, rounds=1)
+    assert 10 == found.turns
+    assert min(found.sent, found.chain, found.conversation, found.fitting, found.truncated) > 0
 
 
 def test_the_path_of_a_token_and_of_a_request_stays_short():
@@ -318,6 +326,7 @@ class TestReport:
         per_stream=40_960.0,
         total=(600 << 20) - 1_000 * 40_960,
     )
+    CHAINS = Chains(turns=200, sent=4.0, chain=6.0, conversation=5.0, fitting=5.0, truncated=20.0)
     DEMO = Demo(first_token=0.2, speed=20.0, memory=800 << 20)
     PATHS = (
         PathRow(
@@ -348,7 +357,7 @@ class TestReport:
         """Calls with as many texts, answers of one request with as many of their own, long calls with short ones."""
         found = [
             (aim.value, aim.reached)
-            for aim in report.aims(self.ROWS, self.PARSERS, self.PATHS, self.FOOTPRINT, self.DEMO)[9:]
+            for aim in report.aims(self.ROWS, self.PARSERS, self.PATHS, self.FOOTPRINT, self.DEMO, self.CHAINS)[9:]
         ]
         assert [
             (1.2, True),
@@ -370,6 +379,9 @@ class TestReport:
             (6, True),
             (11, False),
             (0, True),
+            (1.5, False),
+            (1.25, True),
+            (4.0, True),
             (0.9, True),
             (600.0, False),
             (16.0, False),
@@ -390,6 +402,7 @@ class TestReport:
         assert "11 calls of our own in 6 modules" in report.path_line(self.PATHS[0])
 
     def test_memory_is_told_for_as_many_streams_as_were_open(self):
+        assert "200, from a response" in report.render([], chains=self.CHAINS)
         text = report.render([], footprint=self.FOOTPRINT)
         (line,) = [line for line in text.splitlines() if "9,000" in line and "aim" not in line]
         assert ["0.90", "60.00", "20.48", "9,000.00", "40.96", "560.94"] == line.split()

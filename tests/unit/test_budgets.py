@@ -16,10 +16,14 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 #: By room: the lines that it began with, and what has changed them since. A feature stands with the name that the
 #: changelog gives it. "Above its budget" is what is still to be cut.
 BUDGETS: Mapping[str, Mapping[str, int]] = {
-    "api": {"today": 5811, "the fewest turns that make a conversation fit": 97},
+    "api": {
+        "today": 5811,
+        "the fewest turns that make a conversation fit": 97,
+        "a chain is read at one moment": 10,
+    },
     "answer": {"begin": 1350, "jobs run here, and not in the API": 37, "several Tritons": 58},
     "adapters": {"today": 1945},
-    "storage": {"today": 900},
+    "storage": {"today": 900, "a chain is read at one moment": 4},
     "triton": {
         "begin": 2150,
         "heads, events and errors of Triton that do not end are bounded": 30,

@@ -277,18 +277,19 @@ class JsonCheck:
         self._values = MAX_VALUES
         self._ids = limits.max_token_ids
 
-    def check(self, body: bytes, *, exactly: bool = False) -> bool:
+    def check(self, body: bytes, *, exactly: bool = False, nested: bool = False) -> bool:
         """
         Raise for JSON with too much text, too many values or token ids, too long numbers, or too deep nesting.
 
-        JSON that is clearly within the limits is not counted, unless *exactly* is set. Returns whether its strings need
-        no check: the JSON that they may hold is clearly within the limits too.
+        JSON that is clearly within the limits is not counted, unless *exactly* is set; the nesting of what is *nested*
+        is known to be. Returns whether its strings need no check: the JSON that they may hold is clearly within the
+        limits too.
         """
         limits = self._limits
         text = body if len(body) <= limits.max_text_size else _without_images(body, limits.max_text_size)
         opened = text.count(b"[") + text.count(b"{")
         values = opened + text.count(b",")
-        few = values < self._values and opened <= MAX_DEPTH
+        few = values < self._values and (nested or opened <= MAX_DEPTH)
         if few and not exactly and not _has_long_number(text):
             # It is within the limits, whatever its strings contain.
             return values < self._ids and text is body and text.find(b"\\u") < 0

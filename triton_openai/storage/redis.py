@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
+from itertools import chain as joined
 from typing import Any
 
 from redis.asyncio import from_url
@@ -17,7 +17,9 @@ from triton_openai.config.tree import ResponsesSettings
 from triton_openai.storage.store import (
     BATCH,
     BATCH_SIZE,
+    LARGEST,
     TOUCH_SECONDS,
+    Chain,
     Change,
     Entry,
     EntryFull,
@@ -147,26 +149,22 @@ elseif op == 'sizes' or op == 'fetch' then
   end
   return data
 elseif op == 'chain' then
-  local links = {}
+  local links, fields, data, count, size = {}, {}, {}, 0, 0
   while key and #links < given.most do
-    local own, count, size = found(key, given.owner), 0, 0
+    local own, of = found(key, given.owner), {}
     for _, name in ipairs(own and given.names or {}) do
       for _, id in ipairs(listed(key, name)) do
+        of[#of + 1] = '=' .. id
         count, size = count + 1, size + call('HSTRLEN', entry(key), '=' .. id)
       end
     end
-    links[#links + 1] = {key, own and left(key), count, size}
+    links[#links + 1], fields[#fields + 1] = {key, own and left(key)}, of
     key = own and field(key, 'parent')
   end
-  return links
-elseif op == 'read' then
-  local data = {}
-  for _, of in ipairs(given.keys) do
-    for _, name in ipairs(given.names) do
-      for _, id in ipairs(listed(of, name)) do data[#data + 1] = field(of, '=' .. id) end
-    end
+  for i = count <= given.most_rows and size <= given.most_size and #links or 0, 1, -1 do
+    for _, one in ipairs(fields[i]) do data[#data + 1] = field(links[i][1], one) end
   end
-  return data
+  return {links, data, count, size}
 elseif op == 'delete' then
   local owner, parent = field(key, 'owner', 'parent')
   for _, of in ipairs(owner and given.bridged and call('SMEMBERS', heirs(key)) or {}) do
@@ -241,7 +239,7 @@ class RedisStore(Store):
 
     async def _change(self, key: str, change: Change) -> bool:
         given = change._asdict()
-        data = (given.pop("head") or b"", *chain(*given.pop("rows")))
+        data = (given.pop("head") or b"", *joined(*given.pop("rows")))
         return bool(await self._call("change", data=data, key=key, **given))
 
     async def page(
@@ -260,13 +258,14 @@ class RedisStore(Store):
         found = await self._call(what, owner=owner, places=list(places))
         return {place: one for place, one in zip(places, found, strict=True) if one is not None}
 
-    async def chain(self, key: str, owner: str, names: Sequence[str], *, most: int) -> Sequence[Link]:
-        found = await self._call("chain", key=key, owner=owner, names=names, most=most)
-        return [Link(link.decode(), left is not None, _end(left), rows, size) for link, left, rows, size in found]
-
-    async def read(self, keys: Sequence[str], names: Sequence[str]) -> Sequence[bytes]:
-        rows: list[bytes] = await self._call("read", keys=keys, names=names)
-        return rows
+    async def chain(
+        self, key: str, owner: str, names: Sequence[str], *, most: int, most_rows: int = LARGEST,
+        most_size: int = LARGEST,
+    ) -> Chain:  # fmt: skip
+        links, *rest = await self._call(
+            "chain", key=key, owner=owner, names=sorted(names), most=most, most_rows=most_rows, most_size=most_size
+        )
+        return Chain([Link(link.decode(), left is not None, _end(left)) for link, left in links], *rest)
 
     async def delete(self, key: str, *, bridged: bool = False) -> bool:
         return bool(await self._call("delete", key=key, bridged=bridged))

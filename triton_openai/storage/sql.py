@@ -17,6 +17,7 @@ from triton_openai.storage.store import (
     BATCH,
     LARGEST,
     TOUCH_SECONDS,
+    Chain,
     Change,
     Entry,
     EntryFull,
@@ -212,31 +213,31 @@ class SqlStore(Store):
         return {Place(key, row_id): value for key, row_id, value in found}
 
     @_operation()
-    def chain(self, key: str, owner: str, names: Sequence[str], *, most: int) -> Steps[Sequence[Link]]:
+    def chain(
+        self, key: str, owner: str, names: Sequence[str], *, most: int, most_rows: int = LARGEST,
+        most_size: int = LARGEST,
+    ) -> Steps[Chain]:  # fmt: skip
+        # One statement, so that nobody deletes an entry between two. It has a line for each row, and for a link that
+        # has none.
+        wanted = "r.key = l.key AND l.used IS NOT NULL AND r.list IN EACH($4)"
         found = yield (
             "WITH RECURSIVE chain (key, depth) AS (SELECT CAST($1 AS TEXT), 1 UNION ALL SELECT e.parent, c.depth + 1"
             " FROM chain c CROSS JOIN triton_openai_entry e"
-            " WHERE e.key = c.key AND e.owner = $2 AND e.parent IS NOT NULL AND c.depth < $3)"
-            " SELECT c.key, e.used, e.until, COUNT(r.data), COALESCE(SUM(LENGTH(r.data)), 0) FROM chain c"
-            " LEFT JOIN triton_openai_entry e ON e.key = c.key AND e.owner = $2 AND e.used >= $5"
-            " LEFT JOIN triton_openai_row r ON r.key = e.key AND r.list IN EACH($4)"
-            " GROUP BY c.depth, c.key, e.used, e.until ORDER BY c.depth",
-            *(key, owner, most, json.dumps(names), self._before()),
+            " WHERE e.key = c.key AND e.owner = $2 AND e.parent IS NOT NULL AND c.depth < $3),"
+            " link AS (SELECT c.key, c.depth, e.used, e.until FROM chain c"
+            " LEFT JOIN triton_openai_entry e ON e.key = c.key AND e.owner = $2 AND e.used >= $5),"
+            " total AS (SELECT COUNT(*) AS number, COALESCE(SUM(LENGTH(r.data)), 0) AS size"
+            f" FROM link l CROSS JOIN triton_openai_row r WHERE {wanted})"
+            " SELECT l.key, l.used, l.until, t.number, t.size, r.data FROM link l CROSS JOIN total t"
+            f" LEFT JOIN triton_openai_row r ON {wanted} AND t.number <= $6 AND t.size <= $7"
+            " ORDER BY l.depth DESC, r.list, r.position",
+            *(key, owner, most, json.dumps(names), self._before(), most_rows, most_size),
         )
-        yield from _touch([link for link, *_ in found], min(used or LARGEST for _, used, *_ in found))
-        return [Link(link, used is not None, until or 0.0, rows, int(size)) for link, used, until, rows, size in found]
-
-    @_operation()
-    def read(self, keys: Sequence[str], names: Sequence[str]) -> Steps[Sequence[bytes]]:
-        found = yield (
-            "SELECT key, data FROM triton_openai_row WHERE key IN EACH($1) AND list IN EACH($2)"
-            " ORDER BY list, position",
-            *(json.dumps(keys), json.dumps(names)),
-        )
-        by_key: dict[str, list[bytes]] = {key: [] for key in keys}
-        for key, data in found:
-            by_key[key].append(bytes(data))
-        return [data for rows in by_key.values() for data in rows]
+        links = {link: Link(link, used is not None, until or 0.0) for link, used, until, *_ in found}
+        yield from _touch(list(links), min(used or LARGEST for _, used, *_ in found))
+        *_, length, size, _ = found[0]
+        rows = [bytes(data) for *_, data in found if data is not None]
+        return Chain([*links.values()][::-1], rows, length, int(size))
 
     @_operation(write=True)
     def delete(self, key: str, *, bridged: bool = False) -> Steps[bool]:

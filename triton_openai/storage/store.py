@@ -70,7 +70,7 @@ class Page(NamedTuple):
 
 class Link(NamedTuple):
     """
-    An entry of a chain, with the number and the bytes of its rows.
+    An entry of a chain.
 
     *found* is false for one that is gone, or that belongs to another owner. *until* is the end of its lease.
     """
@@ -78,7 +78,19 @@ class Link(NamedTuple):
     key: str
     found: bool
     until: float
-    rows: int
+
+
+class Chain(NamedTuple):
+    """
+    Entries that go on from each other, the newest first.
+
+    *rows* is what lists of them hold, the oldest entry's first: *length* rows of *size* bytes. It is empty where those
+    are more than was asked for.
+    """
+
+    links: Sequence[Link]
+    rows: Sequence[bytes]
+    length: int
     size: int
 
 
@@ -174,13 +186,13 @@ class Store(ABC):
         change = Change(owner, rows=rows, most_rows=most_rows, most_size=most_size, lease=lease)
         return await self._change(key, change if lease is None else change._replace(needs="held"))
 
-    async def claim(self, key: str, holder: str, seconds: float, *, renew: bool = False) -> bool:
+    async def claim(self, key: str, owner: str, holder: str, seconds: float, *, renew: bool = False) -> bool:
         """
-        Give *holder* the lease of an entry for *seconds*, 0 to end it; return whether *holder* has it.
+        Give *holder* the lease of an entry of *owner* for *seconds*, 0 to end it; return whether *holder* has it.
 
         A holder keeps its lease. A free lease is given away, unless the holder only wants to *renew* its own.
         """
-        return await self._change(key, Change(lease=(holder, seconds), needs="held" if renew else "free"))
+        return await self._change(key, Change(owner, lease=(holder, seconds), needs="held" if renew else "free"))
 
     @abstractmethod
     async def _change(self, key: str, change: Change) -> bool:
@@ -209,12 +221,16 @@ class Store(ABC):
         """Do either."""
 
     @abstractmethod
-    async def chain(self, key: str, owner: str, names: Sequence[str], *, most: int) -> Sequence[Link]:
-        """Return the entry of *key*, its parent and so on, *most* of them, with what their lists *names* have."""
+    async def chain(
+        self, key: str, owner: str, names: Sequence[str], *, most: int, most_rows: int = LARGEST,
+        most_size: int = LARGEST,
+    ) -> Chain:  # fmt: skip
+        """
+        Return the entry of *key*, its parent and so on, *most* of them, with what their lists *names* hold.
 
-    @abstractmethod
-    async def read(self, keys: Sequence[str], names: Sequence[str]) -> Sequence[bytes]:
-        """Return the rows that the entries of *keys* have in the lists *names*, in the order of both names and keys."""
+        More than *most_rows* rows or *most_size* bytes are counted, and not read. The lists of an entry come in the
+        order of the alphabet. All is read at one moment.
+        """
 
     @abstractmethod
     async def delete(self, key: str, *, bridged: bool = False) -> bool:

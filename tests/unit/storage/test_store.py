@@ -20,7 +20,7 @@ from triton_openai.config.tree import ResponsesSettings
 from triton_openai.errors import ConfigurationError, StoreUnavailable
 from triton_openai.storage import ENTRY_POINT_GROUP, open_store
 from triton_openai.storage.sqlite import SqliteStore
-from triton_openai.storage.store import EntryFull, Link, Page, Place, Row, Store
+from triton_openai.storage.store import Chain, EntryFull, Page, Place, Row, Store
 
 PAIR = [Row("list", "a", b"1"), Row("list", "b", b"\0\xff")]
 
@@ -49,6 +49,16 @@ async def page(store: Store, key: str, name: str = "list", **query: Any) -> Page
     return found
 
 
+async def chain(store: Store, key: str, *names: str, owner: str = "me", **bounds: int) -> Chain:
+    """Return a chain."""
+    return await store.chain(key, owner, names, **{"most": 10, **bounds})
+
+
+async def data(store: Store, key: str, *names: str) -> list[bytes]:
+    """Return what the lists *names* of an entry hold."""
+    return list((await store.chain(key, "me", names, most=1)).rows)
+
+
 async def test_heads_and_versions(stores: tuple[Store, Store]) -> None:
     """Only a writer who knows the current version writes; both sides see the same."""
     first, second = stores
@@ -73,7 +83,7 @@ async def test_heads_and_versions(stores: tuple[Store, Store]) -> None:
     assert {"me": 7} == await first.owners()
     assert [False, True] == sorted(await asyncio.gather(first.delete("k"), second.delete("k")))
     assert await first.get("k") is None
-    assert [] == list(await first.read(["k"], ["list", "more"]))
+    assert [] == await data(first, "k", "list", "more")
 
 
 async def test_rows(stores: tuple[Store, Store]) -> None:
@@ -103,9 +113,9 @@ async def test_rows(stores: tuple[Store, Store]) -> None:
     assert found is not None
     assert (16, 5) == (found.size, found.rows)
     assert [True, False] == [await second.delete_row("k", "a"), await second.delete_row("k", "a")]
-    assert [b"\0\xff", b"333", b"4444"] == list(await first.read(["k"], ["list"]))
+    assert [b"\0\xff", b"333", b"4444"] == await data(first, "k", "list")
     await first.append("k", "me", PAIR[:1])
-    assert [b"\0\xff", b"333", b"4444", b"1", b"other"] == list(await first.read(["k"], ["list", "lists"]))
+    assert [b"\0\xff", b"333", b"4444", b"1", b"other"] == await data(first, "k", "list", "lists")
     assert {"me": 16} == await first.owners()
 
 
@@ -150,7 +160,7 @@ async def test_large_rows(stores: tuple[Store, Store]) -> None:
     rows = [Row("list", f"r{number}", bytes([number]) * 1_500_000) for number in range(8)]
     await first.put("k", "me", b"h", 0, rows=rows[:4])
     await first.put("l", "me", b"h", 0, rows=rows[4:])
-    assert [row.data for row in rows] == list(await second.read(["k", "l"], ["list"]))
+    assert [row.data for row in rows] == [*await data(second, "k", "list"), *await data(second, "l", "list")]
     places = [Place("kl"[number // 4], f"r{number}") for number in range(8)]
     assert dict(zip(places, (row.data for row in rows), strict=True)) == await second.fetch("me", places)
 
@@ -158,61 +168,68 @@ async def test_large_rows(stores: tuple[Store, Store]) -> None:
 async def test_leases(stores: tuple[Store, Store]) -> None:
     """One holder at a time; who has lost a lease cannot renew it."""
     first, second = stores
-    assert not await first.claim("k", "one", 100)
+    assert not await first.claim("k", "me", "one", 100)
     await first.put("k", "me", b"head", 0, lease=("one", 100))
-    assert not await second.claim("k", "two", 100)
-    assert await first.claim("k", "one", 100, renew=True)
+    assert not await second.claim("k", "me", "two", 100)
+    assert await first.claim("k", "me", "one", 100, renew=True)
+    assert not await first.claim("k", "you", "one", 100, renew=True)
     found = await second.get("k")
     assert found is not None
     assert 50 < found.until - time.time() < 150
-    assert not await second.claim("k", "two", 0)
-    assert await first.claim("k", "one", 0)
-    assert not await first.claim("k", "one", 100, renew=True)
-    claimed = await asyncio.gather(first.claim("k", "one", 100), second.claim("k", "two", 100))
+    assert not await second.claim("k", "me", "two", 0)
+    assert await first.claim("k", "me", "one", 0)
+    assert not await first.claim("k", "me", "one", 100, renew=True)
+    claimed = await asyncio.gather(first.claim("k", "me", "one", 100), second.claim("k", "me", "two", 100))
     assert [False, True] == sorted(claimed)
     assert await first.put("k", "me", b"other", 1)
-    assert await first.claim("k", ("one", "two")[claimed[1]], 100, renew=True)
+    assert await first.claim("k", "me", ("one", "two")[claimed[1]], 100, renew=True)
     assert await first.put("k", "me", b"other", 2, lease=("", 0))
-    assert not await first.claim("k", ("one", "two")[claimed[1]], 100, renew=True)
-    assert await first.claim("k", "three", 100)
+    assert not await first.claim("k", "me", ("one", "two")[claimed[1]], 100, renew=True)
+    assert await first.claim("k", "me", "three", 100)
 
 
 async def test_chains(stores: tuple[Store, Store]) -> None:
-    """The sizes of all come with one call, and so do their rows; what belongs to others is not found."""
+    """The rows of all come with one call, or their number and size; what belongs to others is not found."""
     first, second = stores
     for number in range(4):
         rows = [Row("out", "o", b"o%d" % number), Row("in", "i", b"i%d" % number), Row("events", "e", b"event")]
         await first.put(
             f"k{number}", "me", b"h", 0, rows=rows, parent=f"k{number - 1}", lease=("x", 100 * (number == 2))
         )
-    links = await second.chain("k3", "me", ["in", "out"], most=10)
-    assert [("k3", True, 2, 4), ("k2", True, 2, 4), ("k1", True, 2, 4), ("k0", True, 2, 4), ("k-1", False, 0, 0)] == [
-        (link.key, link.found, link.rows, link.size) for link in links
+    found = await chain(second, "k3", "in", "out")
+    assert [("k3", True), ("k2", True), ("k1", True), ("k0", True), ("k-1", False)] == [
+        (link.key, link.found) for link in found.links
     ]
-    assert [False, True, False] == [link.until > time.time() for link in links[:3]]
+    assert [b"%s%d" % (kind, number) for number in range(4) for kind in (b"i", b"o")] == list(found.rows)
+    assert (8, 16) == (found.length, found.size)
+    assert [False, True, False] == [link.until > time.time() for link in found.links[:3]]
     # By any clock: one that is behind, here or in the store, does not bring back a lease that was ended.
-    assert all(link.until < time.time() - 3600 for link in (links[0], links[2]))
-    assert ["k3", "k2"] == [link.key for link in await first.chain("k3", "me", ["in"], most=2)]
-    assert [Link("k3", False, 0.0, 0, 0)] == [
-        link._replace(until=0.0) for link in await first.chain("k3", "you", ["in"], most=9)
-    ]
-    assert [b"i0", b"o0", b"i2", b"o2"] == list(await second.read(["k0", "k2"], ["in", "out"]))
+    assert all(link.until < time.time() - 3600 for link in (found.links[0], found.links[2]))
+    # What is too much is counted, and not read.
+    for most_rows, most_size in ((7, 16), (8, 15)):
+        many = await chain(first, "k3", "in", "out", most_rows=most_rows, most_size=most_size)
+        assert ([], 8, 16, 5) == (list(many.rows), many.length, many.size, len(many.links))
+    assert found.rows == (await chain(first, "k3", "out", "in", most_rows=8, most_size=16)).rows
+    found = await chain(first, "k3", "in", most=2)
+    assert (["k3", "k2"], [b"i2", b"i3"]) == ([link.key for link in found.links], list(found.rows))
+    found = await chain(first, "k3", "in", owner="you")
+    assert ([("k3", False)], [], 0, 0) == ([link[:2] for link in found.links], list(found.rows), *found[2:])
 
     # One that is taken out of the middle, the first one, and two that go on from the same.
     await first.put("other", "me", b"h", 0, parent="k2")
     for gone, left in (("k2", ["k3", "k1", "k0", "k-1"]), ("k1", ["k3", "k0", "k-1"])):
         assert await second.delete(gone, bridged=True)
         for key in ("k3", "other"):
-            assert [key, *left[1:]] == [link.key for link in await first.chain(key, "me", ["in"], most=9)]
+            assert [key, *left[1:]] == [link.key for link in (await chain(first, key, "in")).links]
     assert await first.delete("k3")
     await first.put("k3", "me", b"h", 0, parent="k1")
     await first.put("k1", "me", b"h", 0)
     assert await first.delete("k1", bridged=True)
-    assert ["k3"] == [link.key for link in await first.chain("k3", "me", ["in"], most=9)]
+    assert ["k3"] == [link.key for link in (await chain(first, "k3", "in")).links]
     # Without a bridge there is a gap.
     assert await first.delete("k0")
-    links = await second.chain("other", "me", ["in"], most=9)
-    assert [("other", True), ("k0", False)] == [(link.key, link.found) for link in links]
+    found = await chain(second, "other", "in")
+    assert [("other", True), ("k0", False)] == [(link.key, link.found) for link in found.links]
 
 
 async def test_rows_at_places(stores: tuple[Store, Store]) -> None:
@@ -235,7 +252,7 @@ async def test_the_share_of_an_owner(kind: str, request: pytest.FixtureRequest) 
     for key in ("a", "b", "c", "d"):
         await store.put(key, "me", bytes(1000), 0, rows=[Row("list", "r", bytes(500))])
     await store.put("e", "you", bytes(1000), 0)
-    await store.claim("a", "x", 1)
+    await store.claim("a", "me", "x", 1)
     await store.sweep()
     assert {"me": 6000, "you": 1000} == await store.owners()
     share = opened(url, max_size_per_key=4000)
@@ -245,7 +262,7 @@ async def test_the_share_of_an_owner(kind: str, request: pytest.FixtureRequest) 
     whole = opened(url, max_size=3000)
     await whole.sweep()
     assert [True, False, True] == [await store.get(key) is not None for key in "ade"]
-    assert [] == list(await store.read(["d"], ["list"]))
+    assert [] == await data(store, "d", "list")
     for each in (store, share, whole):
         await each.close()
 
@@ -258,9 +275,9 @@ async def test_age(kind: str, request: pytest.FixtureRequest) -> None:
     await store.put("k", "me", b"1", 0, rows=PAIR)
     assert await later.get("k") is None
     assert {} == await later.sizes("me", [Place("k", "a")])
-    assert [False] == [link.found for link in await later.chain("k", "me", ["list"], most=5)]
+    assert [False] == [link.found for link in (await chain(later, "k", "list")).links]
     await later.sweep()
-    assert [] == list(await store.read(["k"], ["list"]))
+    assert [] == await data(store, "k", "list")
     assert 0 == sum((await store.owners()).values())
     await store.close()
     await later.close()

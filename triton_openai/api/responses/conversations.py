@@ -20,7 +20,7 @@ from triton_openai.api.responses.event_log import LEASE_SECONDS, RENEW_SECONDS
 from triton_openai.api.responses.items import is_id, rows_of
 from triton_openai.api.responses.objects import Deleted, Item, Metadata
 from triton_openai.api.responses.retrieve import list_of, page_of
-from triton_openai.api.responses.stored import STATE, ResponseStore
+from triton_openai.api.responses.stored import STATE, ResponseStore, is_key, no_conversation
 from triton_openai.api.service import key_of, now
 from triton_openai.storage.store import Place, Row
 from triton_openai.telemetry.logging import warn
@@ -66,7 +66,7 @@ async def find(state: ResponseStore, conversation_id: str, owner: str) -> tuple[
     """Return a conversation and its version. Raises :class:`ObjectNotFound`."""
     entry = await state.entry("conv_", conversation_id, owner)
     if entry is None:
-        raise errors.ObjectNotFound(f"There is no conversation '{conversation_id[:100]}'.", param="conversation")
+        raise no_conversation(conversation_id)
     return _CONVERSATION.decode(entry.head), entry.version
 
 
@@ -79,12 +79,13 @@ async def claimed(state: ResponseStore, conversation_id: str, owner: str, respon
         while True:
             await asyncio.sleep(RENEW_SECONDS)
             try:
-                await store.claim(conversation_id, response_id, LEASE_SECONDS, renew=True)
+                await store.claim(conversation_id, owner, response_id, LEASE_SECONDS, renew=True)
             except errors.StoreUnavailable as error:
                 warn(_log, "a lease is not renewed", error)
 
-    await find(state, conversation_id, owner)
-    if not await store.claim(conversation_id, response_id, LEASE_SECONDS):
+    known = is_key("conv_", conversation_id)
+    if not known or not await store.claim(conversation_id, owner, response_id, LEASE_SECONDS):
+        await find(state, conversation_id, owner)
         raise errors.ConversationBusy("Another response is being made in this conversation.", param="conversation")
     renewing = asyncio.create_task(renew())
     try:
@@ -93,7 +94,7 @@ async def claimed(state: ResponseStore, conversation_id: str, owner: str, respon
         renewing.cancel()
         await asyncio.wait({renewing})
         try:
-            await store.claim(conversation_id, response_id, 0, renew=True)
+            await store.claim(conversation_id, owner, response_id, 0, renew=True)
         except errors.StoreUnavailable as error:
             # Then the lease ends by itself.
             warn(_log, "a conversation is not released", error, conversation=conversation_id)

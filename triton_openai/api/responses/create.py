@@ -126,18 +126,21 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
     items += [(f"input[{number}]", item) for number, item in enumerate(sources.resolved)]
     if not items:
         raise errors.missing("input")
-    reading = await offload.run(
-        partial(read, body, items, strict_tools=settings.api.strict_tools, effort=effort),
-        cost=offload.rendering_cost(items, body.tools or ()),
-    )
+
+    def as_chat() -> Reading:
+        reading = read(body, items, strict_tools=settings.api.strict_tools, effort=effort)
+        if sources.check is not None:
+            # It goes on with the JSON in texts, now that it is together.
+            try:
+                check_texts(reading.chat, sources.check)
+            except errors.InvalidRequest as error:
+                reading.relabel_param(error)
+                raise too_long(error.message, error.param) from error
+        return reading
+
+    cost = offload.rendering_cost(items, body.tools or ()) + offload.json_cost(sources.size)
+    reading = await offload.run(as_chat, cost=cost)
     reading.before = sources.before
-    if sources.check is not None:
-        # It goes on with the JSON in texts, now that it is together.
-        try:
-            await offload.run(check_texts, reading.chat, sources.check, cost=offload.LONG)
-        except errors.InvalidRequest as error:
-            reading.relabel_param(error)
-            raise too_long(error.message, error.param) from error
     agents.tell_left_out(context.observation, reading.tools.left_out)
     if effort is None and wanted is not None:
         tell_ignored(context.observation, ["reasoning.effort"])

@@ -112,11 +112,13 @@ class Sources:
         self.resolved: Sequence[Item] = ()
         #: What its own are kept as.
         self.rows: Sequence[Row] = ()
+        #: The bytes that the request brings in.
+        self.size = 0
         #: The count of their values, which goes on with the JSON in their texts; ``None`` where that is too few.
         self.check: JsonCheck | None = None
         self._state, self._owner, self._settings = state, owner, settings
         # What the request brings in.
-        self._count = self._size = 0
+        self._count = 0
 
     async def gather(self, items: Sequence[Item], *, source: str | None, suffix: str, size: int) -> None:
         """
@@ -128,12 +130,13 @@ class Sources:
         param = "conversation" if source is not None and source.startswith("conv_") else "previous_response_id"
         before: Sequence[bytes] = ()
         if source is not None:
-            keys, count, total = await self._state.chain(source, self._owner, most=MAX_MESSAGES)
-            self._add(count, total, param)
-            before = await self._state.read(keys)
+            most_size = self._settings.server.max_body_size
+            history = await self._state.history(source, self._owner, most=MAX_MESSAGES, most_size=most_size)
+            self._add(history.length, history.size, param)
+            before = history.rows
         known: dict[str, bytes] = {}
         if before:
-            self.before = await offload.run(self._decoded, before, param, cost=offload.json_cost(self._size))
+            self.before = await offload.run(self._decoded, before, param, cost=offload.json_cost(self.size))
             known = {str(item.get("id")): data for item, data in zip(self.before, before, strict=True)}
         wanted = {number: found for number, item in enumerate(items) if (found := reference(item)) is not None}
         fetched = await self._fetched({number: found for number, found in wanted.items() if found not in known})
@@ -151,7 +154,7 @@ class Sources:
             if before or wanted:
                 self.check = self._checked([*before, *(row.data for row in self.rows)], param if before else "input")
 
-        await offload.run(assemble, cost=offload.json_cost(size + self._size))
+        await offload.run(assemble, cost=offload.json_cost(size + self.size))
         if param == "conversation":
             self._state.check_room(len(before), sum(map(len, before)), self.rows)
 
@@ -176,10 +179,10 @@ class Sources:
     def _add(self, count: int, size: int, param: str) -> None:
         """Count more items. Raises :class:`ContextLengthExceeded` for too many, which *param* brings in."""
         self._count += count
-        self._size += size
+        self.size += size
         if self._count > MAX_MESSAGES:
             raise too_long(f"There are more than {MAX_MESSAGES} items.", param)
-        self._check_size(self._size, param)
+        self._check_size(self.size, param)
 
     def _check_size(self, size: int, param: str) -> None:
         most = self._settings.server.max_body_size
@@ -197,7 +200,8 @@ class Sources:
         self._check_size(sum(map(len, items)), param)
         check = JsonCheck(self._settings.limits)
         try:
-            return None if check.check(joined(items)) else check
+            # Each came in a body whose nesting was checked.
+            return None if check.check(joined(items), nested=True) else check
         except InvalidRequest as error:
             raise too_long(error.message, param) from error
 

@@ -27,7 +27,7 @@ from triton_openai.api.responses.event_log import EVENTS, LEASE_SECONDS, EventLo
 from triton_openai.api.responses.objects import INTERRUPTED, OutputItem, ResponseObject
 from triton_openai.api.responses.response_events import replayed
 from triton_openai.config.tree import ResponsesSettings
-from triton_openai.storage.store import Entry, EntryFull, Link, Row, Store
+from triton_openai.storage.store import Chain, Entry, EntryFull, Link, Row, Store
 from triton_openai.telemetry.logging import warn
 
 _log = structlog.get_logger(__name__)
@@ -83,15 +83,16 @@ class ResponseStore:
     async def entry(self, prefix: str, key: str, owner: str) -> Entry | None:
         """Return the entry of *key*, which begins with *prefix*, if it is *owner*'s."""
         store = self.store()
-        entry = await store.get(key) if key.startswith(prefix) and _KEY.fullmatch(key) else None
+        entry = await store.get(key) if is_key(prefix, key) else None
         return entry if entry is not None and entry.owner == owner else None
 
     async def find(self, response_id: str, owner: str) -> StoredResponse:
         """Return a response. Raises :class:`ObjectNotFound`."""
         entry = await self.entry("resp_", response_id, owner)
-        if entry is None:
+        kept = None if entry is None else await self.store().chain(response_id, owner, ["output"], most=1)
+        if entry is None or kept is None or not kept.links[0].found:
             raise errors.ObjectNotFound(f"There is no response '{response_id[:100]}'.", param="response_id")
-        output = await self.store().read([response_id], ["output"])
+        output = kept.rows
         cost = offload.json_cost(entry.size)
         response, items = await offload.run(lambda: (_RESPONSE.decode(entry.head), _decoded(output)), cost=cost)
         found = StoredResponse(self, owner, response, entry.version)
@@ -101,41 +102,40 @@ class ResponseStore:
             response.status, response.error = "failed", INTERRUPTED
         if lost or (response.status == "cancelled" and not output):
             # Its maker has not ended it: it has the output that its events tell of.
-            events = b"".join(await self.store().read([response_id], [EVENTS]))
+            events = b"".join((await self.store().chain(response_id, owner, [EVENTS], most=1)).rows)
             response.output = await offload.run(replayed, events, cost=offload.JSON * len(events))
             if lost or response.output:
                 # Another process that is faster does the same.
                 await found.put(_output_rows(response))
         return found
 
-    async def chain(self, key: str, owner: str, *, most: int) -> tuple[Sequence[str], int, int]:
+    async def history(self, key: str, owner: str, *, most: int, most_size: int) -> Chain:
         """
-        Return the keys of a conversation, or of a response and those before it, the number of their items and bytes.
+        Return the items of a conversation, or of a response and those before it, each in JSON, the oldest first.
 
-        They are *most* items at most, and the oldest comes first. Raises :class:`InvalidRequest` for what is not there,
-        has not ended, or is part of a conversation.
+        They are counted and not read where they are more than *most*, or have more than *most_size* bytes. Raises
+        :class:`InvalidRequest` for what is not there, has not ended, or is part of a conversation.
         """
+        bounds = {"most_rows": most, "most_size": most_size}
         if key.startswith("conv_"):
-            (link,) = await self.store().chain(key, owner, ["items"], most=1)
-            return [key], link.rows, link.size
-        param, links = "previous_response_id", list[Link]()
-        if _KEY.fullmatch(key) and key.startswith("resp_"):
-            links.extend(await self.store().chain(key, owner, _ITEMS, most=most + 1))
-        for link in links or [Link(key, False, 0.0, 0, 0)]:
+            found = await self.store().chain(key, owner, ["items"], most=1, **bounds)
+            if not found.links[0].found:
+                raise no_conversation(key)
+            return found
+        param, found = "previous_response_id", Chain([Link(key, False, 0.0)], (), 0, 0)
+        if is_key("resp_", key):
+            found = await self.store().chain(key, owner, _ITEMS, most=most + 1, **bounds)
+        for link in found.links:
             if link.key.startswith("conv_"):
                 raise errors.InvalidValue("The response before this one is part of a conversation: give that.", param)
             if not link.found:
-                found = f"Previous response with id '{key[:100]}' not found."
+                missing = f"Previous response with id '{key[:100]}' not found."
                 if link.key != key:
-                    found = f"The response '{key}' goes on from '{link.key}', which is not stored any more."
-                raise errors.InvalidRequest(found, param=param, code="previous_response_not_found")
+                    missing = f"The response '{key}' goes on from '{link.key}', which is not stored any more."
+                raise errors.InvalidRequest(missing, param=param, code="previous_response_not_found")
             if link.until > time.time():
                 raise errors.InvalidValue(f"The response '{link.key}' has not ended yet.", param)
-        return [link.key for link in reversed(links)], sum(x.rows for x in links), sum(x.size for x in links)
-
-    async def read(self, keys: Sequence[str]) -> Sequence[bytes]:
-        """Return the items of responses or of a conversation, each in JSON."""
-        return await self.store().read(keys, ["items", *_ITEMS])
+        return found
 
     def check_room(self, count: int, size: int, items: Sequence[Row]) -> None:
         """Raise :class:`ConversationFull` if there is no room for *items* beside *count* items of *size* bytes."""
@@ -163,7 +163,7 @@ class ResponseStore:
         if not added and holder is not None:
             raise errors.ConversationBusy("The conversation was deleted or is held by another response.")
         if not added:
-            raise errors.ObjectNotFound(f"There is no conversation '{conversation_id[:100]}'.", param="conversation")
+            raise no_conversation(conversation_id)
 
 
 class StoredResponse:
@@ -261,6 +261,16 @@ class StoredResponse:
         """Log that it is not kept; that a store does not answer is logged once."""
         if self.state.available:
             warn(_log, "response is not kept", error, response=self.response.id)
+
+
+def is_key(prefix: str, key: str) -> bool:
+    """Return whether *key* can be the id of a response or a conversation, as its *prefix* says."""
+    return key.startswith(prefix) and _KEY.fullmatch(key) is not None
+
+
+def no_conversation(conversation_id: str) -> errors.ObjectNotFound:
+    """Return the error for a conversation that is not there."""
+    return errors.ObjectNotFound(f"There is no conversation '{conversation_id[:100]}'.", param="conversation")
 
 
 def joined(items: Sequence[bytes]) -> bytes:

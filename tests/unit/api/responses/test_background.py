@@ -100,9 +100,9 @@ def made_by(proxy: Proxy) -> Stream:
     return Stream(proxy, "POST", "/v1/responses", {**REQUEST, "stream": True})
 
 
-async def rows_of(store: Store, key: str, least: int) -> None:
+async def rows_of(store: Store, key: str, least: int, owner: str = "") -> None:
     """Wait until there are at least so many rows of events."""
-    while len(await store.read([key], [EVENTS])) < least:  # noqa: ASYNC110 - nothing tells of it
+    while (await store.chain(key, owner, [EVENTS], most=1)).length < least:  # noqa: ASYNC110 - nothing tells of it
         await asyncio.sleep(0)
 
 
@@ -340,7 +340,7 @@ async def test_a_maker_that_was_killed() -> None:
             # As much is stored as another process would find.
             await rows_of(state.store(), made, 1)
             await state.live.pop(made).close()
-            await state.store().claim(made, made, -1.0)
+            await state.store().claim(made, "", made, -1.0)
             found = await assert_ended(proxy, made, "failed", "one")
             assert "server_error" == found["error"]["code"]
             events = await resumed(proxy, made)
@@ -409,7 +409,7 @@ async def test_events_that_cannot_be_stored_yet(monkeypatch: pytest.MonkeyPatch)
         for number in range(40):
             log.add(response_event("a", number))
             await asyncio.sleep(0.02)
-        await rows_of(store, "k", 2)
+        await rows_of(store, "k", 2, "me")
     assert ["events of a response are not stored yet"] == [line["event"] for line in logs]
     # Somebody else takes over.
     await store.put("k", "me", b"", 1, lease=("", 0))
@@ -417,7 +417,7 @@ async def test_events_that_cannot_be_stored_yet(monkeypatch: pytest.MonkeyPatch)
     await asyncio.wait({log.task}, timeout=30)
     assert log.task.cancelled()
     await log.close()
-    found = b"".join([*await store.read(["k"], [EVENTS]), *(row.data for row in log.rows())])
+    found = b"".join([*(await store.chain("k", "me", [EVENTS], most=1)).rows, *(row.data for row in log.rows())])
     assert list(range(41)) == [event["sequence_number"] for event in events_of(found)]
     log.check_room()
     log.add(b"x" * 9_000_000)

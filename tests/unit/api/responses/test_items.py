@@ -40,10 +40,16 @@ def refused(answer: Answer, param: str, status: int = 400) -> str:
 
 async def test_what_is_referred_to_counts_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stored item that is given five times is as long as five items, before it is loaded."""
-    fetch, read = SqliteStore.fetch, SqliteStore.read
+    fetch, chain = SqliteStore.fetch, SqliteStore.chain
+    loaded: list[int] = []
 
     async def forbidden(*_: Any, **__: Any) -> Any:
         raise AssertionError("it was loaded")
+
+    async def read(*given: Any, **options: Any) -> Any:
+        found = await chain(*given, **options)
+        loaded.append(len(found.rows))
+        return found
 
     async with service("memory", **SMALL) as proxy:
         made = (await proxy.post("/v1/responses", {"model": "m", "input": LONG})).json
@@ -69,10 +75,11 @@ async def test_what_is_referred_to_counts_each_time(monkeypatch: pytest.MonkeyPa
             added = await proxy.post(f"/v1/conversations/{conversation}/items", {"items": [message(LONG)] * 2})
             assert 200 == added.status
         for param, source in (("previous_response_id", two["id"]), ("conversation", conversation)):
-            monkeypatch.setattr(SqliteStore, "read", read if param == "previous_response_id" else forbidden)
+            monkeypatch.setattr(SqliteStore, "chain", read)
             body = {"model": "m", "input": [message(LONG)], param: source}
             refused(await proxy.post("/v1/responses", body), param)
-        monkeypatch.setattr(SqliteStore, "read", read)
+        # More bytes than a request may have are not loaded.
+        assert [3, 0] == loaded
         previous = two["id"]
         few = (await proxy.post("/v1/responses", {"model": "m", "input": "x", "previous_response_id": previous})).json
         assert "completed" == few["status"]

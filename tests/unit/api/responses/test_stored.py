@@ -105,9 +105,9 @@ async def test_a_deleted_response_in_the_middle() -> None:
             if gone is not None:
                 assert 200 == (await send(proxy, "DELETE", f"/v1/responses/{made[gone]}", None)).status
             assert "completed" == (await proxy.post("/v1/responses", body)).json["status"]
-            keys, count, _ = await state.chain(made[3], "", most=9)
-            assert [made[int(turn)] for turn in left] == keys
-            assert 2 * len(left) == count
+            found = await state.history(made[3], "", most=9, most_size=9999)
+            assert [made[int(turn)] for turn in reversed(left)] == [link.key for link in found.links]
+            assert 2 * len(left) == found.length == len(found.rows)
             assert made[2] == (await proxy.get(f"/v1/responses/{made[3]}")).json["previous_response_id"]
         # The store's own sweep leaves a gap.
         await state.store().delete(made[1])
@@ -139,13 +139,13 @@ async def test_one_response_at_a_time_in_a_conversation(state: ResponseStore) ->
     async with claimed(state, conversation, "me", "resp_2"):
         await state.extend(conversation, "me", [Row("input", "a", b"{}")], holder="resp_2")
         # It has lost it, and another response has it.
-        await state.store().claim(conversation, "resp_2", 0)
+        await state.store().claim(conversation, "me", "resp_2", 0)
         async with claimed(state, conversation, "me", "resp_3"):
             with pytest.raises(ConversationBusy):
                 await state.extend(conversation, "me", [Row("input", "b", b"{}")], holder="resp_2")
             # Items that a client adds itself need no turn.
             await state.extend(conversation, "me", [Row("items", "c", b"[]")])
-    assert [b"{}", b"[]"] == list(await state.read([conversation]))
+    assert [b"{}", b"[]"] == list((await state.history(conversation, "me", most=9, most_size=99)).rows)
     with pytest.raises(ObjectNotFound):
         async with claimed(state, conversation, "you", "resp_3"):
             pass
@@ -260,9 +260,21 @@ async def test_queries_that_say_nothing_are_refused() -> None:
             assert (400, param) == (refused.status, refused.json["error"]["param"])
 
 
-async def test_a_long_conversation() -> None:
-    """A conversation of twice as many turns takes twice as many calls, however it is given."""
+async def test_a_long_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """
+    A conversation of twice as many turns takes twice as many calls, however it is given.
+
+    What is kept is read at once, and takes at most 1.3 times the calls of what the client sends.
+    """
     calls: Counter[str] = Counter()
+    operations: list[str] = []
+    run = SqliteStore._run
+
+    async def counted(store: SqliteStore, steps: Any, **options: Any) -> Any:
+        operations.append(steps.__name__)
+        return await run(store, steps, **options)
+
+    monkeypatch.setattr(SqliteStore, "_run", counted)
 
     async def work(path: str, body: dict[str, Any]) -> int:
         calls.clear()
@@ -286,12 +298,17 @@ async def test_a_long_conversation() -> None:
         counts = []
         for number in range(1, 101):
             body = {"model": "m", "input": "in", "previous_response_id": made}
+            operations.clear()
             if number % 50:
                 made = (await proxy.post("/v1/responses", body)).json["id"]
             else:
                 counts.append(await work("/v1/responses", body))
                 made = previous[0]
+            assert ["chain", "_change"] == operations
         assert counts[1] < 2.2 * counts[0], counts
+        kept = (await proxy.get(f"/v1/responses/{made}")).json["output"]
+        sent = await work("/v1/responses", {"input": [*[turn[0], *kept] * 100, turn[0]]})
+        assert counts[1] < 1.3 * sent, (counts, sent)
 
 
 @pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
