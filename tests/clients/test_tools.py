@@ -9,7 +9,7 @@ import httpx2
 import pytest
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
-from openai import OpenAI
+from openai import NotFoundError, OpenAI
 from openai.types.chat import ChatCompletionMessageCustomToolCall
 from pydantic import SecretStr
 
@@ -196,3 +196,34 @@ def test_reasoning(client: OpenAI) -> None:
     message = answer.choices[0].message
 
     assert ("yes", "hm") == (message.content, getattr(message, "reasoning_content", None))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_stored_call(client: OpenAI, stream: bool) -> None:
+    """What is kept of a chat is what the client got, with the ids of its calls; it is found, described and deleted."""
+    before = [each.id for each in client.chat.completions.list()]
+    options: Any = {"model": "vllm_model", "messages": user("Sure. " + CALL), "tools": TOOLS, "store": True,
+                    "metadata": {"topic": "weather"}, "logprobs": True, "top_logprobs": 1}  # fmt: skip
+    if stream:
+        with client.chat.completions.stream(**options) as events:
+            answer: Any = events.get_final_completion()
+    else:
+        answer = client.chat.completions.create(**options)
+    kept: Any = client.chat.completions.retrieve(answer.id)
+    (choice,), (got,) = kept.choices, answer.choices
+    assert got.message.tool_calls[0].id == choice.message.tool_calls[0].id
+    assert (got.finish_reason, got.message.content) == (choice.finish_reason, choice.message.content)
+    assert got.logprobs.content == choice.logprobs.content
+    assert "get_weather" == choice.message.tool_calls[0].function.name
+    assert {"city": "Bonn"} == json.loads(choice.message.tool_calls[0].function.arguments)
+    assert kept.usage.completion_tokens > 0
+    found = [each.id for each in client.chat.completions.list(metadata={"topic": "weather"}, model="vllm_model")]
+    assert answer.id in found
+    assert {*found} == {each.id for each in client.chat.completions.list(limit=1)} - {*before}
+    (message,) = client.chat.completions.messages.list(answer.id)
+    assert options["messages"][0]["content"] == message.content
+    changed = client.chat.completions.update(answer.id, metadata={"topic": "none"})
+    assert {"topic": "none"} == getattr(changed, "metadata", None)
+    assert client.chat.completions.delete(answer.id).deleted
+    with pytest.raises(NotFoundError):
+        client.chat.completions.retrieve(answer.id)

@@ -20,10 +20,11 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "today": 5811,
         "the fewest turns that make a conversation fit": 97,
         "a chain is read at one moment": 10,
+        "stored chat completions": 165,
     },
     "answer": {"begin": 1350, "jobs run here, and not in the API": 37, "several Tritons": 58},
     "adapters": {"today": 1945},
-    "storage": {"today": 900, "a chain is read at one moment": 4},
+    "storage": {"today": 900, "a chain is read at one moment": 4, "stored chat completions": 29},
     "triton": {
         "begin": 2150,
         "heads, events and errors of Triton that do not end are bounded": 30,

@@ -1,5 +1,5 @@
 """
-``POST /v1/chat/completions``, and an assistant's turn, which the other APIs for chats prepare too.
+The answers of ``POST /v1/chat/completions``, and an assistant's turn, which the other APIs for chats prepare too.
 
 Source of the wire format: OpenAI's ``chat.completion`` and ``chat.completion.chunk`` objects (openai-openapi 2.3.0).
 ``reasoning_content`` is DeepSeek's extension and ``reasoning`` OpenRouter's and vLLM's; both are in wide use.
@@ -7,9 +7,9 @@ Source of the wire format: OpenAI's ``chat.completion`` and ``chat.completion.ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -20,7 +20,7 @@ from triton_openai.answer.chat_prompt import images_of, rendered_chat
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, tell_ignored
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES
 from triton_openai.api.logprobs import (
     ChatLogprobs,
     PromptLogprobs,
@@ -32,11 +32,11 @@ from triton_openai.api.logprobs import (
     rendering_cost,
 )
 from triton_openai.api.parameters import SamplingRequest, Verbosity, accepting, refusing
-from triton_openai.api.service import RequestContext, begin, new_id, now, runs_of, spec_of
+from triton_openai.api.service import RequestContext, now, runs_of, spec_of
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan, custom_input, plan_tools
 from triton_openai.api.usage import UsageObject, known_usage, usage_of
-from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
+from triton_openai.errors import InvalidRequest, InvalidValue, ServiceError, UnsupportedParameter
 from triton_openai.generation import Delta, FinishReason, Progress
 from triton_openai.media.images import ImageReference
 from triton_openai.parsers.answer_parser import AnswerParser
@@ -51,6 +51,8 @@ from triton_openai.serving.connections import WholeResponse
 from triton_openai.telemetry.observation import RENDER
 
 _encode = msgspec.json.Encoder().encode
+#: Takes a whole answer in JSON.
+Keep: TypeAlias = Callable[[bytes], Awaitable[None]]
 
 
 @accepting("prediction", "prompt_cache_options", "prompt_cache_retention")
@@ -67,6 +69,8 @@ class ChatRequest(SamplingRequest, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     reasoning_effort: str | None = None
     verbosity: Verbosity | None = None
+    store: bool | None = None
+    metadata: Annotated[Any, Meta(description="Up to 16 texts of 512 characters, kept with a completion.")] = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -145,7 +149,11 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole answer, without ``usage`` if the tokens are not known. The last two fields are vLLM's, on request."""
+    """
+    The whole answer, without ``usage`` if the tokens are not known.
+
+    The fields about the prompt are vLLM's, on request. One that was stored has ``metadata``.
+    """
 
     id: str
     object: Literal["chat.completion"] = msgspec.field(name="object")
@@ -156,6 +164,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    metadata: Mapping[str, str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class FunctionDelta(msgspec.Struct, kw_only=True):
@@ -216,14 +225,6 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     usage: UsageObject | msgspec.UnsetType | None = msgspec.UNSET
     system_fingerprint: str | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-async def handle(request: web.Request) -> web.StreamResponse:
-    """Create a chat completion."""
-    context = await begin(request, ChatRequest)
-    if context.body.verbosity in ("low", "high"):
-        tell_ignored(context.observation, ["verbosity"])
-    return await context.admitted(_answer, param="messages")
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -303,45 +304,55 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
     return Turn(spec, plan, runs, answer_parsers)
 
 
-async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
-    service, model, body = context.service, context.model, context.body
-    turn = await turn_of(context, new_id("chatcmpl"))
+async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Keep | None = None) -> web.StreamResponse:
+    """Answer a chat. The whole answer, in JSON, is given to *keep* first, also that of a stream before its end."""
+    service, body = context.service, context.body
+    turn = await turn_of(context, answer_id)
     runs = turn.runs
     setting = service.settings.api.reasoning_field
     fields: Sequence[str] = ("reasoning_content", "reasoning") if setting == "both" else (setting,)
     if body.include_reasoning is False:
         fields = ()
     if body.stream:
-        return await stream(context, runs, ChatChunks(context, turn, fields))
+        chunks = ChatChunks(context, turn, fields) if keep is None else _KeptChunks(context, turn, fields, keep)
+        return await stream(context, runs, chunks)
     answers = await collect(runs, timeout=context.limits.total)
 
     def rendered() -> bytes:
         choices = in_pieces(chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers))
-        usages = [run.progress.usage or known_usage(run.progress) for run in runs]
-        # Known once the answers are parsed.
-        usage = usage_of(usages, n=turn.spec.n, reasoning_tokens=reasoning_tokens(turn.parsers))
-        scores: Any = None if body.prompt_logprobs is None else in_pieces(prompt_logprobs(runs[0].prompt_logprobs))
-        if scores is not None:
-            drop_prompt_logprobs(runs)
-        completion = ChatCompletion(
-            id=turn.spec.template.id,
-            object="chat.completion",
-            created=now(),
-            model=body.model,
-            choices=choices,
-            usage=usage or msgspec.UNSET,
-            system_fingerprint=model.fingerprint,
-            prompt_logprobs=msgspec.UNSET if scores is None else scores,
-            prompt_token_ids=(runs[0].generation.prompt_ids or ()) if body.return_token_ids else msgspec.UNSET,
-        )
-        return _encode(completion)
+        return _completion(context, turn, choices)
 
     cost = rendering_cost(answers, offload.RENDER if turn.parsers[0].plain else offload.PARSE)
     if body.prompt_logprobs is not None:
         cost += cost_of(len(runs[0].prompt_logprobs), body.prompt_logprobs)
     # Nothing is awaited for most answers.
     content = rendered() if cost <= offload.INLINE else await offload.run(rendered, cost=cost)
+    if keep is not None:
+        await keep(content)
     return WholeResponse(body=content, content_type="application/json")
+
+
+def _completion(context: RequestContext[ChatRequest], turn: Turn, choices: Any) -> bytes:
+    """Return the whole answer with its *choices*, in JSON."""
+    body, runs = context.body, turn.runs
+    usages = [run.progress.usage or known_usage(run.progress) for run in runs]
+    # Known once the answers are parsed.
+    usage = usage_of(usages, n=turn.spec.n, reasoning_tokens=reasoning_tokens(turn.parsers))
+    scores: Any = None if body.prompt_logprobs is None else in_pieces(prompt_logprobs(runs[0].prompt_logprobs))
+    if scores is not None:
+        drop_prompt_logprobs(runs)
+    completion = ChatCompletion(
+        id=turn.spec.template.id,
+        object="chat.completion",
+        created=now(),
+        model=body.model,
+        choices=choices,
+        usage=usage or msgspec.UNSET,
+        system_fingerprint=context.model.fingerprint,
+        prompt_logprobs=msgspec.UNSET if scores is None else scores,
+        prompt_token_ids=(runs[0].generation.prompt_ids or ()) if body.return_token_ids else msgspec.UNSET,
+    )
+    return _encode(completion)
 
 
 def _spec(
@@ -453,11 +464,15 @@ def chat_choice(body: ChatRequest, turn: Turn, fields: Sequence[str], index: int
     else:
         events = [event for delta in answer.deltas for event in parser.feed(delta.text, delta.tokens)]
         message = message_of([*events, *parser.flush(cut=answer.run.progress.cut)], turn.plan, fields)
+    return _choice(body, turn, index, answer, message)
+
+
+def _choice(body: ChatRequest, turn: Turn, index: int, answer: Collected, message: AnswerMessage) -> ChatChoice:
     return ChatChoice(
         index=index,
         message=message,
         logprobs=ChatLogprobs(in_pieces(chat_logprobs(answer.logprobs).content)) if body.logprobs else None,
-        finish_reason=finish_reason(answer.run.progress, parser, turn.plan),
+        finish_reason=finish_reason(answer.run.progress, turn.parsers[index], turn.plan),
         stop_reason=answer.run.progress.stop_reason,
         token_ids=answer.token_ids if body.return_token_ids else msgspec.UNSET,
     )
@@ -559,3 +574,34 @@ class ChatChunks(Chunks):
     def _chunk(self, choice: int, delta: bytes, logprobs: bytes, tail: bytes, ids: bytes = b"") -> bytes:
         body = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}' % (choice, delta, logprobs, ids)
         return self._head + body + tail
+
+
+class _KeptChunks(ChatChunks):
+    """The chunks of a stream whose whole answer is given to *keep* before the last one is sent."""
+
+    def __init__(self, context: RequestContext[ChatRequest], turn: Turn, fields: Sequence[str], keep: Keep) -> None:
+        super().__init__(context, turn, fields)
+        self._context, self._turn, self._keep = context, turn, keep
+        # Text takes the way of everything else, too.
+        self._text_heads = [b""] * len(turn.runs)
+        self._found: list[list[Event]] = [[] for _ in turn.runs]
+        self._deltas: list[list[Delta]] = [[] for _ in turn.runs]
+
+    def _events(self, choice: int, events: Sequence[Event], delta: Delta) -> bytes:
+        self._found[choice] += events
+        if delta.logprobs or delta.token_ids:
+            self._deltas[choice].append(delta)
+        return super()._events(choice, events, delta)
+
+    async def ended(self, error: ServiceError | None) -> bytes:
+        if error is None:
+            cost = offload.RENDER_ITEM * sum(map(len, self._found))
+            await self._keep(await offload.run(self._whole, cost=cost))
+        return await super().ended(error)
+
+    def _whole(self) -> bytes:
+        body, turn = self._context.body, self._turn
+        answers = map(Collected, turn.runs, self._deltas)
+        messages = (message_of(events, turn.plan, self._reasoning_fields) for events in self._found)
+        choices = (_choice(body, turn, index, *each) for index, each in enumerate(zip(answers, messages, strict=True)))
+        return _completion(self._context, turn, in_pieces(choices))

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from triton_openai import __version__, errors
 from triton_openai.access.keys import COUNTED, ROUTE_GROUPS, Restrictions
-from triton_openai.api import chat, classify, completions, embeddings, info, moderations, tokenize
+from triton_openai.api import chat, classify, completions, embeddings, info, moderations, stored_chats, tokenize
 from triton_openai.api.bodies import IGNORED_HEADER, FileField, FormRequest, ModelRequest
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages import types as message_types
@@ -355,14 +355,27 @@ _AGAIN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "stream": ("Whether the events are wanted, of a response in the background.", {"enum": ["true", "false"]}),
     "starting_after": ("The number of the event that the stream goes on from.", {"type": "integer", "minimum": -1}),
 }
+_OLDEST_FIRST = {**_PAGE, "order": (_PAGE["order"][0], {"enum": ["asc", "desc"], "default": "asc"})}
+_CHATS = {**_OLDEST_FIRST, "model": ("The model that answered.", _STRING)}
 _KEPT = (errors.UnsupportedParameter, errors.ObjectNotFound, errors.ConversationBusy, errors.StoreUnavailable)
+_CHAT = "/chat/completions/{completion:[^/]+}"
 _RESPONSE, _CONVERSATION = "/responses/{response:[^/]+}", "/conversations/{conversation:[^/]+}"
 _ITEM = _CONVERSATION + "/items/{item:[^/]+}"
 
 OPERATIONS = (
-    Operation(chat.handle, _deployed("POST /chat/completions"), "create_chat_completion", "inference",
+    Operation(stored_chats.create, _deployed("POST /chat/completions"), "create_chat_completion", "inference",
               chat.ChatRequest, chat.ChatCompletion, event=chat.ChatCompletionChunk,
               jobs=(Generation,), label="chat"),
+    Operation(stored_chats.list_all, _openai("GET /chat/completions"), "list_chat_completions", "inference",
+              answer=response_types.ItemList, query=_CHATS, errors=_KEPT),
+    Operation(stored_chats.retrieve, _openai(f"GET {_CHAT}"), "get_chat_completion", "inference",
+              answer=chat.ChatCompletion, errors=_KEPT),
+    Operation(stored_chats.update, _openai(f"POST {_CHAT}"), "update_chat_completion", "inference",
+              stored_chats.CompletionUpdate, chat.ChatCompletion, errors=_KEPT),
+    Operation(stored_chats.delete, _openai(f"DELETE {_CHAT}"), "delete_chat_completion", "inference",
+              answer=response_types.Deleted, errors=_KEPT),
+    Operation(stored_chats.list_messages, _openai(f"GET {_CHAT}/messages"), "list_chat_messages", "inference",
+              answer=response_types.ItemList, query=_OLDEST_FIRST, errors=_KEPT),
     Operation(completions.handle, _deployed("POST /completions"), "create_completion", "inference",
               completions.CompletionRequest, completions.Completion, event=completions.Completion,
               jobs=(Generation,), label="text_completion"),

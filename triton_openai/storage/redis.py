@@ -35,7 +35,8 @@ _PREFIX = "triton-openai:"
 _CLOCK_SECONDS = 60.0
 # An entry is a hash with its fields, and `=ID` for the data and `@ID` for the member of each row. Its rows have their
 # order in a sorted set, whose members are `LIST:POSITION:ID`. Of each owner a sorted set has the times at which entries
-# were used, and one sorted set has the sizes of all owners. A set has the entries that go on from an entry.
+# were used, another one their keys in order, and one sorted set has the sizes of all owners. A set has the entries that
+# go on from an entry.
 _SCRIPT = """
 local op, prefix, deadline, given = ARGV[1], ARGV[2], tonumber(ARGV[3]), cjson.decode(ARGV[4])
 local call, key, clock = redis.call, given.key, redis.call('TIME')
@@ -67,6 +68,7 @@ local function drop(of, owner)
   if parent then call('SREM', heirs(parent), of) end
   call('UNLINK', entry(of), rows(of), heirs(of))
   call('ZREM', prefix .. 'used:' .. owner, of)
+  call('ZREM', prefix .. 'keys:' .. owner, of)
   call('ZINCRBY', prefix .. 'owners', -size, owner)
   if call('EXISTS', prefix .. 'used:' .. owner) == 0 then call('ZREM', prefix .. 'owners', owner) end
   return size
@@ -102,6 +104,7 @@ elseif op == 'change' then
     grown = grown + #head - call('HSTRLEN', entry(key), 'head')
     call('HSET', entry(key), 'owner', owner, 'version', given.version + 1, 'head', head)
   end
+  if given.version == 0 then call('ZADD', prefix .. 'keys:' .. owner, 0, key) end
   if given.version == 0 and given.parent then
     call('HSET', entry(key), 'parent', given.parent)
     call('SADD', heirs(given.parent), key)
@@ -165,6 +168,11 @@ elseif op == 'chain' then
     for _, one in ipairs(fields[i]) do data[#data + 1] = field(links[i][1], one) end
   end
   return {links, data, count, size}
+elseif op == 'entries' then
+  local keys, range = prefix .. 'keys:' .. given.owner, given.reverse and 'ZREVRANGEBYLEX' or 'ZRANGEBYLEX'
+  local data = call(range, keys, '(' .. given.first, '(' .. given.last, 'LIMIT', 0, given.limit)
+  for i, of in ipairs(data) do data[i] = {of, found(of, given.owner) and field(of, 'head')} end
+  return data
 elseif op == 'delete' then
   local owner, parent = field(key, 'owner', 'parent')
   for _, of in ipairs(owner and given.bridged and call('SMEMBERS', heirs(key)) or {}) do
@@ -266,6 +274,13 @@ class RedisStore(Store):
             "chain", key=key, owner=owner, names=sorted(names), most=most, most_rows=most_rows, most_size=most_size
         )
         return Chain([Link(link.decode(), left is not None, _end(left)) for link, left in links], *rest)
+
+    async def entries(
+        self, owner: str, prefix: str, *, after: str | None, limit: int, reverse: bool
+    ) -> Sequence[tuple[str, bytes | None]]:
+        first, last = (after or f"{prefix}g", prefix) if reverse else (after or prefix, f"{prefix}g")
+        found = await self._call("entries", owner=owner, first=first, last=last, limit=limit, reverse=reverse)
+        return [(key.decode(), head) for key, head in found]
 
     async def delete(self, key: str, *, bridged: bool = False) -> bool:
         return bool(await self._call("delete", key=key, bridged=bridged))

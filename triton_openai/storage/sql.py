@@ -58,6 +58,7 @@ MIGRATIONS: Sequence[Sequence[str]] = (
         "CREATE INDEX triton_openai_entry_used ON triton_openai_entry (owner, used, size)",
         "CREATE INDEX triton_openai_entry_parent ON triton_openai_entry (parent)",
     ),
+    ("CREATE INDEX triton_openai_entry_key ON triton_openai_entry (owner, key)",),
 )
 
 
@@ -238,6 +239,19 @@ class SqlStore(Store):
         *_, length, size, _ = found[0]
         rows = [bytes(data) for *_, data in found if data is not None]
         return Chain([*links.values()][::-1], rows, length, int(size))
+
+    @_operation()
+    def entries(
+        self, owner: str, prefix: str, *, after: str | None, limit: int, reverse: bool
+    ) -> Steps[Sequence[tuple[str, bytes]]]:
+        # No digit is greater than f.
+        first, last = (prefix, after or f"{prefix}g") if reverse else (after or prefix, f"{prefix}g")
+        found = yield (
+            "SELECT key, head FROM triton_openai_entry WHERE owner = $1 AND key > $2 AND key < $3 AND used >= $4"
+            f" ORDER BY key {'DESC' if reverse else 'ASC'} LIMIT $5",
+            *(owner, first, last, self._before(), limit),
+        )
+        return [(key, bytes(head)) for key, head in found]
 
     @_operation(write=True)
     def delete(self, key: str, *, bridged: bool = False) -> Steps[bool]:

@@ -233,6 +233,16 @@ class Store(ABC):
         """
 
     @abstractmethod
+    async def entries(
+        self, owner: str, prefix: str, *, after: str | None, limit: int, reverse: bool
+    ) -> Sequence[tuple[str, bytes | None]]:
+        """
+        Return keys and heads of *limit* entries of *owner* in the order of their keys, from behind the key *after* on.
+
+        The keys are *prefix* and hexadecimal digits, as many in each. An entry that is too old may have no head.
+        """
+
+    @abstractmethod
     async def delete(self, key: str, *, bridged: bool = False) -> bool:
         """
         Drop the entry of *key*; return whether there was one.

@@ -232,6 +232,28 @@ async def test_chains(stores: tuple[Store, Store]) -> None:
     assert [("other", True), ("k0", False)] == [(link.key, link.found) for link in found.links]
 
 
+async def test_entries_in_order(stores: tuple[Store, Store]) -> None:
+    """Those of an owner, with a prefix, in the order of their keys, from any of them on."""
+    first, second = stores
+    keys = [f"a-{number:04x}" for number in range(9, 21)]
+    for number, key in enumerate(reversed(keys)):
+        assert await first.put(key, "me", b"%d" % number, 0)
+    for key, owner in (("a-0000", "you"), ("b-0000", "me"), ("resp_1", "me"), ("conv_1", "me")):
+        assert await first.put(key, owner, b"h", 0)
+
+    async def found(**query: Any) -> list[str]:
+        options = {"after": None, "limit": 100, "reverse": False, **query}
+        return [key for key, _ in await second.entries("me", "a-", **options)]
+
+    assert keys == await found()
+    assert keys[::-1] == await found(reverse=True)
+    assert keys[3:5] == await found(after=keys[2], limit=2)
+    assert keys[1::-1] == await found(after=keys[2], limit=5, reverse=True)
+    await first.delete(keys[2])
+    assert keys[3:] == await found(after=keys[2])
+    assert [(keys[0], b"11")] == list(await first.entries("me", "a-", after=None, limit=1, reverse=False))
+
+
 async def test_rows_at_places(stores: tuple[Store, Store]) -> None:
     """Rows are found by their places, and no others'."""
     first, second = stores

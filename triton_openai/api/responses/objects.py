@@ -67,7 +67,7 @@ class CompactRequest(ItemsRequest, kw_only=True):
     """A conversation that becomes shorter."""
 
 
-#: What clients note about a response or a conversation.
+#: What clients note about what is stored.
 Metadata: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
@@ -294,12 +294,12 @@ class Deleted(msgspec.Struct, kw_only=True):
     """The answer to a deletion; ``object`` says of what."""
 
     id: str
-    object: Literal["response", "conversation.deleted"] = msgspec.field(name="object")
+    object: Literal["response", "conversation.deleted", "chat.completion.deleted"] = msgspec.field(name="object")
     deleted: bool = True
 
 
 class ItemList(msgspec.Struct, kw_only=True):
-    """Items, with the ids of the first and the last, and whether more follow."""
+    """Items of a list, with the ids of the first and the last, and whether more follow."""
 
     object: Literal["list"] = msgspec.field(name="object", default="list")
     data: Sequence[Item]

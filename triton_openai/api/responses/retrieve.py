@@ -90,20 +90,29 @@ async def list_input(request: web.Request) -> web.Response:
     return json_response(await page_of(request, found.response.id, "input"))
 
 
-async def page_of(request: web.Request, key: str, name: str) -> ItemList:
+def page_query(request: web.Request, order: str = "desc") -> tuple[int, str | None, bool]:
     """
-    Return the page that *request* asks for of the list *name* of a response or conversation, in an ``order``.
+    Return the ``limit`` of the page that *request* asks for, the id that it follows, and whether the last comes first.
+
+    *order* holds where the query has none. Raises :class:`InvalidValue`.
+    """
+    order, after = request.query.get("order", order), request.query.get("after")
+    if order not in ("asc", "desc"):
+        raise errors.InvalidValue("'order' must be 'asc' or 'desc'.", "order")
+    if after is not None and not is_id(after):
+        raise agents.unknown_place("after")
+    return agents.page_limit(request.query, 100), after, order == "desc"
+
+
+async def page_of(request: web.Request, key: str, name: str, order: str = "desc") -> ItemList:
+    """
+    Return the page that *request* asks for of the list *name* of what is stored, in this *order* if it names none.
 
     A page of large items has fewer than were asked for. Raises :class:`InvalidValue`.
     """
-    order, after = request.query.get("order", "desc"), request.query.get("after")
-    if order not in ("asc", "desc"):
-        raise errors.InvalidValue("'order' must be 'asc' or 'desc'.", "order")
-    limit, most = agents.page_limit(request.query, 100), request.app[LIMITS].max_text_size
-    page = None
-    if after is None or is_id(after):
-        store = request.app[STATE].store()
-        page = await store.page(key, name, after=after, limit=limit, most_size=most, reverse=order == "desc")
+    limit, after, reverse = page_query(request, order)
+    store, most = request.app[STATE].store(), request.app[LIMITS].max_text_size
+    page = await store.page(key, name, after=after, limit=limit, most_size=most, reverse=reverse)
     if page is None:
         raise agents.unknown_place("after")
     return list_of(page.rows, more=page.more)

@@ -32,7 +32,7 @@ from triton_openai.telemetry.logging import warn
 
 _log = structlog.get_logger(__name__)
 _RUNNING = frozenset({"queued", "in_progress"})
-_KEY = re.compile(r"(resp|conv)_[0-9a-f]{32}")
+_KEY = re.compile(r"(?:resp_|conv_|chatcmpl-)[0-9a-f]{32}")
 # The lists of a response's rows; a conversation has the list `items`.
 _ITEMS = ("input", "output")
 # The seconds between attempts to keep a response that was made in the background.
@@ -42,7 +42,7 @@ _RESPONSE, _OUTPUT = offload.json_decoder(ResponseObject), offload.json_decoder(
 
 
 class ResponseStore:
-    """Responses and conversations in *store*, of which each key sees its own; ``None`` keeps nothing."""
+    """Responses, conversations and chats in *store*, of which each key sees its own; ``None`` keeps nothing."""
 
     def __init__(self, store: Store | None, settings: ResponsesSettings) -> None:
         self._store = store
@@ -74,6 +74,11 @@ class ResponseStore:
             await self.store().get("")
         except errors.ServiceError as error:
             warn(_log, "responses cannot be stored", error)
+
+    def not_kept(self, error: errors.ServiceError, key: str) -> None:
+        """Log that what has the id *key* is not kept; that a store does not answer is logged once."""
+        if self.available:
+            warn(_log, "response is not kept", error, response=key)
 
     async def close(self) -> None:
         """Disconnect from the store."""
@@ -258,13 +263,12 @@ class StoredResponse:
                     await asyncio.sleep(pause)
 
     def not_kept(self, error: errors.ServiceError) -> None:
-        """Log that it is not kept; that a store does not answer is logged once."""
-        if self.state.available:
-            warn(_log, "response is not kept", error, response=self.response.id)
+        """Log that it is not kept."""
+        self.state.not_kept(error, self.response.id)
 
 
 def is_key(prefix: str, key: str) -> bool:
-    """Return whether *key* can be the id of a response or a conversation, as its *prefix* says."""
+    """Return whether *key* can be the id of what is kept, of a kind as its *prefix* says."""
     return key.startswith(prefix) and _KEY.fullmatch(key) is not None
 
 

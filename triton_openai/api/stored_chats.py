@@ -1,0 +1,172 @@
+"""
+``POST /v1/chat/completions``, and with ``store: true`` what is kept of it: listed, read, described, deleted.
+
+A chat completion is an entry of the store that responses are kept in. Its head is what it is listed by; its rows are
+the ``answer``, whose id is the entry's key, and the request's ``messages``. Keys are in the order of time.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from secrets import token_hex
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from triton_openai import errors, offload
+from triton_openai.api import agents, chat
+from triton_openai.api.bodies import explain, json_response, read_json, tell_ignored
+from triton_openai.api.responses.objects import Deleted, Metadata
+from triton_openai.api.responses.retrieve import list_of, page_of, page_query
+from triton_openai.api.responses.stored import STATE, is_key
+from triton_openai.api.service import RequestContext, begin, key_of, new_id
+from triton_openai.prompts.messages import Message
+from triton_openai.serving.request_body import LIMITS
+from triton_openai.storage.store import BATCH, Entry, Place, Row, Store
+
+_PREFIX = "chatcmpl-"
+
+
+class _Head(msgspec.Struct):
+    model: str
+    metadata: dict[str, str]
+
+
+_HEAD = offload.json_decoder(_Head)
+
+
+class CompletionUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What changes in a chat completion."""
+
+    metadata: Metadata | None
+
+
+async def create(request: web.Request) -> web.StreamResponse:
+    """Create a chat completion. With ``store``, it is kept if it ends well."""
+    context = await begin(request, chat.ChatRequest)
+    body = context.body
+    if body.verbosity in ("low", "high"):
+        tell_ignored(context.observation, ["verbosity"])
+    answer_id, keep = new_id("chatcmpl"), None
+    if body.store and request.app[STATE].keeps:
+        try:
+            described = msgspec.convert({"metadata": body.metadata}, CompletionUpdate)
+        except msgspec.ValidationError as error:
+            raise explain(str(error)) from error
+        answer_id = f"{_PREFIX}{time.time_ns() // 1000:014x}{token_hex(9)}"
+        keep = partial(_keep, context, answer_id, _Head(body.model, described.metadata or {}))
+    elif body.store:
+        tell_ignored(context.observation, ["store"])
+    return await context.admitted(partial(chat.answer, answer_id=answer_id, keep=keep), param="messages")
+
+
+async def _keep(context: RequestContext[chat.ChatRequest], answer_id: str, head: _Head, answer: bytes) -> None:
+    """Keep the *answer*; if that does not work, the log says so, and the client where its answer has not begun."""
+
+    def rows() -> list[Row]:
+        messages = [_message(message, f"{answer_id}-{n}") for n, message in enumerate(context.body.messages)]
+        return [Row("answer", answer_id, answer), *messages]
+
+    state, owner = context.request.app[STATE], key_of(context.request).name
+    kept = await offload.run(rows, cost=offload.json_cost(context.observation.body_size or 0))
+    try:
+        await state.store().put(answer_id, owner, msgspec.json.encode(head), 0, rows=kept)
+    except errors.StoreUnavailable as error:
+        state.not_kept(error, answer_id)
+        tell_ignored(context.observation, ["store"])
+
+
+def _message(message: Message, message_id: str) -> Row:
+    """Return the row of a message: its content is a text, or null if it has parts."""
+    fields = _given(msgspec.to_builtins(message))
+    content, parts = fields.pop("content", None), None
+    if isinstance(content, list):
+        parts = [{"type": "text", "text": part} if isinstance(part, str) else _given(part) for part in content]
+        content = None
+    always = {"id": message_id, "content": content, "content_parts": parts, "refusal": None, "name": None}
+    return Row("messages", message_id, msgspec.json.encode(always | fields))
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+async def _found(request: web.Request) -> tuple[Store, str, Entry]:
+    """Return the store, and the key and the entry of the completion in the path. Raises :class:`ObjectNotFound`."""
+    state, key = request.app[STATE], request.match_info["completion"]
+    entry = await state.entry(_PREFIX, key, key_of(request).name)
+    if entry is None:
+        raise errors.ObjectNotFound(f"There is no chat completion '{key[:100]}'.", param="completion_id")
+    return state.store(), key, entry
+
+
+async def _shown(store: Store, owner: str, heads: Mapping[str, _Head]) -> Sequence[Row]:
+    """Return completions with their metadata, without those that somebody deletes meanwhile."""
+    answers = await store.fetch(owner, [Place(key, key) for key in heads])
+    return [
+        Row("", key, b'%b,"metadata":%b}' % (answers[Place(key, key)][:-1], msgspec.json.encode(head.metadata)))
+        for key, head in heads.items()
+        if Place(key, key) in answers
+    ]
+
+
+async def retrieve(request: web.Request) -> web.Response:
+    """Return a chat completion that was stored."""
+    while True:
+        store, key, entry = await _found(request)
+        for row in await _shown(store, entry.owner, {key: _HEAD.decode(entry.head)}):
+            return web.Response(body=row.data, content_type="application/json")
+
+
+async def update(request: web.Request) -> web.Response:
+    """Replace the metadata of a chat completion."""
+    body = await read_json(request, CompletionUpdate, strict=True)
+    while True:
+        store, key, entry = await _found(request)
+        head = _Head(_HEAD.decode(entry.head).model, body.metadata or {})
+        # Somebody else may be faster.
+        if await store.put(key, entry.owner, msgspec.json.encode(head), entry.version):
+            return await retrieve(request)
+
+
+async def delete(request: web.Request) -> web.Response:
+    """Delete a chat completion that was stored."""
+    store, key, _ = await _found(request)
+    await store.delete(key)
+    return json_response(Deleted(id=key, object="chat.completion.deleted"))
+
+
+async def list_messages(request: web.Request) -> web.Response:
+    """List the messages that a stored chat completion answers."""
+    _, key, _ = await _found(request)
+    return json_response(await page_of(request, key, "messages", "asc"))
+
+
+async def list_all(request: web.Request) -> web.Response:
+    """List the chat completions that were stored, of a ``model``, and with ``metadata[KEY]`` of a value."""
+    store, owner, model = request.app[STATE].store(), key_of(request).name, request.query.get("model")
+    limit, place, reverse = page_query(request, "asc")
+    if place is not None and not is_key(_PREFIX, place):
+        raise agents.unknown_place("after")
+    wanted = {name[9:-1]: value for name, value in request.query.items() if re.fullmatch(r"metadata\[.*\]", name)}
+    found: dict[str, _Head] = {}
+    more = True
+    while more and len(found) <= limit:
+        batch = await store.entries(owner, _PREFIX, after=place, limit=BATCH, reverse=reverse)
+        more = len(batch) == BATCH
+        for place, data in batch:
+            head = None if data is None else _HEAD.decode(data)
+            if head is not None and model in (None, head.model) and wanted.items() <= head.metadata.items():
+                found[place] = head
+    sizes = await store.sizes(owner, [Place(key, key) for key in found])
+    left, shown = request.app[LIMITS].max_text_size, dict[str, _Head]()
+    for key, head in list(found.items())[:limit]:
+        left -= sizes.get(Place(key, key), 0)
+        if shown and left < 0:
+            break
+        shown[key] = head
+    return json_response(list_of(await _shown(store, owner, shown), more=len(shown) < len(found)))
