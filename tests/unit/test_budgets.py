@@ -16,9 +16,9 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 #: By room: the lines that it began with, and what has changed them since. A feature stands with the name that the
 #: changelog gives it. "Above its budget" is what is still to be cut.
 BUDGETS: Mapping[str, Mapping[str, int]] = {
-    "api": {"today": 6000},
-    "answer": {"begin": 1350, "jobs run here, and not in the API": 37},
-    "adapters": {"today": 1974},
+    "api": {"today": 6000, "/v1/audio/speech": 209},
+    "answer": {"begin": 1350, "jobs run here, and not in the API": 37, "/v1/audio/speech": 187},
+    "adapters": {"today": 1974, "/v1/audio/speech": 198},
     "storage": {"today": 900},
     "triton": {
         "begin": 2150,
@@ -35,6 +35,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "names in the settings that no model has are shown": 14,
         "loading of tokenizers and templates, from the prompts": 90,
         "above its budget": 138,
+        "/v1/audio/speech": 141,
     },
     "prompts": {
         "begin": 1350,
@@ -60,6 +61,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "traces at less than half the cost, and a stop without a collector": 127,
         "a metric of whether the store of responses answers": 5,
         "above its budget": 136,
+        "/v1/audio/speech": 9,
     },
     "config": {
         "begin": 1120,
@@ -68,8 +70,9 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "--enable-kserve-frontends and its ports": 9,
         "/v1/moderations": 14,
         "above its budget": 49,
+        "/v1/audio/speech": 9,
     },
-    "media": {"begin": 310, "files of text": 34},
+    "media": {"begin": 310, "files of text": 34, "/v1/audio/speech": 210},
     "tritonserver": {
         "begin": 450,
         "backoff moved to the tasks": -14,
@@ -91,6 +94,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "backoff, from tritonserver": 14,
         "work that is too long for the event loop has threads of its own": 58,
         "errors that quote bytes that are no UTF-8": 9,
+        "/v1/audio/speech": 30,
     },
 }
 
