@@ -9,7 +9,7 @@ answer comes in parts, is one too; the jobs here have their result at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -128,6 +128,48 @@ class ScoreJob(Job[ScoreResult], frozen=True, kw_only=True):
     @property
     def extent(self) -> tuple[int, int]:
         return len(self.pairs), _ID * sum(len(pair.ids) for pair in self.encoded)
+
+
+class Voice(msgspec.Struct, frozen=True, kw_only=True):
+    """A voice to speak with: one that the model knows, or a recording that it imitates."""
+
+    name: str
+    #: What the model calls it.
+    known_as: str | int | None = None
+    #: The recording: little-endian float32, at the rate that the model takes.
+    samples: bytes = b""
+    #: What is said in it.
+    text: str = ""
+    #: Its length.
+    seconds: float = 0.0
+
+
+class Speech(Result, frozen=True, kw_only=True):
+    """Spoken text, or the next part of it: one channel."""
+
+    #: Little-endian samples of *datatype*, from -1 to 1 where that is a floating one; or a file.
+    data: bytes
+    datatype: Literal["FP32", "FP16", "FP64", "INT16", "file"] = "FP32"
+
+
+class SynthesisJob(Job[Speech], frozen=True, kw_only=True):
+    """A text to speak. A model that answers in parts has its decoded answers one after the other."""
+
+    tasks = ("speech",)
+    does = ("speaks texts", "speak texts")
+    least = {"text": "Hi."}
+
+    text: str
+    #: ``None`` for that of a model that has one.
+    voice: Voice | None = None
+    # What follows is ``None`` unless the model takes it.
+    speed: float | None = None
+    instructions: str | None = None
+    language: str | None = None
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        return 1, len(self.text) + (0 if self.voice is None else len(self.voice.samples))
 
 
 #: A type of jobs: what an endpoint names, and an adapter lists.

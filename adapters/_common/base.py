@@ -116,6 +116,27 @@ def check_range(name: str, value: Any, datatype: str | None) -> None:
 _MAX_FLOAT: Mapping[str, float] = {"FP32": 3.4028234e38, "FP16": 65504.0}
 
 
+class Synthesis(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model speaks that takes a :class:`SynthesisJob`, in Hz and seconds."""
+
+    #: The rate of its samples; 0 where it gives files, which say their own.
+    rate: int
+    #: The most that it speaks at once.
+    longest: float
+    #: Whether that includes the recording.
+    with_reference: bool = False
+    #: By how much the parts of an answer overlap; there, one fades into the other.
+    overlap: float = 0.0
+    #: The rate of the recordings that it imitates; 0 where it takes none.
+    reference_rate: int = 0
+    #: Whether it knows recordings apart only by what is said in them.
+    tells_voices_by_text: bool = False
+    #: The type of its names of voices; ``None`` where it takes no voice, and a recording where it takes those.
+    voice_type: type[str] | type[int] | None = None
+    #: Whether it speaks without being given a voice.
+    has_own_voice: bool = False
+
+
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """
     What a model can do through its adapter, beside its jobs and the parameters in its table.
@@ -163,6 +184,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     labels: bool = False
     #: The backend uses one seed for all requests that bring none.
     fixed_seed: bool = False
+    #: How it speaks, where it does.
+    synthesis: Synthesis | None = None
 
 
 #: Reads a file of a Triton model: the model's name and the file's name in its newest version; ``None`` if unreadable.

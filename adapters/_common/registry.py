@@ -25,6 +25,8 @@ BUILT_IN: Mapping[str, str] = {
     "trtllm": "triton_openai.adapters.trtllm:Trtllm",
     "trtllm-llmapi": "triton_openai.adapters.trtllm_llmapi:TrtllmLlmapi",
     "trtllm-bls": "triton_openai.adapters.trtllm_bls:TrtllmBls",
+    # A waveform looks like an embedding.
+    "synthesizer": "triton_openai.adapters.synthesizer:Synthesizer",
     "classifier": "triton_openai.adapters.classifier:Classifier",
     "embeddings": "triton_openai.adapters.embeddings:Embeddings",
     "cross-encoder": "triton_openai.adapters.cross_encoder:CrossEncoder",

@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from triton_openai.demo import repository
 from triton_openai.demo.configs import Contract
@@ -94,11 +95,40 @@ def _text_model(site: Site, name: str) -> None:
     site.build(name, "text_model", contract=_TEXT_MODEL, decoupled=True)
 
 
+def _synthesizer(site: Site, name: str) -> None:
+    inputs, output, options = SYNTHESIZERS[name]
+    site.build(name, "synthesizer", contract=Contract(inputs, [output]), **options)
+
+
 _R24_12 = 'parameters { key: "BACKEND_RELEASE" value: { string_value: "r24.12" } }\n'
 _PAIRS = Contract(["INPUT_PAIRS STRING [2]"], ["SCORES FP32 [-1]"])
 _PAIRS_OF_IDS = Contract([*_PADDED, "token_type_ids INT64 [-1,-1]"], ["logits FP32 [-1,1]"])
 _CLASSES_OF_TEXT = Contract(["text STRING [1]"], [f"logits FP32 [{len(CLASSES)}] l"])
 _CLASSES_OF_IDS = Contract(_PADDED, ["probabilities FP32 [-1,-1]"])
+_ZERO_SHOT = [
+    *("reference_wav FP32 [-1]", "reference_wav_len INT32 [1]", "reference_text STRING [1]"),
+    "target_text STRING [1]",
+]
+_CACHING = [each.replace(" ", "? ", 1) if each.startswith("reference") else each for each in _ZERO_SHOT]
+_DESCRIBED = ["text STRING [1]", "narrator INT64 [1]", "speed? FP32 [1]", "style? STRING [1]", "lang? STRING [1]"]
+_COSYVOICE = {"llm_tokenizer_dir": "/models/llm", "model_dir": "/models/cosyvoice"}
+_SPARK = {"audio_tokenizer_frame_rate": "50", "audio_chunk_overlap_duration": "0.1"}
+_F5 = {"vocab_file": "/models/vocab.txt", "vocoder": "vocos", "reference_audio_sample_rate": "24000"}
+#: Those that speak, which only the tests of speech serve: inputs, output and the rest of the config.
+SYNTHESIZERS: Mapping[str, tuple[list[str], str, dict[str, Any]]] = {
+    "cosyvoice2": (
+        _ZERO_SHOT, "waveform FP32 [-1]", {"max_batch_size": 4, "decoupled": True, "parameters": _COSYVOICE},
+    ),
+    "cosyvoice2_dit": (
+        _CACHING, "waveform FP32 [-1]", {"max_batch_size": 4, "decoupled": True, "parameters": _COSYVOICE},
+    ),
+    "spark_tts": (_ZERO_SHOT, "waveform FP32 [-1]", {"decoupled": True, "parameters": _SPARK}),
+    "f5_tts": (_ZERO_SHOT, "waveform FP32 [-1]", {"max_batch_size": 4, "decoupled": False, "parameters": _F5}),
+    "described_tts": (_DESCRIBED, "pcm FP16 [-1]", {"decoupled": False}),
+    "int16_tts": (["text STRING [1]"], "audio INT16 [-1]", {"decoupled": True}),
+    "file_tts": (["text STRING [1]"], "audio STRING [1]", {"decoupled": False}),
+    "bytes_tts": (["text STRING [1]"], "audio UINT8 [-1]", {"decoupled": True}),
+}  # fmt: skip
 #: The models that the demo does not serve.
 FURTHER: Mapping[str, Builder] = {
     "tensorrt_llm_bls_multimodal": (_bls_multimodal, PIPELINE),
@@ -111,6 +141,7 @@ FURTHER: Mapping[str, Builder] = {
     "text_classification": (partial(_classifier, contract=_CLASSES_OF_TEXT, batch=16), ()),
     "text_classification_ids": (partial(_classifier, contract=_CLASSES_OF_IDS), ()),
     "text_model": (_text_model, ()),
+    **dict.fromkeys(SYNTHESIZERS, (_synthesizer, ())),
 }
 #: Other releases of what the fixture `triton` serves: tests serve them where they need them.
 BY_THEMSELVES = {"tensorrt_llm_llmapi_r1_0", "tensorrt_llm_llmapi_multimodal", "vllm_model_r24_12"}

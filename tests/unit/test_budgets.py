@@ -21,9 +21,10 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "the fewest turns that make a conversation fit": 97,
         "a chain is read at one moment": 10,
         "stored chat completions": 165,
+        "/v1/audio/speech": 209,
     },
-    "answer": {"begin": 1350, "jobs run here, and not in the API": 37, "several Tritons": 58},
-    "adapters": {"today": 1945},
+    "answer": {"begin": 1350, "jobs run here, and not in the API": 37, "several Tritons": 58, "/v1/audio/speech": 187},
+    "adapters": {"today": 1945, "/v1/audio/speech": 198},
     "storage": {"today": 900, "a chain is read at one moment": 4, "stored chat completions": 29},
     "triton": {
         "begin": 2150,
@@ -43,6 +44,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "loading of tokenizers and templates, from the prompts": 90,
         "several Tritons": 142,
         "above its budget": 138,
+        "/v1/audio/speech": 141,
     },
     "prompts": {
         "begin": 1350,
@@ -70,6 +72,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "a metric of whether the store of responses answers": 5,
         "several Tritons": 70,
         "above its budget": 136,
+        "/v1/audio/speech": 9,
     },
     "config": {
         "begin": 1120,
@@ -79,8 +82,9 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "/v1/moderations": 14,
         "several Tritons": 115,
         "above its budget": 49,
+        "/v1/audio/speech": 9,
     },
-    "media": {"begin": 310, "files of text": 34},
+    "media": {"begin": 310, "files of text": 34, "/v1/audio/speech": 210},
     "tritonserver": {
         "begin": 450,
         "backoff moved to the tasks": -14,
@@ -104,6 +108,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "work that is too long for the event loop has threads of its own": 58,
         "errors that quote bytes that are no UTF-8": 9,
         "several Tritons": 16,
+        "/v1/audio/speech": 30,
     },
 }
 

@@ -25,6 +25,7 @@ from triton_openai.api.service import Service, find_model, key_of, new_id, servi
 from triton_openai.draining import DRAINING
 from triton_openai.errors import ModelNotFound, ServiceError
 from triton_openai.generation import Generation
+from triton_openai.jobs import SynthesisJob
 from triton_openai.models.canary import CANARY
 from triton_openai.models.lookup import Models
 from triton_openai.models.overview import EndpointLine, ModelLine, endpoint_lines, model_lines
@@ -269,6 +270,8 @@ async def probe(service: Service, model: ServedModel, *, timeout: float, at: str
     route = Route(service.fleet, model.triton_model, among=model.endpoints, at=at)
     sender, kind = Sender(route, Upstream(), service.background), model.jobs[0]
     job = kind(id=new_id("probe"), **kind.least)
+    if isinstance(job, SynthesisJob) and model.voices is not None:
+        job = msgspec.structs.replace(job, voice=model.voices.any())
     if not isinstance(job, Generation):
         await run_job(sender, model, job, timeout=timeout)
         return

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from triton_openai import __version__, errors
 from triton_openai.access.keys import COUNTED, ROUTE_GROUPS, Restrictions
-from triton_openai.api import chat, classify, completions, embeddings, info, moderations, stored_chats, tokenize
+from triton_openai.api import chat, classify, completions, embeddings, info, moderations, speech, stored_chats, tokenize
 from triton_openai.api.bodies import IGNORED_HEADER, FileField, FormRequest, ModelRequest
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages import types as message_types
@@ -31,7 +31,8 @@ from triton_openai.api.service import OPERATIONS_BY_HANDLER, Operation, service_
 from triton_openai.api.tools import ToolDefinition
 from triton_openai.config.tree import Settings
 from triton_openai.generation import Generation
-from triton_openai.jobs import ClassificationJob, EmbeddingJob, ScoreJob
+from triton_openai.jobs import ClassificationJob, EmbeddingJob, ScoreJob, SynthesisJob
+from triton_openai.media.formats import MEDIA_TYPES
 from triton_openai.serving.middleware import ERROR_BODY
 
 
@@ -62,6 +63,10 @@ _STREAM = (
 _NAMED_STREAM = (
     "With `stream`: server-sent events, each named like the `type` of its JSON. What goes wrong after the first one is "
     "an event with an error, and ends the stream."
+)
+_AUDIO_STREAM = (
+    "It is sent while it is made; what goes wrong after its beginning breaks it off. With `stream_format` `sse`: "
+    "server-sent events, each the JSON of a part; what goes wrong is an event with the name `error`."
 )
 _STRING = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
@@ -206,11 +211,13 @@ def _content(operation: Operation) -> dict[str, Any]:
     if operation.shared is not None:
         schema = {"anyOf": [schema, _schema(operation.shared)]}
     content: dict[str, Any] = {"application/json": {"schema": schema}}
+    if operation.media:
+        content = {kind: {"schema": {**_STRING, "format": "binary"}} for kind in operation.media}
     if operation.event is None:
         return {"description": "The answer.", "content": content}
     failure = AnthropicEnvelope if operation.anthropic else ErrorEnvelope
     content["text/event-stream"] = {"schema": {"anyOf": [_schema(operation.event), _schema(failure)]}}
-    about = _NAMED_STREAM if operation.anthropic else _STREAM
+    about = _NAMED_STREAM if operation.anthropic else _AUDIO_STREAM if operation.media else _STREAM
     return {"description": f"The answer. {about}", "content": content}
 
 
@@ -357,6 +364,9 @@ _AGAIN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 _OLDEST_FIRST = {**_PAGE, "order": (_PAGE["order"][0], {"enum": ["asc", "desc"], "default": "asc"})}
 _CHATS = {**_OLDEST_FIRST, "model": ("The model that answered.", _STRING)}
+_VOICES_OF: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "model": ("The model whose voices are wanted; all without it.", _STRING),
+}
 _KEPT = (errors.UnsupportedParameter, errors.ObjectNotFound, errors.ConversationBusy, errors.StoreUnavailable)
 _CHAT = "/chat/completions/{completion:[^/]+}"
 _RESPONSE, _CONVERSATION = "/responses/{response:[^/]+}", "/conversations/{conversation:[^/]+}"
@@ -429,6 +439,11 @@ OPERATIONS = (
               classify.ClassifyRequest, classify.ClassificationList, jobs=(ClassificationJob,)),
     Operation(moderations.handle, _openai("POST /moderations"), "create_moderation", "embedding",
               moderations.ModerationRequest, moderations.Moderation, jobs=(ClassificationJob,), label="moderation"),
+    Operation(speech.handle, _deployed("POST /audio/speech"), "create_speech", "inference",
+              speech.SpeechRequest, event=speech.SpeechEvent, media=tuple(MEDIA_TYPES.values()),
+              jobs=(SynthesisJob,), label="speech"),
+    Operation(speech.list_voices, _openai("GET /audio/voices"), "list_voices", "model-repository",
+              answer=speech.VoiceList, errors=(errors.InvalidRequest, errors.ModelNotFound), query=_VOICES_OF),
     Operation(tokenize.tokenize, _openai("POST /tokenize"), "tokenize", "inference",
               tokenize.TokenizeRequest, tokenize.TokenizeAnswer),
     Operation(tokenize.detokenize, _openai("POST /detokenize"), "detokenize", "inference",

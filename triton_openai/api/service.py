@@ -79,6 +79,8 @@ class Operation(msgspec.Struct, frozen=True):
     #: The type of a stream's events.
     event: type[msgspec.Struct] | None = None
     text: bool = False
+    #: The media types of an answer that is a file.
+    media: tuple[str, ...] = ()
     #: The jobs that do it, of which a model has to take one; the first is what the operation is for. Triton is asked,
     #: within limits of time.
     jobs: tuple[JobType, ...] = ()

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import aclosing, suppress
 from time import monotonic
 from typing import Any
 
@@ -27,6 +28,7 @@ from triton_openai.draining import DRAINING
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
 from triton_openai.serving.connections import WholeResponse
+from triton_openai.tasks import cancel
 from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.observation import Observation
 
@@ -48,6 +50,11 @@ _HEADERS = {
     # Without it, nginx and similar proxies buffer events.
     "X-Accel-Buffering": "no",
 }
+
+
+def data_event(data: bytes) -> bytes:
+    """Return an event without a name, with the JSON *data*."""
+    return _FIELD + data + _END
 
 
 def event(name: str, data: bytes) -> bytes:
@@ -408,6 +415,78 @@ async def _fail(event_stream: EventStream, observation: Observation, error: Serv
         # Some clients disconnect as soon as they have read the last event.
         if not event_stream.complete:
             raise
+
+
+async def stream_parts(
+    context: RequestContext[Any], parts: AsyncGenerator[bytes, None], *, content_type: str | None = None
+) -> web.StreamResponse:
+    """
+    Send *parts* as they come, within the time limits of *context*: of a file of *content_type*, or else events.
+
+    While there is no event, the client gets signs of life. A client that reads slowly is waited for. Raises
+    :class:`ServiceError` for what goes wrong before anything was sent; after that, the body breaks off, behind an event
+    with the error if it has events.
+    """
+    request, observation, timeout = context.request, context.observation, context.limits.total
+    response = _Response(headers=_HEADERS if content_type is None else {"Content-Type": content_type})
+    chunked, heartbeat = request.version >= HttpVersion11, context.service.settings.server.heartbeat_interval
+    complete = False
+    failure: ServiceError | None
+    try:
+        async with asyncio.timeout(timeout), aclosing(parts):
+            async for part in parts if content_type is not None else _with_heartbeats(parts, heartbeat):
+                if not part:
+                    continue
+                if not response.prepared:
+                    if chunked:
+                        response.enable_chunked_encoding()
+                    else:
+                        response.force_close()
+                    await response.prepare(request)
+                await response.write(part)
+        complete = True
+        await response.write_eof()
+        return response
+    except ConnectionError:
+        observation.client_left = not complete
+        return response
+    except asyncio.CancelledError:
+        failure = request.app[DRAINING].reason()
+        if failure is None or not response.prepared:
+            raise
+    except Exception as error:  # noqa: BLE001 - once the answer has begun, every error is in it
+        failure = too_long(timeout) if isinstance(error, TimeoutError) else None
+        if not response.prepared:
+            raise failure or error from None
+        fields = {"request_id": observation.request_id, "model": context.model.name}
+        if isinstance(error, ServiceError):
+            failure = error
+        elif failure is None:
+            failure = ServiceError("The service failed to answer the request.")
+            _log.exception("stream failed", **fields)
+        warn(_log, "stream failed", failure, **fields, code=failure.code)
+    observation.error = failure
+    with suppress(ConnectionError):
+        if content_type is None:
+            await response.write(event("error", failure.envelope()))
+    response.broken = chunked
+    response.force_close()
+    return response
+
+
+async def _with_heartbeats(parts: AsyncIterator[bytes], interval: float) -> AsyncIterator[bytes]:
+    """Yield *parts*, and a sign of life whenever none came for *interval* seconds."""
+    while True:
+        coming = asyncio.ensure_future(anext(parts, None))
+        try:
+            while not (await asyncio.wait([coming], timeout=interval))[0]:
+                yield _HEARTBEAT
+        finally:
+            await cancel(coming)
+        part = coming.result()
+        if part is None:
+            return
+        yield part
 
 
 def event_count(events: bytes) -> int:

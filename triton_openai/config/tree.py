@@ -605,6 +605,27 @@ class ModerationSettings(_Group, frozen=True):
     thresholds: Mapping[Category, _Share] = {}
 
 
+_Rate = Annotated[int, Meta(ge=4000, le=192_000)]
+
+
+class AudioSettings(_Group, frozen=True):
+    """
+    What a model's config does not say of speech.
+
+    *sample_rate* is that of its audio in Hz, *reference_sample_rate* that of the recordings that it imitates.
+    *overlap_seconds* is by how much the parts of an answer overlap, *max_seconds* how long an answer can be at most.
+    *voices* is a folder of recordings, each NAME.wav with what is said in NAME.txt; or the names of the voices that the
+    model knows, or a mapping of names to what the model calls them. *voice_aliases* are other names for voices.
+    """
+
+    sample_rate: _Rate | None = None
+    reference_sample_rate: _Rate | None = None
+    overlap_seconds: Annotated[float, Meta(ge=0, le=1)] | None = None
+    max_seconds: Annotated[float, Meta(ge=1, le=3600)] | None = None
+    voices: Text | tuple[Text, ...] | Mapping[Text, Text | int] = ()
+    voice_aliases: Mapping[Text, Text] = {}
+
+
 class ModelDefaults(_Group, frozen=True):
     """Settings of all models. Each flag also takes MODEL=VALUE, for one model."""
 
@@ -696,7 +717,7 @@ class ModelSettings(ModelDefaults, frozen=True):
     *loras* are names that the backend knows, or mappings with name, path and task_id. *lora_dir* is the base of their
     paths, by default the model's folder in ``model_repository``.
     *inputs*, *constants*, *outputs* and *text* describe the tensors of a model that an adapter such as ``text`` serves.
-    *moderation* says what a classifier's labels mean there.
+    *moderation* says what a classifier's labels mean there, *audio* what a config does not say of speech.
     """
 
     aliases: Annotated[
@@ -710,6 +731,7 @@ class ModelSettings(ModelDefaults, frozen=True):
     outputs: Mapping[str, Text] = msgspec.field(default_factory=dict)
     text: Literal["delta", "cumulative", "final"] | None = None
     moderation: ModerationSettings = ModerationSettings()
+    audio: AudioSettings = AudioSettings()
 
 
 _LIVE = Meta(extra={"live": True})

@@ -13,9 +13,10 @@ from triton_openai.adapters._common.base import Adapter
 from triton_openai.adapters._common.registry import Registry, helper_role
 from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ServiceError
-from triton_openai.generation import Interface
+from triton_openai.generation import AudioFormat, Interface
 from triton_openai.models.loading import Prompters
 from triton_openai.models.served import ServedModel, Unserved
+from triton_openai.models.voices import Voices
 from triton_openai.prompts.prompter import may_have_tokenizer
 from triton_openai.triton.catalog import Snapshot
 from triton_openai.triton.tensors import ModelConfig
@@ -77,6 +78,8 @@ class Binder:
                 return Unserved(name=name, why=_why_unclaimed(config))
             adapter, reason = claim.adapter.described(config, repository, _interface(settings)), claim.reason
             hints, text_level = adapter.hints_with(self._files), None
+            synthesis = adapter.capabilities.synthesis
+            voices = None if synthesis is None else Voices(name, settings.audio, synthesis)
             direct = self._token_level(adapter, repository) if settings.adapter is None else None
             if direct is not None and may_have_tokenizer(settings.tokenizer, hints.tokenizer_dir):
                 reason = f"{adapter.name}, answered by its engine '{direct.config.name}', see --prefer-token-level"
@@ -102,6 +105,7 @@ class Binder:
             priorities=max(_priorities(each.config, repository) for each in (adapter, text_level) if each is not None),
             fingerprint=config.fingerprint,
             hints=hints,
+            voices=voices,
         )
 
     def _token_level(self, adapter: Adapter, repository: Mapping[str, ModelConfig]) -> Adapter | None:
@@ -119,9 +123,15 @@ class Binder:
 
 def _interface(settings: ModelSettings) -> Interface | None:
     """Return the model's tensors, where its settings describe them."""
-    if not (settings.inputs or settings.constants or settings.outputs or settings.text):
-        return None
-    return Interface(inputs=settings.inputs, constants=settings.constants, outputs=settings.outputs, text=settings.text)
+    audio = AudioFormat(**{name: getattr(settings.audio, name) for name in AudioFormat.__struct_fields__})
+    told = Interface(
+        inputs=settings.inputs,
+        constants=settings.constants,
+        outputs=settings.outputs,
+        text=settings.text,
+        audio=None if audio == AudioFormat() else audio,
+    )
+    return told if told.describes or told.audio is not None else None
 
 
 def _priorities(config: ModelConfig, repository: Mapping[str, ModelConfig]) -> int:

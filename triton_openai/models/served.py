@@ -14,6 +14,7 @@ from triton_openai.generation import Lora
 from triton_openai.jobs import JobType
 from triton_openai.models.loading import LazyPrompter
 from triton_openai.models.lora.delivery import LoraDeliveries
+from triton_openai.models.voices import Voices
 from triton_openai.prompts.messages import marks
 from triton_openai.prompts.prompter import Prompter
 
@@ -47,6 +48,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: frozenset[str] = frozenset()
     #: How it is on other Tritons, where several have it in different ways.
     variants: tuple[ServedModel, ...] = ()
+    #: What it can speak with, if it speaks.
+    voices: Voices | None = None
     #: Whether it is among the models; else its client made up the name.
     listed: bool = True
 

@@ -167,6 +167,8 @@ class AccessLog(Observer):
         reasons = {one.finish_reason: None for one in observation.answers if one.finish_reason is not None}
         if usage is not None:
             fields["input_tokens"], fields["output_tokens"] = usage.prompt_tokens, usage.completion_tokens
+        for direction, seconds in observation.audio_seconds.items():
+            fields[f"{direction}_audio_seconds"] = _rounded(seconds)
         if first is not None:
             fields["first_token_seconds"] = _rounded(first)
         if observation.queued_seconds:

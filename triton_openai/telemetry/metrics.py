@@ -127,6 +127,10 @@ PREPARATION = Instrument(
 )  # fmt: skip
 INPUT_TOKENS = Instrument("triton_openai_input_tokens", _MODEL, "Tokens of a request's prompts.", _TOKENS)
 OUTPUT_TOKENS = Instrument("triton_openai_output_tokens", _MODEL, "Tokens of a complete answer.", _TOKENS)
+AUDIO_SECONDS = Instrument(
+    "triton_openai_audio_seconds_total", (*_MODEL, "direction"),
+    "Seconds of audio in requests (input) and in answers (output), as far as they were sent.",
+)  # fmt: skip
 UNKNOWN_FIELDS = Instrument(
     "triton_openai_unknown_fields_total", (*_MODEL, "field"),
     "Requests with an unknown field that was ignored, by its name; 'other' stands for names beyond the first hundred, "
@@ -376,6 +380,8 @@ class Metrics(Observer, Collector):
             if answer.first is not None and answer.ended is not None and answer.steps > 1 < usage.completion_tokens:
                 mean = (answer.ended - answer.first) / (usage.completion_tokens - 1)
                 child(PER_TOKEN, operation, PROVIDER, model, adapter).observe(mean)
+        for direction, seconds in observation.audio_seconds.items():
+            child(AUDIO_SECONDS, model, adapter, direction).inc(seconds)
         if prompt_tokens is not None:
             child(TOKENS, model, adapter, "input").inc(prompt_tokens)
             child(INPUT_TOKENS, model, adapter).observe(prompt_tokens)

@@ -151,6 +151,8 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
     #: The name of the template that rendered the prompt.
     chat_template: str | None = None
     input_tokens: int | None = None
+    #: Seconds of audio by direction: ``input``, ``output``.
+    audio_seconds: Mapping[str, float] = {}
     queued_seconds: float = 0.0
     #: May be set after the status was sent.
     error: ServiceError | None = None

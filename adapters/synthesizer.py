@@ -1,0 +1,235 @@
+"""
+Models that speak a text.
+
+Zero-shot synthesizers (CosyVoice, F5-TTS, Spark-TTS) imitate a recording that comes with every request; they share
+their tensors, and differ in rates, lengths and in what their parts are. Any other model that takes a text and gives
+audio is taken by an output whose name says so, or as the operator describes it in the settings (:class:`Interface`).
+Sources: ``runtime/triton_trtllm`` of FunAudioLLM/CosyVoice (31a0adc), SparkAudio/Spark-TTS (1e520d3) and SWivid/F5-TTS.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from triton_openai.adapters._common.base import Capabilities, Synthesis, check_range
+from triton_openai.adapters._common.interface import DescribedAdapter, Kind, constants, fits, named_tensors
+from triton_openai.errors import ConfigurationError, UnsupportedParameter, UpstreamError
+from triton_openai.generation import AudioFormat, Interface
+from triton_openai.jobs import Speech, SynthesisJob
+from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
+
+_REFERENCE, _LENGTH, _SAID, _TARGET = "reference_wav", "reference_wav_len", "reference_text", "target_text"
+_WAVEFORM = "waveform"
+_TEXT, _VOICE, _AUDIO = "text", "voice", "audio"
+#: What the settings can name, with the kind of its values.
+INPUTS: Mapping[str, Kind] = {
+    _TEXT: "text", _VOICE: "code", "speed": "number", "instructions": "text", "language": "text",
+}  # fmt: skip
+OUTPUTS: Mapping[str, Kind] = {_AUDIO: "audio"}
+# What models call them; in lower case.
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    _VOICE: ("voice", "speaker", "speaker_id", "voice_id"),
+    "speed": ("speed", "rate"),
+    "instructions": ("instructions", "instruction", "instruct_text", "style_prompt"),
+    "language": ("language", "lang", "language_code"),
+    _AUDIO: (_WAVEFORM, "audio", "wav", "speech", "audio_output"),
+}
+_END_OF_INSTRUCTIONS = "<|endofprompt|>"
+# How long a model speaks, if nobody knows: about two sentences.
+_LONGEST = 30.0
+
+
+class ZeroShot(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a kind of zero-shot synthesizers, in Hz and seconds."""
+
+    reference_rate: int
+    rate: int
+    longest: float
+    #: Whether the longest output includes the recording.
+    with_reference: bool = False
+    #: By how much its parts overlap.
+    overlap: float = 0.0
+
+
+_SPARK = ZeroShot(reference_rate=16_000, rate=16_000, longest=10.0, overlap=0.1)
+_F5 = ZeroShot(reference_rate=24_000, rate=24_000, longest=43.7, with_reference=True)
+_COSYVOICE = ZeroShot(reference_rate=16_000, rate=24_000, longest=30.0)
+
+
+def _zero_shot(config: ModelConfig) -> ZeroShot | None:
+    """Return the kind of a zero-shot synthesizer by the names of its parameters; ``None`` if they do not show it."""
+    names = config.parameters.keys()
+    if names & {"audio_tokenizer_frame_rate", "stream_factor"}:
+        return _SPARK
+    if {"vocab_file", "vocoder"} <= names:
+        return _F5
+    return _COSYVOICE if "model_dir" in names else None
+
+
+def _is_zero_shot(config: ModelConfig) -> bool:
+    return {_REFERENCE, _SAID, _TARGET} <= config.inputs.keys() and _WAVEFORM in config.outputs
+
+
+def _found(config: ModelConfig) -> Interface | None:
+    """Return what *config* shows by itself; ``None`` where it is no synthesizer, or more has to be known."""
+    tensors: dict[str, dict[str, str]] = {"inputs": {}, "outputs": {}}
+    for side, specs, kinds in (("inputs", config.inputs, INPUTS), ("outputs", config.outputs, OUTPUTS)):
+        known = {name.lower(): name for name in specs}
+        for use, kind in kinds.items():
+            fitting = [known[name] for name in _NAMES.get(use, ()) if name in known]
+            if fitting and fits(kind, specs[fitting[0]].datatype):
+                tensors[side][use] = fitting[0]
+    texts = [spec for spec in config.required if spec.name not in tensors["inputs"].values()]
+    if len(texts) != 1 or texts[0].datatype != "BYTES" or _AUDIO not in tensors["outputs"]:
+        return None
+    return Interface(inputs={_TEXT: texts[0].name, **tensors["inputs"]}, outputs=tensors["outputs"])
+
+
+class Synthesizer(DescribedAdapter):
+    """Text in and speech out, in one response or in several."""
+
+    name = "synthesizer"
+    jobs = (SynthesisJob,)
+    # JSON takes ten times the bytes of samples.
+    prefers_grpc = True
+
+    def _bind(self, interface: Interface | None) -> None:
+        config, audio = self.config, (interface and interface.audio) or AudioFormat()
+        described = interface is not None and interface.describes
+        self._zero_shot = _is_zero_shot(config) and not described
+        kind = _zero_shot(config) if self._zero_shot else None
+        if self._zero_shot:
+            found = Interface(inputs={_TEXT: _TARGET}, outputs={_AUDIO: _WAVEFORM})
+        else:
+            found = (interface if described else _found(config)) or Interface()
+        named_tensors(config, found, "inputs", INPUTS, required=_TEXT)
+        self._output = named_tensors(config, found, "outputs", OUTPUTS, required=_AUDIO)[_AUDIO]
+        self._inputs, self._gives_files = found.inputs, self._output.datatype in ("BYTES", "UINT8")
+        filled = [self._inputs[use] for use in (_TEXT, _VOICE, "speed") if use in self._inputs]
+        if self._zero_shot:
+            filled += [_REFERENCE, _LENGTH, _SAID]
+        given = constants(config, interface, filled=filled)
+        self._constants = [self.tensor(name, *values) for name, values in given.items()]
+        rate = audio.sample_rate or (kind.rate if kind else 0)
+        reference_rate = 0
+        if self._zero_shot:
+            reference_rate = audio.reference_sample_rate or _declared(config) or (kind.reference_rate if kind else 0)
+        self._check_rates(rate, reference_rate)
+        voice = _REFERENCE if self._zero_shot else self._inputs.get(_VOICE)
+        own = voice is None or config.inputs[voice].optional or voice in given
+        overlap = audio.overlap_seconds
+        if overlap is None:
+            overlap = _overlap(config, kind.overlap) if kind is not None and config.decoupled else 0.0
+        # CosyVoice2 with DiT and CosyVoice3, which do without a recording.
+        cached = self._zero_shot and kind is _COSYVOICE and own
+        self._takes_prompt = cached and "vocoder" in self.repository
+        synthesis = Synthesis(
+            rate=0 if self._gives_files else rate,
+            longest=audio.max_seconds or (kind.longest if kind else _LONGEST),
+            with_reference=kind is not None and kind.with_reference and audio.max_seconds is None,
+            overlap=overlap,
+            reference_rate=reference_rate,
+            tells_voices_by_text=cached,
+            voice_type=self._voice_type,
+            has_own_voice=own,
+        )
+        self.capabilities = Capabilities(streaming=config.decoupled, synthesis=synthesis)
+
+    def _check_rates(self, rate: int, reference_rate: int) -> None:
+        """Raise :class:`ConfigurationError` for a rate that has to be known and is not."""
+        lacking = [] if rate or self._gives_files else ["audio.sample_rate"]
+        if self._zero_shot and not reference_rate:
+            lacking.append("audio.reference_sample_rate")
+        if lacking:
+            raise ConfigurationError(
+                f"The config of the model '{self.config.name}' does not show the rate of its audio: say it with "
+                f"{' and '.join(lacking)} in its settings."
+            )
+
+    @property
+    def _voice_type(self) -> type[str] | type[int] | None:
+        name = self._inputs.get(_VOICE)
+        if name is None:
+            return None
+        return str if self.config.inputs[name].datatype == "BYTES" else int
+
+    @classmethod
+    def matches(cls, config: ModelConfig) -> str | None:
+        """Claim models with the tensors of a zero-shot synthesizer, or one required text and an output for audio."""
+        if _is_zero_shot(config):
+            return f"{_REFERENCE}, {_SAID} and {_TARGET} in and {_WAVEFORM} out"
+        found = _found(config)
+        if found is None:
+            return None
+        uses = ", ".join(f"{name} is {use}" for use, name in {**found.inputs, **found.outputs}.items())
+        return f"one required BYTES input and an output for audio ({uses})"
+
+    def encode(self, job: SynthesisJob, /) -> Sequence[InferRequest]:
+        """Return the request. Raises :class:`UnsupportedParameter` for what the model does not take."""
+        for field in ("speed", "instructions", "language"):
+            taken = field in self._inputs or (field == "instructions" and self._takes_prompt)
+            if getattr(job, field) is not None and not taken:
+                raise UnsupportedParameter(f"The model '{self.config.name}' does not take '{field}'.", param=field)
+        voice = None if job.voice is None else job.voice.known_as
+        values: dict[str, str | float | None] = {
+            **{_TEXT: job.text, _VOICE: voice},
+            **{"instructions": job.instructions, "language": job.language},
+        }
+        if "speed" in self._inputs:
+            values["speed"] = speed = 1.0 if job.speed is None else job.speed
+            check_range("speed", speed, self.config.inputs[self._inputs["speed"]].datatype)
+        inputs = [
+            self.tensor(self._inputs[use], value)
+            for use, value in values.items()
+            if value is not None and use in self._inputs
+        ]
+        if self._zero_shot:
+            inputs += self._reference(job)
+        given = {tensor.name for tensor in inputs}
+        inputs += [tensor for tensor in self._constants if tensor.name not in given]
+        request = self.request(job.id, inputs, [self._output.name])
+        if self._output.datatype in ("FP16", "BYTES"):
+            request = msgspec.structs.replace(request, json_expressible=False)
+        return [request]
+
+    def _reference(self, job: SynthesisJob) -> list[Tensor]:
+        """Return the inputs with the recording, none for a model's own voice."""
+        if job.voice is None:
+            return []
+        samples, said = array("f", job.voice.samples), job.voice.text
+        if job.instructions is not None:
+            said = f"{job.instructions}{_END_OF_INSTRUCTIONS}{said}"
+        return [self.vector(_REFERENCE, samples), *self.declared_tensors(**{_LENGTH: len(samples), _SAID: said})]
+
+    def decode(self, job: SynthesisJob, responses: Sequence[InferResponse], /) -> Speech:
+        return Speech(
+            data=b"".join([self._data(response) for response in responses]),
+            datatype="file" if self._gives_files else self._output.datatype,  # type: ignore[arg-type]
+        )
+
+    def _data(self, response: InferResponse) -> bytes:
+        name, datatype = self._output.name, self._output.datatype
+        tensor = response.tensor(name)
+        if tensor is not None:
+            # A file's bytes follow their number.
+            return tensor.data[4:] if datatype == "BYTES" else tensor.data
+        codes = {"FP32": "f", "FP64": "d", "INT16": "h", "UINT8": "B"}
+        try:
+            return array(codes[datatype], response.numbers(name)).tobytes()
+        except (TypeError, ValueError, OverflowError, KeyError) as error:
+            raise UpstreamError(f"Triton sent a malformed '{name}' output.") from error
+
+
+def _declared(config: ModelConfig) -> int | None:
+    value = config.parameter("reference_audio_sample_rate") or ""
+    return int(value) if value.isdecimal() else None
+
+
+def _overlap(config: ModelConfig, usual: float) -> float:
+    try:
+        return float(config.parameter("audio_chunk_overlap_duration") or usual)
+    except ValueError:
+        return usual

@@ -1,0 +1,257 @@
+"""
+Speaks a text: cuts it into pieces that the model can speak, and asks for the next one while the one before plays.
+
+The parts come in order. Of a client that reads slowly, at most a few parts wait here: the backend is paused, and no
+piece is asked for before all of the one before it has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from time import monotonic
+
+from msgspec.structs import replace
+
+from triton_openai.adapters._common.base import Synthesis
+from triton_openai.answer.limits import TimeLimits
+from triton_openai.answer.run import Sender
+from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout
+from triton_openai.generation import Progress
+from triton_openai.jobs import Speech, SynthesisJob, Voice
+from triton_openai.models.served import ServedModel
+from triton_openai.triton.client import SingleAnswer
+from triton_openai.triton.status import failed_midway, no_answer
+from triton_openai.triton.tensors import InferRequest, InferResponse
+
+# Characters that are spoken in a second, where no recording shows it, and what a character counts that is a syllable.
+_PER_SECOND = 15.0
+_SYLLABLE = 3
+_SYLLABLES = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
+# Where a text may be cut, best first. Between sentences: after a mark that ends one, if no small letter follows, and no
+# title or initial precedes; after those of Chinese and Japanese, which put no blanks; at the end of a line. Between
+# clauses, and between words.
+_CUTS = (
+    re.compile(
+        r"(?<=[.!?\u2026])(?<!\b[A-Z]\.)(?<!\b(?:Mr|Dr|St|vs)\.)(?<!\bMrs\.)[\"'\u201d\u2019)\]]*\s+(?![a-z])"
+        r"|(?<=[\u3002\uff01\uff1f])(?![\u201d\u2019\u300d\u300f\uff09])|(?<!\s)\s*\n\s*"
+    ),
+    re.compile(r"(?<=[,;:\u2013\u2014])\s+|(?<=[\uff0c\u3001\uff1b\uff1a])"),
+    re.compile(r"\s+"),
+)
+# A shorter first piece is hardly worth a request, and some models speak it badly.
+_FEWEST = 20
+# How much longer a piece is than the one before: it is made while that one plays.
+_GROWTH = 2
+# Responses that wait for a client to read before the backend is paused.
+_MOST_WAITING = 4
+
+
+def _length(text: str) -> int:
+    """Return about how long it takes to speak *text*, in letters."""
+    return len(text) + (_SYLLABLE - 1) * len(_SYLLABLES.findall(text))
+
+
+def longest_piece(speech: Synthesis, voice: Voice | None) -> int:
+    """Return how many letters a model speaks at most at once, with *voice*."""
+    rate, seconds = _PER_SECOND, speech.longest
+    if voice is not None and voice.seconds:
+        rate = max(1.0, _length(voice.text) / voice.seconds)
+        seconds -= voice.seconds if speech.with_reference else 0.0
+    return max(1, int(rate * seconds))
+
+
+def pieces(text: str, longest: int, *, streams: bool) -> list[str]:
+    """
+    Return *text* in pieces of whole sentences, each of at most *longest* letters; none if there is nothing to speak.
+
+    If the model does not stream, the first piece is a sentence, and they grow.
+    """
+    found: list[str] = []
+    start = end = 0
+    room = longest if streams else min(longest, _FEWEST)
+    for stop in _stops(text, 0, len(text), longest, _CUTS):
+        piece = text[start:end].strip()
+        if piece and _length(text[start:stop].strip()) > room:
+            found.append(piece)
+            room = longest if streams else min(longest, max(_FEWEST, _GROWTH * _length(piece)))
+            start = end
+        end = stop
+    rest = text[start:].strip()
+    return [*found, rest] if rest else found
+
+
+def _stops(text: str, start: int, end: int, longest: int, cuts: Sequence[re.Pattern[str]]) -> Iterator[int]:
+    """Yield the places at which *text* may be cut from *start* to *end*, with at most *longest* letters between two."""
+    if not cuts:
+        # A word without end.
+        yield from (*range(start + max(1, longest // _SYLLABLE), end, max(1, longest // _SYLLABLE)), end)
+        return
+    for stop in (*(match.end() for match in cuts[0].finditer(text, start, end)), end):
+        if _length(text[start:stop].strip()) <= longest:
+            yield stop
+        else:
+            yield from _stops(text, start, stop, longest, cuts[1:])
+        start = stop
+
+
+class _Answers:
+    """The answers to one request, which wait here until they are taken. Must be closed."""
+
+    def __init__(self, sender: Sender, request: InferRequest, ended: Callable[[], None]) -> None:
+        self.over = False
+        self._ended = ended
+        self._waiting: deque[InferResponse] = deque()
+        self._error: Exception | None = None
+        self._wakeup: asyncio.Future[None] | None = None
+        self._paused = self._came = False
+        self._model = request.model
+        self._lease = sender.route.lease()
+        self._call = sender.upstream.call(request, self._lease)
+        sent, client = self._call.__enter__(), self._lease.client
+        self._stream = client.stream(sent, self) if sent.stream else SingleAnswer(client, sent, self)
+
+    def receive(self, responses: Sequence[InferResponse]) -> None:
+        self._came = True
+        self._waiting += responses
+        if len(self._waiting) > _MOST_WAITING and not self._paused:
+            self._paused = True
+            self._stream.pause()
+        self._wake()
+
+    def end(self, error: Exception | None) -> None:
+        if error is None and not self._came:
+            error = no_answer(self._model)
+        if isinstance(error, InvalidRequest) and self._came:
+            error = failed_midway(error)
+        self._finish(error)
+        self._wake()
+        if error is None:
+            self._ended()
+
+    def _finish(self, error: BaseException | None) -> None:
+        """End the call, once."""
+        if not self.over:
+            self.over, self._error = True, error if isinstance(error, Exception) else None
+            self._lease.close(self._error, answered=self._came)
+            self._call.__exit__(None if error is None else type(error), error, None)
+
+    def _wake(self) -> None:
+        if self._wakeup is not None and not self._wakeup.done():
+            self._wakeup.set_result(None)
+
+    async def next(self, timeout: float) -> InferResponse | None:
+        """Return the next answer, ``None`` after the last one. Raises :class:`ServiceError`."""
+        while not self._waiting:
+            if self._paused:
+                self._paused = False
+                self._stream.resume()
+            if self._error is not None:
+                raise self._error
+            if self.over:
+                return None
+            self._wakeup = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._wakeup
+            except TimeoutError as error:
+                what = "no further audio" if self._came else "no audio"
+                self._stream.close(silent=True)
+                message = f"The model sent {what} for {timeout:g} seconds."
+                silence = UpstreamTimeout(message, code="upstream_silent")
+                self._finish(silence)
+                raise silence from error
+        return self._waiting.popleft()
+
+    def close(self) -> None:
+        """Stop the backend's work if it has not ended."""
+        self._stream.close()
+        self._waiting.clear()
+        self._finish(asyncio.CancelledError())
+        # Breaks a reference cycle.
+        self._error = None
+
+
+class Speaker:
+    """
+    Speaks *texts* one after the other, as *job* says for each. Must be closed.
+
+    *progress* gets the times of what is sent and comes.
+    """
+
+    def __init__(
+        self,
+        sender: Sender,
+        model: ServedModel,
+        job: SynthesisJob,
+        texts: Sequence[str],
+        limits: TimeLimits,
+        progress: Progress,
+    ) -> None:
+        self._sender, self._model, self._job, self._limits = sender, model, job, limits
+        self._left = deque(enumerate(texts))
+        self._progress = progress
+        self._current: _Answers | None = None
+        self._upcoming: _Answers | None = None
+        self._failure: ServiceError | None = None
+
+    async def pieces(self) -> AsyncIterator[AsyncIterator[Speech]]:
+        """Yield the parts of each text. Raises :class:`ServiceError`, also for a text without any audio."""
+        while self._left or self._upcoming is not None or self._failure is not None:
+            if self._current is not None:
+                self._current.close()
+            self._current, self._upcoming = self._upcoming, None
+            if self._failure is not None:
+                raise self._failure
+            if self._current is None:
+                self._current = self._open()
+            self._look_ahead()
+            yield self._parts(self._current)
+
+    async def _parts(self, answers: _Answers) -> AsyncIterator[Speech]:
+        progress, adapter, silent = self._progress, self._model.adapter, True
+        while True:
+            limit = self._limits.idle if progress.first is not None else self._limits.first_token
+            response = await answers.next(limit)
+            if response is None:
+                break
+            part: Speech = adapter.decode(self._job, (response,))
+            if not part.data:
+                # Some end with an empty one.
+                continue
+            if progress.first is None:
+                progress.first = monotonic()
+            silent = False
+            yield part
+        if silent:
+            raise UpstreamError("The model sent no audio for the text.", code="no_audio")
+
+    def _open(self) -> _Answers:
+        """Send the next text. Raises :class:`ServiceError`."""
+        number, text = self._left.popleft()
+        (request,) = self._model.adapter.encode(replace(self._job, id=f"{self._job.id}-{number}", text=text))
+        if self._progress.sent is None:
+            self._progress.sent = monotonic()
+        return _Answers(self._sender, request, self._look_ahead)
+
+    def _look_ahead(self) -> None:
+        """Send the next text if all of the current one's audio has come, and no further one."""
+        current = self._current
+        if current is not None and current.over and self._upcoming is None and self._left:
+            try:
+                self._upcoming = self._open()
+            except ServiceError as error:
+                # Raised in its turn.
+                self._failure = error
+                self._left.clear()
+
+    def close(self) -> None:
+        """Stop the work on the backend."""
+        self._left.clear()
+        for answers in (self._current, self._upcoming):
+            if answers is not None:
+                answers.close()
+        self._current = self._upcoming = None
+        self._progress.ended = monotonic()

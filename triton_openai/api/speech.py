@@ -1,0 +1,227 @@
+"""
+``POST /v1/audio/speech`` speaks a text, and ``GET /v1/audio/voices`` lists the voices.
+
+Source of the wire format: OpenAI's ``CreateSpeechRequest`` and the events ``speech.audio.delta`` and
+``speech.audio.done`` (openai-openapi 2.3.0). OpenAI has no list of voices; this one is as Open WebUI reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from triton_openai import offload
+from triton_openai.answer.speech import Speaker, longest_piece, pieces
+from triton_openai.api.bodies import ModelRequest, json_response, tell_ignored
+from triton_openai.api.parameters import accepting
+from triton_openai.api.service import RequestContext, begin, find_model, key_of, new_id, service_of
+from triton_openai.api.sse import data_event, stream_parts
+from triton_openai.errors import ConfigurationError, InvalidValue, UpstreamError
+from triton_openai.generation import Generation, Progress, Sampling
+from triton_openai.jobs import Speech, SynthesisJob
+from triton_openai.media.formats import MEDIA_TYPES, Format, cost
+
+if TYPE_CHECKING:
+    # Has NumPy in memory, in services whose models speak.
+    from triton_openai.media.encode import Encoder, Samples
+
+_encode = msgspec.json.Encoder().encode
+_LONGEST_INPUT = 4096
+# Seconds that are encoded at once; the first ones are to leave soon.
+_FIRST_BLOCK, _BLOCK = 0.25, 1.0
+# Of what a model sends as a file, whose length nobody knows before.
+_READING = 20_000
+
+
+class VoiceId(msgspec.Struct, frozen=True):
+    """A voice by its id, which is its name."""
+
+    id: str
+
+
+@accepting("user")
+class SpeechRequest(ModelRequest, kw_only=True):
+    """
+    The request.
+
+    ``voice`` is one of the model's, in OpenAI's API always required; a model with a single voice takes any name.
+    ``language`` is no parameter of OpenAI's.
+    """
+
+    input: Annotated[str, Meta(min_length=1, max_length=_LONGEST_INPUT)]
+    voice: str | VoiceId | None = None
+    response_format: Format = "mp3"
+    speed: Annotated[float, Meta(ge=0.25, le=4)] | None = None
+    instructions: Annotated[str, Meta(max_length=_LONGEST_INPUT)] | None = None
+    language: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    stream_format: Literal["audio", "sse"] = "audio"
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer is sent while it is made, as it always is."""
+        return True
+
+
+class SpeechUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of tokens. No synthesizer in Triton counts any, so they are 0."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    total_tokens: int = 0
+
+
+class SpeechEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the audio in base64, or its end with the usage."""
+
+    type: Literal["speech.audio.delta", "speech.audio.done"]
+    audio: str | msgspec.UnsetType = msgspec.UNSET
+    usage: SpeechUsage | msgspec.UnsetType = msgspec.UNSET
+
+
+class VoiceObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A voice of a model."""
+
+    id: str
+    name: str
+    model: str
+
+
+class VoiceList(msgspec.Struct, frozen=True, kw_only=True):
+    """The voices, one after the other of each model."""
+
+    voices: Sequence[VoiceObject]
+
+
+async def handle(request: web.Request) -> web.StreamResponse:
+    """Speak a text. The audio is sent while it is made."""
+    context = await begin(request, SpeechRequest)
+    body, model = context.body, context.model
+    capabilities, voices = model.adapter.capabilities, model.voices
+    if capabilities.synthesis is None or voices is None:
+        raise ConfigurationError(f"The adapter '{model.adapter.name}' does not say how it speaks.", param="model")
+    await voices.renew()
+    name = body.voice.id if isinstance(body.voice, VoiceId) else body.voice
+    voice, only = voices.find(name)
+    if only and name is not None:
+        tell_ignored(context.observation, ["voice"])
+    texts = pieces(body.input, longest_piece(capabilities.synthesis, voice), streams=capabilities.streaming)
+    if not texts:
+        raise InvalidValue("'input' has nothing to speak.", "input")
+    job = SynthesisJob(
+        id=new_id("speech"),
+        text=texts[0],
+        voice=voice,
+        speed=None if body.speed == 1 else body.speed,
+        instructions=body.instructions or None,
+        language=body.language,
+    )
+    return await context.admitted(lambda context: _speak(context, job, texts), param="input")
+
+
+async def _speak(context: RequestContext[SpeechRequest], job: SynthesisJob, texts: Sequence[str]) -> web.StreamResponse:
+    """Answer with the speech of *texts*. Raises :class:`ServiceError`."""
+    body, observation = context.body, context.observation
+    progress = Progress(Generation(id=job.id, prompt=body.input, sampling=Sampling(max_tokens=0)))
+    observation.answers, observation.response_id = [progress], job.id
+    speaker = Speaker(context.sender, context.model, job, texts, context.limits, progress)
+    file = _File(context, speaker)
+    try:
+        if body.stream_format == "sse":
+            return await stream_parts(context, _events(file.parts()))
+        return await stream_parts(context, file.parts(), content_type=MEDIA_TYPES[body.response_format])
+    finally:
+        speaker.close()
+        observation.audio_seconds = {"output": file.seconds}
+
+
+async def _events(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Yield the events for *parts* of a file."""
+    async with aclosing(parts):
+        async for part in parts:
+            if part:
+                audio = base64.b64encode(part).decode("ascii")
+                yield data_event(_encode(SpeechEvent(type="speech.audio.delta", audio=audio)))
+    yield data_event(_encode(SpeechEvent(type="speech.audio.done", usage=SpeechUsage())))
+
+
+class _File:
+    """The file with what *speaker* speaks."""
+
+    def __init__(self, context: RequestContext[SpeechRequest], speaker: Speaker) -> None:
+        synthesis = context.model.adapter.capabilities.synthesis
+        assert synthesis is not None, "the handler has checked it"
+        self._kind, self._synthesis, self._speaker = context.body.response_format, synthesis, speaker
+        #: How much of it was made.
+        self.seconds = 0.0
+
+    async def parts(self) -> AsyncGenerator[bytes, None]:
+        """Yield its bytes as they are made, some of them empty. Raises :class:`ServiceError`."""
+        from triton_openai.media.encode import Joiner, encoder
+
+        kind, synthesis = self._kind, self._synthesis
+        rate, made = synthesis.rate, None
+        if rate:
+            # Before the model is asked: what it needs may be missing.
+            made = await asyncio.to_thread(encoder, kind, rate)
+        async for spoken in self._speaker.pieces():
+            joiner = Joiner(round(synthesis.overlap * rate))
+            async for part in spoken:
+                samples, rate = await _samples(part, rate)
+                if made is None:
+                    made = await asyncio.to_thread(encoder, kind, rate)
+                async for data in self._encoded(made, joiner.join(samples), rate):
+                    yield data
+            assert made is not None, "there was a part"
+            async for data in self._encoded(made, joiner.rest(), rate):
+                yield data
+        assert made is not None, "there was a text"
+        yield await offload.run(made.finish, cost=cost(kind, rate, rate))
+
+    async def _encoded(self, made: Encoder, samples: Samples, rate: int) -> AsyncIterator[bytes]:
+        start = 0
+        while start < len(samples):
+            block = samples[start : start + round((_BLOCK if self.seconds else _FIRST_BLOCK) * rate)]
+            data = await offload.run(made.encode, block, cost=cost(self._kind, rate, len(block)))
+            start += len(block)
+            self.seconds += len(block) / rate
+            yield data
+
+
+async def _samples(part: Speech, rate: int) -> tuple[Samples, int]:
+    """Return the samples of *part*, and their rate; a file has its own, unless an earlier one had another *rate*."""
+    from triton_openai.media.encode import read_audio, resampled, samples_of
+
+    if part.datatype != "file":
+        return samples_of(part.data, part.datatype), rate
+
+    def read() -> tuple[Samples, int]:
+        samples, given = read_audio(part.data)
+        return resampled(samples, given, rate or given), rate or given
+
+    try:
+        return await offload.run(read, cost=_READING)
+    except ValueError as error:
+        raise UpstreamError("The model sent audio that cannot be read.", detail=str(error)) from error
+
+
+async def list_voices(request: web.Request) -> web.Response:
+    """List the voices of the models that speak, or of one, that the key may use."""
+    key, served = key_of(request), service_of(request).models.served
+    name = request.query.get("model")
+    if name is not None:
+        models = [await find_model(request, name)]
+    else:
+        models = [model for name, model in served.items() if key.allows(name)]
+    found = []
+    for model in models:
+        if model.voices is not None:
+            await model.voices.renew()
+            found += [VoiceObject(id=one, name=one, model=model.name) for one in model.voices.names()]
+    return json_response(VoiceList(voices=found))

@@ -1,0 +1,284 @@
+"""
+Encodes speech while it is made: samples in, the bytes of a file out, part by part and for readers that cannot seek.
+
+``wav`` and ``pcm`` need nothing. ``mp3``, ``opus`` and ``flac`` are made by libsndfile and other rates by soxr (extra
+``audio``), ``aac`` by FFmpeg (extra ``media``). They are imported when they are needed. All of it blocks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import struct
+import wave
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from triton_openai.errors import UnsupportedParameter, UpstreamError
+from triton_openai.media.formats import Format, rate_of
+
+Samples = npt.NDArray[np.float32]
+# A constant 128 kbit/s for MP3: of others, readers guess the length by the first frames, and stop too early.
+_LIBSNDFILE: Mapping[Format, Mapping[str, Any]] = {
+    "mp3": {"format": "MP3", "subtype": "MPEG_LAYER_III", "bitrate_mode": "CONSTANT", "compression_level": 0.2},
+    "opus": {"format": "OGG", "subtype": "OPUS"},
+    "flac": {"format": "FLAC", "subtype": "PCM_16"},
+}
+_FULL = 32_768
+# Seconds of a file that is read as a whole.
+_LONGEST = 3_600
+# Of a stream, whose length nobody knows yet.
+_UNKNOWN = 0xFFFFFFFF
+
+
+class Encoder(Protocol):
+    """Makes one file."""
+
+    def encode(self, samples: Samples) -> bytes:
+        """Return the bytes that *samples* add, perhaps none yet."""
+
+    def finish(self) -> bytes:
+        """Return the last bytes."""
+
+
+def encoder(kind: Format, rate: int) -> Encoder:
+    """
+    Return the encoder of *kind* for samples of *rate* Hz.
+
+    Raises :class:`UnsupportedParameter` if what it needs is not installed.
+    """
+    wanted = rate_of(kind, rate)
+    made: Encoder
+    if kind in _LIBSNDFILE:
+        made = _Sndfile(_imported("soundfile", "audio", kind), kind, wanted)
+    elif kind == "aac":
+        made = _Aac(_imported("av", "media", kind), wanted)
+    else:
+        made = _Pcm(_wav_header(wanted) if kind == "wav" else b"")
+    if wanted == rate:
+        return made
+    return _Resampled(made, _imported("soxr", "audio", f"{kind} from a model with {rate} Hz"), rate, wanted)
+
+
+def _imported(module: str, extra: str, what: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UnsupportedParameter(
+            f"The response_format {what} needs the extra [{extra}] of this service (pip install "
+            f"'triton-openai[{extra}]').",
+            param="response_format",
+        ) from error
+
+
+def _int16(samples: Samples) -> npt.NDArray[np.int16]:
+    rounded: npt.NDArray[np.int16] = np.clip(np.rint(samples * _FULL), -_FULL, _FULL - 1).astype("<i2")
+    return rounded
+
+
+class _Pcm:
+    """Raw samples of 16 bits behind a *head*."""
+
+    def __init__(self, head: bytes) -> None:
+        self._head = head
+
+    def encode(self, samples: Samples) -> bytes:
+        head, self._head = self._head, b""
+        return head + _int16(samples).tobytes()
+
+    def finish(self) -> bytes:
+        head, self._head = self._head, b""
+        return head
+
+
+def _wav_header(rate: int) -> bytes:
+    """Return the head of a WAV file without an end: one channel with 16 bits."""
+    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16)
+    return struct.pack("<4sI4s", b"RIFF", _UNKNOWN, b"WAVE") + form + struct.pack("<4sI", b"data", _UNKNOWN)
+
+
+class _Sink(io.RawIOBase):
+    """Takes what a library writes, for a reader that cannot go back: what is corrected later is left as it was."""
+
+    def __init__(self) -> None:
+        self._new = bytearray()
+        self._taken = self._place = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._taken + len(self._new)}[whence]
+        self._place = base + offset
+        return self._place
+
+    def write(self, data: Any) -> int:
+        written = bytes(data)
+        # What has left is not changed any more.
+        late = max(0, self._taken - self._place)
+        start = max(0, self._place - self._taken)
+        kept = written[late:]
+        self._new[start : start + len(kept)] = kept
+        self._place += len(written)
+        return len(written)
+
+    def take(self) -> bytes:
+        """Return what was written since the last call."""
+        new, self._new = bytes(self._new), bytearray()
+        self._taken += len(new)
+        return new
+
+
+class _Sndfile:
+    """A file of libsndfile."""
+
+    def __init__(self, soundfile: Any, kind: Format, rate: int) -> None:
+        options = _LIBSNDFILE[kind]
+        self._sink, self._exact = _Sink(), options["subtype"] == "PCM_16"
+        self._file = soundfile.SoundFile(self._sink, "w", rate, 1, **options)
+
+    def encode(self, samples: Samples) -> bytes:
+        self._file.write(_int16(samples) if self._exact else samples)
+        return self._sink.take()
+
+    def finish(self) -> bytes:
+        self._file.close()
+        return self._sink.take()
+
+
+class _Aac:
+    """Frames of AAC with heads of their own (ADTS), by FFmpeg."""
+
+    def __init__(self, av: Any, rate: int) -> None:
+        self._av, self._rate, self._sent = av, rate, 0
+        self._sink = _Sink()
+        self._file = av.open(self._sink, "w", format="adts")
+        self._stream = self._file.add_stream("aac", rate=rate, layout="mono")
+
+    def encode(self, samples: Samples) -> bytes:
+        frame = self._av.AudioFrame.from_ndarray(samples[np.newaxis, :], format="fltp", layout="mono")
+        frame.sample_rate, frame.pts, frame.time_base = self._rate, self._sent, Fraction(1, self._rate)
+        self._sent += len(samples)
+        self._file.mux(self._stream.encode(frame))
+        return self._sink.take()
+
+    def finish(self) -> bytes:
+        self._file.mux(self._stream.encode(None))
+        self._file.close()
+        return self._sink.take()
+
+
+class _Resampled:
+    """An encoder for samples of another rate."""
+
+    def __init__(self, behind: Encoder, soxr: Any, rate: int, wanted: int) -> None:
+        self._encoder = behind
+        self._stream = soxr.ResampleStream(rate, wanted, 1, dtype="float32")
+
+    def encode(self, samples: Samples) -> bytes:
+        return self._converted(samples)
+
+    def finish(self) -> bytes:
+        return self._converted(np.zeros(0, np.float32), last=True) + self._encoder.finish()
+
+    def _converted(self, samples: Samples, *, last: bool = False) -> bytes:
+        converted = self._stream.resample_chunk(samples, last=last)
+        # FFmpeg takes no frame without samples.
+        return self._encoder.encode(converted) if len(converted) else b""
+
+
+def samples_of(data: bytes, datatype: str) -> Samples:
+    """
+    Return little-endian *data* of *datatype* as samples from -1 to 1.
+
+    Raises :class:`UpstreamError` for values that are not numbers.
+    """
+    kind = {"FP32": "<f4", "FP16": "<f2", "FP64": "<f8", "INT16": "<i2"}[datatype]
+    if len(data) % np.dtype(kind).itemsize:
+        raise UpstreamError("Triton sent a malformed waveform.")
+    samples = np.frombuffer(data, kind).astype(np.float32)
+    if datatype == "INT16":
+        samples /= _FULL
+    elif not np.isfinite(samples.sum(dtype=np.float64)):
+        raise UpstreamError("The model sent audio with values that are not numbers.")
+    return samples
+
+
+class Joiner:
+    """Joins parts, each of which repeats the last *overlap* samples of the one before: one fades into the other."""
+
+    def __init__(self, overlap: int) -> None:
+        self._overlap = overlap
+        self._tail = np.zeros(0, np.float32)
+
+    def join(self, part: Samples) -> Samples:
+        """Return the samples that no later part changes."""
+        if not self._overlap:
+            return part
+        tail = self._tail
+        both = min(len(tail), len(part))
+        if both:
+            fade = np.linspace(0, 1, both, dtype=np.float32)
+            faded = tail[len(tail) - both :] * (1 - fade) + part[:both] * fade
+            part = np.concatenate([tail[: len(tail) - both], faded, part[both:]])
+        kept = max(0, len(part) - self._overlap)
+        self._tail = part[kept:]
+        return part[:kept]
+
+    def rest(self) -> Samples:
+        """Return the samples after the last part."""
+        tail, self._tail = self._tail, np.zeros(0, np.float32)
+        return tail
+
+
+def read_audio(data: bytes) -> tuple[Samples, int]:
+    """
+    Return the samples of a file of the operator or of a model, mixed down to one channel, and their rate.
+
+    Raises ``ValueError`` with a sentence for what cannot be read.
+    """
+    try:
+        soundfile = importlib.import_module("soundfile")
+    except ImportError:
+        return _read_wav(data)
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            if file.frames > _LONGEST * file.samplerate:
+                raise ValueError("It is longer than an hour, or does not say how long it is.")
+            samples = file.read(dtype="float32", always_2d=True).mean(axis=1)
+            return np.ascontiguousarray(samples), int(file.samplerate)
+    except soundfile.SoundFileError as error:
+        raise ValueError("It is not audio that can be read.") from error
+
+
+def _read_wav(data: bytes) -> tuple[Samples, int]:
+    try:
+        with wave.open(io.BytesIO(data)) as file:
+            if file.getsampwidth() != 2:
+                raise ValueError("It has not 16 bits, which needs the extra [audio].")
+            frames = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())
+            return (frames.mean(axis=1) / _FULL).astype(np.float32), file.getframerate()
+    except (wave.Error, EOFError) as error:
+        raise ValueError("It is not a WAV file; others need the extra [audio].") from error
+
+
+def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
+    """Return *samples* at another rate. Raises ``ValueError`` if that needs what is not installed."""
+    if rate == wanted:
+        return samples
+    try:
+        soxr: Any = importlib.import_module("soxr")
+    except ImportError as error:
+        raise ValueError(f"It has {rate} Hz; to make {wanted} Hz of it needs the extra [audio].") from error
+    converted: Samples = soxr.resample(samples, rate, wanted)
+    return converted

@@ -1,0 +1,39 @@
+"""The formats in which speech is answered: a table that needs none of what makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+Format = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
+#: The media types that OpenAI answers with.
+MEDIA_TYPES: Mapping[Format, str] = {
+    "mp3": "audio/mpeg",
+    "opus": "audio/ogg",
+    "aac": "audio/aac",
+    "flac": "audio/flac",
+    "wav": "audio/wav",
+    "pcm": "audio/pcm",
+}
+# Microseconds that a second of audio takes, at most, and to change its rate.
+_COSTS: Mapping[Format, float] = {"mp3": 8_000, "opus": 20_000, "aac": 8_000, "flac": 1_000, "wav": 200, "pcm": 200}
+_RESAMPLING = 2_000
+# What a format can have, where it cannot have every rate. OpenAI's raw samples have no other.
+_MPEG_RATES = (8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000)
+_RATES: Mapping[Format, Sequence[int]] = {
+    "mp3": _MPEG_RATES,
+    "aac": _MPEG_RATES,
+    "opus": (8_000, 12_000, 16_000, 24_000, 48_000),
+    "pcm": (24_000,),
+}
+
+
+def rate_of(kind: Format, rate: int) -> int:
+    """Return the rate in Hz that a file of *kind* has for samples of *rate* Hz: the next one that it can have."""
+    rates = _RATES.get(kind, (rate,))
+    return next((one for one in rates if one >= rate), rates[-1])
+
+
+def cost(kind: Format, rate: int, count: int) -> float:
+    """Return about how many microseconds it takes to encode *count* samples of *rate* Hz."""
+    return (_COSTS[kind] + (rate_of(kind, rate) != rate) * _RESAMPLING) * count / rate
