@@ -116,17 +116,35 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return bool(self.stop) and not self.min_tokens
 
 
+class AudioFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """The audio of a model; see :class:`triton_openai.config.tree.AudioSettings`."""
+
+    form: Literal["samples", "file", "base64"] | None = None
+    sample_rate: int | None = None
+    max_seconds: float | None = None
+    pad_seconds: float | None = None
+    languages: Mapping[str, str | int] | Sequence[str] | None = None
+    language: str | None = None
+    prompt: bool | None = None
+
+
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
     """
     A model's tensors, where the operator describes them: the names of *inputs* and *outputs* by their use, and inputs
     that always have the same value. *text* is what a response holds: the new text, all of it so far, or only the last
-    one has it.
+    one has it. *audio* is what its config does not say of speech.
     """
 
     inputs: Mapping[str, str] = {}
     constants: Mapping[str, Any] = {}
     outputs: Mapping[str, str] = {}
     text: Literal["delta", "cumulative", "final"] | None = None
+    audio: AudioFormat | None = None
+
+    @property
+    def describes(self) -> bool:
+        """Whether there is more than what is told of audio."""
+        return bool(self.inputs or self.constants or self.outputs or self.text)
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):

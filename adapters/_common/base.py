@@ -116,6 +116,21 @@ def check_range(name: str, value: Any, datatype: str | None) -> None:
 _MAX_FLOAT: Mapping[str, float] = {"FP32": 3.4028234e38, "FP16": 65504.0}
 
 
+class Recognition(msgspec.Struct, frozen=True, kw_only=True):
+    """How a recognizer takes speech, and what it tells of it."""
+
+    #: Samples a second.
+    sample_rate: int = 16_000
+    #: The longest audio of a job.
+    max_seconds: float
+    #: The codes of the languages that a job can have; none where the model cannot be told the language.
+    languages: Collection[str] = ()
+    #: The one of them that a job has if nobody says which.
+    language: str | None = None
+    #: Whether a job can have a prompt.
+    prompt: bool = False
+
+
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """
     What a model can do through its adapter, beside its jobs and the parameters in its table.
@@ -163,6 +178,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     labels: bool = False
     #: The backend uses one seed for all requests that bring none.
     fixed_seed: bool = False
+    #: How it takes speech, where it recognizes that.
+    recognition: Recognition | None = None
 
 
 #: Reads a file of a Triton model: the model's name and the file's name in its newest version; ``None`` if unreadable.
@@ -238,6 +255,8 @@ class Adapter:
     notes: Sequence[str] = ()
     #: Whether a stream loses the characters that span several tokens; :attr:`token_level` may not.
     splits_characters: bool = False
+    #: Whether :attr:`token_level` tells more than the text, such as times.
+    tokens_tell_more: bool = False
     #: Whether the backend notices over gRPC alone, or there first, that a client has left.
     prefers_grpc: bool = False
 

@@ -117,8 +117,11 @@ def id_tensors(
 
 
 #: The kind of values that an input or an output has.
-Kind = Literal["text", "flag", "integer", "number"]
-_WORDS: Mapping[Kind, str] = {"text": "BYTES", "flag": "BOOL", "integer": "an integer type", "number": "FP32 or FP16"}
+Kind = Literal["text", "flag", "integer", "number", "code", "audio"]
+_WORDS: Mapping[Kind, str] = {
+    **{"text": "BYTES", "flag": "BOOL", "integer": "an integer type", "number": "FP32 or FP16"},
+    **{"code": "BYTES or an integer type", "audio": "FP32, FP16, FP64, INT16, UINT8 or BYTES"},
+}
 
 
 def fits(kind: Kind, datatype: str) -> bool:
@@ -127,6 +130,10 @@ def fits(kind: Kind, datatype: str) -> bool:
         return datatype == "BYTES"
     if kind == "flag":
         return datatype == "BOOL"
+    if kind == "code":
+        return datatype == "BYTES" or datatype in INTEGER_RANGES
+    if kind == "audio":
+        return datatype in (*FLOATS, "INT16", "UINT8", "BYTES")
     return datatype in FLOATS or (kind == "integer" and datatype in INTEGER_RANGES)
 
 

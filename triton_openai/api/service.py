@@ -78,6 +78,7 @@ class Operation(msgspec.Struct, frozen=True):
     answer: type[msgspec.Struct] | None = None
     #: The type of a stream's events.
     event: type[msgspec.Struct] | None = None
+    #: Whether the answer is, or can be, plain text.
     text: bool = False
     #: The jobs that do it, of which a model has to take one; the first is what the operation is for. Triton is asked,
     #: within limits of time.

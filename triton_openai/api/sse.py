@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from time import monotonic
 from typing import Any
 
@@ -27,6 +28,7 @@ from triton_openai.draining import DRAINING
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
 from triton_openai.serving.connections import WholeResponse
+from triton_openai.tasks import cancel
 from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.observation import Observation
 
@@ -408,6 +410,45 @@ async def _fail(event_stream: EventStream, observation: Observation, error: Serv
         # Some clients disconnect as soon as they have read the last event.
         if not event_stream.complete:
             raise
+
+
+async def stream_objects(context: RequestContext[Any], objects: AsyncGenerator[msgspec.Struct]) -> web.StreamResponse:
+    """
+    Stream *objects* to the client as events without names.
+
+    Raises :class:`ServiceError` for what goes wrong before the first one; after that, an error is the last event, and
+    the body breaks off. While none comes, the client gets signs of life.
+    """
+    request, observation = context.request, context.observation
+    response = _Response(headers=_HEADERS)
+    heartbeat = context.service.settings.server.heartbeat_interval
+    async with aclosing(objects):
+        try:
+            coming = asyncio.ensure_future(anext(objects, None))
+            try:
+                while True:
+                    await asyncio.wait([coming], timeout=heartbeat)
+                    found = coming.result() if coming.done() else msgspec.UNSET
+                    if not response.prepared:
+                        await response.prepare(request)
+                    if found is None:
+                        break
+                    await response.write(_HEARTBEAT if found is msgspec.UNSET else _FIELD + _encode(found) + _END)
+                    coming = asyncio.ensure_future(anext(objects, None)) if coming.done() else coming
+            finally:
+                await cancel(coming)
+        except ConnectionError:
+            observation.client_left = True
+        except (ServiceError, asyncio.CancelledError) as error:
+            failure = error if isinstance(error, ServiceError) else request.app[DRAINING].reason()
+            if failure is None or not response.prepared:
+                raise
+            observation.error = failure
+            warn(_log, "stream failed", failure, request_id=observation.request_id, model=context.model.name)
+            await response.write(event("error", failure.envelope()))
+            response.broken = request.version >= HttpVersion11
+            response.force_close()
+    return response
 
 
 def event_count(events: bytes) -> int:

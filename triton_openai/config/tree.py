@@ -386,6 +386,18 @@ class MediaSettings(_Group, frozen=True):
     max_image_size: Annotated[Bytes, _file_only("Largest image file.")] = 20 * 1024 * 1024
 
 
+class AudioLimits(_Group, frozen=True):
+    """Audio in requests. Reading it needs the extra [audio], and for MP4, WebM and AAC also [media]."""
+
+    max_file_size: Annotated[
+        Bytes, _file_only("Largest file of audio; server.max_body_size has to have room for it.")
+    ] = 25 * 1024 * 1024
+    max_duration: Annotated[Seconds, _file_only("Longest audio of a request.")] = 3600.0
+    parallel_chunks: Annotated[
+        Count, Meta(le=64), _file_only("Most chunks of one recording that Triton has at the same time.")
+    ] = 4
+
+
 class MetricsSettings(_Group, frozen=True):
     """The metrics for Prometheus."""
 
@@ -605,6 +617,28 @@ class ModerationSettings(_Group, frozen=True):
     thresholds: Mapping[Category, _Share] = {}
 
 
+_Rate = Annotated[int, Meta(ge=4000, le=192_000)]
+
+
+class AudioSettings(_Group, frozen=True):
+    """
+    What a model's config does not say of speech.
+
+    *sample_rate* is that of its audio in Hz, *form* how it takes audio: the samples, or a WAV file as bytes or in
+    base64. Longer audio than *max_seconds* is cut, and shorter is padded with silence to a multiple of *pad_seconds*.
+    *languages* are the codes of those that a recognizer knows, or a mapping of codes to what it calls them, *language*
+    the one that is taken if a request names none. *prompt* is whether it has room for a request's prompt.
+    """
+
+    form: Literal["samples", "file", "base64"] | None = None
+    sample_rate: _Rate | None = None
+    max_seconds: Annotated[float, Meta(ge=1, le=3600)] | None = None
+    pad_seconds: Annotated[float, Meta(ge=0, le=3600)] | None = None
+    languages: Mapping[Text, Text | int] | tuple[Text, ...] | None = None
+    language: Text | None = None
+    prompt: bool | None = None
+
+
 class ModelDefaults(_Group, frozen=True):
     """Settings of all models. Each flag also takes MODEL=VALUE, for one model."""
 
@@ -696,7 +730,7 @@ class ModelSettings(ModelDefaults, frozen=True):
     *loras* are names that the backend knows, or mappings with name, path and task_id. *lora_dir* is the base of their
     paths, by default the model's folder in ``model_repository``.
     *inputs*, *constants*, *outputs* and *text* describe the tensors of a model that an adapter such as ``text`` serves.
-    *moderation* says what a classifier's labels mean there.
+    *moderation* says what a classifier's labels mean there, *audio* what a config does not say of speech.
     """
 
     aliases: Annotated[
@@ -710,6 +744,7 @@ class ModelSettings(ModelDefaults, frozen=True):
     outputs: Mapping[str, Text] = msgspec.field(default_factory=dict)
     text: Literal["delta", "cumulative", "final"] | None = None
     moderation: ModerationSettings = ModerationSettings()
+    audio: AudioSettings = AudioSettings()
 
 
 _LIVE = Meta(extra={"live": True})
@@ -725,6 +760,7 @@ class Settings(_Group, frozen=True):
     api: Annotated[ApiSettings, _LIVE] = ApiSettings()
     responses: Annotated[ResponsesSettings, Meta(extra={"prefix": "responses-"})] = ResponsesSettings()
     media: MediaSettings = MediaSettings()
+    audio: Annotated[AudioLimits, _LIVE] = AudioLimits()
     metrics: MetricsSettings = MetricsSettings()
     traces: TracesSettings = TracesSettings()
     access: Annotated[AccessSettings, _LIVE] = AccessSettings()

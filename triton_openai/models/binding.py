@@ -13,7 +13,7 @@ from triton_openai.adapters._common.base import Adapter
 from triton_openai.adapters._common.registry import Registry, helper_role
 from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ServiceError
-from triton_openai.generation import Interface
+from triton_openai.generation import AudioFormat, Interface
 from triton_openai.models.loading import Prompters
 from triton_openai.models.served import ServedModel, Unserved
 from triton_openai.prompts.prompter import may_have_tokenizer
@@ -75,9 +75,10 @@ class Binder:
             claim = registry.claim(config) if settings.adapter is None else registry.named(settings.adapter)
             if claim is None:
                 return Unserved(name=name, why=_why_unclaimed(config))
-            adapter, reason = claim.adapter.described(config, repository, _interface(settings)), claim.reason
+            told = _interface(settings)
+            adapter, reason = claim.adapter.described(config, repository, told), claim.reason
             hints, text_level = adapter.hints_with(self._files), None
-            direct = self._token_level(adapter, repository) if settings.adapter is None else None
+            direct = self._token_level(adapter, repository, told) if settings.adapter is None else None
             if direct is not None and may_have_tokenizer(settings.tokenizer, hints.tokenizer_dir):
                 reason = f"{adapter.name}, answered by its engine '{direct.config.name}', see --prefer-token-level"
                 adapter, text_level = direct, adapter
@@ -104,24 +105,33 @@ class Binder:
             hints=hints,
         )
 
-    def _token_level(self, adapter: Adapter, repository: Mapping[str, ModelConfig]) -> Adapter | None:
+    def _token_level(
+        self, adapter: Adapter, repository: Mapping[str, ModelConfig], told: Interface | None
+    ) -> Adapter | None:
         """Return what answers with the engine behind *adapter*'s model, where there is one and it is wanted."""
         mode = self.settings.triton.prefer_token_level
-        if mode == "never" or (mode == "auto" and not adapter.splits_characters):
+        if mode == "never" or (mode == "auto" and not (adapter.splits_characters or adapter.tokens_tell_more)):
             return None
         engine = adapter.token_level
         claim = None if engine is None else self._registry.claim(engine)
         if engine is None or claim is None:
             return None
-        direct = claim.adapter(engine, repository)
+        audio = None if told is None or told.audio is None else Interface(audio=told.audio)
+        direct = claim.adapter.described(engine, repository, audio)
         return direct if direct.capabilities.tokens else None
 
 
 def _interface(settings: ModelSettings) -> Interface | None:
     """Return the model's tensors, where its settings describe them."""
-    if not (settings.inputs or settings.constants or settings.outputs or settings.text):
-        return None
-    return Interface(inputs=settings.inputs, constants=settings.constants, outputs=settings.outputs, text=settings.text)
+    audio = AudioFormat(**{name: getattr(settings.audio, name) for name in AudioFormat.__struct_fields__})
+    told = Interface(
+        inputs=settings.inputs,
+        constants=settings.constants,
+        outputs=settings.outputs,
+        text=settings.text,
+        audio=None if audio == AudioFormat() else audio,
+    )
+    return told if told.describes or told.audio is not None else None
 
 
 def _priorities(config: ModelConfig, repository: Mapping[str, ModelConfig]) -> int:
