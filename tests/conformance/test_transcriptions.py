@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from typing import Any
@@ -17,28 +17,15 @@ import pytest_asyncio
 
 from tests.conformance.calls import in_session_loop
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, serving
-from tests.speech import RATE, SENTENCE, encoded, muxed, speak, wav, write_whisper_tokenizer
-from tests.standins.repository import RECOGNIZERS, build_repository
-from tests.triton_fixture import TestTriton, embedded, shared
+from tests.speech import RATE, SENTENCE, encoded, muxed, speak, wav
+from tests.standins.repository import RECOGNIZERS
+from tests.triton_fixture import TestTriton
 from triton_openai.config.tree import AudioLimits, AudioSettings, ModelSettings, Settings, TritonSettings
-from triton_openai.demo.record import Record
 
 pytestmark = in_session_loop
 
 PATH, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 TEXT = " ".join(SENTENCE)
-
-
-@pytest.fixture(scope="module")
-def recognizers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
-    """A Triton that serves the recognizers."""
-    folder = tmp_path_factory.mktemp("recognizers")
-    record = folder / "record.jsonl"
-    repository = build_repository(folder / "repository", models=RECOGNIZERS, record=record)
-    write_whisper_tokenizer(repository.tokenizer)
-    server = embedded(repository)
-    with shared(server):
-        yield TestTriton(server, repository, Record(record))
 
 
 def settings_for(triton: TestTriton, transport: str, **models: ModelSettings) -> Settings:

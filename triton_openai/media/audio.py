@@ -88,7 +88,7 @@ class Recording:
     def __init__(self, data: bytes, *, rate: int, longest: float, most: float, pauses: Pauses | None = None) -> None:
         """Raises :class:`ConfigurationError` without the extra, and :class:`InvalidRequest` for other formats."""
         require_audio()
-        self._blocks, self._most = _blocks(data), most
+        self._blocks, self._most = _blocks(data, most), most
         self._cutter = _Cutter(rate, longest, pauses)
         # Frames that were decoded, and those of a second.
         self._frames, self._rate = 0, 1
@@ -117,7 +117,7 @@ class Recording:
                 resampler = None if rate == self._cutter.rate else soxr.ResampleStream(rate, self._cutter.rate, 1)
             self._frames += len(block)
             if self.seconds > self._most:
-                raise _wrong(f"The audio is longer than the limit of {self._most:g} seconds.", "audio_too_long")
+                raise _too_long(self._most)
             if not np.abs(block).max(initial=0.0) <= _LOUDEST:
                 raise _wrong("The audio has samples that are no numbers.")
             mono = block.mean(axis=1, dtype=np.float32)
@@ -152,6 +152,15 @@ def _wrong(message: str, code: str = "invalid_audio") -> InvalidRequest:
     return InvalidRequest(message, param="file", code=code)
 
 
+def _too_long(most: float) -> InvalidRequest:
+    return _wrong(f"The audio is longer than the limit of {most:g} seconds.", "audio_too_long")
+
+
+def _known(frames: int) -> bool:
+    """Return whether the number of *frames* is known: libsndfile has a very large one where it is not."""
+    return frames < 1 << 48
+
+
 def _check(rate: int, channels: int) -> None:
     if channels > _MOST_CHANNELS:
         raise _wrong(f"The audio has {channels} channels; {_MOST_CHANNELS} is the most.")
@@ -159,7 +168,7 @@ def _check(rate: int, channels: int) -> None:
         raise _wrong(f"The audio has {rate} samples a second; {_RATES[0]} to {_RATES[-1]} are taken.")
 
 
-def _blocks(data: bytes) -> Iterator[tuple[int, _Samples]]:
+def _blocks(data: bytes, most: float) -> Iterator[tuple[int, _Samples]]:
     """Return what yields the samples a second of *data* and blocks of frames by channels (FP32)."""
     if not data:
         raise _wrong("The file is empty.")
@@ -173,30 +182,38 @@ def _blocks(data: bytes) -> Iterator[tuple[int, _Samples]]:
         return _with_av(data, _AAC)
     riff = data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE"
     if riff or data.startswith((b"fLaC", b"OggS", b"ID3")) or (sync and data[1] & 0xE0 == 0xE0):
-        return _with_soundfile(data)
+        return _with_soundfile(data, most)
     raise _wrong(f"This is not audio of a supported format ({_TAKEN}).", "invalid_audio_format")
 
 
-def _with_soundfile(data: bytes) -> Iterator[tuple[int, _Samples]]:
+def _with_soundfile(data: bytes, most: float) -> Iterator[tuple[int, _Samples]]:
     import soundfile
+
+    class Stream(soundfile.SoundFile):  # type: ignore[misc] # it has no types
+        """Reads from the first frame to the last. Otherwise it is sought after each block, which some files refuse."""
+
+        def seekable(self) -> bool:
+            return False
 
     cut = _wrong("The file is cut off: it is shorter than its head says.")
     size = int.from_bytes(data[4:8], "little") + 8
     if data.startswith(b"RIFF") and size > len(data) and size not in _UNKNOWN_SIZES:
         raise cut
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
+        with Stream(io.BytesIO(data)) as file:
             if file.format not in _FORMATS:
                 raise _wrong(f"This is not audio of a supported format ({_TAKEN}).", "invalid_audio_format")
             _check(file.samplerate, file.channels)
             left = file.frames
+            if _known(left) and left / file.samplerate > most:
+                raise _too_long(most)
             while len(block := file.read(_FRAMES, dtype="float32", always_2d=True)):
                 left -= len(block)
                 yield file.samplerate, block
     except soundfile.SoundFileError as error:
         raise _wrong("The file cannot be decoded: it is damaged, or cut off.") from error
     # Of MP3 a head says it roughly; the others have none that does.
-    if left > {"FLAC": 0, "MP3": file.samplerate}.get(file.format, left):
+    if _known(left) and left > {"FLAC": 0, "MP3": file.samplerate}.get(file.format, left):
         raise cut
 
 

@@ -13,6 +13,7 @@ import base64
 import io
 import json
 import re
+import time
 import wave
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,8 @@ _GERMAN = WORDS.index("hallo")
 _END, _START, _EN, _DE = 50257, 50258, 50259, 50261
 _TRANSLATE, _TRANSCRIBE, _NO_TIMES, _FIRST_TIME = 50358, 50359, 50363, 50364
 _STEP, _WIDTH = 0.02, 48
+# Seconds between two answers of a model that writes on.
+_PACE = 0.01
 _TAG = re.compile(r"<\|(\w+)\|>")
 
 
@@ -55,6 +58,7 @@ class TritonPythonModel:
             sender = request.get_response_sender()
             for response in responses:
                 sender.send(response)
+                time.sleep(_PACE)
             sender.send(flags=_FINAL)
         return None
 
