@@ -241,6 +241,8 @@ class Generation(Job[Any], frozen=True, kw_only=True):
     priority: int = 0
     #: In the order in which the prompt refers to them.
     images: tuple[Image, ...] = ()
+    #: WAV files of 16 kHz in base64, in the same order.
+    audio: tuple[str, ...] = ()
 
     @property
     def shown_prompt(self) -> str:

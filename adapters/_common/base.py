@@ -170,6 +170,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     lora: LoraFormat | Literal["name", "path"] | None = None
     #: The most images that a prompt can come with; infinite where only the model knows.
     images: float = 0
+    #: A prompt can come with audio.
+    audio: bool = False
     #: A prompt with images is the text of one user message, which the model's own template wraps.
     images_as_turn: bool = False
     #: What a classifier gives are logits, not probabilities.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -26,6 +28,7 @@ pytestmark = in_session_loop
 
 PATH, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 TEXT = " ".join(SENTENCE)
+_TEMPLATE = Path(__file__).parents[1] / "fixtures" / "last_message.jinja"
 
 
 def settings_for(triton: TestTriton, transport: str, **models: ModelSettings) -> Settings:
@@ -45,6 +48,9 @@ def settings_for(triton: TestTriton, transport: str, **models: ModelSettings) ->
         "by_file": ModelSettings(
             adapter="transcriber", inputs={"audio": "AUDIO"}, outputs={"text": "decoded_texts"},
             audio=AudioSettings(form="base64"),
+        ),
+        "chatting": ModelSettings(
+            tokenizer=str(triton.tokenizer), chat_template=str(_TEMPLATE), audio_placeholder="<audio{n}>"
         ),
         "by_bytes": ModelSettings(
             adapter="transcriber", inputs={"audio": "AUDIO"}, outputs={"text": "decoded_texts"}
@@ -96,7 +102,7 @@ def asked(triton: TestTriton, model: str) -> Sequence[Mapping[str, Any]]:
 async def test_every_recognizer_writes_down_what_it_hears(services: dict[str, Proxy]) -> None:
     """Each kind gives the same text, over both transports, in every format that has no times."""
     file = wav(speak(SENTENCE))
-    for model in RECOGNIZERS:
+    for model in RECOGNIZERS.keys() - {"chatting"}:
         for transport, proxy in services.items():
             expected = f"any: {TEXT}" if model == "pcm" else TEXT
             answer = await send(proxy, file, model=model)
@@ -369,3 +375,40 @@ async def test_a_recognizer_that_fails(services: dict[str, Proxy]) -> None:
         *deltas, failed = events(stream)
         assert " ".join(words[:18]) == "".join(each["delta"] for each in deltas)
         assert "upstream_error" == failed["error"]["code"]
+
+
+def part(content: bytes | str, kind: str = "wav") -> dict[str, Any]:
+    """Return the part of a chat's message with a file, or with what stands for its base64."""
+    data = content if isinstance(content, str) else base64.b64encode(content).decode()
+    return {"type": "input_audio", "input_audio": {"data": data, "format": kind}}
+
+
+async def test_audio_in_chats(services: dict[str, Proxy]) -> None:
+    """A model with an input for audio gets each part as WAV, and the prompt says where it is; others refuse it."""
+    path, text = "/v1/chat/completions", {"type": "text", "text": "and"}
+    mp3 = encoded(speak(("again",), rate=44_100), 44_100, "MP3")
+    for transport, proxy in services.items():
+        content = [part(wav(speak(("never", "tried")))), text, part(mp3, "mp3")]
+        answer = await proxy.post(path, {"model": "chatting", "messages": [{"role": "user", "content": content}]})
+        assert 200 == answer.status, (transport, answer.body)
+        said = answer.json["choices"][0]["message"]["content"]
+        assert "['never tried', 'again'] <audio1>\n<audio2>\nand" == said
+        for bad, param, code in (
+            (part("no base64!"), "input_audio.data", "invalid_base64"),
+            (part(b"no audio"), "input_audio.data", "invalid_audio_format"),
+            (part(encoded(np.zeros(8000 * 601), 8000, "FLAC")), "input_audio.data", "audio_too_long"),
+            ({"type": "input_audio"}, "input_audio.data", "missing_required_parameter"),
+            ({"type": "audio_url", "audio_url": {"url": "http://a/"}}, "", "unsupported_parameter"),
+        ):
+            body = {"model": "chatting", "messages": [{"role": "user", "content": [text, bad]}]}
+            answer = await proxy.post(path, body)
+            place = f"messages[0].content[1].{param}".rstrip(".")
+            assert (400, place, code) == (answer.status, answer.error["param"], answer.error["code"]), bad
+
+
+async def test_audio_in_chats_of_other_models(proxies: dict[str, Proxy]) -> None:
+    """It is refused by its name."""
+    body = {"model": "vllm_model", "messages": [{"role": "user", "content": [part(wav(speak(("no",))))]}]}
+    answer = await proxies["http"].post("/v1/chat/completions", body)
+    assert (400, "messages[0].content[0]") == (answer.status, answer.error["param"])
+    assert "'input_audio' is not supported by this model" in answer.error["message"]

@@ -96,11 +96,18 @@ def _text_model(site: Site, name: str) -> None:
 
 
 def _recognizer(
-    site: Site, name: str, contract: Contract, *, batch: int = 0, decoupled: bool = False, **parameters: str
+    site: Site,
+    name: str,
+    contract: Contract,
+    *,
+    module: str = "recognizing",
+    batch: int = 0,
+    decoupled: bool = False,
+    **parameters: str,
 ) -> None:
     site.build(
         name,
-        "recognizing",
+        module,
         contract=contract,
         max_batch_size=batch,
         dynamic_batching=batch > 1,
@@ -117,14 +124,26 @@ def _of_speech(inputs: str, outputs: str, **options: Any) -> Builder:
 _WAV, _TRANSCRIPTS = "WAV FP32 [-1], WAV_LENS INT32 [1]", "TRANSCRIPTS STRING [1]"
 _WHISPER = f"{_WAV}, TEXT_PREFIX STRING [1]"
 _RICH = "OUTPUT_0 STRING [1], SEGMENTS STRING [1], SPOKEN STRING [1]"
-#: Recognizers, for a Triton of their own: sherpa's two models for Whisper, TensorRT-LLM's, FunASR's, a transducer, and
-#: models that have to be described.
+#: Recognizers, for a Triton of their own: sherpa's two models for Whisper, TensorRT-LLM's, FunASR's, a transducer, one
+#: that chats about what it hears, and models that have to be described.
 RECOGNIZERS: Mapping[str, Builder] = {
     "infer_bls": _of_speech(_WHISPER, _TRANSCRIPTS, batch=8),
     "whisper": _of_speech(f"{_WAV}, DECODER_INPUT_IDS INT32 [-1]", "OUTPUT_IDS INT32 [-1]", batch=8),
     "whisper_bls": _of_speech(_WHISPER, _TRANSCRIPTS, batch=1, decoupled=True, engine_dir="/engine"),
     "sensevoice": _of_speech(f"{_WAV}, LANGUAGE INT32 [1], TEXT_NORM INT32 [1]", _TRANSCRIPTS, batch=16),
     "zipformer": _of_speech("WAV FP16 [-1], WAV_LENS? INT32 [1]", _TRANSCRIPTS, batch=1),
+    "chatting": (
+        partial(
+            _recognizer,
+            module="chatting",
+            contract=Contract(
+                ["text_input STRING [1]", "audio? STRING [-1]", "stream? BOOL [1]", "sampling_parameters? STRING [1]"],
+                ["text_output STRING [-1]"],
+            ),
+            decoupled=True,
+        ),
+        (),
+    ),
     "parakeet": _of_speech("INPUT_0 FP64 [-1]", "OUTPUT_0 STRING [1]"),
     "pcm": _of_speech("SPEECH INT16 [-1,-1], LANGUAGE STRING [1]", _RICH),
     "by_file": _of_speech("AUDIO STRING [1]", "decoded_texts STRING [1]"),

@@ -703,6 +703,12 @@ class ModelDefaults(_Group, frozen=True):
             "'none' if the backend inserts images itself, 'auto' (the default) leaves it to the template."
         ),
     ] = None
+    audio_placeholder: Annotated[
+        str | None,
+        _file_only(
+            "Placeholder of audio in the prompt of a chat, as image_placeholder is for an image; {n} is its number."
+        ),
+    ] = None
     multimodal: Annotated[
         bool | None,
         _file_only(

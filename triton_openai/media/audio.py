@@ -10,8 +10,9 @@ few chunks.
 from __future__ import annotations
 
 import asyncio
+import binascii
 import io
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, TypeAlias
@@ -28,6 +29,8 @@ _RATES = range(4_000, 192_001)
 _LOUDEST = 65_504.0
 # How many files are decoded at the same time.
 _THREADS = 2
+# Samples a second that models of chats take, and the most seconds that one request has: 19 MB.
+_CHAT_RATE, _LONGEST_IN_CHATS = 16_000, 600.0
 # Of soundfile, by the first bytes of a file; and what PyAV calls the other containers.
 _FORMATS = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3"})
 _MP4, _WEBM, _AAC = "mov", "matroska", "aac"
@@ -128,6 +131,47 @@ class Recording:
         if resampler is not None:
             yield from self._cutter.feed(resampler.resample_chunk(np.zeros(0, np.float32), last=True))
         yield from self._cutter.rest()
+
+
+class AudioReference(msgspec.Struct, frozen=True):
+    """Audio in a request: its path, for an error's ``param``, and its file in base64."""
+
+    place: str
+    data: str
+
+
+async def load(references: Sequence[AudioReference], *, most: float) -> tuple[str, ...]:
+    """
+    Return the audio of *references*, of *most* seconds together, as WAV files of 16 kHz in base64.
+
+    Raises :class:`InvalidRequest` with its place, and :class:`ConfigurationError` without the extra.
+    """
+    require_audio()
+    import numpy as np
+    import soundfile
+
+    found = []
+    left = min(most, _LONGEST_IN_CHATS)
+    for one in references:
+
+        def encode(chunks: Sequence[Chunk]) -> str:
+            target = io.BytesIO()
+            samples = np.frombuffer(b"".join(chunk.samples for chunk in chunks), "<f4")
+            soundfile.write(target, samples, _CHAT_RATE, format="WAV", subtype="PCM_16")
+            return binascii.b2a_base64(target.getvalue(), newline=False).decode("ascii")
+
+        try:
+            data = await asyncio.to_thread(binascii.a2b_base64, one.data, strict_mode=True)
+            recording = Recording(data, rate=_CHAT_RATE, longest=left, most=left)
+            chunks = [chunk async for chunk in recording.chunks()]
+            found.append(await asyncio.to_thread(encode, chunks))
+            left -= recording.seconds
+        except ValueError as error:
+            raise InvalidRequest("The audio is not valid base64.", param=one.place, code="invalid_base64") from error
+        except InvalidRequest as error:
+            error.param = one.place
+            raise
+    return tuple(found)
 
 
 @cache
