@@ -16,14 +16,15 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 #: By room: the lines that it began with, and what has changed them since. A feature stands with the name that the
 #: changelog gives it. "Above its budget" is what is still to be cut.
 BUDGETS: Mapping[str, Mapping[str, int]] = {
-    "api": {"today": 5811, "/v1/audio/transcriptions and /v1/audio/translations": 299},
+    "api": {"today": 5811, "/v1/audio/transcriptions and /v1/audio/translations": 298, "audio in chats": 9},
     "answer": {
         "begin": 1350,
         "jobs run here, and not in the API": 37,
         "several Tritons": 58,
-        "/v1/audio/transcriptions and /v1/audio/translations": 147,
+        "/v1/audio/transcriptions and /v1/audio/translations": 158,
+        "audio in chats": 19,
     },
-    "adapters": {"today": 1945, "/v1/audio/transcriptions and /v1/audio/translations": 237},
+    "adapters": {"today": 1945, "/v1/audio/transcriptions and /v1/audio/translations": 237, "audio in chats": 4},
     "storage": {"today": 900},
     "triton": {
         "begin": 2150,
@@ -42,7 +43,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "names in the settings that no model has are shown": 14,
         "loading of tokenizers and templates, from the prompts": 90,
         "several Tritons": 142,
-        "/v1/audio/transcriptions and /v1/audio/translations": 7,
+        "/v1/audio/transcriptions and /v1/audio/translations": 10,
         "above its budget": 138,
     },
     "prompts": {
@@ -54,6 +55,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "system messages where a template does not take them": 12,
         "loading has moved to the models": -90,
         "/v1/audio/transcriptions and /v1/audio/translations": 53,
+        "audio in chats": 31,
         "above its budget": 16,
     },
     "parsers": {"begin": 1650, "a forced tool call that is cut is a partial call": 20, "above its budget": 4},
@@ -81,9 +83,15 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "/v1/moderations": 14,
         "several Tritons": 115,
         "/v1/audio/transcriptions and /v1/audio/translations": 19,
+        "audio in chats": 6,
         "above its budget": 49,
     },
-    "media": {"begin": 310, "files of text": 34, "/v1/audio/transcriptions and /v1/audio/translations": 235},
+    "media": {
+        "begin": 310,
+        "files of text": 34,
+        "/v1/audio/transcriptions and /v1/audio/translations": 244,
+        "audio in chats": 29,
+    },
     "tritonserver": {
         "begin": 450,
         "backoff moved to the tasks": -14,
@@ -108,6 +116,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "errors that quote bytes that are no UTF-8": 9,
         "several Tritons": 16,
         "/v1/audio/transcriptions and /v1/audio/translations": 65,
+        "audio in chats": 1,
     },
 }
 

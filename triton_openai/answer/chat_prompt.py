@@ -146,40 +146,36 @@ async def _with_template(prompter: Prompter, source: str, *, trusted: bool) -> P
     return prompter.with_template(template)
 
 
-def audio_of(model: ServedModel, messages: Sequence[Message]) -> list[AudioReference]:
-    """Return the audio of *messages* in its order, not decoded yet. Raises :class:`InvalidRequest`."""
-    found = []
-    for number, message in enumerate(messages):
-        for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if isinstance(part, ContentPart) and is_audio(part):
-                place = f"messages[{number}].content[{index}]"
-                if not model.adapter.capabilities.audio:
-                    raise UnsupportedParameter(
-                        f"Content of type '{part.type}' is not supported by this model; only text is.", param=place
-                    )
-                place = f"{place}.input_audio.data"
-                if part.input_audio is None or part.input_audio.data is None:
-                    raise missing(place)
-                found.append(AudioReference(place, part.input_audio.data))
-    return found
+def media_of(
+    model: ServedModel, messages: Sequence[Message]
+) -> tuple[Sequence[ImageReference], Sequence[AudioReference]]:
+    """
+    Return the images of *messages* and their audio, in their order, neither loaded nor decoded yet.
 
-
-def images_of(model: ServedModel, messages: Sequence[Message]) -> list[ImageReference]:
-    """Return the images of *messages* in their order, not loaded yet. Raises :class:`InvalidRequest`."""
-    found = []
+    Raises :class:`InvalidRequest`.
+    """
+    images: list[ImageReference] = []
+    audio: list[AudioReference] = []
     for number, message in enumerate(messages):
         if not isinstance(message.content, list):
             continue
         for index, part in enumerate(message.content):
-            if isinstance(part, ContentPart) and is_image(part):
-                place = f"messages[{number}].content[{index}]"
-                if not model.takes_images:
-                    raise UnsupportedParameter(
-                        f"Content of type '{part.type}' is not supported by this model; only text is.", param=place
-                    )
-                source = part.image_url
-                if source is None:
-                    raise missing(f"{place}.image_url")
-                url = source if isinstance(source, str) else source.url
-                found.append(ImageReference(f"{place}.image_url", url.strip()))
-    return found
+            if not isinstance(part, ContentPart) or not (is_image(part) or is_audio(part)):
+                continue
+            place = f"messages[{number}].content[{index}]"
+            if not (model.takes_images if is_image(part) else model.adapter.capabilities.audio):
+                raise UnsupportedParameter(
+                    f"Content of type '{part.type}' is not supported by this model; only text is.", param=place
+                )
+            if is_audio(part):
+                place = f"{place}.input_audio.data"
+                if part.input_audio is None or part.input_audio.data is None:
+                    raise missing(place)
+                audio.append(AudioReference(place, part.input_audio.data))
+                continue
+            source = part.image_url
+            if source is None:
+                raise missing(f"{place}.image_url")
+            url = source if isinstance(source, str) else source.url
+            images.append(ImageReference(f"{place}.image_url", url.strip()))
+    return images, audio

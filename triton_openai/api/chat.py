@@ -16,7 +16,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import offload
-from triton_openai.answer.chat_prompt import audio_of, images_of, rendered_chat
+from triton_openai.answer.chat_prompt import media_of, rendered_chat
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
@@ -256,7 +256,7 @@ async def prompt_of(
 ) -> tuple[str, Sequence[ImageReference], Sequence[AudioReference]]:
     """Return a chat's prompt, made by *prompter*, and its images and audio, not loaded. Raises ServiceError."""
     service, model, body = context.service, context.model, context.body
-    pictures, audio = images_of(model, body.messages), audio_of(model, body.messages)
+    pictures, audio = media_of(model, body.messages)
     # Before they are rendered: each is looked for in all of its message's text.
     service.images.check_count(pictures, most=model.adapter.capabilities.images)
     prompt, context.observation.chat_template = await rendered_chat(
