@@ -104,6 +104,8 @@ class Vllm(Adapter):
             lora="name",
             # Declared for every model, also for those that see nothing: their chat templates take no images.
             images=math.inf if "image" in config.inputs else 0,
+            # Not of the backend as it is published; some add it.
+            audio="audio" in config.inputs,
         )
 
     @classmethod
@@ -177,6 +179,8 @@ class Vllm(Adapter):
         ]
         if generation.images:
             inputs.append(self.tensor("image", *(image.base64 for image in generation.images)))
+        if generation.audio:
+            inputs.append(self.tensor("audio", *generation.audio))
         outputs: tuple[str, ...] = _OUTPUTS
         if asked.logprobs is not None or ids:
             outputs += ("logprobs",)

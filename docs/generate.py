@@ -356,6 +356,7 @@ _titles = {
     "api": "The API",
     "responses": "Responses",
     "media": "Images",
+    "audio": "Audio",
     "metrics": "Metrics",
     "access": "Access",
     "limits": "Limits",

@@ -94,8 +94,8 @@ def _events(body: bytes) -> Iterator[bytes]:
             # An event of Anthropic's API, or of the Responses API, is named like its type. Of the others, an error is.
             found = {} if data == b"[DONE]" else json.loads(data)
             kind = found.get("type") or ("error" if "error" in found else None)
-            # Those of OpenAI's audio have a type and no name.
-            kind = None if kind is not None and kind.startswith("speech.") else kind
+            # OpenAI's events of audio have a type, and no name.
+            kind = None if str(kind).startswith(("transcript.", "speech.")) else kind
             assert name == (f"event: {kind}".encode() if kind else b""), block
             if data != b"[DONE]":
                 yield data

@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 import pytest
 from _pytest.runner import runtestprotocol
 
-from tests.standins.repository import BY_THEMSELVES, FURTHER, build_repository
+from tests.speech import write_whisper_tokenizer
+from tests.standins.repository import BY_THEMSELVES, FURTHER, RECOGNIZERS, build_repository
 from triton_openai.demo.configs import Contract, render
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import BUILDERS, DemoRepository
@@ -235,3 +236,15 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
     """A real Triton that serves every stand-in and an example; shared by the whole run, so leave it as you found it."""
     with running_triton(tmp_path_factory.mktemp("triton")) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def recognizers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
+    """A real Triton that serves recognizers of speech, with Whisper's tokens as the tokenizer."""
+    folder = tmp_path_factory.mktemp("recognizers")
+    record = folder / "record.jsonl"
+    repository = build_repository(folder / "repository", models=RECOGNIZERS, record=record)
+    write_whisper_tokenizer(repository.tokenizer)
+    server = embedded(repository)
+    with shared(server):
+        yield TestTriton(server, repository, Record(record))

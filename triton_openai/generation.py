@@ -120,9 +120,16 @@ class AudioFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The audio of a model; see :class:`triton_openai.config.tree.AudioSettings`."""
 
     sample_rate: int | None = None
+    max_seconds: float | None = None
+    # Of recognizers
+    form: Literal["samples", "file", "base64"] | None = None
+    pad_seconds: float | None = None
+    languages: Mapping[str, str | int] | Sequence[str] | None = None
+    language: str | None = None
+    prompt: bool | None = None
+    # Of synthesizers
     reference_sample_rate: int | None = None
     overlap_seconds: float | None = None
-    max_seconds: float | None = None
 
 
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,6 +245,8 @@ class Generation(Job[Any], frozen=True, kw_only=True):
     priority: int = 0
     #: In the order in which the prompt refers to them.
     images: tuple[Image, ...] = ()
+    #: WAV files of 16 kHz in base64, in the same order.
+    audio: tuple[str, ...] = ()
 
     @property
     def shown_prompt(self) -> str:

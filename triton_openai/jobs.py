@@ -172,5 +172,60 @@ class SynthesisJob(Job[Speech], frozen=True, kw_only=True):
         return 1, len(self.text) + (0 if self.voice is None else len(self.voice.samples))
 
 
+#: Whisper's ``<|startoftranscript|>`` in all of its vocabularies for several languages.
+START_OF_TRANSCRIPT = 50_258
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of what is spoken. Times are in seconds."""
+
+    start: float
+    end: float
+    text: str
+    #: Where the model answers in token ids, those of the text.
+    tokens: Sequence[int] = ()
+
+
+class Transcript(Result, frozen=True, kw_only=True):
+    """What is spoken."""
+
+    text: str
+    #: The code of the language, where the model tells it.
+    language: str | None = None
+    #: Where the model tells when what is spoken.
+    segments: Sequence[Segment] = ()
+    #: In place of the text, of a model that answers in these: what follows the prompt.
+    token_ids: Sequence[int] = ()
+
+
+class TranscriptionJob(Job[Transcript], frozen=True, kw_only=True):
+    """Audio that the model takes at once, to be written down in its own language."""
+
+    tasks = ("transcribe",)
+    does = ("transcribes audio", "transcribe audio")
+    # Half a second of silence.
+    least = {"samples": bytes(4 * 8000)}
+
+    #: One channel at the rate that the model takes: little-endian float32.
+    samples: bytes
+    #: The code of the language, ``None`` where nobody knows it.
+    language: str | None = None
+    #: What precedes the audio, or how its words are written; ``None`` unless the model takes it.
+    prompt: str | None = None
+    #: The prompt of the decoder, for models that take token ids.
+    prompt_ids: Sequence[int] = (START_OF_TRANSCRIPT,)
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        return 1, len(self.samples)
+
+
+class TranslationJob(TranscriptionJob, frozen=True, kw_only=True):
+    """Audio to be written down in English."""
+
+    tasks = ("translate",)
+    does = ("translates speech into English", "translate speech")
+
+
 #: A type of jobs: what an endpoint names, and an adapter lists.
 JobType: TypeAlias = type[Job[Any]]

@@ -137,6 +137,21 @@ class Synthesis(msgspec.Struct, frozen=True, kw_only=True):
     has_own_voice: bool = False
 
 
+class Recognition(msgspec.Struct, frozen=True, kw_only=True):
+    """How a recognizer takes speech, and what it tells of it."""
+
+    #: Samples a second.
+    sample_rate: int = 16_000
+    #: The longest audio of a job.
+    max_seconds: float
+    #: The codes of the languages that a job can have; none where the model cannot be told the language.
+    languages: Collection[str] = ()
+    #: The one of them that a job has if nobody says which.
+    language: str | None = None
+    #: Whether a job can have a prompt.
+    prompt: bool = False
+
+
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """
     What a model can do through its adapter, beside its jobs and the parameters in its table.
@@ -176,6 +191,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     lora: LoraFormat | Literal["name", "path"] | None = None
     #: The most images that a prompt can come with; infinite where only the model knows.
     images: float = 0
+    #: A prompt can come with audio.
+    audio: bool = False
     #: A prompt with images is the text of one user message, which the model's own template wraps.
     images_as_turn: bool = False
     #: What a classifier gives are logits, not probabilities.
@@ -186,6 +203,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     fixed_seed: bool = False
     #: How it speaks, where it does.
     synthesis: Synthesis | None = None
+    #: How it takes speech, where it recognizes that.
+    recognition: Recognition | None = None
 
 
 #: Reads a file of a Triton model: the model's name and the file's name in its newest version; ``None`` if unreadable.
@@ -261,6 +280,8 @@ class Adapter:
     notes: Sequence[str] = ()
     #: Whether a stream loses the characters that span several tokens; :attr:`token_level` may not.
     splits_characters: bool = False
+    #: Whether :attr:`token_level` tells more than the text, such as times.
+    tokens_tell_more: bool = False
     #: Whether the backend notices over gRPC alone, or there first, that a client has left.
     prefers_grpc: bool = False
 

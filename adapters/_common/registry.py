@@ -30,6 +30,7 @@ BUILT_IN: Mapping[str, str] = {
     "classifier": "triton_openai.adapters.classifier:Classifier",
     "embeddings": "triton_openai.adapters.embeddings:Embeddings",
     "cross-encoder": "triton_openai.adapters.cross_encoder:CrossEncoder",
+    "transcriber": "triton_openai.adapters.transcriber:Transcriber",
     "text": "triton_openai.adapters.text:Text",
 }
 

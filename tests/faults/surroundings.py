@@ -158,14 +158,20 @@ def watched(
     triton: Mapping[str, float] | None = None,
     strict: bool = True,
     stderr: Path | None = None,
+    further: Mapping[str, Any] | None = None,
 ) -> Iterator[Watched]:
     """
-    Run the service with *arguments* and settings of *triton*, so that it can be looked into; see ``probed``.
+    Run the service with *arguments*, settings of *triton* and *further* ones, so that it can be looked into; see
+    ``probed``.
 
     What it writes to stderr goes to the pipe *stderr*, if there is one.
     """
     probe = folder / "probe.json"
-    settings = {"triton": {"refresh_interval": 0.2, **(triton or {})}, "server": {"heartbeat_interval": 0.2}}
+    settings = {
+        "triton": {"refresh_interval": 0.2, **(triton or {})},
+        "server": {"heartbeat_interval": 0.2},
+        **(further or {}),
+    }
     with serving(folder, *arguments, settings=settings, first=partial(_first, probe, strict, stderr)) as service:
         yield Watched(service.process, service.banner, service.log, probe)
 

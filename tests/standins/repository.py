@@ -51,7 +51,7 @@ def build_repository(
     """Do as :func:`triton_openai.demo.repository.build_repository`, which knows the models of the demo only."""
     standins = sorted((_HERE / "models").glob("*.py"))
     return repository.build_repository(
-        destination, models=models, record=record, builders={**BUILDERS, **FURTHER}, standins=standins
+        destination, models=models, record=record, builders={**BUILDERS, **FURTHER, **RECOGNIZERS}, standins=standins
     )
 
 
@@ -99,6 +99,61 @@ def _synthesizer(site: Site, name: str) -> None:
     inputs, output, options = SYNTHESIZERS[name]
     site.build(name, "synthesizer", contract=Contract(inputs, [output]), **options)
 
+
+def _recognizer(
+    site: Site,
+    name: str,
+    contract: Contract,
+    *,
+    module: str = "recognizing",
+    batch: int = 0,
+    decoupled: bool = False,
+    **parameters: str,
+) -> None:
+    site.build(
+        name,
+        module,
+        contract=contract,
+        max_batch_size=batch,
+        dynamic_batching=batch > 1,
+        decoupled=decoupled,
+        instances=1,
+        parameters=parameters,
+    )
+
+
+def _of_speech(inputs: str, outputs: str, **options: Any) -> Builder:
+    return partial(_recognizer, contract=Contract(inputs.split(", "), outputs.split(", ")), **options), ()
+
+
+_WAV, _TRANSCRIPTS = "WAV FP32 [-1], WAV_LENS INT32 [1]", "TRANSCRIPTS STRING [1]"
+_WHISPER = f"{_WAV}, TEXT_PREFIX STRING [1]"
+_RICH = "OUTPUT_0 STRING [1], SEGMENTS STRING [1], SPOKEN STRING [1]"
+#: Recognizers, for a Triton of their own: sherpa's two models for Whisper, TensorRT-LLM's, FunASR's, a transducer, one
+#: that chats about what it hears, and models that have to be described.
+RECOGNIZERS: Mapping[str, Builder] = {
+    "infer_bls": _of_speech(_WHISPER, _TRANSCRIPTS, batch=8),
+    "whisper": _of_speech(f"{_WAV}, DECODER_INPUT_IDS INT32 [-1]", "OUTPUT_IDS INT32 [-1]", batch=8),
+    "whisper_bls": _of_speech(_WHISPER, _TRANSCRIPTS, batch=1, decoupled=True, engine_dir="/engine"),
+    "sensevoice": _of_speech(f"{_WAV}, LANGUAGE INT32 [1], TEXT_NORM INT32 [1]", _TRANSCRIPTS, batch=16),
+    "zipformer": _of_speech("WAV FP16 [-1], WAV_LENS? INT32 [1]", _TRANSCRIPTS, batch=1),
+    "chatting": (
+        partial(
+            _recognizer,
+            module="chatting",
+            contract=Contract(
+                ["text_input STRING [1]", "audio? STRING [-1]", "stream? BOOL [1]", "sampling_parameters? STRING [1]"],
+                ["text_output STRING [-1]"],
+            ),
+            decoupled=True,
+        ),
+        (),
+    ),
+    "parakeet": _of_speech("INPUT_0 FP64 [-1]", "OUTPUT_0 STRING [1]"),
+    "pcm": _of_speech("SPEECH INT16 [-1,-1], LANGUAGE STRING [1]", _RICH),
+    "by_file": _of_speech("AUDIO STRING [1]", "decoded_texts STRING [1]"),
+    "by_bytes": _of_speech("AUDIO UINT8 [-1]", "decoded_texts STRING [1]", batch=1),
+}
 
 _R24_12 = 'parameters { key: "BACKEND_RELEASE" value: { string_value: "r24.12" } }\n'
 _PAIRS = Contract(["INPUT_PAIRS STRING [2]"], ["SCORES FP32 [-1]"])

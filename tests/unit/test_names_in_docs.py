@@ -18,6 +18,7 @@ from triton_openai.cli.aliases import ALIASES, ENGINE_ARGUMENTS, REFUSED, WITHOU
 from triton_openai.cli.arguments import parse
 from triton_openai.config.options import ENVIRONMENT_PREFIX, options
 from triton_openai.config.sources import closest, load_settings
+from triton_openai.config.tree import AudioSettings
 from triton_openai.telemetry.gauges import LOOKED_UP
 from triton_openai.telemetry.metrics import INSTRUMENTS
 
@@ -99,6 +100,8 @@ def test_variables_and_settings(document: str) -> None:
     assert [] == unknown(re.findall(rf"{ENVIRONMENT_PREFIX}\w*", TEXTS[document]), known)
 
     places = {".".join(option.path) for option in options()} | {".".join(option.path[:-1]) for option in options()}
+    # Those of a model's own group are written without what precedes it.
+    places |= {f"audio.{name}" for name in AudioSettings.__struct_fields__}
     sections = {place.partition(".")[0] for place in places}
     values = {".".join(key) for key in _keys(files.load(files.CHART / "values.yaml"))}
     named = {

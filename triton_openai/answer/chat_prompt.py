@@ -9,9 +9,20 @@ from typing import Any, Protocol
 import msgspec
 
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, missing
+from triton_openai.media.audio import AudioReference
 from triton_openai.media.images import ImageReference
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts.messages import ContentPart, Message, Rendering, UserMessage, is_image, marks, text_of
+from triton_openai.prompts.messages import (
+    ContentPart,
+    Message,
+    Rendering,
+    UserMessage,
+    audio_marks,
+    is_audio,
+    is_image,
+    marks,
+    text_of,
+)
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.template import ChatTemplate
 
@@ -37,15 +48,16 @@ async def rendered_chat(
     *,
     tools: Sequence[Mapping[str, Any]],
     images: Sequence[ImageReference] = (),
+    audio: Sequence[AudioReference] = (),
     reasoning_effort: str | None = None,
     trust_template: bool,
 ) -> tuple[str, str]:
     """
     Return *messages* as the template of *model*'s *prompter*, or the request's own, renders them; and its name.
 
-    The template gets *tools*; *images* are those in the messages; *trust_template* is whether requests may have their
-    own template. Raises :class:`InvalidRequest`, :class:`UnsupportedParameter`, and :class:`ConfigurationError` if the
-    model has no template.
+    The template gets *tools*; *images* and *audio* are those in the messages; *trust_template* is whether requests may
+    have their own template. Raises :class:`InvalidRequest`, :class:`UnsupportedParameter`, and
+    :class:`ConfigurationError` if the model has no template.
     """
     if images and model.adapter.capabilities.images_as_turn:
         return _turn(request, messages, tools=tools, reasoning_effort=reasoning_effort), "the model's own"
@@ -76,6 +88,9 @@ async def rendered_chat(
     if images:
         found = marks(template, model.settings.image_placeholder, images[0].place)
         rendering = msgspec.structs.replace(rendering, images=found)
+    if audio:
+        found = audio_marks(template, model.settings.audio_placeholder, audio[0].place)
+        rendering = msgspec.structs.replace(rendering, audio=found)
     return await prompter.render_async(messages, rendering, template), template.name
 
 
@@ -131,22 +146,36 @@ async def _with_template(prompter: Prompter, source: str, *, trusted: bool) -> P
     return prompter.with_template(template)
 
 
-def images_of(model: ServedModel, messages: Sequence[Message]) -> list[ImageReference]:
-    """Return the images of *messages* in their order, not loaded yet. Raises :class:`InvalidRequest`."""
-    found = []
+def media_of(
+    model: ServedModel, messages: Sequence[Message]
+) -> tuple[Sequence[ImageReference], Sequence[AudioReference]]:
+    """
+    Return the images of *messages* and their audio, in their order, neither loaded nor decoded yet.
+
+    Raises :class:`InvalidRequest`.
+    """
+    images: list[ImageReference] = []
+    audio: list[AudioReference] = []
     for number, message in enumerate(messages):
         if not isinstance(message.content, list):
             continue
         for index, part in enumerate(message.content):
-            if isinstance(part, ContentPart) and is_image(part):
-                place = f"messages[{number}].content[{index}]"
-                if not model.takes_images:
-                    raise UnsupportedParameter(
-                        f"Content of type '{part.type}' is not supported by this model; only text is.", param=place
-                    )
-                source = part.image_url
-                if source is None:
-                    raise missing(f"{place}.image_url")
-                url = source if isinstance(source, str) else source.url
-                found.append(ImageReference(f"{place}.image_url", url.strip()))
-    return found
+            if not isinstance(part, ContentPart) or not (is_image(part) or is_audio(part)):
+                continue
+            place = f"messages[{number}].content[{index}]"
+            if not (model.takes_images if is_image(part) else model.adapter.capabilities.audio):
+                raise UnsupportedParameter(
+                    f"Content of type '{part.type}' is not supported by this model; only text is.", param=place
+                )
+            if is_audio(part):
+                place = f"{place}.input_audio.data"
+                if part.input_audio is None or part.input_audio.data is None:
+                    raise missing(place)
+                audio.append(AudioReference(place, part.input_audio.data))
+                continue
+            source = part.image_url
+            if source is None:
+                raise missing(f"{place}.image_url")
+            url = source if isinstance(source, str) else source.url
+            images.append(ImageReference(f"{place}.image_url", url.strip()))
+    return images, audio

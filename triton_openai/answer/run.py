@@ -25,7 +25,7 @@ from triton_openai.models.lora.delivery import LoraAnswers, LoraDeliveries
 from triton_openai.prompts.tokenizer import Tokenizer, count_pieces
 from triton_openai.tasks import Background
 from triton_openai.telemetry.observation import Upstream
-from triton_openai.triton.client import Receiver, ResponseStream, SingleAnswer, gather
+from triton_openai.triton.client import Heard, Receiver, ResponseStream, SingleAnswer, gather
 from triton_openai.triton.fleet import Lease, Route
 from triton_openai.triton.status import cut_off, failed_midway, no_answer
 from triton_openai.triton.tensors import InferRequest, InferResponse
@@ -52,12 +52,16 @@ class Sender(msgspec.Struct, frozen=True):
     #: Where stop requests are sent, for which nobody waits.
     background: Background
 
-    async def ask(self, request: InferRequest) -> Sequence[InferResponse]:
-        """Return all answers to *request*. Raises :class:`ServiceError`."""
+    async def ask(self, request: InferRequest, heard: Heard | None = None) -> Sequence[InferResponse]:
+        """
+        Return all answers to *request*. Raises :class:`ServiceError`.
+
+        *heard* gets those so far, if they come one by one; from their beginning, if another Triton is asked again.
+        """
 
         async def attempt(lease: Lease) -> Sequence[InferResponse]:
             with self.upstream.call(request, lease) as sent:
-                return await gather(lease.client, sent)
+                return await gather(lease.client, sent, heard)
 
         return await self.route.ask(attempt)
 

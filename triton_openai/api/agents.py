@@ -82,7 +82,7 @@ async def count_tokens(context: RequestContext[ChatRequest]) -> int:
         raise not_taken(context.request.app, model, Generation)
     prompter = await model.prompter()
     tokenizer = tokenizer_of(prompter)
-    prompt, _ = await prompt_of(context, plan_of(context.body), prompter)
+    prompt, _, _ = await prompt_of(context, plan_of(context.body), prompter)
     return await tokenizer.count_async(prompt, model.adapter.hints.adds_bos)
 
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import offload
-from triton_openai.answer.chat_prompt import images_of, rendered_chat
+from triton_openai.answer.chat_prompt import media_of, rendered_chat
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
@@ -38,6 +38,7 @@ from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, 
 from triton_openai.api.usage import UsageObject, known_usage, usage_of
 from triton_openai.errors import InvalidRequest, InvalidValue, ServiceError, UnsupportedParameter
 from triton_openai.generation import Delta, FinishReason, Progress
+from triton_openai.media.audio import AudioReference, load
 from triton_openai.media.images import ImageReference
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
@@ -253,10 +254,10 @@ def plan_of(body: ChatRequest) -> ToolPlan:
 
 async def prompt_of(
     context: RequestContext[ChatRequest], plan: ToolPlan, prompter: Prompter
-) -> tuple[str, Sequence[ImageReference]]:
-    """Return a chat's prompt, made by *prompter*, and its images, not loaded yet. Raises :class:`ServiceError`."""
+) -> tuple[str, Sequence[ImageReference], Sequence[AudioReference]]:
+    """Return a chat's prompt, made by *prompter*, and its images and audio, not loaded. Raises ServiceError."""
     service, model, body = context.service, context.model, context.body
-    pictures = images_of(model, body.messages)
+    pictures, audio = media_of(model, body.messages)
     # Before they are rendered: each is looked for in all of its message's text.
     service.images.check_count(pictures, most=model.adapter.capabilities.images)
     prompt, context.observation.chat_template = await rendered_chat(
@@ -266,6 +267,7 @@ async def prompt_of(
         body.messages,
         tools=plan.prompt,
         images=pictures,
+        audio=audio,
         reasoning_effort=body.reasoning_effort,
         trust_template=service.settings.api.trust_request_chat_template,
     )
@@ -273,7 +275,7 @@ async def prompt_of(
     if model.adapter.hints.adds_bos and tokenizer is not None and tokenizer.adds_bos:
         # Else the prompt would begin with it twice.
         prompt = tokenizer.strip_bos(prompt)
-    return prompt, pictures
+    return prompt, pictures, audio
 
 
 async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitting: bool = False) -> Turn:
@@ -294,10 +296,13 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
     if fitting:
         spec = msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
     with observation.stage(RENDER):
-        prompt, pictures = await prompt_of(context, plan, prompter)
+        prompt, pictures, audio = await prompt_of(context, plan, prompter)
     if pictures:
         with observation.stage("load images"):
             spec = _with(spec, images=await service.images.load(pictures))
+    if audio:
+        with observation.stage("load audio"):
+            spec = _with(spec, audio=await load(audio, most=service.settings.audio.max_duration))
     runs = await runs_of(context, prompter.tokenizer, [prompt], spec)
     answer_parsers = [make_parser(parsers, plan, prompt) for _ in runs]
     observation.reasoning_tokens = partial(reasoning_tokens, answer_parsers)

@@ -126,7 +126,11 @@ def _for_agents(models: Iterable[ServedModel]) -> Sequence[AgentModel]:
             display_name=model.name,
             context_window=model.settings.max_model_len or msgspec.UNSET,
             max_context_window=model.settings.max_model_len or msgspec.UNSET,
-            input_modalities=["text", "image"] if model.adapter.capabilities.images else ["text"],
+            input_modalities=[
+                "text",
+                *(["image"] if model.adapter.capabilities.images else []),
+                *(["audio"] if model.adapter.capabilities.audio else []),
+            ],
             priority=place,
         )
         for place, model in enumerate(able)

@@ -19,7 +19,18 @@ from aiohttp import web
 
 from triton_openai import __version__, errors
 from triton_openai.access.keys import COUNTED, ROUTE_GROUPS, Restrictions
-from triton_openai.api import chat, classify, completions, embeddings, info, moderations, speech, stored_chats, tokenize
+from triton_openai.api import (
+    chat,
+    classify,
+    completions,
+    embeddings,
+    info,
+    moderations,
+    speech,
+    stored_chats,
+    tokenize,
+    transcriptions,
+)
 from triton_openai.api.bodies import IGNORED_HEADER, FileField, FormRequest, ModelRequest
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages import types as message_types
@@ -31,7 +42,7 @@ from triton_openai.api.service import OPERATIONS_BY_HANDLER, Operation, service_
 from triton_openai.api.tools import ToolDefinition
 from triton_openai.config.tree import Settings
 from triton_openai.generation import Generation
-from triton_openai.jobs import ClassificationJob, EmbeddingJob, ScoreJob, SynthesisJob
+from triton_openai.jobs import ClassificationJob, EmbeddingJob, ScoreJob, SynthesisJob, TranscriptionJob, TranslationJob
 from triton_openai.media.formats import MEDIA_TYPES
 from triton_openai.serving.middleware import ERROR_BODY
 
@@ -204,7 +215,7 @@ def _schema(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 def _content(operation: Operation) -> dict[str, Any]:
     """Return the description and the content of the answer to *operation*."""
-    if operation.text:
+    if operation.text and operation.answer is None:
         kinds = ("text/plain", "application/openmetrics-text")
         return {"description": "The answer.", "content": {kind: {"schema": _STRING} for kind in kinds}}
     schema: dict[str, Any] = {"type": "object"} if operation.answer is None else _schema(operation.answer)
@@ -213,6 +224,8 @@ def _content(operation: Operation) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if operation.media:
         content = {kind: {"schema": {**_STRING, "format": "binary"}} for kind in operation.media}
+    if operation.text:
+        content["text/plain"] = {"schema": _STRING}
     if operation.event is None:
         return {"description": "The answer.", "content": content}
     failure = AnthropicEnvelope if operation.anthropic else ErrorEnvelope
@@ -444,6 +457,12 @@ OPERATIONS = (
               jobs=(SynthesisJob,), label="speech"),
     Operation(speech.list_voices, _openai("GET /audio/voices"), "list_voices", "model-repository",
               answer=speech.VoiceList, errors=(errors.InvalidRequest, errors.ModelNotFound), query=_VOICES_OF),
+    Operation(transcriptions.transcribe, _deployed("POST /audio/transcriptions"), "create_transcription", "inference",
+              transcriptions.TranscriptionRequest, transcriptions.TranscriptObject,
+              event=transcriptions.TranscriptEvent, text=True, jobs=(TranscriptionJob,), label="transcription"),
+    Operation(transcriptions.translate, _deployed("POST /audio/translations"), "create_translation", "inference",
+              transcriptions.TranslationRequest, transcriptions.TranscriptObject,
+              text=True, jobs=(TranslationJob,), label="translation"),
     Operation(tokenize.tokenize, _openai("POST /tokenize"), "tokenize", "inference",
               tokenize.TokenizeRequest, tokenize.TokenizeAnswer),
     Operation(tokenize.detokenize, _openai("POST /detokenize"), "detokenize", "inference",

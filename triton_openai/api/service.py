@@ -78,6 +78,7 @@ class Operation(msgspec.Struct, frozen=True):
     answer: type[msgspec.Struct] | None = None
     #: The type of a stream's events.
     event: type[msgspec.Struct] | None = None
+    #: Whether the answer is, or can be, plain text.
     text: bool = False
     #: The media types of an answer that is a file.
     media: tuple[str, ...] = ()

@@ -489,6 +489,45 @@ async def _with_heartbeats(parts: AsyncIterator[bytes], interval: float) -> Asyn
         yield part
 
 
+async def stream_objects(context: RequestContext[Any], objects: AsyncGenerator[msgspec.Struct]) -> web.StreamResponse:
+    """
+    Stream *objects* to the client as events without names.
+
+    Raises :class:`ServiceError` for what goes wrong before the first one; after that, an error is the last event, and
+    the body breaks off. While none comes, the client gets signs of life.
+    """
+    request, observation = context.request, context.observation
+    response = _Response(headers=_HEADERS)
+    heartbeat = context.service.settings.server.heartbeat_interval
+    async with aclosing(objects):
+        try:
+            coming = asyncio.ensure_future(anext(objects, None))
+            try:
+                while True:
+                    await asyncio.wait([coming], timeout=heartbeat)
+                    found = coming.result() if coming.done() else msgspec.UNSET
+                    if not response.prepared:
+                        await response.prepare(request)
+                    if found is None:
+                        break
+                    await response.write(_HEARTBEAT if found is msgspec.UNSET else _FIELD + _encode(found) + _END)
+                    coming = asyncio.ensure_future(anext(objects, None)) if coming.done() else coming
+            finally:
+                await cancel(coming)
+        except ConnectionError:
+            observation.client_left = True
+        except (ServiceError, asyncio.CancelledError) as error:
+            failure = error if isinstance(error, ServiceError) else request.app[DRAINING].reason()
+            if failure is None or not response.prepared:
+                raise
+            observation.error = failure
+            warn(_log, "stream failed", failure, request_id=observation.request_id, model=context.model.name)
+            await response.write(event("error", failure.envelope()))
+            response.broken = request.version >= HttpVersion11
+            response.force_close()
+    return response
+
+
 def event_count(events: bytes) -> int:
     """Return how many whole *events* there are."""
     return events.count(_END)

@@ -386,6 +386,18 @@ class MediaSettings(_Group, frozen=True):
     max_image_size: Annotated[Bytes, _file_only("Largest image file.")] = 20 * 1024 * 1024
 
 
+class AudioLimits(_Group, frozen=True):
+    """Audio in requests. Reading it needs the extra [audio], and for MP4, WebM and AAC also [media]."""
+
+    max_file_size: Annotated[
+        Bytes, _file_only("Largest file of audio; server.max_body_size has to have room for it.")
+    ] = 25 * 1024 * 1024
+    max_duration: Annotated[Seconds, _file_only("Longest audio of a request.")] = 3600.0
+    parallel_chunks: Annotated[
+        Count, Meta(le=64), _file_only("Most chunks of one recording that Triton has at the same time.")
+    ] = 4
+
+
 class MetricsSettings(_Group, frozen=True):
     """The metrics for Prometheus."""
 
@@ -612,16 +624,26 @@ class AudioSettings(_Group, frozen=True):
     """
     What a model's config does not say of speech.
 
-    *sample_rate* is that of its audio in Hz, *reference_sample_rate* that of the recordings that it imitates.
-    *overlap_seconds* is by how much the parts of an answer overlap, *max_seconds* how long an answer can be at most.
-    *voices* is a folder of recordings, each NAME.wav with what is said in NAME.txt; or the names of the voices that the
-    model knows, or a mapping of names to what the model calls them. *voice_aliases* are other names for voices.
+    *sample_rate* is that of its audio in Hz. Of a recognizer, *form* is how it takes audio: the samples, or a WAV file
+    as bytes or in base64. Longer audio than *max_seconds* is cut, and shorter is padded with silence to a multiple of
+    *pad_seconds*. *languages* are the codes of those that it knows, or a mapping of codes to what it calls them,
+    *language* the one that is taken if a request names none. *prompt* is whether it has room for a request's prompt.
+
+    Of a synthesizer, *max_seconds* is how long an answer can be, *reference_sample_rate* the rate of the recordings
+    that it imitates, and *overlap_seconds* by how much the parts of an answer overlap. *voices* is a folder of
+    recordings, each NAME.wav with what is said in NAME.txt; or the names of the voices that the model knows, or a
+    mapping of names to what the model calls them. *voice_aliases* are other names for voices.
     """
 
     sample_rate: _Rate | None = None
+    max_seconds: Annotated[float, Meta(ge=1, le=3600)] | None = None
+    form: Literal["samples", "file", "base64"] | None = None
+    pad_seconds: Annotated[float, Meta(ge=0, le=3600)] | None = None
+    languages: Mapping[Text, Text | int] | tuple[Text, ...] | None = None
+    language: Text | None = None
+    prompt: bool | None = None
     reference_sample_rate: _Rate | None = None
     overlap_seconds: Annotated[float, Meta(ge=0, le=1)] | None = None
-    max_seconds: Annotated[float, Meta(ge=1, le=3600)] | None = None
     voices: Text | tuple[Text, ...] | Mapping[Text, Text | int] = ()
     voice_aliases: Mapping[Text, Text] = {}
 
@@ -690,6 +712,12 @@ class ModelDefaults(_Group, frozen=True):
             "'none' if the backend inserts images itself, 'auto' (the default) leaves it to the template."
         ),
     ] = None
+    audio_placeholder: Annotated[
+        str | None,
+        _file_only(
+            "Placeholder of audio in the prompt of a chat, as image_placeholder is for an image; {n} is its number."
+        ),
+    ] = None
     multimodal: Annotated[
         bool | None,
         _file_only(
@@ -747,6 +775,7 @@ class Settings(_Group, frozen=True):
     api: Annotated[ApiSettings, _LIVE] = ApiSettings()
     responses: Annotated[ResponsesSettings, Meta(extra={"prefix": "responses-"})] = ResponsesSettings()
     media: MediaSettings = MediaSettings()
+    audio: Annotated[AudioLimits, _LIVE] = AudioLimits()
     metrics: MetricsSettings = MetricsSettings()
     traces: TracesSettings = TracesSettings()
     access: Annotated[AccessSettings, _LIVE] = AccessSettings()

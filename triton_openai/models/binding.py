@@ -76,11 +76,12 @@ class Binder:
             claim = registry.claim(config) if settings.adapter is None else registry.named(settings.adapter)
             if claim is None:
                 return Unserved(name=name, why=_why_unclaimed(config))
-            adapter, reason = claim.adapter.described(config, repository, _interface(settings)), claim.reason
+            told = _interface(settings)
+            adapter, reason = claim.adapter.described(config, repository, told), claim.reason
             hints, text_level = adapter.hints_with(self._files), None
             synthesis = adapter.capabilities.synthesis
             voices = None if synthesis is None else Voices(name, settings.audio, synthesis)
-            direct = self._token_level(adapter, repository) if settings.adapter is None else None
+            direct = self._token_level(adapter, repository, told) if settings.adapter is None else None
             if direct is not None and may_have_tokenizer(settings.tokenizer, hints.tokenizer_dir):
                 reason = f"{adapter.name}, answered by its engine '{direct.config.name}', see --prefer-token-level"
                 adapter, text_level = direct, adapter
@@ -108,16 +109,19 @@ class Binder:
             voices=voices,
         )
 
-    def _token_level(self, adapter: Adapter, repository: Mapping[str, ModelConfig]) -> Adapter | None:
+    def _token_level(
+        self, adapter: Adapter, repository: Mapping[str, ModelConfig], told: Interface | None
+    ) -> Adapter | None:
         """Return what answers with the engine behind *adapter*'s model, where there is one and it is wanted."""
         mode = self.settings.triton.prefer_token_level
-        if mode == "never" or (mode == "auto" and not adapter.splits_characters):
+        if mode == "never" or (mode == "auto" and not (adapter.splits_characters or adapter.tokens_tell_more)):
             return None
         engine = adapter.token_level
         claim = None if engine is None else self._registry.claim(engine)
         if engine is None or claim is None:
             return None
-        direct = claim.adapter(engine, repository)
+        audio = None if told is None or told.audio is None else Interface(audio=told.audio)
+        direct = claim.adapter.described(engine, repository, audio)
         return direct if direct.capabilities.tokens else None
 
 

@@ -26,6 +26,13 @@ class ImageUrl(msgspec.Struct, frozen=True):
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
+class InputAudio(msgspec.Struct, frozen=True):
+    """Audio: a file in base64. What its format is, the file itself says."""
+
+    data: str | None = None
+    format: str | None = None
+
+
 class FileContent(msgspec.Struct, frozen=True, kw_only=True):
     """A file: its content in base64, or a data URL with it. Files that are stored elsewhere are refused."""
 
@@ -48,6 +55,7 @@ class ContentPart(FileContent, frozen=True, kw_only=True):
     #: An object with a ``url``; or the URL itself, as some clients and the Responses API send it.
     image_url: ImageUrl | str | None = None
     file: FileContent | None = None
+    input_audio: InputAudio | None = None
 
 
 #: A message's content: text, parts (some clients put bare strings between them), or null.
@@ -124,6 +132,7 @@ Message: TypeAlias = DeveloperMessage | SystemMessage | UserMessage | AssistantM
 
 #: The second is the Responses API's; agents that use both APIs confuse the two.
 _IMAGE_TYPES = frozenset({"image_url", "input_image"})
+AUDIO_TYPE = "input_audio"
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 _FILE_TYPES = frozenset({"file", "input_file"})
 #: Joins the text parts of a message for templates that take one string, as in vLLM.
@@ -143,9 +152,11 @@ class ImageMarks:
         self._placeholder = placeholder
         self._count = 0
 
-    def missing(self, texts: Sequence[str], images: int, place: str) -> list[str]:
+    def missing(self, texts: Sequence[str], images: int, place: str, what: str = "an image") -> list[str]:
         """
-        Return the placeholders of a message's *images* that its *texts* lack. They go in front, as in vLLM's server.
+        Return the placeholders of a message's *images*, or *what* else they are, that its *texts* lack.
+
+        They go in front, as in vLLM's server.
 
         Raises :class:`InvalidRequest` if the texts have more placeholders than there are images.
         """
@@ -159,7 +170,7 @@ class ImageMarks:
             more = marks.count(mark) - sum(text.count(mark) for text in texts)
             if more < 0:
                 raise InvalidRequest(
-                    f"The message's text holds the placeholder of an image ('{mark}') more often than it has images.",
+                    f"The message's text holds the placeholder of {what} ('{mark}') more often than it has such parts.",
                     param=place,
                 )
             lacking += [mark] * more
@@ -169,6 +180,11 @@ class ImageMarks:
 def is_image(part: ContentPart | str) -> bool:
     """Return whether *part* is an image."""
     return not isinstance(part, str) and part.type in _IMAGE_TYPES
+
+
+def is_audio(part: ContentPart | str) -> bool:
+    """Return whether *part* is audio."""
+    return not isinstance(part, str) and part.type == AUDIO_TYPE
 
 
 def text_of(message: UserMessage, place: str) -> str:
@@ -191,6 +207,8 @@ class Rendering(msgspec.Struct, frozen=True, kw_only=True):
     variables: Mapping[str, Any] = {}
     #: How the prompt marks images; without it, messages with images are refused.
     images: ImageMarks | None = None
+    #: The same for audio.
+    audio: ImageMarks | None = None
 
 
 #: A chat without tools or options.
@@ -228,6 +246,8 @@ class PromptTemplate(ABC):
     takes_parts: bool = False
     #: The part that stands for an image; ``None`` if the template ignores images.
     image_part: Mapping[str, Any] | None = None
+    #: The same for audio.
+    audio_part: Mapping[str, Any] | None = None
     #: Whether it knows the role ``developer``, and whether system messages may follow other messages.
     takes_developers: bool = False
     takes_late_system: bool = True
@@ -255,11 +275,27 @@ def marks(template: PromptTemplate, setting: str | None, place: str) -> ImageMar
     return ImageMarks(part=template.image_part)
 
 
+def audio_marks(template: PromptTemplate, setting: str | None, place: str) -> ImageMarks:
+    """Return how prompts of *template* mark audio, as :func:`marks` does for images."""
+    if setting not in (None, AUTO):
+        return ImageMarks(placeholder=None if setting == NONE else setting)
+    if template.audio_part is None:
+        raise UnsupportedParameter(
+            "The model's chat template takes no audio. If the model does, its placeholder for it has to be configured "
+            "(audio_placeholder).",
+            param=place,
+        )
+    return ImageMarks(part=template.audio_part)
+
+
 def prepare(
-    messages: Sequence[Message], template: PromptTemplate, images: ImageMarks | None = None
+    messages: Sequence[Message],
+    template: PromptTemplate,
+    images: ImageMarks | None = None,
+    audio: ImageMarks | None = None,
 ) -> list[dict[str, Any]]:
     """
-    Return *messages* in the form that *template* takes; without *images*, all parts but text are refused.
+    Return *messages* in the form that *template* takes; without *images* and *audio*, all parts but text are refused.
 
     Developer messages become system messages, unless the template knows developers. System messages that the template
     does not take where they stand become part of the first one, or of the user's. Function results become tool results,
@@ -268,7 +304,8 @@ def prepare(
     """
     if not messages:
         raise InvalidRequest("'messages' must hold at least one message.", param="messages")
-    prepared = [_prepare(message, template, images, f"messages[{index}]") for index, message in enumerate(messages)]
+    marks = (images, audio)
+    prepared = [_prepare(message, template, marks, f"messages[{index}]") for index, message in enumerate(messages)]
     if not template.takes_late_system and any(message["role"] in _SYSTEM for message in prepared[1:]):
         prepared = _merged(prepared)
     form = template.tool_form
@@ -277,8 +314,13 @@ def prepare(
     return prepared
 
 
-def _prepare(message: Message, template: PromptTemplate, images: ImageMarks | None, place: str) -> dict[str, Any]:
-    content = _content(message.content, template, images, f"{place}.content")
+#: How images and audio are marked.
+_Marks: TypeAlias = tuple[ImageMarks | None, ImageMarks | None]
+_NO_MARKS: _Marks = (None, None)
+
+
+def _prepare(message: Message, template: PromptTemplate, marks: _Marks, place: str) -> dict[str, Any]:
+    content = _content(message.content, template, marks, f"{place}.content")
     if isinstance(message, AssistantMessage):
         prepared = _assistant(message, content, template, place)
     elif isinstance(message, (ToolMessage, FunctionMessage)):
@@ -344,7 +386,7 @@ def _assistant(message: AssistantMessage, content: Any, template: PromptTemplate
     if message.audio is not None:
         raise UnsupportedParameter("Audio is not supported by this model; only text is.", param=f"{place}.audio")
     if content is None and message.refusal is not None:
-        content = _content(message.refusal, template, None, f"{place}.refusal")
+        content = _content(message.refusal, template, _NO_MARKS, f"{place}.refusal")
     calls = [
         _call(call, template, f"{place}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())
     ]
@@ -421,24 +463,28 @@ def _parse(text: str, place: str) -> dict[str, Any]:
 
 
 def _content(
-    content: Content, template: PromptTemplate, images: ImageMarks | None, place: str
+    content: Content, template: PromptTemplate, marks: _Marks, place: str
 ) -> str | list[dict[str, Any]] | None:
     if content is None:
         return None
     if isinstance(content, str):
         return [_text_part(content)] if template.wants_parts else content
-    # None for an image.
+    images, audio = marks
+    # A text, or how what is no text is marked.
     found = [
-        None if images is not None and is_image(part) else _text(part, f"{place}[{index}]")
+        (images if is_image(part) else audio if is_audio(part) else None) or _text(part, f"{place}[{index}]")
         for index, part in enumerate(content)
     ]
-    texts = [text for text in found if text is not None]
-    if images is not None and len(texts) < len(found):
-        if images.part is not None:
-            return [dict(images.part) if text is None else _text_part(text) for text in found]
-        # On a line each, as in vLLM's server, whatever the template puts between parts.
-        marks = images.missing(texts, len(found) - len(texts), place)
-        texts = [_BETWEEN_PARTS.join([*marks, *texts])] if marks else texts
+    texts = [text for text in found if isinstance(text, str)]
+    lacking: list[str] = []
+    for one, what in ((images, "an image"), (audio, "audio")):
+        if one is not None and one in found and one.part is None:
+            lacking += one.missing(texts, found.count(one), place, what)
+    if any(not isinstance(one, str) and one.part is not None for one in found):
+        parts = [_text_part(one) if isinstance(one, str) else one.part for one in [*lacking, *found]]
+        return [dict(part) for part in parts if part is not None]
+    # On a line each, as in vLLM's server, whatever the template puts between parts.
+    texts = [_BETWEEN_PARTS.join([*lacking, *texts])] if lacking else texts
     # One part says no more than a string, and templates that take both handle strings better.
     if template.wants_parts or (template.takes_parts and len(texts) > 1):
         return [_text_part(text) for text in texts]

@@ -162,7 +162,7 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
                     f"'{name}' cannot be set through chat_template_kwargs.", param=f"chat_template_kwargs.{name}"
                 )
         template = template or self.template_for(rendering)
-        prepared = prepare(messages, template, rendering.images)
+        prepared = prepare(messages, template, rendering.images, rendering.audio)
         try:
             if rendering.continue_final_message:
                 return continued(prepared, lambda marked: template.render(marked, rendering))

@@ -204,6 +204,8 @@ class ChatTemplate(PromptTemplate):
         for part in ({"type": "image"}, {"type": "image_url", "image_url": {}}):
             if self.takes_parts and self.image_part is None and self._names(str(part["type"])):
                 self.image_part = part
+        if self.takes_parts and self._names("audio"):
+            self.audio_part = {"type": "audio"}
         # Some templates name the role only.
         self.takes_developers = self._names("developer") and self._shows(
             _VALUE, {"role": "developer", "content": _VALUE}, _QUESTION

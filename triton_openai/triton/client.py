@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -160,15 +160,22 @@ class SingleAnswer:
             self._task.cancel()
 
 
+#: Gets the responses to a request so far, whenever there are new ones. It neither blocks nor raises.
+Heard: TypeAlias = Callable[[Sequence[InferResponse]], None]
+
+
 class _Gathering:
     """Receives the responses of one stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, heard: Heard | None) -> None:
         self.responses: list[InferResponse] = []
+        self._heard = heard
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
         self.responses += responses
+        if self._heard is not None:
+            self._heard(self.responses)
 
     def end(self, error: Exception | None) -> None:
         if not self.ended.done():
@@ -178,11 +185,11 @@ class _Gathering:
                 self.ended.set_exception(error)
 
 
-async def gather(client: TritonClient, request: InferRequest) -> Sequence[InferResponse]:
-    """Return all responses to *request*. Raises :class:`ServiceError`."""
+async def gather(client: TritonClient, request: InferRequest, heard: Heard | None = None) -> Sequence[InferResponse]:
+    """Return all responses to *request*; *heard* gets those of a stream so far. Raises :class:`ServiceError`."""
     if not request.stream:
         return (await client.infer(request),)
-    gathering = _Gathering()
+    gathering = _Gathering(heard)
     stream = client.stream(request, gathering)
     try:
         await gathering.ended

@@ -191,10 +191,12 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
         """About how many microseconds it takes to encode it."""
         cost = 0.0
         for one in self.inputs:
-            if one.datatype == "BYTES":
+            if isinstance(one.values, bytes):
+                cost += offload.JOIN * len(one.values)
+            elif one.datatype == "BYTES":
                 cost += offload.JOIN * sum(map(len, one.values))
             else:
-                cost += (offload.JOIN if isinstance(one.values, bytes) else offload.INTEGER) * len(one.values)
+                cost += offload.INTEGER * len(one.values)
         return cost
 
 

@@ -77,8 +77,9 @@ def registry() -> Registry:
 
 
 def claimed() -> list[str]:
-    """Return the names of the profiles that an adapter claims."""
-    return [name for name, config in profiles().items() if registry().claim(config) is not None]
+    """Return the names of the profiles that an adapter of text claims."""
+    claims = {name: registry().claim(config) for name, config in profiles().items()}
+    return [name for name, claim in claims.items() if claim is not None and claim.adapter.name != "transcriber"]
 
 
 def neighbours(name: str) -> dict[str, ModelConfig]:

@@ -1,0 +1,287 @@
+"""
+Recognizers of speech: Whisper, Parakeet, SenseVoice, transducers, and any model with audio in and text out.
+
+The public model repositories have the same tensors: ``WAV`` and ``WAV_LENS`` in and ``TRANSCRIPTS`` out (k2-fsa/sherpa,
+TensorRT-LLM's whisper_bls, WeNet, FunASR), for Whisper with ``TEXT_PREFIX``, the prompt of its decoder as text, for
+SenseVoice with ``LANGUAGE`` and ``TEXT_NORM``. Whisper's engine behind sherpa's takes and gives token ids
+(``DECODER_INPUT_IDS``, ``OUTPUT_IDS``), which tell the language and times too. The operator describes all others in the
+settings (:class:`Interface`).
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import wave
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from triton_openai.adapters._common import interface as tensors
+from triton_openai.adapters._common.base import Capabilities, Recognition, requires_only
+from triton_openai.adapters._common.interface import Kind
+from triton_openai.errors import ConfigurationError, UnsupportedParameter, UpstreamError
+from triton_openai.generation import AudioFormat, Interface
+from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
+from triton_openai.languages import LANGUAGES, code_of
+from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
+
+_AUDIO, _LENGTH, _PREFIX, _LANGUAGE, _NORM, _IDS = "audio", "length", "prefix", "language", "norm", "ids"
+_PROMPT, _TEXT, _SEGMENTS = "prompt", "text", "segments"
+# What the public repositories call them.
+_INPUTS: Mapping[str, str] = {
+    _AUDIO: "WAV", _LENGTH: "WAV_LENS", _PREFIX: "TEXT_PREFIX", _LANGUAGE: "LANGUAGE", _NORM: "TEXT_NORM",
+    _IDS: "DECODER_INPUT_IDS",
+}  # fmt: skip
+_OUTPUTS: Mapping[str, str] = {_TEXT: "TRANSCRIPTS", _IDS: "OUTPUT_IDS"}
+#: What the settings can name.
+INPUTS: Mapping[str, Kind] = {_AUDIO: "audio", _LENGTH: "integer", _LANGUAGE: "code", _PROMPT: "text"}
+OUTPUTS: Mapping[str, Kind] = {_TEXT: "text", _LANGUAGE: "text", _SEGMENTS: "text"}
+# SenseVoice's languages, and its switch for inverse text normalization: numbers are written in digits.
+_SENSEVOICE: Mapping[str, int] = {"auto": 0, "zh": 3, "en": 4, "yue": 7, "ja": 11, "ko": 12}
+_AUTO, _NORMALIZED = "auto", 14
+# Seconds of audio. Whisper sees 30 at once; the text that sherpa's and TensorRT-LLM's code generates for it ends after
+# about 20 and 10. The others take what fits into memory, and so does this service.
+_WINDOW, _SHERPA, _TENSORRT_LLM, _ANY = 30.0, 20.0, 10.0, 240.0
+# What sherpa's client pads audio to a multiple of, so that Triton can batch it.
+_PADDED = 10.0
+# The name that sherpa's code for Whisper calls its engine by.
+_ENGINE = "whisper"
+_TAG = re.compile(r"<\|([^|<>]*)\|>")
+_LOUDEST_PCM = 32_767
+
+
+def _known(config: ModelConfig) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
+    """Return the inputs and the outputs of a recognizer by their uses; none if *config* is of another model."""
+    inputs = {use: config.inputs[name] for use, name in _INPUTS.items() if name in config.inputs}
+    outputs = {use: config.outputs[name] for use, name in _OUTPUTS.items() if name in config.outputs}
+    audio = inputs.get(_AUDIO)
+    by_ids = _IDS in inputs and _IDS in outputs
+    fits = audio is not None and audio.datatype in ("FP32", "FP16") and (by_ids or _TEXT in outputs)
+    return (inputs, outputs) if fits and requires_only(config, _INPUTS.values()) else ({}, {})
+
+
+class Transcriber(tensors.DescribedAdapter):
+    """Sends one recording in each request."""
+
+    name = "transcriber"
+    tokens_tell_more = True
+
+    def _bind(self, interface: Interface | None) -> None:
+        config, audio = self.config, (interface and interface.audio) or AudioFormat()
+        if interface is not None and interface.describes:
+            inputs = tensors.named_tensors(config, interface, "inputs", INPUTS, required=_AUDIO)
+            outputs = tensors.named_tensors(config, interface, "outputs", OUTPUTS, required=_TEXT)
+        else:
+            interface = None
+            inputs, outputs = _known(config)
+            if not inputs:
+                raise ConfigurationError(
+                    f"The model '{config.name}' has none of the tensors of the public recognizers: describe its own "
+                    "with 'inputs', 'constants' and 'outputs' in its settings."
+                )
+        self._inputs, self._outputs = inputs, outputs
+        self._ids = _IDS in inputs
+        self._whisper = self._ids or _PREFIX in inputs
+        self._text = "cumulative" if interface is None else interface.text
+        spec = inputs[_AUDIO]
+        whole = spec.datatype in ("BYTES", "UINT8")
+        self._form = audio.form or ("file" if whole else "samples")
+        if (self._form == "samples") == whole or (self._form == "base64" and spec.datatype != "BYTES"):
+            raise ConfigurationError(
+                f"The input '{spec.name}' of the model '{config.name}' is {spec.datatype} and cannot take audio in the "
+                f"form '{self._form}'."
+            )
+        self._languages = self._known_languages(audio)
+        self._language = None if audio.language is None else code_of(audio.language)
+        if self._language is not None and self._language not in self._languages:
+            raise ConfigurationError(
+                f"The settings of the model '{config.name}' name the language '{audio.language}', which is none of its "
+                "'audio.languages'."
+            )
+        filled = [spec.name for use, spec in inputs.items() if use not in (_LANGUAGE, _PROMPT)]
+        if _LANGUAGE in inputs and (self._language or _AUTO in self._languages):
+            filled.append(inputs[_LANGUAGE].name)
+        self._constants = tensors.constants(config, interface, filled=filled)
+        own = (
+            (_WINDOW if self._ids else _TENSORRT_LLM if "engine_dir" in config.parameters else _SHERPA)
+            if self._whisper
+            else _ANY
+        )
+        self._pad = audio.pad_seconds
+        if self._pad is None:
+            self._pad = _WINDOW if self._ids else _PADDED if _LENGTH in inputs and config.batching else 0.0
+        self.prefers_grpc = config.decoupled
+        self.jobs = (TranscriptionJob, TranslationJob) if self._whisper else (TranscriptionJob,)
+        self.capabilities = Capabilities(
+            streaming=config.decoupled and not self._ids,
+            tokens=self._ids,
+            recognition=Recognition(
+                sample_rate=audio.sample_rate or 16_000,
+                max_seconds=audio.max_seconds or own,
+                languages=[code for code in self._languages if code != _AUTO],
+                language=self._language,
+                prompt=bool(audio.prompt) and (self._whisper or _PROMPT in inputs),
+            ),
+        )
+
+    def _known_languages(self, audio: AudioFormat) -> Mapping[str, str | int]:
+        """Return the languages that the model knows, with what it calls each."""
+        if isinstance(audio.languages, Mapping):
+            return {code if code == _AUTO else code_of(code): called for code, called in audio.languages.items()}
+        if audio.languages is not None:
+            return {code_of(code): code for code in audio.languages}
+        if _LANGUAGE in self._inputs and _NORM in self._inputs:
+            return _SENSEVOICE
+        return {code: code for code in LANGUAGES} if self._whisper else {}
+
+    @classmethod
+    def matches(cls, config: ModelConfig) -> str | None:
+        """Claim models with the tensors of the public recognizers."""
+        inputs, _ = _known(config)
+        if not inputs:
+            return None
+        names = ", ".join(spec.name for spec in inputs.values())
+        return f"audio in ({names}) and {'token ids' if _IDS in inputs else 'text'} out"
+
+    @property
+    def token_level(self) -> ModelConfig | None:
+        if not self._whisper or self._ids:
+            return None
+        engines = {name: config for name, config in self.repository.items() if _IDS in _known(config)[0]}
+        return engines.get(_ENGINE) or (next(iter(engines.values())) if len(engines) == 1 else None)
+
+    def encode(self, job: TranscriptionJob, /) -> Sequence[InferRequest]:
+        """
+        Return the request.
+
+        Raises :class:`UnsupportedParameter` for a translation from a language that nobody knows.
+        """
+        inputs = [*self._audio(job), *self._told(job)]
+        given = {tensor.name for tensor in inputs}
+        constants = tensors.constant_tensors(self.config, self._constants, 1)
+        inputs += [tensor for tensor in constants if tensor.name not in given]
+        return [self.request(job.id, inputs, [spec.name for spec in self._outputs.values()])]
+
+    def _audio(self, job: TranscriptionJob) -> Iterator[Tensor]:
+        """Yield the audio and its length in samples, without what is padded."""
+        import numpy as np
+
+        spec, rate = self._inputs[_AUDIO], self._recognition.sample_rate
+        samples = np.frombuffer(job.samples, "<f4")
+        length = len(samples)
+        if self._pad:
+            unit = int(self._pad * rate)
+            samples = np.pad(samples, (0, -length % unit if length else unit))
+        if self._form != "samples":
+            file = _wav(samples, rate)
+            values: Any = file if spec.datatype == "UINT8" else _bytes_element(file, encode=self._form == "base64")
+            count = len(file) if spec.datatype == "UINT8" else 1
+        else:
+            code = {"FP32": "<f4", "FP16": "<f2", "FP64": "<f8", "INT16": "<i2"}[spec.datatype]
+            values = (_pcm(samples) if spec.datatype == "INT16" else samples.astype(code)).tobytes()
+            count = len(samples)
+            if self.config.decoupled and spec.datatype != "FP16":
+                # HTTP's generate extension, where there is no gRPC, takes numbers.
+                values = array({"FP32": "f", "FP64": "d", "INT16": "h"}[spec.datatype], values)
+        yield Tensor(spec.name, spec.datatype, self.config.wire_shape(spec, count), values)
+        if _LENGTH in self._inputs:
+            yield self.tensor(self._inputs[_LENGTH].name, length)
+
+    def _told(self, job: TranscriptionJob) -> Iterator[Tensor]:
+        """Yield what the model is told beside the audio."""
+        language = job.language or self._language
+        if self._ids:
+            yield self.vector(self._inputs[_IDS].name, job.prompt_ids)
+        elif self._whisper:
+            yield self.tensor(self._inputs[_PREFIX].name, self._prefix(job, language))
+        elif _LANGUAGE in self._inputs and (called := self._languages.get(language or _AUTO)) is not None:
+            text = self._inputs[_LANGUAGE].datatype == "BYTES"
+            yield self.tensor(self._inputs[_LANGUAGE].name, str(called) if text else int(called))
+        if _NORM in self._inputs:
+            yield self.tensor(self._inputs[_NORM].name, _NORMALIZED)
+        if _PROMPT in self._inputs and job.prompt is not None:
+            yield self.tensor(self._inputs[_PROMPT].name, job.prompt)
+
+    def _prefix(self, job: TranscriptionJob, language: str | None) -> str:
+        """Return the prompt of Whisper's decoder. An empty one would mean Korean to sherpa's code."""
+        before = f"<|startofprev|> {job.prompt}" if job.prompt is not None else ""
+        translates = isinstance(job, TranslationJob)
+        if language is None and translates:
+            raise UnsupportedParameter(
+                f"The model '{self.config.name}' can translate only from a language that its settings name "
+                "('audio.language'): its tensors do not let it be found out.",
+                param="model",
+            )
+        if language is None:
+            # Whisper then begins with the language itself.
+            return f"{before}<|startoftranscript|>"
+        task = "translate" if translates else "transcribe"
+        return f"{before}<|startoftranscript|><|{self._languages[language]}|><|{task}|><|notimestamps|>"
+
+    @property
+    def _recognition(self) -> Recognition:
+        found = self.capabilities.recognition
+        assert found is not None, "it is a recognizer"
+        return found
+
+    def decode(self, job: TranscriptionJob, responses: Sequence[InferResponse], /) -> Transcript:
+        """Return what is spoken, also for the first of the responses. Raises :class:`UpstreamError`."""
+        if self._ids:
+            return Transcript(text="", token_ids=self._row(job, responses))
+        texts = ["".join(response.texts(self._outputs[_TEXT].name)[:1]) for response in responses]
+        # The last response may be empty.
+        text = "".join(texts) if self._text == "delta" else next(filter(None, reversed(texts)), "")
+        tagged = next((code for code in _TAG.findall(text) if code in LANGUAGES), None)
+        told = {
+            use: next((each for one in reversed(responses) for each in one.texts(spec.name)), "")
+            for use, spec in self._outputs.items()
+        }
+        language = code_of(told[_LANGUAGE]) if told.get(_LANGUAGE) else tagged
+        segments = _segments(told[_SEGMENTS]) if told.get(_SEGMENTS) else ()
+        return Transcript(text=_TAG.sub("", text).strip(), language=language, segments=segments)
+
+    def _row(self, job: TranscriptionJob, responses: Sequence[InferResponse]) -> Sequence[int]:
+        """Return the token ids of the best beam that follow the prompt."""
+        name = self._outputs[_IDS].name
+        for response in reversed(responses):
+            tensor, ids = response.tensor(name), [int(number) for number in response.numbers(name)]
+            if ids:
+                width = tensor.shape[-1] if tensor is not None and tensor.shape else len(ids)
+                row, prompt = ids[:width], list(job.prompt_ids)
+                return row[len(prompt) :] if row[: len(prompt)] == prompt else row
+        return ()
+
+
+def _pcm(samples: Any) -> Any:
+    """Return samples of 16 bits; what is louder than they can be is as loud as they can."""
+    return (samples.clip(-1, 1) * _LOUDEST_PCM).round().astype("<i2")
+
+
+def _wav(samples: Any, rate: int) -> bytes:
+    """Return a WAV file with *samples*, an array from -1 to 1."""
+    target = io.BytesIO()
+    with wave.open(target, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(_pcm(samples).tobytes())
+    return target.getvalue()
+
+
+def _bytes_element(data: bytes, *, encode: bool) -> bytes:
+    """Return the raw contents of a BYTES tensor with *data*, in base64 if asked to *encode* it."""
+    data = base64.b64encode(data) if encode else data
+    return len(data).to_bytes(4, "little") + data
+
+
+def _segments(text: str) -> list[Segment]:
+    """Return the segments of a described model: a JSON list of objects with start, end and text."""
+    try:
+        return [
+            Segment(start=float(one["start"]), end=float(one["end"]), text=str(one["text"])) for one in json.loads(text)
+        ]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UpstreamError("The model sent segments that cannot be read.", detail=text[:200]) from error

@@ -1,0 +1,414 @@
+"""Transcriptions and translations, by every kind of recognizer, over both transports."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from tests.conformance.calls import in_session_loop
+from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, serving
+from tests.speech import RATE, SENTENCE, encoded, muxed, speak, wav
+from tests.standins.repository import RECOGNIZERS
+from tests.triton_fixture import TestTriton
+from triton_openai.config.tree import AudioLimits, AudioSettings, ModelSettings, Settings, TritonSettings
+
+pytestmark = in_session_loop
+
+PATH, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
+TEXT = " ".join(SENTENCE)
+_TEMPLATE = Path(__file__).parents[1] / "fixtures" / "last_message.jinja"
+
+
+def settings_for(triton: TestTriton, transport: str, **models: ModelSettings) -> Settings:
+    """Return settings with a description of each model that needs one; *models* take the place of some."""
+    urls = {"http": triton.http_url, "grpc": triton.grpc_url}
+    described: dict[str, ModelSettings] = {
+        "whisper": ModelSettings(tokenizer=str(triton.tokenizer), aliases=("whisper-1",)),
+        "parakeet": ModelSettings(
+            adapter="transcriber", inputs={"audio": "INPUT_0"}, outputs={"text": "OUTPUT_0"},
+            audio=AudioSettings(languages=("en",), max_seconds=10),
+        ),
+        "pcm": ModelSettings(
+            adapter="transcriber", inputs={"audio": "SPEECH", "language": "LANGUAGE"},
+            outputs={"text": "OUTPUT_0", "segments": "SEGMENTS", "language": "SPOKEN"},
+            audio=AudioSettings(languages={"auto": "any", "de": "German"}),
+        ),
+        "by_file": ModelSettings(
+            adapter="transcriber", inputs={"audio": "AUDIO"}, outputs={"text": "decoded_texts"},
+            audio=AudioSettings(form="base64"),
+        ),
+        "chatting": ModelSettings(
+            tokenizer=str(triton.tokenizer), chat_template=str(_TEMPLATE), audio_placeholder="<audio{n}>"
+        ),
+        "by_bytes": ModelSettings(
+            adapter="transcriber", inputs={"audio": "AUDIO"}, outputs={"text": "decoded_texts"}
+        ),
+    }  # fmt: skip
+    return Settings(triton=TritonSettings(url=(urls[transport],)), models={**described, **models})
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def services(recognizers: TestTriton) -> AsyncIterator[dict[str, Proxy]]:
+    """The service over each transport."""
+    async with AsyncExitStack() as stack:
+        found = {}
+        for transport in TRANSPORTS:
+            settings = settings_for(recognizers, transport)
+            found[transport] = await stack.enter_async_context(serving(settings, transport=transport))
+            await found[transport].ready()
+        yield found
+
+
+async def send(proxy: Proxy, content: bytes, path: str = PATH, /, *, name: str = "speech.wav", **fields: Any) -> Answer:
+    """Send a form with the file *content* and *fields*; a list is a field with brackets."""
+    form = aiohttp.FormData()
+    for field, value in fields.items():
+        for one in value if isinstance(value, list) else [value]:
+            form.add_field(f"{field}[]" if isinstance(value, list) else field, str(one))
+    form.add_field("file", io.BytesIO(content), filename=name)
+    async with proxy.client.post(path, data=form) as response:
+        return await proxy._answer("POST", path, response)
+
+
+def events(answer: Answer) -> list[dict[str, Any]]:
+    """Return the events of a stream."""
+    return [json.loads(event) for event in answer.events]
+
+
+async def refused(proxy: Proxy, content: bytes, path: str = PATH, /, **fields: Any) -> tuple[int, str, str]:
+    """Return status, param and code of an error."""
+    answer = await send(proxy, content, path, **fields)
+    assert 200 != answer.status, (fields, answer.body)
+    return answer.status, answer.error["param"], answer.error["code"]
+
+
+def asked(triton: TestTriton, model: str) -> Sequence[Mapping[str, Any]]:
+    """Return the inputs of all requests that *model* got so far."""
+    return [each["inputs"] for each in triton.record.events() if each["model"] == model and each["event"] == "request"]
+
+
+async def test_every_recognizer_writes_down_what_it_hears(services: dict[str, Proxy]) -> None:
+    """Each kind gives the same text, over both transports, in every format that has no times."""
+    file = wav(speak(SENTENCE))
+    for model in RECOGNIZERS.keys() - {"chatting"}:
+        for transport, proxy in services.items():
+            expected = f"any: {TEXT}" if model == "pcm" else TEXT
+            answer = await send(proxy, file, model=model)
+            assert 200 == answer.status, (model, transport, answer.body)
+            assert {"text": expected, "usage": {"type": "duration", "seconds": 3}} == answer.json, (model, transport)
+            text = await send(proxy, file, model=model, response_format="text")
+            assert f"{expected}\n" == text.body.decode(), (model, transport)
+            assert "text/plain; charset=utf-8" == text.headers["Content-Type"]
+            stream = await send(proxy, file, model=model, stream="true")
+            *deltas, done = events(stream)
+            assert {"type": "transcript.text.done", "text": expected} == done, (model, transport)
+            assert expected == "".join(each["delta"] for each in deltas)
+
+
+async def test_times_and_languages_come_from_token_ids(services: dict[str, Proxy], recognizers: TestTriton) -> None:
+    """Whisper's engine tells the language, and when each word is spoken: in verbose JSON and in subtitles."""
+    file = wav(np.concatenate([np.zeros(RATE // 2, np.float32), speak(("hallo", "welt"), pause=0.6)]))
+    for proxy in services.values():
+        answer = await send(proxy, file, model="whisper-1", response_format="verbose_json")
+        body = answer.json
+        assert ("transcribe", "german", "hallo welt") == (body["task"], body["language"], body["text"])
+        assert pytest.approx(2.5, abs=0.01) == body["duration"]
+        assert [(0, 50, 0.5, 0.9, "hallo"), (1, 150, 1.5, 1.9, "welt")] == [
+            (each["id"], each["seek"], each["start"], each["end"], each["text"]) for each in body["segments"]
+        ]
+        assert [[9], [10]] == [each["tokens"] for each in body["segments"]]
+        srt = await send(proxy, file, model="whisper", response_format="srt")
+        assert (
+            "1\n00:00:00,500 --> 00:00:00,900\nhallo\n\n2\n00:00:01,500 --> 00:00:01,900\nwelt\n\n" == srt.body.decode()
+        )
+        vtt = await send(proxy, file, model="whisper", response_format="vtt")
+        assert (
+            "WEBVTT\n\n00:00:00.500 --> 00:00:00.900\nhallo\n\n00:00:01.500 --> 00:00:01.900\nwelt\n\n"
+            == vtt.body.decode()
+        )
+    # The language is asked for once, and then told, whatever else the client restricts it to.
+    before = len(asked(recognizers, "whisper"))
+    restricted = await send(services["grpc"], file, model="whisper", languages=["fr", "en"])
+    assert "hallo welt" == restricted.json["text"]
+    told = await send(services["grpc"], file, model="whisper", language="German")
+    assert "hallo welt" == told.json["text"]
+    prompts = [each["DECODER_INPUT_IDS"]["value"] for each in asked(recognizers, "whisper")[before:]]
+    french, german = 50_265, 50_261
+    assert [[50_258], [50_258, french, 50_359, 50_363], [50_258, german, 50_359, 50_363]] == prompts
+
+
+async def test_the_engine_answers_for_its_model(recognizers: TestTriton) -> None:
+    """With a tokenizer, Whisper's engine answers for the model of texts in front of it, and so there are times."""
+    tokenizer = ModelSettings(tokenizer=str(recognizers.tokenizer), audio=AudioSettings(prompt=True))
+    async with serving(settings_for(recognizers, "grpc", infer_bls=tokenizer)) as proxy:
+        await proxy.ready()
+        answer = await send(proxy, wav(speak(("try", "again"))), model="infer_bls", response_format="verbose_json")
+        before = len(asked(recognizers, "whisper"))
+        prompted = await send(
+            proxy,
+            wav(speak(("try", "again"))),
+            model="infer_bls",
+            prompt="never again",
+            keywords=["welt"],
+            language="en",
+        )
+    assert ["try", "again"] == [each["text"] for each in answer.json["segments"]]
+    assert "try again" == prompted.json["text"]
+    (prompt,) = [each["DECODER_INPUT_IDS"]["value"] for each in asked(recognizers, "whisper")[before:]]
+    assert [50_361, 0, 7, 10, 50_258, 50_259, 50_359, 50_363] == prompt
+
+
+async def test_what_a_model_is_told(services: dict[str, Proxy], recognizers: TestTriton) -> None:
+    """Languages and prompts reach each kind in its own form; a prefix of Whisper is never empty."""
+    file, proxy = wav(speak(("hallo", "welt"))), services["grpc"]
+    for model, given, name, value in (
+        ("infer_bls", None, "TEXT_PREFIX", "<|startoftranscript|>"),
+        ("infer_bls", "de", "TEXT_PREFIX", "<|startoftranscript|><|de|><|transcribe|><|notimestamps|>"),
+        ("whisper_bls", "english", "TEXT_PREFIX", "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"),
+        ("sensevoice", None, "LANGUAGE", 0),
+        ("sensevoice", "yue", "LANGUAGE", 7),
+        ("sensevoice", None, "TEXT_NORM", 14),
+        ("pcm", "de-AT", "LANGUAGE", "German"),
+    ):
+        answer = await send(proxy, file, model=model, **({"language": given} if given else {}))
+        assert 200 == answer.status, answer.body
+        assert [value] == asked(recognizers, model)[-1][name]["value"], (model, given)
+    # What SenseVoice says of the language is no part of the text.
+    verbose = (await send(proxy, file, model="sensevoice", response_format="verbose_json")).json
+    assert ("german", "hallo welt") == (verbose["language"], verbose["text"])
+    verbose = (await send(proxy, file, model="pcm", response_format="verbose_json")).json
+    assert ("german", ["hallo", "welt"]) == (verbose["language"], [each["text"] for each in verbose["segments"]])
+    # Chunks of the same padded length share a batch; the length is that of the speech.
+    request = asked(recognizers, "infer_bls")[-1]
+    assert ([1, 10 * RATE], [RATE]) == (request["WAV"]["shape"], request["WAV_LENS"]["value"])
+    # A language that is configured is told where the client names none.
+    known = ModelSettings(audio=AudioSettings(language="de"))
+    async with serving(settings_for(recognizers, "http", infer_bls=known)) as other:
+        await other.ready()
+        answer = await send(other, file, TRANSLATIONS, model="infer_bls", response_format="verbose_json")
+    assert ("translate", "english", "HALLO WELT") == tuple(answer.json[name] for name in ("task", "language", "text"))
+    assert (
+        "<|startoftranscript|><|de|><|translate|><|notimestamps|>"
+        in asked(recognizers, "infer_bls")[-1]["TEXT_PREFIX"]["value"]
+    )
+
+
+async def test_translations(services: dict[str, Proxy]) -> None:
+    """Whisper translates where the language can be found out; no other model does."""
+    file = wav(speak(("hallo", "welt")))
+    for proxy in services.values():
+        answer = await send(proxy, file, TRANSLATIONS, model="whisper")
+        assert "better better" == answer.json["text"]
+        assert (400, "model", "unsupported_parameter") == await refused(proxy, file, TRANSLATIONS, model="infer_bls")
+        assert (400, "model", "invalid_request") == await refused(proxy, file, TRANSLATIONS, model="sensevoice")
+
+
+async def test_long_recordings(services: dict[str, Proxy], recognizers: TestTriton) -> None:
+    """A long recording is cut where it is quiet, its chunks are with Triton together, and their texts are in order."""
+    words = [*SENTENCE, "again", "better"] * 12
+    file = encoded(speak(words), RATE, "FLAC")
+    for proxy in services.values():
+        for model, most in (("whisper_bls", 10), ("parakeet", 10), ("infer_bls", 20), ("whisper", 30)):
+            before = len(asked(recognizers, model))
+            answer = await send(proxy, file, model=model, response_format="verbose_json")
+            assert " ".join(words) == answer.json["text"], model
+            chunks = len(asked(recognizers, model)) - before - (model == "whisper")
+            assert math.ceil(48 / most) <= chunks <= math.ceil(48 / (most - 2)), model
+            segments = answer.json["segments"]
+            assert (0, pytest.approx(48, abs=0.15)) == (segments[0]["start"], segments[-1]["end"]), model
+            assert all(one["end"] <= two["start"] + 0.001 for one, two in pairwise(segments))
+            stream = events(await send(proxy, file, model=model, stream="true"))
+            assert " ".join(words) == "".join(each.get("delta", "") for each in stream) == stream[-1]["text"]
+
+
+async def test_a_model_that_revises_its_text(services: dict[str, Proxy]) -> None:
+    """Of a text that grows, the client gets what two answers agree on, and never a word that is taken back."""
+    for proxy in services.values():
+        *deltas, done = events(await send(proxy, wav(speak(SENTENCE)), model="whisper_bls", stream="true"))
+        assert TEXT == done["text"] == "".join(each["delta"] for each in deltas)
+        assert len(deltas) > 1
+        assert not any("..." in each["delta"] for each in deltas)
+
+
+async def test_cutting_at_silence(services: dict[str, Proxy], recognizers: TestTriton) -> None:
+    """With a chunking strategy, silence ends a segment, and is not sent; without one, only the limit does."""
+    silence = np.zeros(2 * RATE, np.float32)
+    file = wav(np.concatenate([silence, speak(("never", "tried")), silence, speak(("again",)), silence]))
+    vad = {"type": "server_vad", "silence_duration_ms": 300, "prefix_padding_ms": 100}
+    fields = {f"chunking_strategy[{name}]": value for name, value in vad.items()}
+    for given in ({"chunking_strategy": "auto"}, {"chunking_strategy": json.dumps(vad)}, fields):
+        answer = await send(services["http"], file, model="sensevoice", response_format="verbose_json", **given)
+        segments = answer.json["segments"]
+        assert ["never tried", "again"] == [each["text"] for each in segments], given
+        padding = 0.3 if "auto" in given.values() else 0.1
+        assert [pytest.approx(2 - padding, abs=0.03), pytest.approx(5 - padding, abs=0.03)] == [
+            each["start"] for each in segments
+        ]
+    whole = await send(services["http"], file, model="sensevoice", response_format="srt")
+    assert "1\n00:00:00,000 --> 00:00:07,500\nnever tried again\n\n" == whole.body.decode()
+    # Models invent text for silence: it is not sent.
+    before = len(asked(recognizers, "infer_bls"))
+    nothing = await send(services["http"], wav(np.zeros(50 * RATE)), model="infer_bls", response_format="verbose_json")
+    assert ("", []) == (nothing.json["text"], nothing.json["segments"])
+    assert {"type": "duration", "seconds": 50} == nothing.json["usage"]
+    assert before == len(asked(recognizers, "infer_bls"))
+
+
+async def test_formats_of_files(services: dict[str, Proxy]) -> None:
+    """Files of all formats, rates and numbers of channels say the same, whatever their names are."""
+    samples = {rate: speak(SENTENCE, rate=rate) for rate in (8000, 16_000, 24_000, 44_100, 48_000)}
+    stereo = np.stack([samples[44_100], np.zeros_like(samples[44_100])], axis=1)
+    files = {
+        "wav, 8 kHz": wav(samples[8000], 8000),
+        "wav, 24 bits": wav(samples[48_000], 48_000, "PCM_24"),
+        "wav, floats": wav(samples[16_000], 16_000, "FLOAT"),
+        "wav, mu-law": wav(samples[8000], 8000, "ULAW"),
+        "wav, two channels": wav(stereo * 2, 44_100),
+        "flac": encoded(samples[24_000], 24_000, "FLAC"),
+        "vorbis": encoded(samples[44_100], 44_100, "OGG", "VORBIS"),
+        "opus": encoded(samples[48_000], 48_000, "OGG", "OPUS"),
+        "mp3": encoded(samples[44_100], 44_100, "MP3"),
+        "mp4": muxed(samples[48_000], 48_000, "mp4", "aac"),
+        "video": muxed(samples[48_000], 48_000, "mp4", "aac", video=True),
+        "webm": muxed(samples[48_000], 48_000, "webm", "libopus"),
+        "aac": muxed(samples[48_000], 48_000, "adts", "aac"),
+    }
+    for what, file in files.items():
+        for name in ("speech.wav", "../../etc/passwd"):
+            answer = await send(services["http"], file, name=name, model="zipformer")
+            assert (200, TEXT) == (answer.status, answer.json.get("text")), what
+
+
+async def test_bad_files(services: dict[str, Proxy]) -> None:
+    """What cannot be read is refused with the field's name, and the next request is answered."""
+    good, tone = wav(speak(SENTENCE)), speak(SENTENCE, rate=48_000)
+    flac, mp3 = (encoded(tone, 48_000, container) for container in ("FLAC", "MP3"))
+    mp4 = muxed(tone, 48_000, "mp4", "aac")
+    playlist = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n"
+    cases = {
+        "empty": (b"", "invalid_audio"),
+        "text": (b"never tried", "invalid_audio_format"),
+        "playlist": (playlist, "invalid_audio_format"),
+        "concat": (b"ffconcat version 1.0\nfile /etc/passwd\n", "invalid_audio_format"),
+        "aiff": (encoded(tone, 48_000, "AIFF"), "invalid_audio_format"),
+        "head alone": (good[:44], "invalid_audio"),
+        "wav, cut": (good[:10_000], "invalid_audio"),
+        "flac, cut": (flac[: len(flac) // 2], "invalid_audio"),
+        "mp3, cut": (mp3[: len(mp3) // 3], "invalid_audio"),
+        "mp4, cut": (mp4[: len(mp4) // 2], "invalid_audio"),
+        "magic alone": (b"OggS", "invalid_audio"),
+        "no audio": (muxed(tone, 48_000, "mp4", "aac", video=True, audio=False), "invalid_audio"),
+        "17 channels": (wav(np.zeros((RATE, 17))), "invalid_audio"),
+        "no samples": (wav(np.zeros(0)), "invalid_audio"),
+        "no numbers": (wav(np.full(RATE, math.nan), subtype="FLOAT"), "invalid_audio"),
+        "infinite": (wav(np.full(RATE, math.inf), subtype="FLOAT"), "invalid_audio"),
+        "too slow": (wav(np.zeros(2000), 2000), "invalid_audio"),
+        "too fast": (wav(np.zeros(2000), 384_000), "invalid_audio"),
+        "too long": (encoded(np.zeros(8000 * 3601), 8000, "FLAC"), "audio_too_long"),
+    }
+    for proxy in services.values():
+        for what, (file, code) in cases.items():
+            assert (400, "file", code) == await refused(proxy, file, model="infer_bls"), what
+            assert (400, "file", code) == await refused(proxy, file, model="infer_bls", stream="true"), what
+        assert TEXT == (await send(proxy, good, model="infer_bls")).json["text"]
+
+
+async def test_bad_requests(services: dict[str, Proxy], recognizers: TestTriton) -> None:
+    """What a model cannot do is refused by its name."""
+    file, proxy = wav(speak(("no",))), services["http"]
+    unsupported = "unsupported_parameter"
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({"language": "xx"}, "language", "invalid_language"),
+        ({"language": "de", "model": "parakeet"}, "language", "invalid_language"),
+        ({"language": "de", "model": "zipformer"}, "language", unsupported),
+        ({"languages": ["xx"]}, "languages", "invalid_language"),
+        ({"prompt": "never"}, "prompt", unsupported),
+        ({"keywords": ["never"]}, "keywords", unsupported),
+        ({"temperature": 0.2}, "temperature", unsupported),
+        ({"temperature": "warm"}, "temperature", "invalid_type"),
+        ({"response_format": "diarized_json"}, "response_format", unsupported),
+        ({"response_format": "xml"}, "response_format", "invalid_value"),
+        ({"timestamp_granularities": ["word"]}, "timestamp_granularities", unsupported),
+        ({"include": ["logprobs"]}, "include", unsupported),
+        ({"stream": "true", "response_format": "srt"}, "stream", "invalid_value"),
+        ({"chunking_strategy": "vad"}, "chunking_strategy", "invalid_value"),
+        ({"chunking_strategy": '{"type": "server_vad", "threshold": 2}'}, "chunking_strategy", "invalid_value"),
+        ({"known_speaker_names": ["me"]}, "known_speaker_names", unsupported),
+        ({"file": "twice"}, "file", "invalid_value"),
+    ]
+    for fields, param, code in cases:
+        assert (400, param, code) == await refused(proxy, file, **{"model": "infer_bls", **fields}), fields
+    answer = await proxy.post(PATH, b"", **{"Content-Type": "multipart/form-data; boundary=a"})
+    assert 400 == answer.status
+    small = settings_for(recognizers, "http")
+    small = type(small)(triton=small.triton, models=small.models, audio=AudioLimits(max_file_size=1024, max_duration=1))
+    async with serving(small) as other:
+        await other.ready()
+        assert (413, "file", "request_too_large") == await refused(other, file, model="infer_bls")
+        assert (400, "file", "audio_too_long") == await refused(
+            other, encoded(np.zeros(RATE * 2), RATE, "FLAC"), model="infer_bls"
+        )
+
+
+async def test_a_recognizer_that_fails(services: dict[str, Proxy]) -> None:
+    """A failure is an error of Triton's, and in a stream that has begun its last event."""
+    words = [*SENTENCE] * 8
+    # The fault is in the second chunk, whatever the first one says.
+    parts = [speak(words[:18], pause=0.1), np.zeros(3 * RATE, np.float32), speak(("fail", "no"))]
+    file = wav(np.concatenate(parts))
+    for proxy in services.values():
+        answer = await send(proxy, file, model="parakeet", chunking_strategy="auto")
+        assert (502, "upstream_error") == (answer.status, answer.error["code"])
+        stream = await send(proxy, file, model="parakeet", chunking_strategy="auto", stream="true")
+        *deltas, failed = events(stream)
+        assert " ".join(words[:18]) == "".join(each["delta"] for each in deltas)
+        assert "upstream_error" == failed["error"]["code"]
+
+
+def part(content: bytes | str, kind: str = "wav") -> dict[str, Any]:
+    """Return the part of a chat's message with a file, or with what stands for its base64."""
+    data = content if isinstance(content, str) else base64.b64encode(content).decode()
+    return {"type": "input_audio", "input_audio": {"data": data, "format": kind}}
+
+
+async def test_audio_in_chats(services: dict[str, Proxy]) -> None:
+    """A model with an input for audio gets each part as WAV, and the prompt says where it is; others refuse it."""
+    path, text = "/v1/chat/completions", {"type": "text", "text": "and"}
+    mp3 = encoded(speak(("again",), rate=44_100), 44_100, "MP3")
+    for transport, proxy in services.items():
+        content = [part(wav(speak(("never", "tried")))), text, part(mp3, "mp3")]
+        answer = await proxy.post(path, {"model": "chatting", "messages": [{"role": "user", "content": content}]})
+        assert 200 == answer.status, (transport, answer.body)
+        said = answer.json["choices"][0]["message"]["content"]
+        assert "['never tried', 'again'] <audio1>\n<audio2>\nand" == said
+        for bad, param, code in (
+            (part("no base64!"), "input_audio.data", "invalid_base64"),
+            (part(b"no audio"), "input_audio.data", "invalid_audio_format"),
+            (part(encoded(np.zeros(8000 * 601), 8000, "FLAC")), "input_audio.data", "audio_too_long"),
+            ({"type": "input_audio"}, "input_audio.data", "missing_required_parameter"),
+            ({"type": "audio_url", "audio_url": {"url": "http://a/"}}, "", "unsupported_parameter"),
+        ):
+            body = {"model": "chatting", "messages": [{"role": "user", "content": [text, bad]}]}
+            answer = await proxy.post(path, body)
+            place = f"messages[0].content[1].{param}".rstrip(".")
+            assert (400, place, code) == (answer.status, answer.error["param"], answer.error["code"]), bad
+
+
+async def test_audio_in_chats_of_other_models(proxies: dict[str, Proxy]) -> None:
+    """It is refused by its name."""
+    body = {"model": "vllm_model", "messages": [{"role": "user", "content": [part(wav(speak(("no",))))]}]}
+    answer = await proxies["http"].post("/v1/chat/completions", body)
+    assert (400, "messages[0].content[0]") == (answer.status, answer.error["param"])
+    assert "'input_audio' is not supported by this model" in answer.error["message"]

@@ -1,0 +1,148 @@
+"""Uploads and recordings that end early: the client leaves, or Triton dies between two chunks."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.clients.service import until
+from tests.faults.surroundings import PATIENT, TRANSPORTS, Own, Watched, watched
+from tests.speech import RATE, SENTENCE, encoded, speak, wav
+from tests.standins.repository import build_repository
+from tests.triton_fixture import embedded, shared
+from triton_openai.demo.record import Record
+
+PATH = "/v1/audio/transcriptions"
+_BOUNDARY = "7b3"
+_SETTINGS = {
+    "audio": {"parallel_chunks": 2},
+    "models": {
+        "parakeet": {
+            "adapter": "transcriber",
+            "inputs": {"audio": "INPUT_0"},
+            "outputs": {"text": "OUTPUT_0"},
+            "audio": {"max_seconds": 2},
+        }
+    },
+}
+# Minutes of speech, of which Triton gets two seconds at a time.
+LONG = encoded(speak([*SENTENCE] * 200), RATE, "FLAC")
+SHORT = wav(speak(SENTENCE))
+
+
+@pytest.fixture(scope="module")
+def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Own]:
+    """A Triton with a recognizer."""
+    folder = tmp_path_factory.mktemp("hearing")
+    record = folder / "record.jsonl"
+    repository = build_repository(folder / "repository", models=["parakeet"], record=record)
+    server = embedded(repository)
+    with shared(server):
+        yield Own(server, repository, Record(record))
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def service(
+    request: pytest.FixtureRequest, hearing: Own, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Watched]:
+    """The service over each transport."""
+    folder = tmp_path_factory.mktemp("service")
+    with watched(folder, "--triton-url", hearing.url(request.param), triton=PATIENT, further=_SETTINGS) as running:
+        assert " ".join(SENTENCE) == transcribed(running, SHORT)
+        yield running
+
+
+def form(content: bytes, **fields: str) -> bytes:
+    """Return a form with a file."""
+    parts = [f'name="{name}"\r\n\r\n{value}\r\n' for name, value in {"model": "parakeet", **fields}.items()]
+    head = "".join(f"--{_BOUNDARY}\r\nContent-Disposition: form-data; {part}" for part in parts)
+    head += f'--{_BOUNDARY}\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
+    return head.encode() + content + f"\r\n--{_BOUNDARY}--\r\n".encode()
+
+
+def request(service: Watched, content: bytes, **fields: str) -> socket.socket:
+    """Return a connection over which *content*, the whole of a form or its beginning, was sent."""
+    body = form(content, **fields)
+    head = f"POST {PATH} HTTP/1.1\r\nHost: a\r\nContent-Type: multipart/form-data; boundary={_BOUNDARY}\r\n"
+    connection = socket.create_connection(("127.0.0.1", service.port), 60)
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+    return connection
+
+
+def read(connection: socket.socket, end: bytes = b"") -> bytes:
+    """Return what comes up to *end*, or to the end of the connection."""
+    found = b""
+    while not (end and end in found) and (piece := connection.recv(65_536)):
+        found += piece
+    return found
+
+
+def transcribed(service: Watched, content: bytes) -> str:
+    """Return the text of a file."""
+    with request(service, content) as connection:
+        answer = read(connection)
+    return str(json.loads(answer.partition(b"\r\n\r\n")[2])["text"])
+
+
+def heard(own: Own) -> int:
+    """Return how many chunks the recognizer got so far."""
+    return len(own.record.events(model="parakeet", event="request"))
+
+
+def test_a_client_that_leaves_in_mid_upload(hearing: Own, service: Watched) -> None:
+    """Nothing of the upload stays, and Triton hears nothing of it."""
+    before = heard(hearing)
+    with service.back_to_level():
+        for share in (0.1, 0.5, 0.99):
+            body = form(LONG)
+            connection = socket.create_connection(("127.0.0.1", service.port), 60)
+            head = f"POST {PATH} HTTP/1.1\r\nHost: a\r\nContent-Type: multipart/form-data; boundary={_BOUNDARY}\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[: int(len(body) * share)])
+            connection.close()
+    assert before == heard(hearing)
+    assert " ".join(SENTENCE) == transcribed(service, SHORT)
+
+
+def test_a_client_that_leaves_a_recording(hearing: Own, service: Watched) -> None:
+    """Of the recording that nobody waits for, Triton gets no further chunks, streamed or not."""
+    for fields in ({"stream": "true"}, {}):
+        before = heard(hearing)
+        with service.back_to_level(), request(service, LONG, **fields) as connection:
+            if fields:
+                read(connection, b"transcript.text.delta")
+            else:
+                until(lambda: heard(hearing) > before + 2)  # noqa: B023
+        assert heard(hearing) - before < 200, "all of it"
+    assert " ".join(SENTENCE) == transcribed(service, SHORT)
+
+
+def test_triton_killed_between_chunks(hearing: Own, service: Watched) -> None:
+    """A stream ends with an error event, a whole answer with its status; and all is well when Triton is back."""
+    before = heard(hearing)
+    with request(service, LONG, stream="true") as streamed, request(service, LONG) as whole:
+        begun = read(streamed, b"transcript.text.delta")
+        until(lambda: heard(hearing) > before + 4)
+        hearing.server.kill()
+        end, answer = begun + read(streamed), read(whole)
+    error = json.loads(end.rpartition(b"event: error\ndata: ")[2].partition(b"\n\n")[0])["error"]
+    assert error["code"] in ("upstream_disconnected", "upstream_unavailable")
+    assert b"transcript.text.done" not in end
+    status = answer.split(b" ", 2)[1]
+    assert status in (b"502", b"503")
+    hearing.server.start()
+    until(lambda: service.status("/health/ready") == 200)
+    assert " ".join(SENTENCE) == transcribed(service, SHORT)
+
+
+def test_many_uploads_at_once(service: Watched) -> None:
+    """A crowd with compressed hours of silence ends with as many refusals, and leaves no memory behind."""
+    silence = encoded(np.zeros(8000 * 3700, np.int16), 8000, "FLAC")
+    with service.back_to_level():
+        connections = [request(service, silence) for _ in range(40)]
+        for connection in connections:
+            with connection:
+                assert b"audio_too_long" in read(connection)

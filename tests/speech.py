@@ -1,0 +1,77 @@
+"""Recordings for tests, in files of every format, and Whisper's tokens for the words in them."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import soundfile
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from triton_openai.languages import LANGUAGES
+
+# Code of the stand-ins, which is written for the Python that Triton runs.
+_tones: Any = importlib.import_module("tests.standins.models.tones")
+WORDS: Sequence[str] = _tones.WORDS
+RATE: int = _tones.RATE
+speak, hear = _tones.speak, _tones.hear
+SENTENCE = ("never", "tried", "ever", "failed", "no", "matter")
+
+
+def wav(samples: Any, rate: int = RATE, subtype: str = "PCM_16") -> bytes:
+    """Return a WAV file with *samples*."""
+    return encoded(samples, rate, "WAV", subtype)
+
+
+def encoded(samples: Any, rate: int, container: str, subtype: str | None = None) -> bytes:
+    """Return a file of libsndfile's."""
+    target = io.BytesIO()
+    soundfile.write(target, samples, rate, format=container, subtype=subtype)
+    return target.getvalue()
+
+
+def muxed(samples: Any, rate: int, container: str, codec: str, *, video: bool = False, audio: bool = True) -> bytes:
+    """Return a file of FFmpeg's, with a *video* if asked for one."""
+    target = io.BytesIO()
+    with av.open(target, "w", format=container) as file:
+        streams: list[Any] = [file.add_stream(codec, rate=rate)] if audio else []
+        if video:
+            pictures: Any = file.add_stream("mpeg4", rate=10)
+            pictures.width = pictures.height = 64
+            pictures.pix_fmt = "yuv420p"
+            for _ in range(5):
+                file.mux(pictures.encode(av.VideoFrame(64, 64, "yuv420p")))
+            streams.append(pictures)
+        if audio:
+            frame = av.AudioFrame.from_ndarray(np.asarray(samples, np.float32)[None, :], format="fltp", layout="mono")
+            frame.sample_rate = rate
+            file.mux(streams[0].encode(frame))
+        for stream in streams:
+            file.mux(stream.encode())
+    return target.getvalue()
+
+
+def write_whisper_tokenizer(folder: Path) -> Path:
+    """Write a tokenizer with Whisper's special tokens for 99 languages, and the words of the tones as its texts."""
+    special = [
+        "<|endoftext|>", "<|startoftranscript|>", *(f"<|{code}|>" for code in [*LANGUAGES][:99]), "<|translate|>",
+        "<|transcribe|>", "<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>",
+        *(f"<|{number * 0.02:.2f}|>" for number in range(1501)),
+    ]  # fmt: skip
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    vocabulary["<unk>"] = 50_256
+    vocabulary |= {token: 50_257 + number for number, token in enumerate(special)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.add_special_tokens([AddedToken(token) for token in special])
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder

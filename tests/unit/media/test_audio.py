@@ -1,0 +1,208 @@
+"""Audio is decoded block by block, within limits, and cut where it is quiet."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cases import every_case
+from tests.speech import RATE, SENTENCE, encoded, hear, muxed, speak, wav
+from triton_openai.errors import InvalidRequest
+from triton_openai.media.audio import Chunk, Pauses, Recording
+
+
+async def chunks_of(
+    data: bytes, *, rate: int = RATE, longest: float = 30, most: float = 3600, pauses: Pauses | None = None
+) -> list[Chunk]:
+    """Return the chunks of a file."""
+    recording = Recording(data, rate=rate, longest=longest, most=most, pauses=pauses)
+    return [chunk async for chunk in recording.chunks()]
+
+
+def words(chunk: Chunk) -> list[str]:
+    """Return the words in a chunk."""
+    return [word for _, _, word in hear(np.frombuffer(chunk.samples, "<f4"))]
+
+
+@every_case(
+    "container, subtype, rate",
+    [
+        ("WAV", "PCM_16", 16_000), ("WAV", "PCM_U8", 8000), ("WAVEX", "DOUBLE", 96_000), ("RF64", "PCM_24", 44_100),
+        ("FLAC", "PCM_16", 48_000), ("OGG", "VORBIS", 22_050), ("OGG", "OPUS", 24_000),
+        ("MP3", "MPEG_LAYER_III", 32_000),
+    ],
+)  # fmt: skip
+def test_formats_and_rates(container, subtype, rate):
+    """What was said is heard, in the length that it had."""
+    (chunk,) = asyncio.run(chunks_of(encoded(speak(SENTENCE, rate=rate), rate, container, subtype)))
+    assert list(SENTENCE) == words(chunk)
+    assert pytest.approx(3, abs=0.1) == chunk.end
+    assert (0, False) == (chunk.start, chunk.silent)
+    assert len(chunk.samples) == 4 * round(chunk.end * RATE)
+
+
+def test_channels_are_averaged():
+    """Of two channels with opposite signs nothing is left, and of one that is silent a half."""
+    tone = speak(("never",))
+    for other, loudest in ((-tone, 0.0), (np.zeros_like(tone), 0.15), (tone, 0.3)):
+        (chunk,) = asyncio.run(chunks_of(wav(np.stack([tone, other], axis=1), subtype="FLOAT")))
+        assert pytest.approx(loudest, abs=0.01) == np.abs(np.frombuffer(chunk.samples, "<f4")).max()
+        assert chunk.silent == (loudest == 0)
+
+
+def test_cuts_are_in_the_quietest_place():
+    """No word is cut, every chunk is within the limit, and together they are the recording."""
+    said = [*SENTENCE] * 20
+    samples = speak(said)
+    found = asyncio.run(chunks_of(wav(samples, subtype="FLOAT"), longest=7.3))
+    assert said == [word for chunk in found for word in words(chunk)]
+    assert all(5.3 <= chunk.seconds <= 7.3 for chunk in found[:-1])
+    assert samples.tobytes() == b"".join(chunk.samples for chunk in found)
+    assert [chunk.end for chunk in found[:-1]] == [chunk.start for chunk in found[1:]]
+
+
+def test_pauses():
+    """Speech is cut at silence that lasts long enough, and the silence between is left out."""
+    silence = np.zeros(RATE * 2, np.float32)
+    noise = np.random.default_rng(1).normal(0, 0.002, RATE * 2).astype(np.float32)
+    file = wav(np.concatenate([silence, speak(("never", "tried")), noise, speak(("again",)), silence]))
+    found = asyncio.run(chunks_of(file, pauses=Pauses(silence=0.2, padding=0.1)))
+    assert [["never", "tried"], ["again"]] == [words(chunk) for chunk in found]
+    assert [pytest.approx(1.9, abs=0.03), pytest.approx(4.9, abs=0.03)] == [chunk.start for chunk in found]
+    assert [pytest.approx(3.1, abs=0.03), pytest.approx(5.6, abs=0.03)] == [chunk.end for chunk in found]
+    # A lower threshold takes the noise for speech, and shorter silence ends after every word.
+    assert 1 == len(asyncio.run(chunks_of(file, pauses=Pauses(threshold=0.05, silence=1))))
+    assert 3 == len(asyncio.run(chunks_of(file, pauses=Pauses(silence=0.08))))
+    # Speech without a pause is cut at the limit.
+    assert all(one.seconds <= 3 for one in asyncio.run(chunks_of(wav(speak(["no"] * 20, pause=0)), longest=3)))
+    assert [] == asyncio.run(chunks_of(wav(np.zeros(RATE * 90)), pauses=Pauses()))
+
+
+def test_an_hour_of_silence_ends_at_the_limit():
+    """A small file with hours of silence costs neither memory nor the rest of the hours."""
+    file = bytearray(encoded(np.zeros(8000 * 3600 * 2, np.float32), 8000, "FLAC"))
+    assert len(file) < 1_000_000
+    with pytest.raises(InvalidRequest, match="longer than the limit of 600 seconds"):
+        asyncio.run(chunks_of(bytes(file), most=600, longest=240))
+    # As if it were written as a stream: the head does not have the number of samples.
+    file[21] &= 0xF0
+    file[22:26] = bytes(4)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="longer than the limit of 600 seconds"):
+            asyncio.run(chunks_of(bytes(file), most=600, longest=240))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 80_000_000, "with the chunks, which the test keeps"
+
+
+def test_flac_without_its_number_of_samples():
+    """A stream's head does not say how long it is; what is missing at its end is not noticed then."""
+    file = bytearray(encoded(speak(SENTENCE), RATE, "FLAC"))
+    file[21] &= 0xF0
+    file[22:26] = bytes(4)
+    (chunk,) = asyncio.run(chunks_of(bytes(file)))
+    assert list(SENTENCE) == words(chunk)
+
+
+async def test_memory_does_not_grow_with_the_recording():
+    """Chunks that nobody keeps are gone: an hour needs what a minute needs."""
+    file = encoded(np.zeros(8000 * 3600, np.float32), 8000, "FLAC")
+    recording = Recording(file, rate=RATE, longest=30, most=3600)
+    tracemalloc.start()
+    try:
+        async for _ in recording.chunks():
+            pass
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert pytest.approx(3600) == recording.seconds
+    assert peak < 20_000_000
+
+
+async def test_what_is_not_taken_is_not_decoded():
+    """Decoding waits for whoever takes the chunks."""
+    recording = Recording(wav(speak([*SENTENCE] * 40)), rate=RATE, longest=10, most=3600)
+    chunks = recording.chunks()
+    await anext(chunks)
+    assert recording.seconds < 20
+    await chunks.aclose()
+
+
+@every_case("name", ["file.m3u8", "/etc/passwd", "http://127.0.0.1:1/"])
+def test_nothing_else_is_opened(name, tmp_path):
+    """A file that names another one, or an address, is not followed."""
+    hls = f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{name}\n"
+    playlists = [hls, f"ffconcat version 1.0\nfile '{name}'\n", f"{name}\n"]
+    for text in playlists:
+        with pytest.raises(InvalidRequest, match="supported format"):
+            asyncio.run(chunks_of(text.encode()))
+
+
+def test_a_movie_that_refers_to_another_file():
+    """A reference to a file outside of an MP4 file is not followed: there is no audio then."""
+    data = muxed(speak(SENTENCE, rate=48_000), 48_000, "mp4", "aac")
+    place = data.index(b"url \x00\x00\x00\x01")
+    outside = data[:place] + b"url \x00\x00\x00\x00" + data[place + 8 :]
+    found: Any = None
+    try:
+        found = asyncio.run(chunks_of(outside))
+    except InvalidRequest as error:
+        found = error.code
+    assert found == "invalid_audio" or words(found[0]) == list(SENTENCE)
+
+
+_WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys({modules!r}))
+from triton_openai.errors import ServiceError
+from triton_openai.media.audio import Recording
+try:
+    Recording({data!r}, rate=16000, longest=1, most=1)._decoded().__next__()
+except ServiceError as error:
+    print(error.status, error.code, error.message)
+"""
+
+
+@every_case(
+    "modules, data, said",
+    [
+        (("soundfile",), b"RIFF....WAVE", "501 configuration_error"),
+        (("soxr",), b"RIFF....WAVE", "501 configuration_error"),
+        (("av",), b"....ftyp", "400 invalid_audio_format"),
+    ],
+)
+def test_an_extra_that_is_not_installed(modules, data, said):
+    """The error names the extra."""
+    code = _WITHOUT.format(modules=modules, data=data)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith(said)
+    assert f"triton-openai[{'media' if 'av' in modules else 'audio'}]" in run.stdout
+
+
+def test_random_bytes_never_crash():
+    """What is damaged is refused, or decoded as far as it goes."""
+    blamed = set()
+    random = np.random.default_rng(7)
+    tone = speak(("never", "again"), rate=48_000)
+    files = [
+        encoded(tone, 48_000, "FLAC"), encoded(tone, 48_000, "OGG", "OPUS"), encoded(tone, 48_000, "MP3"),
+        muxed(tone, 48_000, "mp4", "aac"), muxed(tone, 48_000, "webm", "libopus"), wav(tone, 48_000),
+    ]  # fmt: skip
+    for file in files:
+        for _ in range(12):
+            data = bytearray(file)
+            for place in random.integers(0, len(data), 30):
+                data[place] = int(random.integers(0, 256))
+            try:
+                asyncio.run(chunks_of(bytes(data)))
+            except InvalidRequest as error:
+                blamed.add(error.param)
+    assert blamed == {"file"}

@@ -1,0 +1,208 @@
+"""
+Writes down a recording chunk by chunk: a few are with Triton at the same time, and their texts come in order.
+
+No chunk is decoded long before Triton gets it, so a recording needs no more memory than the chunks that are on their
+way. A client that leaves costs those, as no backend takes a request back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
+from itertools import takewhile
+from typing import TypeAlias
+
+import msgspec
+from msgspec.structs import replace
+
+from triton_openai import offload
+from triton_openai.answer.prepare import no_tokenizer
+from triton_openai.answer.run import Sender
+from triton_openai.errors import ServiceError, UpstreamError
+from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
+from triton_openai.media.audio import Chunk, Recording
+from triton_openai.models.served import ServedModel
+from triton_openai.prompts.whisper import WhisperTokens
+from triton_openai.tasks import cancel
+from triton_openai.triton.status import no_answer
+from triton_openai.triton.tensors import InferResponse
+
+# Seconds of the chunks of one recording that are on their way: 15 MB of samples, of which a transport makes copies.
+_ON_THEIR_WAY = 240.0
+# Thai, Lao, Burmese, Khmer, Chinese, Japanese and their punctuation, which put no blanks between sentences.
+_UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3000-\u30ff\u3400-\u9fff\uf900-\ufaff\uff00-\uff60"
+_JOINS = re.compile(rf"[{_UNSPACED}]\Z|\A[{_UNSPACED}]")
+# A letter or a digit of a word whose end has to be awaited.
+_IN_WORD = re.compile(rf"[^\W{_UNSPACED}]")
+
+_Tell: TypeAlias = Callable[[str], None]
+_Ask: TypeAlias = Callable[[Chunk, _Tell | None], Awaitable[Transcript]]
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client wants of a recording."""
+
+    #: Without samples, which each chunk has.
+    job: TranscriptionJob
+    #: The languages that it can be in, if the client names some.
+    languages: Sequence[str] = ()
+    #: Whether it is of interest when what is spoken.
+    times: bool = False
+    #: Whether the text is wanted while the model still writes it.
+    live: bool = False
+    #: Most chunks that are with Triton at the same time.
+    parallel: int = 4
+
+
+class Transcription:
+    """The transcript of one recording by *model*, as far as it goes."""
+
+    def __init__(self, sender: Sender, model: ServedModel, wish: Wish) -> None:
+        self.text = ""
+        #: Those that the model tells; where it tells none, one for each chunk.
+        self.segments: list[Segment] = []
+        #: The code of the language, once it is known.
+        self.language = wish.job.language
+        self._sender, self._model, self._wish = sender, model, wish
+        self._whisper: WhisperTokens | None = None
+        self._number = 0
+
+    async def deltas(self, recording: Recording) -> AsyncGenerator[str]:
+        """Yield the pieces of the text. Raises :class:`ServiceError`."""
+        await self._prepare()
+        asked: deque[_Asked] = deque()
+        async with aclosing(recording.chunks()) as chunks:
+            try:
+                more = True
+                while more or asked:
+                    while more and self._has_room(asked):
+                        chunk = await anext(chunks, None)
+                        more = chunk is not None
+                        if chunk is not None and not chunk.silent:
+                            await self._detect(chunk)
+                            asked.append(_Asked(chunk, self._ask, live=self._wish.live))
+                    if asked:
+                        async for piece in self._told(asked[0]):
+                            yield piece
+                        asked.popleft()
+            finally:
+                await cancel(*(one.task for one in asked))
+
+    def _has_room(self, asked: Sequence[_Asked]) -> bool:
+        longest = max((one.chunk.seconds for one in asked), default=0.0)
+        on_their_way = sum(one.chunk.seconds for one in asked) + longest
+        return not asked or (len(asked) < self._wish.parallel and on_their_way <= _ON_THEIR_WAY)
+
+    async def _prepare(self) -> None:
+        """Find the tokens, where the model answers in those. Raises :class:`ConfigurationError`."""
+        if self._model.adapter.capabilities.tokens:
+            tokenizer = (await self._model.prompter()).tokenizer
+            if tokenizer is None:
+                raise no_tokenizer(self._model)
+            self._whisper = WhisperTokens(tokenizer)
+
+    async def _detect(self, chunk: Chunk) -> None:
+        """Find out the language of *chunk*, if that is needed: then it is the whole recording's."""
+        if self._whisper is None or self.language is not None:
+            return
+        ids = await self._whisper.prompt(None, translate=False, times=False, before=None)
+        found = self._whisper.language((await self._run(chunk, ids, None)).token_ids)
+        wanted = self._wish.languages
+        self.language = wanted[0] if wanted and found not in wanted else found
+        if self.language is None and isinstance(self._wish.job, TranslationJob):
+            raise UpstreamError("The model did not tell the language of the audio.")
+
+    async def _ask(self, chunk: Chunk, tell: _Tell | None) -> Transcript:
+        whisper, job = self._whisper, self._wish.job
+        if whisper is None:
+            return await self._run(chunk, (), tell)
+        translate = isinstance(job, TranslationJob)
+        language = self.language if self.language in whisper.languages else None
+        ids = await whisper.prompt(language, translate=translate, times=self._wish.times, before=job.prompt)
+        result = await self._run(chunk, ids, None)
+        text, segments = whisper.read(result.token_ids, chunk.seconds)
+        return replace(result, text=text, segments=segments if self._wish.times else ())
+
+    async def _run(self, chunk: Chunk, ids: Sequence[int], tell: _Tell | None) -> Transcript:
+        """Return what the model says of *chunk*, and tell its text so far. Raises :class:`ServiceError`."""
+        self._number += 1
+        adapter, wish = self._model.adapter, self._wish.job
+        job = replace(wish, id=f"{wish.id}-{self._number}", samples=chunk.samples, prompt_ids=ids)
+
+        def heard(responses: Sequence[InferResponse]) -> None:
+            # What cannot be read is reported at the end.
+            with suppress(ServiceError):
+                if tell is not None:
+                    tell(adapter.decode(job, responses).text)
+
+        (request,) = await offload.run(lambda: adapter.encode(job), cost=offload.JSON * len(chunk.samples))
+        responses = await self._sender.ask(request, heard)
+        if not responses:
+            raise no_answer(self._model.name)
+        result: Transcript = adapter.decode(job, responses)
+        return result
+
+    async def _told(self, asked: _Asked) -> AsyncGenerator[str]:
+        """Yield the pieces that a chunk adds to the text, and take its segments over."""
+        first = len(self.text)
+        async for piece in asked.pieces():
+            begins = self.text and first == len(self.text)
+            blank = " " if begins and not _JOINS.search(self.text) and not _JOINS.search(piece) else ""
+            self.text += blank + piece
+            yield blank + piece
+        result, chunk = asked.task.result(), asked.chunk
+        self.language = self.language or result.language
+        self.segments += [
+            replace(each, start=chunk.start + each.start, end=chunk.start + each.end) for each in result.segments
+        ]
+        text = self.text[first:].strip()
+        if text and not result.segments:
+            self.segments.append(Segment(start=chunk.start, end=chunk.end, text=text))
+
+
+class _Asked:
+    """A chunk that is with Triton."""
+
+    def __init__(self, chunk: Chunk, ask: _Ask, *, live: bool) -> None:
+        self.chunk = chunk
+        # The text so far, and what of it will not change.
+        self._before = self._sure = ""
+        self._news = asyncio.Event()
+        self.task = asyncio.ensure_future(ask(chunk, self._tell if live else None))
+        self.task.add_done_callback(lambda _: self._news.set())
+
+    def _tell(self, text: str) -> None:
+        sure = _agreed(self._before, text)
+        self._before = text
+        if len(sure) > len(self._sure) and sure.startswith(self._sure):
+            self._sure = sure
+            self._news.set()
+
+    async def pieces(self) -> AsyncGenerator[str]:
+        """
+        Yield the text in pieces, the last of which ends it. Raises :class:`ServiceError`.
+
+        What was said stays said, even if the model changes its mind about what two of its answers agreed on.
+        """
+        told = 0
+        while not self.task.done():
+            await self._news.wait()
+            self._news.clear()
+            if len(self._sure) > told:
+                piece, told = self._sure[told:], len(self._sure)
+                yield piece
+        text = (await self.task).text
+        if len(text) > told:
+            yield text[told:]
+
+
+def _agreed(before: str, text: str) -> str:
+    """Return what two successive answers of a model that revises its text both begin with, up to the end of a word."""
+    end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False)))
+    while end and any(_IN_WORD.match(each, end) and _IN_WORD.match(each, end - 1) for each in (before, text)):
+        end -= 1
+    # A blank waits for its word: the text may end here.
+    return text[:end].rstrip()

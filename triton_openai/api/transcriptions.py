@@ -1,0 +1,355 @@
+"""
+``POST /v1/audio/transcriptions`` and ``POST /v1/audio/translations``: what is spoken in a file, as text.
+
+Source of the wire format: OpenAI's ``audio`` (openai-openapi 2.3.0). Where a model does not tell what a segment of
+``verbose_json`` has, it is empty or 0 there; segments of models without times are the chunks that they were sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import zlib
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from triton_openai.answer.fan_out import too_long
+from triton_openai.answer.transcription import Transcription, Wish
+from triton_openai.api.bodies import FileField, FormRequest, json_response
+from triton_openai.api.parameters import refusing
+from triton_openai.api.service import RequestContext, begin, new_id
+from triton_openai.api.sse import stream_objects
+from triton_openai.errors import InvalidRequest, InvalidValue, PayloadTooLarge, UnsupportedParameter
+from triton_openai.jobs import Segment, TranscriptionJob, TranslationJob
+from triton_openai.languages import LANGUAGES, code_of
+from triton_openai.media.audio import Pauses, Recording, require_audio
+from triton_openai.serving.connections import WholeResponse
+
+_Format = Literal["json", "text", "srt", "vtt", "verbose_json", "diarized_json"]
+_TIMED = ("srt", "vtt", "verbose_json")
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_Milliseconds = Annotated[int, Meta(ge=0, le=60_000)]
+
+
+class VoiceActivity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How speech is told from silence: a level from 0 (-60 dBFS) to 1 (-20 dBFS), and times in milliseconds."""
+
+    type: Literal["server_vad"]
+    threshold: _Share = 0.5
+    prefix_padding_ms: _Milliseconds = 300
+    silence_duration_ms: _Milliseconds = 200
+
+
+class _AudioRequest(FormRequest, kw_only=True):
+    """What both requests have."""
+
+    #: WAV, FLAC, Ogg, MP3, MP4, WebM or AAC, whatever its name says.
+    file: FileField
+    #: What precedes the audio, or how its words are written; for models whose operator says that they have room for it.
+    prompt: str | None = None
+    response_format: _Format = "json"
+    #: Only 0: no recognizer takes another one.
+    temperature: _Share | None = None
+
+
+# Names of OpenAI's API that would change the answer.
+@refusing(known_speaker_names=None, known_speaker_references=None)
+class TranscriptionRequest(_AudioRequest, kw_only=True):
+    """
+    The request, a form.
+
+    ``language`` is an ISO 639-1 code or an English name; ``languages`` restricts what is found out. Without
+    ``chunking_strategy``, the audio is cut only where the model must have it so; "auto" and an object (as JSON, or as
+    fields with brackets) also cut it at silence. ``stream`` goes with the formats "json" and "text".
+    """
+
+    language: str | None = None
+    languages: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
+    #: Only "segment".
+    timestamp_granularities: tuple[Literal["segment", "word"], ...] = ()
+    #: Nothing can be included.
+    include: tuple[str, ...] = ()
+    stream: bool = False
+    chunking_strategy: str | None = None
+    chunking_type: Literal["server_vad"] | None = msgspec.field(default=None, name="chunking_strategy[type]")
+    threshold: _Share | None = msgspec.field(default=None, name="chunking_strategy[threshold]")
+    padding: _Milliseconds | None = msgspec.field(default=None, name="chunking_strategy[prefix_padding_ms]")
+    silence: _Milliseconds | None = msgspec.field(default=None, name="chunking_strategy[silence_duration_ms]")
+
+
+class TranslationRequest(_AudioRequest, kw_only=True):
+    """The request, a form. The answer is in English."""
+
+
+class DurationUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """The length of the audio in seconds, rounded up."""
+
+    type: Literal["duration"] = "duration"
+    seconds: int
+
+
+class SegmentObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of what is spoken. ``seek`` is the start in hundredths of a second."""
+
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    tokens: Sequence[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+
+
+class TranscriptObject(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer; the format "verbose_json" has all fields. ``language`` is an English name."""
+
+    task: Literal["transcribe", "translate"] | msgspec.UnsetType = msgspec.UNSET
+    language: str | msgspec.UnsetType = msgspec.UNSET
+    duration: float | msgspec.UnsetType = msgspec.UNSET
+    text: str
+    segments: Sequence[SegmentObject] | msgspec.UnsetType = msgspec.UNSET
+    usage: DurationUsage
+
+
+class TranscriptEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a stream: a piece of the text, and at the end all of it."""
+
+    type: Literal["transcript.text.delta", "transcript.text.done"]
+    delta: str | msgspec.UnsetType = msgspec.UNSET
+    text: str | msgspec.UnsetType = msgspec.UNSET
+
+
+async def transcribe(request: web.Request) -> web.StreamResponse:
+    """
+    Write down what is spoken in a file.
+
+    The formats are JSON, plain text and subtitles. With `stream`, the text comes piece by piece.
+    """
+    context = await begin(request, TranscriptionRequest)
+    body = context.body
+    if body.stream and body.response_format in _TIMED:
+        raise InvalidValue(f"'stream' does not go with the format '{body.response_format}'.", "stream")
+    if "word" in body.timestamp_granularities:
+        raise UnsupportedParameter("This model does not tell the times of words.", param="timestamp_granularities")
+    if body.include:
+        raise UnsupportedParameter("This model does not tell what 'include' asks for.", param="include")
+    if body.keywords:
+        _check_prompt(context, "keywords")
+    hint = [*([body.prompt] if body.prompt else ()), *([", ".join(body.keywords)] if body.keywords else ())]
+    # The first one that the model knows, where it cannot choose.
+    known = [code for code in map(code_of, body.languages) if code in _languages(context)]
+    given = body.language or (body.languages[0] if body.languages and not known else None)
+    language = None if not given else _language(context, given, "language" if body.language else "languages")
+    if language is None and known and not context.model.adapter.capabilities.tokens:
+        language = known[0]
+    job = TranscriptionJob(id=new_id("transcr"), samples=b"", language=language, prompt=" ".join(hint) or None)
+    return await _answer(context, job, pauses=_pauses(body), languages=known)
+
+
+async def translate(request: web.Request) -> web.StreamResponse:
+    """
+    Write down in English what is spoken in a file.
+
+    The formats are JSON, plain text and subtitles.
+    """
+    context = await begin(request, TranslationRequest)
+    job = TranslationJob(id=new_id("transl"), samples=b"", prompt=context.body.prompt or None)
+    return await _answer(context, job)
+
+
+async def _answer(
+    context: RequestContext[Any], job: TranscriptionJob, *, pauses: Pauses | None = None, languages: Sequence[str] = ()
+) -> web.StreamResponse:
+    """Return the answer to a request for *job*, whose recording is cut at *pauses*. Raises :class:`ServiceError`."""
+    body, limits = context.body, context.service.settings.audio
+    if body.response_format == "diarized_json":
+        raise UnsupportedParameter("This model does not tell speakers apart.", param="response_format")
+    if body.temperature:
+        raise UnsupportedParameter("This model takes no temperature but 0.", param="temperature")
+    if body.prompt:
+        _check_prompt(context, "prompt")
+    require_audio()
+    if len(body.file.content) > limits.max_file_size:
+        raise PayloadTooLarge(f"The file is larger than the limit of {limits.max_file_size} bytes.", param="file")
+    context.observation.response_id = job.id
+    return await context.admitted(lambda each: _transcribed(each, job, pauses, languages), param="file")
+
+
+async def _transcribed(
+    context: RequestContext[Any], job: TranscriptionJob, pauses: Pauses | None, languages: Sequence[str]
+) -> web.StreamResponse:
+    body, limits = context.body, context.service.settings.audio
+    recognition = context.model.adapter.capabilities.recognition
+    assert recognition is not None, "the model takes the job"
+    recording = Recording(
+        body.file.content,
+        rate=recognition.sample_rate,
+        longest=recognition.max_seconds,
+        most=limits.max_duration,
+        pauses=pauses,
+    )
+    stream = getattr(body, "stream", False)
+    wish = Wish(
+        job=msgspec.structs.replace(job, language=job.language or recognition.language),
+        languages=languages,
+        times=body.response_format in _TIMED,
+        live=stream and context.model.adapter.capabilities.streaming,
+        parallel=limits.parallel_chunks,
+    )
+    transcription = Transcription(context.sender, context.model, wish)
+    if stream:
+        return await stream_objects(context, _events(context, transcription, recording))
+    try:
+        async with asyncio.timeout(context.limits.total), aclosing(transcription.deltas(recording)) as deltas:
+            async for _ in deltas:
+                pass
+    except TimeoutError as error:
+        raise too_long(context.limits.total) from error
+    return _rendered(body.response_format, transcription, recording, translated=isinstance(job, TranslationJob))
+
+
+async def _events(
+    context: RequestContext[Any], transcription: Transcription, recording: Recording
+) -> AsyncGenerator[TranscriptEvent]:
+    loop, total = asyncio.get_running_loop(), context.limits.total
+    ends = None if total is None else loop.time() + total
+    async with aclosing(transcription.deltas(recording)) as deltas:
+        while True:
+            try:
+                # Not around the events: a client may take its time to read them.
+                async with asyncio.timeout_at(ends):
+                    delta = await anext(deltas, None)
+            except TimeoutError as error:
+                raise too_long(total) from error
+            if delta is None:
+                break
+            yield TranscriptEvent(type="transcript.text.delta", delta=delta)
+    yield TranscriptEvent(type="transcript.text.done", text=transcription.text)
+
+
+def _rendered(
+    form: _Format, transcription: Transcription, recording: Recording, *, translated: bool
+) -> web.StreamResponse:
+    """Return the answer in the format *form*."""
+    segments, usage = transcription.segments, DurationUsage(seconds=math.ceil(recording.seconds))
+    if form == "json":
+        return json_response(TranscriptObject(text=transcription.text, usage=usage))
+    if form == "verbose_json":
+        code = "en" if translated else transcription.language or ""
+        verbose = TranscriptObject(
+            task="translate" if translated else "transcribe",
+            language=LANGUAGES.get(code, code),
+            duration=recording.seconds,
+            text=transcription.text,
+            segments=[_segment(number, each) for number, each in enumerate(segments)],
+            usage=usage,
+        )
+        return json_response(verbose)
+    if form == "srt":
+        text = "".join(
+            f"{number}\n{_time(each.start, ',')} --> {_time(each.end, ',')}\n{_line(each)}\n\n"
+            for number, each in enumerate(segments, 1)
+        )
+    elif form == "vtt":
+        cues = (f"{_time(each.start, '.')} --> {_time(each.end, '.')}\n{_line(each)}\n\n" for each in segments)
+        text = "".join(("WEBVTT\n\n", *cues))
+    else:
+        text = f"{transcription.text}\n"
+    return WholeResponse(text=text, content_type="text/plain", charset="utf-8")
+
+
+def _segment(number: int, segment: Segment) -> SegmentObject:
+    text = segment.text.encode()
+    return SegmentObject(
+        id=number,
+        seek=round(segment.start * 100),
+        start=round(segment.start, 3),
+        end=round(segment.end, 3),
+        text=segment.text,
+        tokens=segment.tokens,
+        temperature=0.0,
+        avg_logprob=0.0,
+        compression_ratio=len(text) / len(zlib.compress(text)),
+        no_speech_prob=0.0,
+    )
+
+
+def _time(seconds: float, point: str) -> str:
+    """Return a time of subtitles."""
+    minutes, thousandths = divmod(round(seconds * 1000), 60_000)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{thousandths // 1000:02}{point}{thousandths % 1000:03}"
+
+
+def _line(segment: Segment) -> str:
+    """Return the text of a subtitle, which an empty line or an arrow would end."""
+    return " ".join(segment.text.split()).replace("-->", "->")
+
+
+def _languages(context: RequestContext[Any]) -> Sequence[str]:
+    recognition = context.model.adapter.capabilities.recognition
+    return () if recognition is None else list(recognition.languages)
+
+
+def _language(context: RequestContext[Any], given: str, param: str) -> str:
+    """Return the code of the language that a request names. Raises :class:`InvalidRequest`."""
+    code, known = code_of(given), _languages(context)
+    if not known:
+        raise UnsupportedParameter(
+            f"The model '{context.model.name}' cannot be told the language. Its operator can say which it knows "
+            "('audio.languages').",
+            param=param,
+        )
+    if code not in known:
+        raise InvalidRequest(
+            f"The model '{context.model.name}' does not know the language '{given[:50]}'. It knows {', '.join(known)}.",
+            param=param,
+            code="invalid_language",
+        )
+    return code
+
+
+def _check_prompt(context: RequestContext[Any], param: str) -> None:
+    recognition = context.model.adapter.capabilities.recognition
+    if recognition is None or not recognition.prompt:
+        raise UnsupportedParameter(
+            f"The model '{context.model.name}' has no room for a prompt, or its operator does not say that it has "
+            "('audio.prompt').",
+            param=param,
+        )
+
+
+def _pauses(body: TranscriptionRequest) -> Pauses | None:
+    """Return how the audio is cut at silence, if it is. Raises :class:`InvalidValue`."""
+    given = body.chunking_strategy
+    if given == "auto":
+        return Pauses()
+    fields = (body.chunking_type, body.threshold, body.padding, body.silence)
+    if not given and fields.count(None) == len(fields):
+        return None
+    activity = VoiceActivity(
+        type="server_vad",
+        threshold=0.5 if body.threshold is None else body.threshold,
+        prefix_padding_ms=300 if body.padding is None else body.padding,
+        silence_duration_ms=200 if body.silence is None else body.silence,
+    )
+    try:
+        if given:
+            activity = msgspec.json.decode(given, type=VoiceActivity)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise InvalidValue(
+            "'chunking_strategy' must be 'auto' or an object of the type 'server_vad'.", "chunking_strategy"
+        ) from error
+    return Pauses(
+        threshold=activity.threshold,
+        padding=activity.prefix_padding_ms / 1000,
+        silence=activity.silence_duration_ms / 1000,
+    )

@@ -1,0 +1,401 @@
+"""
+Audio as clients send it: decoded block by block, mixed to mono, resampled, and cut where it is quiet.
+
+The libraries come with the extras ``audio`` (WAV, FLAC, Ogg, MP3) and ``media`` (MP4, WebM, AAC), and are imported when
+the first file comes. What a file is, its content says and never its name, and a decoder gets bytes: no path, no address
+and no playlist of a request. Decoding goes only as far as its chunks are taken, so an hour needs no more memory than a
+few chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import io
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, TypeAlias
+
+import msgspec
+
+from triton_openai.errors import ConfigurationError, InvalidRequest
+
+# Frames that are decoded at once: 4 MB with as many channels as are taken.
+_FRAMES = 65_536
+_MOST_CHANNELS = 16
+_RATES = range(4_000, 192_001)
+# The largest number of FP16. NaN compares as false.
+_LOUDEST = 65_504.0
+# How many files are decoded at the same time.
+_THREADS = 2
+# Samples a second that models of chats take, and the most seconds that one request has: 19 MB.
+_CHAT_RATE, _LONGEST_IN_CHATS = 16_000, 600.0
+# Of soundfile, by the first bytes of a file; and what PyAV calls the other containers.
+_FORMATS = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3"})
+_MP4, _WEBM, _AAC = "mov", "matroska", "aac"
+_CODECS = frozenset({"aac", "alac", "flac", "mp3", "mp3float", "opus", "libopus", "vorbis", "libvorbis", "pcm_s16le"})
+_TAKEN = "WAV, FLAC, Ogg (Vorbis, Opus), MP3, MP4, WebM and AAC"
+# Seconds: what is searched for the quietest place before the limit of a chunk, and how long that place is.
+_SEARCHED, _QUIET = 2.0, 0.1
+#: Seconds of the frames that are either speech or not.
+FRAME = 0.02
+# A root mean square of -60 dBFS, below which nothing can be heard.
+_SILENCE = 0.001
+# The size of a RIFF file that was written as a stream.
+_UNKNOWN_SIZES = range(0x7FFF_0000, 0x1_0000_0000)
+
+_Samples: TypeAlias = Any
+"""An array of NumPy, which is not imported here before it is needed."""
+
+
+class Pauses(msgspec.Struct, frozen=True, kw_only=True):
+    """Where speech is told from silence, as the API's ``server_vad`` has it. Times are in seconds."""
+
+    #: From 0 to 1: a level of -60 dBFS to -20 dBFS (root mean square), below which it is silent.
+    threshold: float = 0.5
+    #: What of the silence before speech is kept.
+    padding: float = 0.3
+    #: How long silence lasts that ends a chunk.
+    silence: float = 0.5
+
+    @property
+    def level(self) -> float:
+        """The threshold as a root mean square of samples from -1 to 1."""
+        return float(10 ** (-3 + 2 * self.threshold))
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a recording: mono samples (little-endian FP32, mostly from -1 to 1), and its bounds in seconds."""
+
+    start: float
+    end: float
+    samples: bytes
+    #: Whether nothing can be heard: recognizers invent text for silence.
+    silent: bool
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return self.end - self.start
+
+
+class Recording:
+    """
+    A file of audio, decoded to *rate* samples a second and cut into chunks of *longest* seconds at most.
+
+    Without *pauses* it is cut only where it must be, at the quietest place before the limit. *most* is how many seconds
+    the file may have.
+    """
+
+    def __init__(self, data: bytes, *, rate: int, longest: float, most: float, pauses: Pauses | None = None) -> None:
+        """Raises :class:`ConfigurationError` without the extra, and :class:`InvalidRequest` for other formats."""
+        require_audio()
+        self._blocks, self._most = _blocks(data, most), most
+        self._cutter = _Cutter(rate, longest, pauses)
+        # Frames that were decoded, and those of a second.
+        self._frames, self._rate = 0, 1
+
+    @property
+    def seconds(self) -> float:
+        """How much was decoded."""
+        return self._frames / self._rate
+
+    async def chunks(self) -> AsyncGenerator[Chunk]:
+        """Yield the chunks in order. Raises :class:`InvalidRequest` for what cannot be decoded, or is too long."""
+        loop, steps, end = asyncio.get_running_loop(), self._decoded(), object()
+        while (found := await loop.run_in_executor(_threads(), next, steps, end)) is not end:
+            if isinstance(found, Chunk):
+                yield found
+
+    def _decoded(self) -> Iterator[Chunk | None]:
+        """Yield the chunks, and ``None`` after a block that completes none."""
+        import numpy as np
+        import soxr
+
+        resampler: Any = None
+        for rate, block in self._blocks:
+            if not self._frames:
+                self._rate = rate
+                resampler = None if rate == self._cutter.rate else soxr.ResampleStream(rate, self._cutter.rate, 1)
+            self._frames += len(block)
+            if self.seconds > self._most:
+                raise _too_long(self._most)
+            if not np.abs(block).max(initial=0.0) <= _LOUDEST:
+                raise _wrong("The audio has samples that are no numbers.")
+            mono = block.mean(axis=1, dtype=np.float32)
+            yield from self._cutter.feed(mono if resampler is None else resampler.resample_chunk(mono))
+            yield None
+        if not self._frames:
+            raise _wrong("The file has no audio.")
+        if resampler is not None:
+            yield from self._cutter.feed(resampler.resample_chunk(np.zeros(0, np.float32), last=True))
+        yield from self._cutter.rest()
+
+
+class AudioReference(msgspec.Struct, frozen=True):
+    """Audio in a request: its path, for an error's ``param``, and its file in base64."""
+
+    place: str
+    data: str
+
+
+async def load(references: Sequence[AudioReference], *, most: float) -> tuple[str, ...]:
+    """
+    Return the audio of *references*, of *most* seconds together, as WAV files of 16 kHz in base64.
+
+    Raises :class:`InvalidRequest` with its place, and :class:`ConfigurationError` without the extra.
+    """
+    require_audio()
+    import numpy as np
+    import soundfile
+
+    found = []
+    left = min(most, _LONGEST_IN_CHATS)
+    for one in references:
+
+        def encode(chunks: Sequence[Chunk]) -> str:
+            target = io.BytesIO()
+            samples = np.frombuffer(b"".join(chunk.samples for chunk in chunks), "<f4")
+            soundfile.write(target, samples, _CHAT_RATE, format="WAV", subtype="PCM_16")
+            return binascii.b2a_base64(target.getvalue(), newline=False).decode("ascii")
+
+        try:
+            data = await asyncio.to_thread(binascii.a2b_base64, one.data, strict_mode=True)
+            recording = Recording(data, rate=_CHAT_RATE, longest=left, most=left)
+            chunks = [chunk async for chunk in recording.chunks()]
+            found.append(await asyncio.to_thread(encode, chunks))
+            left -= recording.seconds
+        except ValueError as error:
+            raise InvalidRequest("The audio is not valid base64.", param=one.place, code="invalid_base64") from error
+        except InvalidRequest as error:
+            error.param = one.place
+            raise
+    return tuple(found)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="audio")
+
+
+def require_audio() -> None:
+    """Raise :class:`ConfigurationError` unless the libraries of the extra ``audio`` are there."""
+    try:
+        import soundfile
+        import soxr
+    except (ImportError, OSError) as error:
+        raise ConfigurationError(
+            "This service cannot read audio: install it with the extra 'audio' (pip install 'triton-openai[audio]').",
+            detail=str(error),
+        ) from error
+    del soundfile, soxr
+
+
+def _wrong(message: str, code: str = "invalid_audio") -> InvalidRequest:
+    return InvalidRequest(message, param="file", code=code)
+
+
+def _too_long(most: float) -> InvalidRequest:
+    return _wrong(f"The audio is longer than the limit of {most:g} seconds.", "audio_too_long")
+
+
+def _known(frames: int) -> bool:
+    """Return whether the number of *frames* is known: libsndfile has a very large one where it is not."""
+    return frames < 1 << 48
+
+
+def _check(rate: int, channels: int) -> None:
+    if channels > _MOST_CHANNELS:
+        raise _wrong(f"The audio has {channels} channels; {_MOST_CHANNELS} is the most.")
+    if rate not in _RATES:
+        raise _wrong(f"The audio has {rate} samples a second; {_RATES[0]} to {_RATES[-1]} are taken.")
+
+
+def _blocks(data: bytes, most: float) -> Iterator[tuple[int, _Samples]]:
+    """Return what yields the samples a second of *data* and blocks of frames by channels (FP32)."""
+    if not data:
+        raise _wrong("The file is empty.")
+    if data[4:8] == b"ftyp":
+        return _with_av(data, _MP4)
+    if data.startswith(b"\x1aE\xdf\xa3"):
+        return _with_av(data, _WEBM)
+    # AAC and MP3 begin with the same bits; the layer, which AAC does not have, tells them apart.
+    sync = len(data) > 1 and data[0] == 0xFF
+    if sync and data[1] & 0xF6 == 0xF0:
+        return _with_av(data, _AAC)
+    riff = data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE"
+    if riff or data.startswith((b"fLaC", b"OggS", b"ID3")) or (sync and data[1] & 0xE0 == 0xE0):
+        return _with_soundfile(data, most)
+    raise _wrong(f"This is not audio of a supported format ({_TAKEN}).", "invalid_audio_format")
+
+
+def _with_soundfile(data: bytes, most: float) -> Iterator[tuple[int, _Samples]]:
+    import soundfile
+
+    class Stream(soundfile.SoundFile):  # type: ignore[misc] # it has no types
+        """Reads from the first frame to the last. Otherwise it is sought after each block, which some files refuse."""
+
+        def seekable(self) -> bool:
+            return False
+
+    cut = _wrong("The file is cut off: it is shorter than its head says.")
+    size = int.from_bytes(data[4:8], "little") + 8
+    if data.startswith(b"RIFF") and size > len(data) and size not in _UNKNOWN_SIZES:
+        raise cut
+    try:
+        with Stream(io.BytesIO(data)) as file:
+            if file.format not in _FORMATS:
+                raise _wrong(f"This is not audio of a supported format ({_TAKEN}).", "invalid_audio_format")
+            _check(file.samplerate, file.channels)
+            left = file.frames
+            if _known(left) and left / file.samplerate > most:
+                raise _too_long(most)
+            while len(block := file.read(_FRAMES, dtype="float32", always_2d=True)):
+                left -= len(block)
+                yield file.samplerate, block
+    except soundfile.SoundFileError as error:
+        raise _wrong("The file cannot be decoded: it is damaged, or cut off.") from error
+    # Of MP3 a head says it roughly; the others have none that does.
+    if _known(left) and left > {"FLAC": 0, "MP3": file.samplerate}.get(file.format, left):
+        raise cut
+
+
+def _with_av(data: bytes, container: str) -> Iterator[tuple[int, _Samples]]:
+    import numpy as np
+
+    try:
+        import av
+    except (ImportError, OSError) as error:
+        raise _wrong(
+            "MP4, WebM and AAC need the extra 'media' of this service, which is not installed (pip install "
+            "'triton-openai[media]'). Send WAV, FLAC, Ogg or MP3.",
+            "invalid_audio_format",
+        ) from error
+    # A file may name others: nothing is opened but what is in memory.
+    closed = {"protocol_whitelist": "none", "enable_drefs": "0", "use_absolute_path": "0"}
+    options = closed if container == _MP4 else {"protocol_whitelist": "none"}
+    try:
+        with av.open(io.BytesIO(data), mode="r", format=container, options=options) as file:
+            stream = next(iter(file.streams.audio), None)
+            if stream is None:
+                raise _wrong("The file has no audio.")
+            # FFmpeg may know no decoder.
+            codec = getattr(stream.codec_context, "name", "of an unknown format")
+            if codec not in _CODECS:
+                raise _wrong(f"The file's audio is {codec}, which is not supported.", "invalid_audio_format")
+            _check(stream.rate, stream.channels)
+            rate, channels, resampler = stream.rate, stream.channels, av.AudioResampler(format="flt")
+            frames: list[_Samples] = []
+            for decoded in file.decode(stream):
+                for frame in resampler.resample(decoded):
+                    if frame.sample_rate != rate or len(frame.layout.channels) != channels:
+                        raise _wrong("The audio changes its rate or its channels.")
+                    frames.append(frame.to_ndarray().reshape(-1, channels))
+                if sum(map(len, frames)) >= _FRAMES:
+                    yield rate, np.concatenate(frames)
+                    frames = []
+            if frames:
+                yield rate, np.concatenate(frames)
+    except (av.FFmpegError, ValueError, EOFError) as error:
+        raise _wrong("The file cannot be decoded: it is damaged, or cut off.") from error
+
+
+class _Cutter:
+    """Cuts mono samples that come piece by piece. Places are numbers of samples since the start of the recording."""
+
+    def __init__(self, rate: int, longest: float, pauses: Pauses | None) -> None:
+        self.rate = rate
+        self._longest, self._frame = int(longest * rate), int(FRAME * rate)
+        self._pauses = pauses
+        # What is kept, the place where it begins, and the place up to which it was looked at.
+        self._pieces: list[_Samples] = []
+        self._first = self._place = self._end = 0
+        # Where the chunk begins, if it has begun, and for how many samples it has been silent.
+        self._begin: int | None = None if pauses else 0
+        self._silent = 0
+
+    def feed(self, samples: _Samples) -> Iterator[Chunk]:
+        """Add *samples*, and yield the chunks that are complete."""
+        self._pieces.append(samples)
+        self._end += len(samples)
+        if self._pauses is None:
+            self._place = self._end
+            yield from self._limited()
+        else:
+            yield from self._at_pauses(self._pauses)
+
+    def rest(self) -> Iterator[Chunk]:
+        """Yield the last chunk."""
+        if self._begin is not None and self._end > self._begin:
+            yield self._take(self._begin, self._end)
+
+    def _limited(self) -> Iterator[Chunk]:
+        """Yield chunks as long as there is more than one may have."""
+        while self._begin is not None and self._place - self._begin > self._longest:
+            kept = self._joined()
+            stop = self._begin - self._first + self._longest
+            searched = min(int(_SEARCHED * self.rate), self._longest // 2)
+            place = stop - searched + _quietest(kept[stop - searched : stop], int(_QUIET * self.rate))
+            begin, self._begin = self._begin, place + self._first
+            yield self._take(begin, self._begin)
+
+    def _at_pauses(self, pauses: Pauses) -> Iterator[Chunk]:
+        import numpy as np
+
+        unread = self._joined()[self._place - self._first :]
+        frames = unread[: len(unread) // self._frame * self._frame].reshape(-1, self._frame)
+        padding, silence = int(pauses.padding * self.rate), int(pauses.silence * self.rate)
+        for loud in (np.sqrt(np.square(frames).mean(axis=1)) >= pauses.level).tolist():
+            if loud and self._begin is None:
+                self._begin = max(self._place - padding, self._first)
+            self._place += self._frame
+            self._silent = 0 if loud else self._silent + self._frame
+            if self._begin is not None and self._silent >= silence:
+                begin, self._begin = self._begin, None
+                yield self._take(begin, self._place)
+            yield from self._limited()
+        if self._begin is None:
+            self._drop(max(self._place - padding, self._first))
+
+    def _joined(self) -> _Samples:
+        import numpy as np
+
+        if len(self._pieces) != 1:
+            self._pieces = [np.concatenate(self._pieces)] if self._pieces else [np.zeros(0, np.float32)]
+        return self._pieces[0]
+
+    def _drop(self, place: int) -> None:
+        """Keep only what follows *place*, without what holds the memory of the rest."""
+        self._pieces, self._first = [self._joined()[place - self._first :].copy()], place
+
+    def _take(self, begin: int, end: int) -> Chunk:
+        samples = self._joined()[begin - self._first : end - self._first]
+        chunk = Chunk(
+            start=begin / self.rate,
+            end=end / self.rate,
+            samples=samples.astype("<f4", copy=False).tobytes(),
+            silent=_loudest(samples, int(_QUIET * self.rate)) < _SILENCE,
+        )
+        self._drop(end)
+        return chunk
+
+
+def _quietest(samples: _Samples, width: int) -> int:
+    """Return the middle of the *width* samples with the least energy."""
+    import numpy as np
+
+    if len(samples) <= width:
+        return len(samples) // 2
+    total = np.concatenate(([0.0], np.cumsum(np.square(samples, dtype=np.float64))))
+    return int(np.argmin(total[width:] - total[:-width])) + width // 2
+
+
+def _loudest(samples: _Samples, width: int) -> float:
+    """Return the root mean square of the loudest *width* samples."""
+    import numpy as np
+
+    whole = len(samples) // width * width
+    parts = [samples[:whole].reshape(-1, width)] if whole else []
+    parts += [samples[whole:].reshape(1, -1)] if len(samples) > whole else []
+    return max((float(np.sqrt(np.square(part).mean(axis=1).max())) for part in parts), default=0.0)
