@@ -52,7 +52,7 @@ def test_releases(release: str) -> None:
     without = type(found)(msgspec.structs.replace(found.config, inputs=inputs), {})
     assert "" == without.decoder(generation(MINIMAL, without)).flush()
     assert ("path" if newest else None) == found.capabilities.lora
-    assert newest is not found.at_once(generation(MINIMAL))
+    assert newest is not found.returns_whole(generation(MINIMAL))
     assert newest is (found.notes == ())
     assert newest is (found.cause_of_silence(generation(MINIMAL)) is not None)
     assert request.prefers_grpc
@@ -139,6 +139,6 @@ def test_adapters_that_the_model_reads(tmp_path: Path) -> None:
 )
 def test_what_model_yaml_says(text: str, expected: Mapping[str, object]) -> None:
     """Limits, LoRA adapters and images."""
-    hints = adapter("P130").hints_with(lambda model, file: text.encode() if file == "model.yaml" else None)
+    metadata = adapter("P130").metadata_with(lambda model, file: text.encode() if file == "model.yaml" else None)
 
-    assert expected == {name: getattr(hints, name) for name in expected}
+    assert expected == {name: getattr(metadata, name) for name in expected}

@@ -48,7 +48,7 @@ class Reading(msgspec.Struct, frozen=True):
     origins: Sequence[str]
     left_out: list[str]
 
-    def blame(self, error: ServiceError) -> None:
+    def relabel_param(self, error: ServiceError) -> None:
         """Name the request's own fields in an *error* of the chat."""
         param = error.param or ""
         for index, origin in enumerate(self.origins if param.startswith("messages[") else ()):

@@ -42,7 +42,7 @@ class ForcedCall(CallGrammar):
         yield from self._reader.run(_REST, self._output.content)
 
 
-class HeldCalls(ToolParser):
+class ConstrainedCalls(ToolParser):
     """
     The stage for an answer that the backend was to be held to calls: *held* reads it.
 
