@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import msgspec
 
-from triton_openai.adapters._common import trtllm as common
+from triton_openai.adapters._common import trtllm_family as common
 from triton_openai.adapters._common.base import ModelMetadata, Parameter, Rule, bind, requires_only
 from triton_openai.adapters._common.decoding import Reader
 from triton_openai.adapters._common.registry import users_of
@@ -57,7 +57,7 @@ class Trtllm(common.TrtllmAdapter):
         # its guides (0.19 and later).
         steps = [step.model for user in users_of(config, repository) for step in user.steps]
         tokenizing = (repository.get(name) for name in (*steps, "preprocessing"))
-        found = common.tokenizing_hints(tokenizing) or ModelMetadata(adds_bos=True)
+        found = common.tokenizing_metadata(tokenizing) or ModelMetadata(adds_bos=True)
         own = config.parameter("tokenizer_dir")
         self.metadata = msgspec.structs.replace(found, tokenizer_dir=found.tokenizer_dir or own)
         logprobs = "return_log_probs" in config.inputs and common.LOGPROBS in config.outputs

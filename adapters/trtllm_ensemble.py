@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from triton_openai.adapters._common import trtllm as common
+from triton_openai.adapters._common import trtllm_family as common
 from triton_openai.adapters._common.base import ModelMetadata, Parameter, Rule, bind, requires_only
 from triton_openai.adapters._common.decoding import TextDecoder
 from triton_openai.errors import UpstreamError
@@ -58,7 +58,7 @@ class TrtllmText(common.TrtllmAdapter):
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
-        self.metadata = common.tokenizing_hints(self.steps) or ModelMetadata()
+        self.metadata = common.tokenizing_metadata(self.steps) or ModelMetadata()
         inputs, outputs = config.inputs, config.outputs
         logprobs = "return_log_probs" in inputs
         # An answer that comes at once does not say which text is which token's.

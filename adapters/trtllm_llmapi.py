@@ -23,7 +23,7 @@ from triton_openai.adapters._common.base import (
     with_engine_arguments,
 )
 from triton_openai.adapters._common.decoding import TextDecoder
-from triton_openai.adapters._common.trtllm import TrtllmAdapter
+from triton_openai.adapters._common.trtllm_family import TrtllmAdapter
 from triton_openai.errors import ConfigurationError, PromptRefused
 from triton_openai.generation import Generation, Lora
 from triton_openai.triton.tensors import InferRequest, ModelConfig, Tensor

@@ -28,7 +28,7 @@ from triton_openai.models.canary import CANARY, PATIENCE, Canary
 from triton_openai.models.control import ModelControl
 from triton_openai.models.lookup import Models, keep_loaded
 from triton_openai.models.served import ServedModel
-from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.prompts import infill
 from triton_openai.prompts.history import HistoryTemplate
 from triton_openai.serving.admission import Admission

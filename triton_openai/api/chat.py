@@ -42,10 +42,10 @@ from triton_openai.media.audio import AudioReference, load
 from triton_openai.media.images import ImageReference
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
-from triton_openai.parsers.registry import Parsers
-from triton_openai.parsers.tools.base import ToolParser
+from triton_openai.parsers.parser_registry import Parsers
 from triton_openai.parsers.tools.guided import ConstrainedCalls, ForcedCall, GuidedCalls
 from triton_openai.parsers.tools.json_calls import Llama3Json
+from triton_openai.parsers.tools.tool_parser import ToolParser
 from triton_openai.prompts.messages import Message
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.serving.connections import WholeResponse

@@ -20,7 +20,7 @@ from triton_openai.answer.prepare import GenerationSpec, prepare
 from triton_openai.answer.run import Sender
 from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.messages import handlers as messages
-from triton_openai.api.messages.events import asks_anthropic
+from triton_openai.api.messages.message_events import asks_anthropic
 from triton_openai.api.service import Service, find_model, key_of, new_id, service_of
 from triton_openai.draining import DRAINING
 from triton_openai.errors import ModelNotFound, ServiceError

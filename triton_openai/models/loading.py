@@ -11,7 +11,7 @@ import structlog
 
 from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError
-from triton_openai.parsers.registry import Parsers, choose
+from triton_openai.parsers.parser_registry import Parsers, choose
 from triton_openai.prompts.prompter import Prompter
 
 _log = structlog.get_logger(__name__)

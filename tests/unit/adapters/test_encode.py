@@ -13,7 +13,7 @@ from tests.cases import every_case
 from tests.unit.adapters.encoding import request_of
 from triton_openai.adapters._common import registry
 from triton_openai.adapters._common.base import Adapter, ModelMetadata, Rule
-from triton_openai.adapters._common.trtllm import adds_special_tokens
+from triton_openai.adapters._common.trtllm_family import adds_special_tokens
 from triton_openai.adapters.embeddings import Embeddings
 from triton_openai.adapters.trtllm_bls import TrtllmBls
 from triton_openai.adapters.trtllm_ensemble import TrtllmEnsemble

@@ -17,7 +17,7 @@ from triton_openai.adapters.vllm import Vllm
 from triton_openai.config.tree import LoraSettings, ModelSettings
 from triton_openai.errors import ConfigurationError, PromptRefused, UpstreamError
 from triton_openai.generation import Lora
-from triton_openai.models.lora.files import find_loras
+from triton_openai.models.lora.lora_files import find_loras
 from triton_openai.triton.tensors import TensorSpec
 
 RELEASES = {"P19": "0.19", "P20": "0.20 or 0.21", "P100": "1.0 to 1.2", "P121V": "1.0 to 1.2", "P130": "1.3 or newer"}

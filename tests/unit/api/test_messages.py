@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.cases import every_case
 from tests.described import check
 from triton_openai.api.bodies import read_within
-from triton_openai.api.messages.events import MessageEvents, envelope, stop_of
-from triton_openai.api.messages.reader import Reading, read
+from triton_openai.api.messages.message_events import MessageEvents, envelope, stop_of
+from triton_openai.api.messages.message_reader import Reading, read
 from triton_openai.api.messages.types import Block, CountTokensRequest, MessagesRequest
 from triton_openai.app import create_app
 from triton_openai.config.tree import AccessSettings, LimitSettings, ServerSettings, Settings

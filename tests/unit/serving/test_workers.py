@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.clock import Clock, turns
-from triton_openai.cli import worker as worker_command
+from triton_openai.cli import worker_process as worker_command
 from triton_openai.config.tree import (
     ApiSettings,
     DefaultParameters,

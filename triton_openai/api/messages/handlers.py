@@ -13,8 +13,8 @@ from triton_openai.api.agents import known_effort, page
 from triton_openai.api.bodies import json_response, tell_ignored
 from triton_openai.api.chat import ChatRequest, turn_of
 from triton_openai.api.messages import types
-from triton_openai.api.messages.events import MessageEvents, add_request_id
-from triton_openai.api.messages.reader import Reading, read
+from triton_openai.api.messages.message_events import MessageEvents, add_request_id
+from triton_openai.api.messages.message_reader import Reading, read
 from triton_openai.api.parameters import check_unused
 from triton_openai.api.service import RequestContext, Service, begin, key_of, new_id, read_request, service_of
 from triton_openai.api.sse import stream

@@ -12,7 +12,7 @@ import structlog
 from triton_openai.config.tree import Settings
 from triton_openai.generation import Lora, LoraFormat
 from triton_openai.models.lora.delivery import LoraDeliveries
-from triton_openai.models.lora.files import FoundLora, find_loras, names_of, served_name
+from triton_openai.models.lora.lora_files import FoundLora, find_loras, names_of, served_name
 from triton_openai.models.served import ServedModel
 from triton_openai.triton.catalog import Snapshot
 

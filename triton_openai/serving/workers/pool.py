@@ -88,7 +88,7 @@ class WorkerProcess:
         with theirs:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "triton_openai.cli.worker", str(theirs.fileno())),
+                    *(sys.executable, "-m", "triton_openai.cli.worker_process", str(theirs.fileno())),
                     env=environment,
                     stdin=PIPE,
                     pass_fds=(theirs.fileno(), *numbers),

@@ -204,7 +204,7 @@ def truthy(value: str | None) -> bool:
     return value is not None and value.lower() in ("true", "1")
 
 
-def tokenizing_hints(steps: Iterable[ModelConfig | None]) -> ModelMetadata | None:
+def tokenizing_metadata(steps: Iterable[ModelConfig | None]) -> ModelMetadata | None:
     """Return what the first of *steps* that tokenizes says, ``None`` where there is none."""
     step = next((each for each in steps if each is not None and "QUERY" in each.inputs), None)
     if step is None:
