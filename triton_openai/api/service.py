@@ -81,6 +81,8 @@ class Operation(msgspec.Struct, frozen=True):
     text: bool = False
     #: The media types of an answer that is a file.
     media: tuple[str, ...] = ()
+    #: Whether clients can ask for a part of that file.
+    ranges: bool = False
     #: The jobs that do it, of which a model has to take one; the first is what the operation is for. Triton is asked,
     #: within limits of time.
     jobs: tuple[JobType, ...] = ()
@@ -275,7 +277,8 @@ async def begin(request: web.Request, kind: type[_Body], *, read_as_chat: bool =
     request.app[OBSERVERS].identified(observation)
     if operation.jobs and set(model.jobs).isdisjoint(operation.jobs):
         raise not_taken(request.app, model, operation.jobs[0])
-    limits = TimeLimits.of(service.settings.triton, request.headers, stream=stream)
+    triton = service.settings.triton if observation.batch is None else service.settings.triton_for_batches
+    limits = TimeLimits.of(triton, request.headers, stream=stream)
     if not read_as_chat:
         observation.parameters = body
     if ignored := parameters.check_unused(body):
@@ -305,6 +308,9 @@ def spec_of(
     if settings.access.trust_gateway:
         name = gateway_header(context.request.headers, "objective")
         objective = settings.access.gateway.objectives.get(name, 0)
+    if context.observation.batch is not None:
+        # The last of the levels, if the model's queue has any.
+        objective = model.priorities
     if body.stream_options is not None and not body.stream:
         raise InvalidValue("'stream_options' is only allowed when 'stream' is true.", "stream_options")
     limit = parameters.token_limit(body, model, prompter.tokenizer, defaults, settings.api.default_max_tokens)

@@ -147,6 +147,9 @@ class AccessLog(Observer):
         fields["status"], fields["seconds"] = observation.status, _rounded(observation.duration)
         if observation.key is not None:
             fields["key"] = observation.key
+        if observation.batch is not None:
+            fields["batch"] = observation.batch
+            fields["custom_id"] = printable(observation.custom_id or "", _MAX_NAME_CHARS)
         if error is not None:
             fields["error"] = error.code
         if left:
