@@ -205,7 +205,7 @@ async def list_batches(request: web.Request) -> web.Response:
     if files.exist:
         found = await files.store.batches(key_of(request).name, "openai", after=after, limit=limit + 1)
     if found is None:
-        raise agents.unknown_place("after")
+        raise agents.unknown_place_error("after")
     data = [batch_object(batch) for batch in found[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return json_response(BatchList(data=data, first_id=first, last_id=last, has_more=len(found) > limit))

@@ -20,7 +20,7 @@ from triton_openai.batches.files import Files, Writing
 from triton_openai.serving.forms import Form
 from triton_openai.serving.request_body import LIMITS
 from triton_openai.storage.batches import StoredFile
-from triton_openai.telemetry.observation import OBSERVATION
+from triton_openai.telemetry.request_record import RECORD
 
 #: Those of the service; absent where they are off.
 FILES: web.AppKey[Files] = web.AppKey("files", Files)
@@ -172,11 +172,11 @@ async def _read(request: web.Request, form: Form, writing: Writing, *, strict: b
             into[key] = (await part.read(_FIELD_SIZE)).decode(errors="replace")
     if lifetime:
         fields["expires_after"] = lifetime
-    observation = request[OBSERVATION]
-    observation.body_size = form.size
+    record = request[RECORD]
+    record.body_size = form.size
     if ignored:
-        observation.unknown_fields = ignored[:16]
-        tell_ignored(observation, ignored)
+        record.unknown_fields = ignored[:16]
+        tell_ignored(record, ignored)
     try:
         return msgspec.convert(fields, FileUpload, strict=False)
     except msgspec.ValidationError as error:
@@ -215,7 +215,7 @@ async def list_files(request: web.Request) -> web.Response:
             reverse=order == "desc",
         )
     if found is None:
-        raise agents.unknown_place("after")
+        raise agents.unknown_place_error("after")
     data = [file_object(file) for file in found[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return json_response(FileList(data=data, first_id=first, last_id=last, has_more=len(found) > limit))

@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from triton_openai import errors
-from triton_openai.access.guard import GUARD
+from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.access.keys import KEY, ApiKey
 from triton_openai.access.rate_limits import RateLimit, tokens_charged
 from triton_openai.api.bodies import FormRequest
@@ -31,7 +31,7 @@ from triton_openai.draining import DRAINING
 from triton_openai.serving.middleware import ERROR_BODY, Observed
 from triton_openai.storage.batches import Batch, BatchUsage
 from triton_openai.telemetry.logging import LOG_FIELDS
-from triton_openai.telemetry.observation import OBSERVATION, Observation, request_id
+from triton_openai.telemetry.request_record import RECORD, RequestRecord, request_id
 
 _log = structlog.get_logger(__name__)
 _HEADERS = CIMultiDictProxy(CIMultiDict({"Content-Type": "application/json"}))
@@ -124,7 +124,7 @@ class LineHost:
         return self._app[SERVICE].settings.server.max_body_size
 
     def knows(self, owner: str) -> bool:
-        key = self._app[GUARD].named(owner)
+        key = self._app[AUTHORIZER].named(owner)
         return key is not None and key.batch
 
     def target(self, model: str) -> str | None:
@@ -145,17 +145,17 @@ class LineHost:
         await find_model(cast(web.Request, request), model)
 
     def _key(self, owner: str) -> ApiKey:
-        key = self._app[GUARD].named(owner)
+        key = self._app[AUTHORIZER].named(owner)
         if key is None:
             raise errors.InvalidApiKey("The API key of the batch was removed.")
         return key
 
     async def wait(self, owner: str) -> float:
-        key = self._app[GUARD].named(owner)
+        key = self._app[AUTHORIZER].named(owner)
         most = None if key is None else key.limit.batch_tokens_per_minute
         if most is None:
             return 0.0
-        limits = self._app[GUARD].limits
+        limits = self._app[AUTHORIZER].limits
         decision = await limits.admit(_POOL + owner, RateLimit(tokens_per_minute=most))
         if decision.refusal is not None:
             return decision.refusal.wait
@@ -164,51 +164,51 @@ class LineHost:
 
     async def answer(self, batch: Batch, custom_id: str, body: bytes) -> Outcome:
         app = self._app
-        observation = Observation(
+        record = RequestRecord(
             request_id=request_id({}), method="POST", path=batch.endpoint, batch=batch.id, custom_id=custom_id
         )
-        observation.key = batch.owner or None
+        record.key = batch.owner or None
         handler = self._by_path[batch.endpoint]
         request = LineRequest(app, handler, batch.endpoint, body)
-        request[OBSERVATION] = observation
-        with Observed(app, observation):
-            LOG_FIELDS.set(observation.log_fields)
+        request[RECORD] = record
+        with Observed(app, record):
+            LOG_FIELDS.set(record.log_fields)
             try:
                 return await self._answered(cast(web.Request, request), handler, batch.owner)
             except asyncio.CancelledError:
                 reason = app[DRAINING].reason()
                 if reason is None:
-                    observation.client_left = True
+                    record.client_left = True
                     raise
                 error = reason
             except errors.ServiceError as known:
                 error = known
             except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
-                _log.exception("line failed", request_id=observation.request_id, batch=batch.id)
+                _log.exception("line failed", request_id=record.request_id, batch=batch.id)
                 error = errors.ServiceError("The service failed to answer the request.")
-            observation.error = error
+            record.error = error
             render = app.get(ERROR_BODY)
             made = (render and render(cast(web.Request, request), error)) or (error.status, error.envelope())
-            observation.status = made[0]
-            return Outcome(*made, observation.request_id, error=error)
+            record.status = made[0]
+            return Outcome(*made, record.request_id, error=error)
 
     async def _answered(self, request: web.Request, handler: Handler, owner: str) -> Outcome:
         request[KEY] = key = self._key(owner)
         response = await handler(request)
         body = response.body if isinstance(response, web.Response) else None
         assert isinstance(body, bytes), "a line was answered by a stream"
-        observation = request[OBSERVATION]
-        observation.status = response.status
+        record = request[RECORD]
+        record.status = response.status
         if key.limit.batch_tokens_per_minute is not None:
-            await self._charge(owner, observation)
-        return Outcome(response.status, body, observation.request_id, usage=_usage(body))
+            await self._charge(owner, record)
+        return Outcome(response.status, body, record.request_id, usage=_usage(body))
 
-    async def _charge(self, owner: str, observation: Observation) -> None:
-        limits = self._app[GUARD].limits
+    async def _charge(self, owner: str, record: RequestRecord) -> None:
+        limits = self._app[AUTHORIZER].limits
         # Counted in and out, so that there is an account.
         decision = await limits.admit(_POOL + owner, RateLimit(concurrent_requests=2**53))
         if decision.refusal is None:
-            limits.leave(_POOL + owner, tokens_charged(observation, served=True, cut_short=False))
+            limits.leave(_POOL + owner, tokens_charged(record, served=True, cut_short=False))
 
 
 def endpoints(operations: Mapping[Handler, Operation]) -> Mapping[str, Handler]:

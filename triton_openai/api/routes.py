@@ -37,7 +37,7 @@ from triton_openai.api.files import FileUpload
 from triton_openai.api.messages import batches as message_batches
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages import types as message_types
-from triton_openai.api.messages.events import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
+from triton_openai.api.messages.message_events import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
 from triton_openai.api.responses import conversations, retrieve
 from triton_openai.api.responses import create as responses
 from triton_openai.api.responses import objects as response_types
@@ -51,7 +51,7 @@ from triton_openai.serving.middleware import ERROR_BODY
 
 
 class ErrorObject(msgspec.Struct, kw_only=True):
-    """What went wrong: a sentence for people, and for programs its class, the field to blame and a code."""
+    """What went wrong: a sentence for people, and for programs its class, the field to relabel_param and a code."""
 
     message: str
     type: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from triton_openai.telemetry.observation import Observation, Observer
+from triton_openai.telemetry.request_record import Observer, RequestRecord
 
 # Seconds after which an unavailable model is tried again: the first ones, and the most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
@@ -64,9 +64,9 @@ class FirstTokens(Observer):
     def __init__(self) -> None:
         self._waits: deque[tuple[float, float]] = deque(maxlen=_MOST)
 
-    def ended(self, observation: Observation) -> None:
-        wait = observation.time_to_first_token
-        if observation.batch is None and wait is not None:
+    def ended(self, record: RequestRecord) -> None:
+        wait = record.time_to_first_token
+        if record.batch is None and wait is not None:
             self._waits.append((time.monotonic(), wait))
 
     def slowest(self) -> float:

@@ -40,7 +40,7 @@ from triton_openai.storage.batches import (
     Line,
     StoredFile,
 )
-from triton_openai.tasks import cancel, first_of
+from triton_openai.tasks import cancel, wait_any
 
 _log = structlog.get_logger(__name__)
 # A lease lasts so many seconds, and is renewed this often; the tables are looked at this often.
@@ -197,7 +197,7 @@ class BatchRunner:
             except ServiceError as error:
                 _log.warning("batches wait", reason=error.reason)
                 await asyncio.sleep(_TROUBLE_SECONDS)
-            await first_of(self._woken, timeout=_POLL)
+            await wait_any(self._woken, timeout=_POLL)
             self._woken.clear()
 
     async def close(self) -> None:
@@ -412,7 +412,7 @@ class BatchRunner:
             limit.overloaded(began)
         wait = min(_RETRY_SECONDS * 5.0**tries, _LONGEST_RETRY)
         if isinstance(error, errors.UpstreamUnavailable | errors.ModelNotFound):
-            # It is not the line that is to blame.
+            # It is not the line that is to relabel_param.
             limit.unavailable()
         elif not isinstance(error, errors.ServiceOverloaded):
             if tries >= _RETRIES:
@@ -502,7 +502,7 @@ class BatchRunner:
                 await held.woken.wait()
         held.woken.clear()
         if held.done and (held.running or held.window) and len(held.done) < _GROUP:
-            await first_of(held.full, timeout=_GROUP_SECONDS)
+            await wait_any(held.full, timeout=_GROUP_SECONDS)
         return False
 
     async def _validate(self, held: _Held) -> bool:

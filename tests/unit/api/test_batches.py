@@ -128,7 +128,7 @@ async def test_a_batch_from_file_to_results(tmp_path: Path) -> None:
 
 
 async def test_wrong_batches_are_refused(tmp_path: Path) -> None:
-    """What cannot be a batch is refused at once, with the field to blame; a wrong line fails it and says where."""
+    """What cannot be a batch is refused at once, with the field to relabel_param; a wrong line fails it and says where."""
     async with running(tmp_path) as client:
         file = await client.upload(jsonl([line(1)]))
         good = {"input_file_id": file, "endpoint": PATH, "completion_window": "24h"}

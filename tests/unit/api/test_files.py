@@ -114,7 +114,7 @@ async def test_pages_of_files(tmp_path: Path) -> None:
 
 
 async def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
-    """Wrong forms and what is too large are refused with the field to blame, and leave no bytes behind."""
+    """Wrong forms and what is too large are refused with the field to relabel_param, and leave no bytes behind."""
     cases: list[tuple[FormData, int, str | None]] = [
         (form(), 400, "purpose"),
         (form(purpose="fun"), 400, "purpose"),

@@ -488,7 +488,7 @@ class Life(RuleBasedStateMachine):
         self._patch = pytest.MonkeyPatch()
         for name in ("_POLL", "_GROUP_SECONDS", "_TROUBLE_SECONDS", "_RETRY_SECONDS"):
             self._patch.setattr(runner_module, name, 0.001)
-        # Processes die often here, and lines are not to blame.
+        # Processes die often here, and lines are not to relabel_param.
         self._patch.setattr(runner_module, "_ATTEMPTS", 1000)
         self._now = time.time
         self._ahead = 0.0

@@ -16,11 +16,11 @@ from triton_openai.api import agents
 from triton_openai.api.batches import add, cancel_batch, find_batch
 from triton_openai.api.bodies import json_response, parse_json
 from triton_openai.api.files import files_of, send_file
-from triton_openai.api.messages.events import add_request_id
+from triton_openai.api.messages.message_events import add_request_id
 from triton_openai.api.service import find_model, key_of, new_id, service_of
 from triton_openai.serving.request_body import LIMITS, read_body
 from triton_openai.storage.batches import Batch
-from triton_openai.telemetry.observation import OBSERVATION
+from triton_openai.telemetry.request_record import RECORD
 
 _PATH = "/v1/messages"
 _HOURS = 24
@@ -91,9 +91,9 @@ class DeletedMessageBatch(msgspec.Struct, kw_only=True):
 async def create(request: web.Request) -> web.Response:
     """Run requests for messages below live traffic. Most of their parameters are looked at when they run."""
     files, service = files_of(request), service_of(request)
-    add_request_id(request[OBSERVATION])
+    add_request_id(request[RECORD])
     data = await read_body(request, request.app[LIMITS])
-    request[OBSERVATION].body_size = len(data)
+    request[RECORD].body_size = len(data)
     offload.json_decoder(MessageBatchRequest)
     body = await offload.run(parse_json, data, MessageBatchRequest, [], cost=offload.JSON * len(data))
     most = service.settings.batches.max_requests
@@ -149,7 +149,7 @@ def _models(requests: Sequence[BatchedMessage]) -> set[str]:
 async def list_batches(request: web.Request) -> web.Response:
     """List the batches of messages of the request's key, newest first."""
     files, query = files_of(request), request.query
-    add_request_id(request[OBSERVATION])
+    add_request_id(request[RECORD])
     limit, before = agents.page_limit(query, 1000), query.get("before_id")
     after = before or query.get("after_id")
     found: Sequence[Batch] | None = None if after else []
@@ -158,7 +158,7 @@ async def list_batches(request: web.Request) -> web.Response:
             key_of(request).name, "anthropic", after=after, limit=limit + 1, reverse=not before
         )
     if found is None:
-        raise agents.unknown_place("before_id" if before else "after_id")
+        raise agents.unknown_place_error("before_id" if before else "after_id")
     data = [_batch_object(batch) for batch in found[:limit]]
     if before:
         data.reverse()
@@ -167,7 +167,7 @@ async def list_batches(request: web.Request) -> web.Response:
 
 
 async def _found(request: web.Request) -> Batch:
-    add_request_id(request[OBSERVATION])
+    add_request_id(request[RECORD])
     return await find_batch(request, "anthropic")
 
 

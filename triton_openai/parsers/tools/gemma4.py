@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from triton_openai.parsers.reader import Ended, Malformed, Markers, Reader, Sink, Step, markers
 from triton_openai.parsers.tools import json_text
-from triton_openai.parsers.tools.base import MarkedCalls
+from triton_openai.parsers.tools.tool_parser import MarkedCalls
 from triton_openai.parsers.tools.json_text import quote
 from triton_openai.parsers.tools.literals import Literals
 
