@@ -355,6 +355,8 @@ _titles = {
     "triton_access": "Access to Triton",
     "api": "The API",
     "responses": "Responses",
+    "files": "Files",
+    "batches": "Batches",
     "media": "Images",
     "audio": "Audio",
     "metrics": "Metrics",

@@ -12,11 +12,17 @@ from triton_openai.access.authorizer import AUTHORIZER, Authorizer
 from triton_openai.access.cors import CORS, Cors
 from triton_openai.access.rate_limits import LimitStore, RateLimits
 from triton_openai.adapters._common.registry import Registry
+from triton_openai.api.batches import RUNNER
+from triton_openai.api.files import FILES
 from triton_openai.api.info import probe
+from triton_openai.api.lines import LineHost
 from triton_openai.api.page import add_page
 from triton_openai.api.responses.stored import STATE, ResponseStore
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, Service
+from triton_openai.batches.files import Files
+from triton_openai.batches.limits import FirstTokens
+from triton_openai.batches.runner import BatchRunner
 from triton_openai.config.sources import SDK_REFUSES
 from triton_openai.config.tree import AUTO, NONE, AccessSettings, Settings
 from triton_openai.config.worker import WORKER, Worker
@@ -100,7 +106,10 @@ def create_app(
 
     fleet.watch(ask=ask_at)
     canary = Canary(models, ask, metrics)
+    files, first_tokens = _files(settings, worker), FirstTokens()
     observers = [AccessLog(), metrics, tracing, canary, UnknownFields(metrics)]
+    if files is not None and settings.batches.live_first_token is not None:
+        observers.append(first_tokens)
     if characters is not None:
         observers.insert(1, ContentLog(characters))
     service = Service(
@@ -133,6 +142,8 @@ def create_app(
         metrics, lambda: _state(models, worker, app[STATE]), settings.metrics, settings.triton_metrics_url
     )
     add_routes(app)
+    if files is not None:
+        app[FILES], app[RUNNER] = files, BatchRunner(files, LineHost(app), first_tokens)
     add_middleware(app, reports_load=settings.metrics.vllm_names)
     if settings.server.page:
         add_page(app)
@@ -150,6 +161,20 @@ def _limits(access: AccessSettings, shared: SharedClient | None, metrics: Metric
     up = metrics.child(LIMITS_STORE_UP)
     up.set(1)
     return RedisLimits(access.limits_store, local, closed=access.limits_fail == "closed", answers=up.set)
+
+
+def _files(settings: Settings, worker: Worker) -> Files | None:
+    """Return where files and batches are kept; ``None`` where they are off."""
+    if settings.batches.enabled is False:
+        return None
+    files = Files(settings.files, settings.batches)
+    if (reason := files.unusable()) is not None:
+        if settings.batches.enabled:
+            raise ConfigurationError(f"--batches: {reason}.")
+        if worker.index == 0:
+            _log.warning("files and batches are off", reason=reason)
+        return None
+    return files
 
 
 def _traces(settings: Settings) -> tuple[Observer, Callable[[web.Application], AsyncIterator[None]] | None]:
@@ -271,15 +296,21 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
             # The operator chose it. The file in the state folder is opened when the first response is stored.
             service.background.start(app[STATE].check(), timeout=_STORE_SECONDS)
     models = service.models
-    work = (service.fleet.run(), keep_loaded(models), app[LOOP_LAG].run())
+    work = [service.fleet.run(), keep_loaded(models), app[LOOP_LAG].run()]
+    if RUNNER in app:
+        work.append(app[RUNNER].run())
     tasks = [asyncio.create_task(one) for one in work]
     # A request before that finds no models, though other workers may know them all.
     await wait_any(models.fleet.first, timeout=_FIRST_LOOK_SECONDS)
     yield
     await cancel(*tasks)
+    if RUNNER in app:
+        await app[RUNNER].close()
     await service.control.close()
     await app[CANARY].close()
     await service.background.close()
     await app[STATE].close()
+    if FILES in app:
+        await app[FILES].store.close()
     await service.images.close()
     await service.fleet.close()

@@ -132,7 +132,7 @@ class ServiceError(Exception):
 
 
 class InvalidRequest(ServiceError, status=400, type="invalid_request_error", code="invalid_request"):
-    """The client's request is wrong; *param* names the field in dotted form where one is to relabel_param."""
+    """The client's request is wrong; *param* names the field in dotted form where one is to blame."""
 
 
 def missing(field: str) -> InvalidRequest:
@@ -279,11 +279,23 @@ class ServiceOverloaded(ServiceError, status=503, code="overloaded"):
 
 
 class StoreUnavailable(ServiceError, status=503, code="store_unavailable"):
-    """What keeps responses and conversations cannot be reached, or is full."""
+    """What keeps responses and conversations, or files and batches, cannot be reached, or is full."""
+
+
+class StorageFull(ServiceError, status=507, code="insufficient_storage"):
+    """The disk that keeps files and batches is full."""
+
+
+class ObjectInUse(InvalidRequest, status=409, code="in_use", retryable=False):
+    """An open batch reads the file, or the batch to be deleted has not ended."""
+
+
+class TooManyBatches(Overloaded, code="too_many_batches"):
+    """The key has as many open batches as it may have."""
 
 
 class ObjectNotFound(InvalidRequest, status=404, code="not_found"):
-    """There is no such response, conversation or item, or it belongs to another key."""
+    """There is no such response, conversation, item, file or batch, or it belongs to another key."""
 
 
 class ConversationFull(InvalidRequest, code="conversation_full"):

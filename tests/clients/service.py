@@ -187,7 +187,7 @@ def serving(
         file = folder / "settings.yaml"
         file.write_text(json.dumps(settings))
         line += ["--config", str(file)]
-    environ = {**_ENVIRONMENT, **environ}
+    environ = {**_ENVIRONMENT, "XDG_STATE_HOME": str(folder / "state"), **environ}
     process: subprocess.Popen[str] | Forked
     # A file, because an unread pipe fills up and then holds the service.
     if fork:

@@ -25,6 +25,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "/v1/audio/speech": 209,
         "/v1/audio/transcriptions and /v1/audio/translations": 298,
         "audio in chats": 9,
+        "files and batches": 776,
     },
     "answer": {
         "begin": 1350,
@@ -40,7 +41,12 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "/v1/audio/transcriptions and /v1/audio/translations": 237,
         "audio in chats": 4,
     },
-    "storage": {"today": 900, "a chain is read at one moment": 4, "stored chat completions": 29},
+    "storage": {
+        "today": 900,
+        "a chain is read at one moment": 4,
+        "stored chat completions": 29,
+        "files and batches": 412,
+    },
     "triton": {
         "begin": 2150,
         "heads, events and errors of Triton that do not end are bounded": 30,
@@ -82,8 +88,9 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "forms are read part by part": 74,
         "several Tritons": 1,
         "above its budget": 36,
+        "files and batches": 6,
     },
-    "access": {"begin": 500, "limits in Redis": 86},
+    "access": {"begin": 500, "limits in Redis": 86, "files and batches": 18},
     "telemetry": {
         "begin": 1200,
         "a log that nobody waits for, and triton_openai_log_lines_lost_total": 126,
@@ -92,6 +99,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "several Tritons": 70,
         "above its budget": 136,
         "/v1/audio/speech": 9,
+        "files and batches": 5,
     },
     "config": {
         "begin": 1120,
@@ -104,7 +112,9 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "audio in chats": 6,
         "above its budget": 49,
         "/v1/audio/speech": 9,
+        "files and batches": 68,
     },
+    "batches": {"begin": 0, "files and batches": 899},
     "media": {
         "begin": 310,
         "files of text": 34,
@@ -138,6 +148,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "/v1/audio/speech": 30,
         "/v1/audio/transcriptions and /v1/audio/translations": 65,
         "audio in chats": 1,
+        "files and batches": 24,
     },
 }
 

@@ -64,7 +64,10 @@ class Authorizer:
         if group == "health" or (self.keys.ring is None and self.gateway is None):
             return None
         # An unknown path needs a key too, so that clients without a key cannot find out which paths exist.
-        return self.identify(headers)
+        key = self.identify(headers)
+        if key is not None and group == "batch":
+            key.check_may_batch()
+        return key
 
     def identify(self, headers: CIMultiDictProxy[str]) -> ApiKey | None:
         """
@@ -86,6 +89,18 @@ class Authorizer:
             return key
         limit = RateLimit(**{name: getattr(gateway, name) for name in RateLimit.__struct_fields__})
         return msgspec.structs.replace(key, limit=limit)
+
+    def named(self, name: str) -> ApiKey | None:
+        """Return the key called *name*, or that of a tenant of the gateway; ``None`` if it is not there any more."""
+        ring, gateway = self.keys.ring, self.gateway
+        if ring is None:
+            return ApiKey(name=name) if gateway is not None or not name else None
+        # No key has a slash in its name.
+        base, slash, _ = name.partition("/")
+        if slash and gateway is None:
+            return None
+        found = next((key for key in ring.values() if key.name == base), None)
+        return None if found is None else msgspec.structs.replace(found, name=name)
 
     async def admit(self, key: ApiKey) -> Reservation:
         """Count a request of *key* as running; the reservation's ``refusal`` is set if the key's limits forbid it."""

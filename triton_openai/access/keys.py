@@ -38,6 +38,8 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[str, ...] | None = None
     #: Whether it may load and unload models, if the service does.
     manage: bool = True
+    #: Whether it may use files and batches.
+    batch: bool = True
     limit: RateLimit = RateLimit()
 
     def allows(self, model: str) -> bool:
@@ -48,6 +50,11 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
         """Raise :class:`ManagementDisabled` where the key is not for loading models and the like."""
         if not self.manage:
             raise ManagementDisabled(f"The key '{self.name}' may not load and unload models.")
+
+    def check_may_batch(self) -> None:
+        """Raise :class:`KeyNotSufficient` where the key is not for files and batches."""
+        if not self.batch:
+            raise KeyNotSufficient(f"The key '{self.name}' may not use files and batches.")
 
     def check_opens_everything(self) -> None:
         """Raise :class:`KeyNotSufficient` where the key opens certain models: for it there are no others."""
@@ -61,6 +68,7 @@ class _Entry(RateLimit, frozen=True, forbid_unknown_fields=True, kw_only=True):
     sha256: _Digest | tuple[_Digest, ...] = ()
     models: tuple[Annotated[str, Meta(min_length=1)], ...] | None = None
     manage: bool = True
+    batch: bool = True
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,7 +125,7 @@ def _from_file(file: Path | None) -> Iterator[tuple[bytes, ApiKey]]:
         if not digests:
             raise ConfigurationError(f"{where} has neither a key nor a sha256.")
         limit = msgspec.convert(entry, RateLimit, from_attributes=True)
-        key = ApiKey(name=entry.name, models=entry.models, manage=entry.manage, limit=limit)
+        key = ApiKey(name=entry.name, models=entry.models, manage=entry.manage, batch=entry.batch, limit=limit)
         yield from ((digest, key) for digest in digests)
 
 

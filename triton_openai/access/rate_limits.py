@@ -39,11 +39,13 @@ class RateLimit(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
     concurrent_requests: _Limit | None = None
+    #: Tokens of batches, which do not count for the others.
+    batch_tokens_per_minute: _Limit | None = None
 
     @property
     def any(self) -> bool:
-        """Whether there is any limit."""
-        return self != RateLimit()
+        """Whether there is any limit of live requests."""
+        return self != RateLimit(batch_tokens_per_minute=self.batch_tokens_per_minute)
 
 
 class Refusal(msgspec.Struct, frozen=True):

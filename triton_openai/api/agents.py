@@ -103,10 +103,10 @@ def page(
     return items[:limit], len(items) > limit
 
 
-def page_limit(query: Mapping[str, str], most: int) -> int:
+def page_limit(query: Mapping[str, str], most: int, *, default: int = 20) -> int:
     """Return the ``limit`` of a query, *most* at most. Raises :class:`InvalidValue`."""
-    limit = query.get("limit", "20")
-    if not (limit.isascii() and limit.isdecimal() and len(limit) < 5 and 1 <= int(limit) <= most):
+    limit = query.get("limit", str(default))
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 6 and 1 <= int(limit) <= most):
         raise InvalidValue(f"'limit' must be a number from 1 to {most}.", "limit")
     return int(limit)
 

@@ -108,7 +108,7 @@ async def read_form(request: web.Request, kind: type[_T], *, strict: bool) -> _T
         name = part.name.removesuffix("[]")
         if name not in kind.__struct_encode_fields__:
             if strict:
-                raise _unknown(name)
+                raise unknown_field(name)
             if len(ignored) < _MOST_UNKNOWN:
                 ignored.append(name)
         elif part.filename is not None:
@@ -193,7 +193,7 @@ def _normalized(body: bytes, kind: type[msgspec.Struct], ignored: list[str] | No
             number = _NUMBER.fullmatch(raw)
             normalized[name] = raw if number is None else msgspec.Raw(_integer(number))
         elif ignored is None:
-            raise _unknown(name)
+            raise unknown_field(name)
         elif bytes(raw) != b"null" and len(ignored) < _MOST_UNKNOWN:
             ignored.append(name)
     return msgspec.json.encode(normalized)
@@ -206,7 +206,8 @@ def _integer(match: re.Match[bytes]) -> bytes:
     return b"%d" % int(number) if whole else match[0]
 
 
-def _unknown(name: str) -> InvalidRequest:
+def unknown_field(name: str) -> InvalidRequest:
+    """Return the error for a request with a field *name* that nobody knows."""
     return InvalidRequest(f"Unknown parameter: '{name[:100]}'.", param=name[:100], code="unknown_parameter")
 
 

@@ -20,10 +20,12 @@ from aiohttp import web
 from triton_openai import __version__, errors
 from triton_openai.access.keys import COUNTED, ROUTE_GROUPS, Restrictions
 from triton_openai.api import (
+    batches,
     chat,
     classify,
     completions,
     embeddings,
+    files,
     info,
     moderations,
     speech,
@@ -32,6 +34,8 @@ from triton_openai.api import (
     transcriptions,
 )
 from triton_openai.api.bodies import IGNORED_HEADER, FileField, FormRequest, ModelRequest
+from triton_openai.api.files import FileUpload
+from triton_openai.api.messages import batches as message_batches
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages import types as message_types
 from triton_openai.api.messages.message_events import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
@@ -48,7 +52,7 @@ from triton_openai.serving.middleware import ERROR_BODY
 
 
 class ErrorObject(msgspec.Struct, kw_only=True):
-    """What went wrong: a sentence for people, and for programs its class, the field to relabel_param and a code."""
+    """What went wrong: a sentence for people, and for programs its class, the field to blame and a code."""
 
     message: str
     type: str
@@ -140,6 +144,11 @@ def describe(settings: Settings) -> dict[str, Any]:
         read = {} if operation.request is None else {IGNORED_HEADER: _IGNORED}
         headers = {**_ALWAYS, **read, **(_RATE_LIMITS if keys and operation.group in COUNTED else {})}
         summary, _, more = prose(operation.handler.__doc__).partition("\n\n")
+        partly = {}
+        if operation.ranges:
+            partly["206"] = {**_content(operation), "description": "The part that was asked for.", "headers": _ALWAYS}
+            partly["304"] = {"description": "It is what the client has already.", "headers": _ALWAYS}
+            partly["416"] = {**partly["206"], "description": "The file has no such part."}
         described: dict[str, Any] = {
             "operationId": operation.name,
             "tags": [operation.group],
@@ -147,6 +156,7 @@ def describe(settings: Settings) -> dict[str, Any]:
             **({"description": more} if more else {}),
             "responses": {
                 "200": {**_content(operation), "headers": headers},
+                **partly,
                 **{str(status): failures[status] for status in sorted(failures)},
             },
         }
@@ -154,7 +164,7 @@ def describe(settings: Settings) -> dict[str, Any]:
             # Any one of them is enough.
             described["security"] = [] if operation.group == "health" else [{name: []} for name in _SCHEMES]
         if operation.request is not None:
-            is_form = issubclass(operation.request, FormRequest)
+            is_form = issubclass(operation.request, FormRequest | FileUpload)
             media_type = "multipart/form-data" if is_form else "application/json"
             content = {media_type: {"schema": _schema(operation.request)}}
             described["requestBody"] = {"required": True, "content": content}
@@ -380,6 +390,22 @@ _CHATS = {**_OLDEST_FIRST, "model": ("The model that answered.", _STRING)}
 _VOICES_OF: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "model": ("The model whose voices are wanted; all without it.", _STRING),
 }
+_FILE_PAGE = {
+    **_PAGE,
+    "limit": ("Most files that are wanted.", {"type": "integer", "minimum": 1, "maximum": 10_000, "default": 10_000}),
+    "purpose": ("What the files are for.", _STRING),
+}
+# Files and batches may be off.
+_STORED = (errors.EndpointNotFound, errors.ObjectNotFound, errors.StorageFull, errors.StoreUnavailable)
+_BATCH = "/batches/{batch:[^/]+}"
+_BATCH_PAGE = {name: _PAGE[name] for name in ("limit", "after")}
+_MESSAGES = f"/messages{_BATCH}"
+_MESSAGE_PAGE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "limit": ("Most batches that are wanted.", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 20}),
+    "after_id": ("The id of the batch that the page follows.", _STRING),
+    "before_id": ("The id of the batch that the page precedes.", _STRING),
+}
+_FILE = "/files/{file:[^/]+}"
 _KEPT = (errors.UnsupportedParameter, errors.ObjectNotFound, errors.ConversationBusy, errors.StoreUnavailable)
 _CHAT = "/chat/completions/{completion:[^/]+}"
 _RESPONSE, _CONVERSATION = "/responses/{response:[^/]+}", "/conversations/{conversation:[^/]+}"
@@ -463,6 +489,37 @@ OPERATIONS = (
     Operation(transcriptions.translate, _deployed("POST /audio/translations"), "create_translation", "inference",
               transcriptions.TranslationRequest, transcriptions.TranscriptObject,
               text=True, jobs=(TranslationJob,), label="translation"),
+    Operation(files.create, _openai("POST /files"), "create_file", "batch", FileUpload, files.FileObject,
+              errors=_STORED),
+    Operation(files.list_files, _openai("GET /files"), "list_files", "batch", answer=files.FileList, query=_FILE_PAGE,
+              errors=(*_STORED, errors.InvalidRequest)),
+    Operation(files.retrieve, _openai(f"GET {_FILE}"), "get_file", "batch", answer=files.FileObject, errors=_STORED),
+    Operation(files.content, _openai(f"GET {_FILE}/content"), "get_file_content", "batch",
+              media=("application/octet-stream",), ranges=True, errors=_STORED),
+    Operation(files.delete, _openai(f"DELETE {_FILE}"), "delete_file", "batch", answer=files.DeletedFile,
+              errors=(*_STORED, errors.ObjectInUse)),
+    Operation(batches.create, _openai("POST /batches"), "create_batch", "batch", batches.BatchRequest,
+              batches.BatchObject, errors=(*_STORED, errors.TooManyBatches)),
+    Operation(batches.list_batches, _openai("GET /batches"), "list_batches", "batch", answer=batches.BatchList,
+              query=_BATCH_PAGE, errors=(*_STORED, errors.InvalidRequest)),
+    Operation(batches.retrieve, _openai(f"GET {_BATCH}"), "get_batch", "batch", answer=batches.BatchObject,
+              errors=_STORED),
+    Operation(batches.cancel, _openai(f"POST {_BATCH}/cancel"), "cancel_batch", "batch", answer=batches.BatchObject,
+              errors=(*_STORED, errors.InvalidRequest)),
+    Operation(message_batches.create, _openai("POST /messages/batches"), "create_message_batch", "batch",
+              message_batches.MessageBatchRequest, message_batches.MessageBatch, anthropic=True,
+              errors=(*_STORED, errors.ModelNotFound, errors.TooManyBatches)),
+    Operation(message_batches.list_batches, _openai("GET /messages/batches"), "list_message_batches", "batch",
+              answer=message_batches.MessageBatchPage, query=_MESSAGE_PAGE, anthropic=True,
+              errors=(*_STORED, errors.InvalidRequest)),
+    Operation(message_batches.retrieve, _openai(f"GET {_MESSAGES}"), "get_message_batch", "batch",
+              answer=message_batches.MessageBatch, anthropic=True, errors=_STORED),
+    Operation(message_batches.cancel, _openai(f"POST {_MESSAGES}/cancel"), "cancel_message_batch", "batch",
+              answer=message_batches.MessageBatch, anthropic=True, errors=_STORED),
+    Operation(message_batches.delete, _openai(f"DELETE {_MESSAGES}"), "delete_message_batch", "batch",
+              answer=message_batches.DeletedMessageBatch, anthropic=True, errors=(*_STORED, errors.ObjectInUse)),
+    Operation(message_batches.results, _openai(f"GET {_MESSAGES}/results"), "get_message_batch_results", "batch",
+              media=("application/x-jsonl",), ranges=True, anthropic=True, errors=_STORED),
     Operation(tokenize.tokenize, _openai("POST /tokenize"), "tokenize", "inference",
               tokenize.TokenizeRequest, tokenize.TokenizeAnswer),
     Operation(tokenize.detokenize, _openai("POST /detokenize"), "detokenize", "inference",

@@ -82,6 +82,8 @@ class Operation(msgspec.Struct, frozen=True):
     text: bool = False
     #: The media types of an answer that is a file.
     media: tuple[str, ...] = ()
+    #: Whether clients can ask for a part of that file.
+    ranges: bool = False
     #: The jobs that do it, of which a model has to take one; the first is what the operation is for. Triton is asked,
     #: within limits of time.
     jobs: tuple[JobType, ...] = ()
@@ -216,7 +218,7 @@ class RequestContext(Generic[_Body]):
 
         The wait counts towards the limits. What only prepares an answer, and so *runs* not, does not wait. A text-level
         model may be served by its token-level engine. If the engine does not take the request, the text-level model
-        gets it. *param* is the field to relabel_param if the model refuses the input and names no field. Raises as
+        gets it. *param* is the field to blame if the model refuses the input and names no field. Raises as
         :meth:`Admission.enter`, and the engine's :class:`UnsupportedParameter` if neither takes the request.
         """
         admission, triton_model = self.service.admission, self.model.triton_model
@@ -276,7 +278,8 @@ async def begin(request: web.Request, kind: type[_Body], *, read_as_chat: bool =
     request.app[OBSERVERS].identified(record)
     if operation.jobs and set(model.jobs).isdisjoint(operation.jobs):
         raise job_not_taken_error(request.app, model, operation.jobs[0])
-    limits = TimeLimits.of(service.settings.triton, request.headers, stream=stream)
+    triton = service.settings.triton if record.batch is None else service.settings.triton_for_batches
+    limits = TimeLimits.of(triton, request.headers, stream=stream)
     if not read_as_chat:
         record.parameters = body
     if ignored := parameters.check_unused(body):
@@ -306,6 +309,9 @@ def spec_of(
     if settings.access.trust_gateway:
         name = gateway_header(context.request.headers, "objective")
         objective = settings.access.gateway.objectives.get(name, 0)
+    if context.record.batch is not None:
+        # The last of the levels, if the model's queue has any.
+        objective = model.priorities
     if body.stream_options is not None and not body.stream:
         raise InvalidValue("'stream_options' is only allowed when 'stream' is true.", "stream_options")
     limit = parameters.token_limit(body, model, prompter.tokenizer, defaults, settings.api.default_max_tokens)

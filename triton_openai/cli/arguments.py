@@ -198,7 +198,7 @@ def _add_settings(parser: argparse.ArgumentParser, command: str, *, everything: 
 def _help(option: Option, default: Any, *, everything: bool) -> str:
     text = option.help if everything else re.split(r"(?<=[.;]) ", option.help)[0].replace(";", ".")
     text = text.replace("%", "%%")
-    if option.is_switch:
+    if option.is_switch and default is not None:
         return f"{text} (default: {'on' if default else 'off'})"
     if default in (None, ()):
         return text

@@ -125,7 +125,8 @@ def options() -> tuple[Option, ...]:
 
 def _option(field: msgspec.structs.FieldInfo, path: tuple[str, ...], prefix: str = "", **group: Any) -> Option:
     extra = {"name": field.name.replace("_", "-"), **group, **_extra(field.type)}
-    extra["name"] = prefix + extra["name"]
+    # A setting with an empty name has that of its group.
+    extra["name"] = (prefix + extra["name"]).rstrip("-")
     text = next(meta.description for meta in _metadata(field.type) if meta.description)
     option = Option(path=path, annotation=field.type, default=field.default, help=text, **extra)
     if option.is_list and not option.file_only:

@@ -64,9 +64,9 @@ Text = Annotated[str, Meta(min_length=1)]
 File = Annotated[Path | None, Meta(extra={"metavar": "FILE"})]
 Folders = Annotated[tuple[Path, ...], Meta(extra={"metavar": "DIR"})]
 
-#: Every route belongs to one of these. All but "info" (what the service says about itself) are those of NVIDIA's own
-#: OpenAI frontend for Triton.
-Group = Literal["inference", "embedding", "model-repository", "metrics", "health", "info"]
+#: Every route belongs to one of these. All but "info" (what the service says about itself) and "batch" (files and
+#: batches) are those of NVIDIA's own OpenAI frontend for Triton.
+Group = Literal["inference", "embedding", "batch", "model-repository", "metrics", "health", "info"]
 #: How OTLP can be spoken, and the port that it has for itself then.
 Protocol = Literal["grpc", "http/protobuf"]
 OTLP_PORTS: Mapping[Protocol, int] = {"grpc": 4317, "http/protobuf": 4318}
@@ -365,6 +365,79 @@ class ResponsesSettings(_Group, frozen=True):
         return self.max_age * 86_400
 
 
+class FilesSettings(_Group, frozen=True):
+    """Files that clients upload, and those with the results of batches."""
+
+    store: Annotated[
+        str,
+        Meta(pattern=r"^dir(:.+)?$"),
+        _flag(
+            "Where files are kept: dir[:PATH]; by default the folder 'files' in the user's state folder.",
+            metavar="STORE",
+            form="dir[:PATH]",
+        ),
+    ] = "dir"
+    max_size: Annotated[Bytes, _file_only("Largest file that a client may upload.")] = 512 * 1024 * 1024
+    max_batch_size: Annotated[Bytes, _file_only("Largest file with the requests of a batch.")] = 200 * 1024 * 1024
+    max_total: Annotated[Bytes, _file_only("Bytes that the files of one key may have together for a new upload.")] = (
+        10 * 1024**3
+    )
+    max_age: Annotated[
+        float,
+        Meta(gt=0, le=3650),
+        _file_only(
+            "Days after which batches are deleted, and their files unless a request says otherwise.",
+            metavar="DAYS",
+        ),
+    ] = 30.0
+
+
+class BatchesSettings(_Group, frozen=True):
+    """Batches of requests, which run below live traffic."""
+
+    enabled: Annotated[
+        bool | None,
+        _flag("Serve files and batches; by default if their folders can be written to.", name=""),
+    ] = None
+    store: Annotated[
+        str,
+        Meta(pattern=r"^sqlite(:.+)?$"),
+        _flag(
+            "Where the state of batches is kept: sqlite[:PATH]; by default a file in the user's state folder.",
+            metavar="STORE",
+            form="sqlite[:PATH]",
+        ),
+    ] = "sqlite"
+    max_requests: Annotated[Count, Meta(le=1_000_000), _file_only("Most requests of a batch.")] = 50_000
+    max_batches: Annotated[Count, _file_only("Most batches of one key that have not ended.")] = 100
+    max_running: Annotated[
+        Count,
+        _file_only("Most requests of batches that run for one model, divided among the workers.", live=True),
+    ] = 8
+    max_share: Annotated[
+        float,
+        Meta(gt=0, le=1),
+        _file_only("Requests of batches take at most this part of max_running_requests_per_model.", live=True),
+    ] = 0.8
+    live_first_token: Annotated[
+        Seconds | None,
+        _file_only(
+            "Run fewer requests of batches while 1 in 20 other requests waits longer than this for its first token.",
+        ),
+    ] = None
+    request_timeout: Annotated[Seconds, _file_only("Longest time for a request of a batch.", live=True)] = 3600.0
+    hours: Annotated[
+        Annotated[str, Meta(pattern=r"^([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d$")] | None,
+        _file_only(
+            "Begin requests of batches only at these hours, in local time.",
+            metavar="HH:MM-HH:MM",
+            form="HH:MM-HH:MM",
+            live=True,
+        ),
+    ] = None
+    paused: Annotated[bool, _file_only("Begin no requests of batches.", live=True)] = False
+
+
 class MediaSettings(_Group, frozen=True):
     """Images in requests. Without allowed hosts, only data URLs are accepted."""
 
@@ -486,6 +559,7 @@ class GatewaySettings(_Group, frozen=True):
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
     concurrent_requests: Count | None = None
+    batch_tokens_per_minute: Count | None = None
 
 
 class AccessSettings(_Group, frozen=True):
@@ -506,7 +580,7 @@ class AccessSettings(_Group, frozen=True):
     openai_restricted_api: Annotated[
         tuple[RestrictedApi, ...],
         _flag(
-            "Open groups of paths only to requests with VALUE in the header KEY. APIS are inference, embedding, "
+            "Open groups of paths only to requests with VALUE in the header KEY. APIS are inference, embedding, batch, "
             "model-repository, metrics, health and info, separated by commas; in the environment, semicolons separate "
             "several restrictions.",
             metavar=("APIS", "KEY", "VALUE"),
@@ -774,6 +848,8 @@ class Settings(_Group, frozen=True):
     triton_access: Annotated[TritonAccess, Meta(extra={"prefix": "triton-"})] = TritonAccess()
     api: Annotated[ApiSettings, _LIVE] = ApiSettings()
     responses: Annotated[ResponsesSettings, Meta(extra={"prefix": "responses-"})] = ResponsesSettings()
+    files: Annotated[FilesSettings, Meta(extra={"prefix": "files-"})] = FilesSettings()
+    batches: Annotated[BatchesSettings, Meta(extra={"prefix": "batches-"})] = BatchesSettings()
     media: MediaSettings = MediaSettings()
     audio: Annotated[AudioLimits, _LIVE] = AudioLimits()
     metrics: MetricsSettings = MetricsSettings()
@@ -802,6 +878,13 @@ class Settings(_Group, frozen=True):
         """Return these settings for a Triton that was started here."""
         metrics = msgspec.structs.replace(self.metrics, triton_url=self.metrics.triton_url or metrics_url)
         return msgspec.structs.replace(self, triton=msgspec.structs.replace(self.triton, url=urls), metrics=metrics)
+
+    @property
+    def triton_for_batches(self) -> TritonSettings:
+        """The settings of Triton for requests of batches, which have time."""
+        seconds, triton = self.batches.request_timeout, self.triton
+        first = max(seconds, triton.first_token_timeout)
+        return msgspec.structs.replace(triton, request_timeout=seconds, first_token_timeout=first)
 
     @property
     def triton_metrics_url(self) -> str:

@@ -88,9 +88,22 @@ class Admission:
         if self._total() < self._limit and self._has_room(model):
             # No request waits for this model: each one that ends admits those that have room.
             self._model_draining.enter(model, task)
+        elif record.batch is not None:
+            # A line of a batch waits elsewhere, and not before live requests.
+            raise ServiceOverloaded("Live requests need the room.", retry_after=1)
         else:
             await self._wait(model, task, record, patience)
         return task
+
+    def spare(self, model: str, lines: int, share: float) -> bool:
+        """
+        Return whether another line of a batch may run for *model*, where *lines* do already.
+
+        They have this *share* of the model's limit at most, and run where no live request waits for the model.
+        """
+        waits = any(waiting_for == model for waiting_for, _ in self._queue.values())
+        room = self._total() < self._limit and self._has_room(model)
+        return room and not waits and lines < max(1, share * self._model_limit) and self._lag() <= _MAX_LOOP_LAG
 
     def check(self, model: str) -> None:
         """Raise what :meth:`enter` would raise at once."""

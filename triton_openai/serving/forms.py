@@ -27,14 +27,19 @@ _HEAD_LINES, _HEAD_LINE, _PIECE = 16, 4096, 65_536
 class Form:
     """The parts of the form that *request* brings; iterate over them once. What is not read of a part is skipped."""
 
-    def __init__(self, request: web.Request, limits: LimitSettings) -> None:
-        """Raises :class:`UnsupportedMediaType` for what is no form, and :class:`PayloadTooLarge`."""
+    def __init__(self, request: web.Request, limits: LimitSettings, *, most: int | None = None) -> None:
+        """
+        *most* bytes take the place of those that a body may have.
+
+        Raises :class:`UnsupportedMediaType` for what is no form, and :class:`PayloadTooLarge`.
+        """
         kind = request.headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0].strip().lower()
         if kind != "multipart/form-data":
             raise UnsupportedMediaType(f"The body must be a form (multipart/form-data), not '{kind[:100]}'.")
         if content_coding(request) is not None:
             raise UnsupportedMediaType("The body's Content-Encoding is not supported: a form cannot be compressed.")
-        check_body_size(request, request.content_length or 0)
+        self._most = request.client_max_size if most is None else most
+        check_body_size(self._most, request.content_length or 0)
         self._request, self._limits = request, limits
         # Seconds that were spent waiting for the client.
         self._waited = 0.0
@@ -76,7 +81,7 @@ class Form:
         except (ValueError, RuntimeError, HttpProcessingError, web.RequestPayloadError) as error:
             raise _malformed() from error
         self._waited += loop.time() - began
-        check_body_size(self._request, self.size)
+        check_body_size(self._most, self.size)
         return found
 
 

@@ -58,7 +58,7 @@ _LONGEST_JOINED = 1024 * 1024
 async def read_body(request: web.Request, limits: LimitSettings) -> bytes:
     """Return the body of *request*, which is authorized, decompressed. Raises :class:`InvalidRequest`."""
     coding, most = content_coding(request), request.client_max_size
-    check_body_size(request, request.content_length or 0)
+    check_body_size(most, request.content_length or 0)
     ask_for_body(request)
     try:
         # Mostly it came with the head.
@@ -67,7 +67,7 @@ async def read_body(request: web.Request, limits: LimitSettings) -> bytes:
         raise InvalidRequest(
             "The request's body cannot be read: it is not what its Transfer-Encoding says.", code="invalid_encoding"
         ) from error
-    check_body_size(request, len(body))
+    check_body_size(most, len(body))
     return body if coding is None or not body else await decompress(body, coding, most)
 
 
@@ -83,7 +83,7 @@ async def _arrived(request: web.Request, limits: LimitSettings) -> bytes:
                     pieces.append(bytearray())
                 pieces[-1] += piece
                 size += len(piece)
-                check_body_size(request, size)
+                check_body_size(request.client_max_size, size)
                 # A large body may take longer, if it arrives at a minimum rate.
                 allowed = limits.body_timeout + size / MIN_BODY_RATE
                 deadline.reschedule(began + allowed)
@@ -92,9 +92,8 @@ async def _arrived(request: web.Request, limits: LimitSettings) -> bytes:
     return await offload.run(b"".join, pieces, cost=offload.JOIN * size)
 
 
-def check_body_size(request: web.Request, size: int) -> None:
-    """Raise :class:`PayloadTooLarge` if *size* bytes are more than the body of *request* may have."""
-    most = request.client_max_size
+def check_body_size(most: int, size: int) -> None:
+    """Raise :class:`PayloadTooLarge` if *size* bytes are more than the *most* that a body may have."""
     if size > most:
         raise PayloadTooLarge(f"The request's body is larger than the limit of {most} bytes.")
 

@@ -9,18 +9,17 @@ from typing import Any, TypeVar
 import asyncpg
 
 from triton_openai.config.tree import ResponsesSettings
-from triton_openai.storage.sql import SqlStore, Steps, pending
+from triton_openai.storage.sql import SqlStore, Steps, pending, translated
 
 _T = TypeVar("_T")
+_DIALECT = (
+    (r"PAIRS\((.*?)\)", r"(SELECT value->>0 AS key, value->>1 AS id FROM json_array_elements(CAST(\1 AS json)))"),
+    (r"EACH\((.*?)\)", r"(SELECT json_array_elements_text(CAST(\1 AS json)))"),
+)
 
 
 class PostgresStore(SqlStore):
     """Keeps entries in PostgreSQL, which several machines may share."""
-
-    dialect = (
-        (r"PAIRS\((.*?)\)", r"(SELECT value->>0 AS key, value->>1 AS id FROM json_array_elements(CAST(\1 AS json)))"),
-        (r"EACH\((.*?)\)", r"(SELECT json_array_elements_text(CAST(\1 AS json)))"),
-    )
 
     def __init__(self, url: str, settings: ResponsesSettings) -> None:
         super().__init__(settings)
@@ -67,10 +66,10 @@ class PostgresStore(SqlStore):
                 result: _T = stop.value
                 return result
             if values and isinstance(values[0], list):
-                await connection.executemany(self._statement(text), values[0])
+                await connection.executemany(translated(text, _DIALECT), values[0])
                 rows = ()
             else:
-                rows = await connection.fetch(self._statement(text), *values)
+                rows = await connection.fetch(translated(text, _DIALECT), *values)
 
     async def _disconnect(self) -> None:
         if self._pool is not None:

@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Generator, Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import structlog
 
@@ -62,6 +62,14 @@ MIGRATIONS: Sequence[Sequence[str]] = (
 )
 
 
+@cache
+def translated(text: str, dialect: tuple[tuple[str, str], ...]) -> str:
+    """Return a statement in the words of a database: *dialect* has patterns of what it calls otherwise, and those."""
+    for pattern, words in dialect:
+        text = re.sub(pattern, words, text)
+    return text
+
+
 def pending(version: int) -> Sequence[tuple[int, Sequence[str]]]:
     """Return the migrations that a schema of *version* lacks. Raises :class:`ConfigurationError` for a newer one."""
     if version == 1:
@@ -88,20 +96,9 @@ def _operation(
 class SqlStore(Store):
     """Keeps entries in tables. An operation locks an entry before its rows."""
 
-    #: Patterns of what the database calls otherwise, and what stands for them.
-    dialect: ClassVar[Sequence[tuple[str, str]]]
-
     @abstractmethod
     async def _run(self, steps: Steps[_T], *, write: bool, inner: bool) -> _T:
         """Return the result of *steps*."""
-
-    @classmethod
-    @cache
-    def _statement(cls, text: str) -> str:
-        """Return a statement in the words of the database."""
-        for pattern, words in cls.dialect:
-            text = re.sub(pattern, words, text)
-        return text
 
     def _before(self) -> float:
         return time.time() - self._settings.max_age_seconds

@@ -1,4 +1,4 @@
-"""Entries in SQLite: in a file, or in memory."""
+"""A SQLite database on a thread of its own, and entries in one: in a file, or in memory."""
 
 from __future__ import annotations
 
@@ -6,42 +6,53 @@ import asyncio
 import os
 import sqlite3
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import structlog
 
 from triton_openai.config.tree import ResponsesSettings
-from triton_openai.storage.sql import SqlStore, Steps, pending
+from triton_openai.storage.sql import SqlStore, Steps, pending, translated
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
+# Whoever waits for a lock gives up earlier.
+_LOCK_SECONDS = 10.0
+_DIALECT = (
+    (
+        r"PAIRS\((.*?)\)",
+        r"(SELECT json_extract(value, '$[0]') AS key, json_extract(value, '$[1]') AS id FROM json_each(\1))",
+    ),
+    (r"EACH\((.*?)\)", r"(SELECT value FROM json_each(\1))"),
+    # A transaction that writes has the whole file.
+    (r" FOR UPDATE( SKIP LOCKED)?$", ""),
+    (r"\$(\d)", r"?\1"),
+)
 
 
-class SqliteStore(SqlStore):
+class SqliteDatabase:
     """
-    Keeps entries in a file, which several processes of one machine may share; without a *path*, in memory.
+    A file, which several processes of one machine may share; without a *path*, memory.
 
-    With *or_memory*, a file that cannot be opened is replaced by memory.
+    *lacking* returns the migrations that a schema of some version lacks. *synchronous* is SQLite's: FULL keeps what was
+    written when the machine fails. With *or_memory*, a file that cannot be opened is replaced by memory.
     """
 
-    dialect = (
-        (
-            r"PAIRS\((.*?)\)",
-            r"(SELECT json_extract(value, '$[0]') AS key, json_extract(value, '$[1]') AS id FROM json_each(\1))",
-        ),
-        (r"EACH\((.*?)\)", r"(SELECT value FROM json_each(\1))"),
-        # A transaction that writes has the whole file.
-        (" FOR UPDATE$", ""),
-        (r"\$(\d)", r"?\1"),
-    )
-
-    def __init__(self, path: Path | None, settings: ResponsesSettings, *, or_memory: bool = False) -> None:
-        super().__init__(settings)
+    def __init__(
+        self,
+        path: Path | None,
+        lacking: Callable[[int], Sequence[tuple[int, Sequence[str]]]],
+        *,
+        synchronous: Literal["NORMAL", "FULL"] = "NORMAL",
+        or_memory: bool = False,
+    ) -> None:
         self._path = path
+        self._lacking = lacking
+        self._synchronous = synchronous
         self._or_memory = or_memory
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses-store")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sqlite")
         self._connection: sqlite3.Connection | None = None
         self._opened: tuple[int, int] | None = None
 
@@ -74,13 +85,12 @@ class SqliteStore(SqlStore):
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # For nobody else to read: it holds prompts and answers.
             os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
-        # Whoever waits for a lock gives up earlier.
-        connection = sqlite3.connect(self._path or ":memory:", timeout=2 * self.timeout, isolation_level=None)
+        connection = sqlite3.connect(self._path or ":memory:", timeout=_LOCK_SECONDS, isolation_level=None)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute(f"PRAGMA synchronous = {self._synchronous}")
             connection.execute("BEGIN IMMEDIATE")
-            for number, statements in pending(connection.execute("PRAGMA user_version").fetchone()[0]):
+            for number, statements in self._lacking(connection.execute("PRAGMA user_version").fetchone()[0]):
                 for statement in statements:
                     connection.execute(statement)
                 connection.execute(f"PRAGMA user_version = {number}")
@@ -95,10 +105,14 @@ class SqliteStore(SqlStore):
             self._connection.close()
             self._connection = None
 
-    async def _run(self, steps: Steps[_T], *, write: bool = False, inner: bool = False) -> _T:
-        deadline = time.monotonic() + self.timeout
-        async with self._operation(inner=inner):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._execute, steps, write, deadline)
+    async def run(self, steps: Steps[_T], *, timeout: float, write: bool = False) -> _T:
+        """
+        Return the result of *steps*, in a transaction if they *write*.
+
+        What has not ended after *timeout* seconds writes nothing and raises :class:`TimeoutError`.
+        """
+        deadline = time.monotonic() + timeout
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._execute, steps, write, deadline)
 
     def _execute(self, steps: Steps[_T], write: bool, deadline: float) -> _T:
         _check(deadline)
@@ -110,10 +124,10 @@ class SqliteStore(SqlStore):
             while True:
                 text, *values = steps.send(rows)
                 if values and isinstance(values[0], list):
-                    connection.executemany(self._statement(text), values[0])
+                    connection.executemany(translated(text, _DIALECT), values[0])
                     rows = ()
                 else:
-                    rows = connection.execute(self._statement(text), values).fetchall()
+                    rows = connection.execute(translated(text, _DIALECT), values).fetchall()
         except StopIteration as stop:
             # Whoever waited for it longer was told that it failed.
             _check(deadline)
@@ -125,9 +139,25 @@ class SqliteStore(SqlStore):
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
 
-    async def _disconnect(self) -> None:
+    async def close(self) -> None:
+        """Close the file, after all that was asked for before."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._thread.shutdown(wait=False)
+
+
+class SqliteStore(SqlStore):
+    """Keeps entries in the database of *path*; see :class:`SqliteDatabase`."""
+
+    def __init__(self, path: Path | None, settings: ResponsesSettings, *, or_memory: bool = False) -> None:
+        super().__init__(settings)
+        self._database = SqliteDatabase(path, pending, or_memory=or_memory)
+
+    async def _run(self, steps: Steps[_T], *, write: bool = False, inner: bool = False) -> _T:
+        async with self._operation(inner=inner):
+            return await self._database.run(steps, timeout=self.timeout, write=write)
+
+    async def _disconnect(self) -> None:
+        await self._database.close()
 
 
 def _check(deadline: float) -> None:

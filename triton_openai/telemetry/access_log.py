@@ -147,6 +147,9 @@ class AccessLog(Observer):
         fields["status"], fields["seconds"] = record.status, _rounded(record.duration)
         if record.key is not None:
             fields["key"] = record.key
+        if record.batch is not None:
+            fields["batch"] = record.batch
+            fields["custom_id"] = printable(record.custom_id or "", _MAX_NAME_CHARS)
         if error is not None:
             fields["error"] = error.code
         if left:

@@ -113,6 +113,9 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     began: float = msgspec.field(default_factory=time.monotonic)
     #: The name of the API key.
     key: str | None = None
+    #: The batch that the request is a line of, and the name that the client gave it.
+    batch: str | None = None
+    custom_id: str | None = None
     #: OpenTelemetry's name of the operation (``chat``, ``text_completion``, ``embeddings``, …); ``None`` for a request
     #: that is not inference.
     operation: str | None = None

@@ -531,7 +531,9 @@ async def test_errors_from_before_the_handler() -> None:
             ("POST", "/v1/messages?beta=true", key, b" " * 2000, 413, "request_too_large"),
             ("POST", "/v1/messages/count_tokens", key, b"[", 400, "invalid_request_error"),
             ("GET", "/v1/messages", key, None, 405, "invalid_request_error"),
-            ("POST", "/v1/messages/batches", key, b"{}", 404, "not_found_error"),
+            ("POST", "/v1/messages/batches", key, b"{}", 400, "invalid_request_error"),
+            ("GET", "/v1/messages/batches/none", key, None, 404, "not_found_error"),
+            ("POST", "/v1/messages/unknown", key, b"{}", 404, "not_found_error"),
             ("GET", "/v1/models", version, None, 401, "authentication_error"),
         ):
             async with client.request(method, path, headers=headers, data=body) as response:

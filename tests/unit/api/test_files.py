@@ -1,0 +1,185 @@
+"""Files: uploads, what they become, who sees them, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import FormData
+
+from tests.conformance.fake_triton import FakeTriton
+from tests.proxy_fixture import Proxy, serving
+from triton_openai.api.files import FILES
+from triton_openai.batches import files as batch_files
+from triton_openai.config.tree import (
+    AccessSettings,
+    BatchesSettings,
+    FilesSettings,
+    ServerSettings,
+    Settings,
+    TritonSettings,
+)
+
+TEXT = b"<script>alert(1)</script>\n" * 4000
+
+
+@asynccontextmanager
+async def running(folder: Path, *, server: ServerSettings | None = None, **files: Any) -> AsyncIterator[Proxy]:
+    """Run the service with two keys, and its files in *folder*."""
+    async with FakeTriton() as triton:
+        settings = Settings(
+            server=server or ServerSettings(),
+            triton=TritonSettings(url=(triton.url,)),
+            files=FilesSettings(store=f"dir:{folder / 'files'}", **files),
+            batches=BatchesSettings(store=f"sqlite:{folder / 'db'}"),
+            access=AccessSettings(api_key=("one:sk-1", "two:sk-2")),
+        )
+        async with serving(settings) as proxy:
+            yield proxy
+
+
+async def call(proxy: Proxy, method: str, path: str, key: str = "sk-1", **options: Any) -> tuple[int, Any]:
+    """Return the status and the JSON of an answer."""
+    headers = {"Authorization": f"Bearer {key}"}
+    async with proxy.client.request(method, f"/v1/files{path}", headers=headers, **options) as response:
+        answer = await proxy._answer(method, f"/v1/files{path}", response)
+        return answer.status, answer.json
+
+
+def form(content: bytes = TEXT, name: str = "a.html", **fields: str) -> FormData:
+    """Return a form with a file, the last of its fields."""
+    made = FormData(quote_fields=False)
+    for field, value in fields.items():
+        made.add_field(field.replace("expires_", "expires_after[") + "]" * field.startswith("expires_"), value)
+    made.add_field("file", content, filename=name, content_type="text/html")
+    return made
+
+
+async def test_a_file_from_upload_to_deletion(tmp_path: Path) -> None:
+    """A file comes back as it was, whole or in part, for its key alone, as something that no browser shows."""
+    async with running(tmp_path) as proxy:
+        name = "../../etc/<b>\u00fc.html"
+        status, made = await call(proxy, "POST", "", data=form(name=name, purpose="user_data"))
+        assert 200 == status
+        assert re.fullmatch("file-[0-9a-f]{32}", made["id"])
+        assert (name, len(TEXT), "user_data", None) == (
+            made["filename"], made["bytes"], made["purpose"], made["expires_at"]
+        )  # fmt: skip
+        path = f"/{made['id']}"
+        assert (200, made) == await call(proxy, "GET", path)
+        headers = {"Authorization": "Bearer sk-1"}
+        async with proxy.client.get(f"/v1/files{path}/content", headers=headers) as response:
+            assert TEXT == await response.read()
+            assert "application/octet-stream" == response.headers["Content-Type"]
+            assert "nosniff" == response.headers["X-Content-Type-Options"]
+            assert response.headers["Content-Disposition"].startswith("attachment; filename*=UTF-8''..%2F..%2Fetc")
+            tag = response.headers["ETag"]
+        async with proxy.client.get(f"/v1/files{path}/content", headers={**headers, "Range": "bytes=5-9"}) as part:
+            assert (206, TEXT[5:10]) == (part.status, await part.read())
+        async with proxy.client.get(f"/v1/files{path}/content", headers={**headers, "If-None-Match": tag}) as same:
+            assert 304 == same.status
+        for method, what in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+            status, answer = await call(proxy, method, path + what, "sk-2")
+            assert (404, "not_found") == (status, answer["error"]["code"])
+        assert [] == (await call(proxy, "GET", "", "sk-2"))[1]["data"]
+        status, gone = await call(proxy, "DELETE", path)
+        assert (200, {"id": made["id"], "object": "file", "deleted": True}) == (status, gone)
+        assert 404 == (await call(proxy, "GET", path))[0]
+        assert [] == list((tmp_path / "files").iterdir())
+
+
+async def test_pages_of_files(tmp_path: Path) -> None:
+    """Files are listed newest first, in pages, all or those of one purpose."""
+    async with running(tmp_path) as proxy:
+        assert [] == (await call(proxy, "GET", ""))[1]["data"]
+        purposes = ("batch", "vision", "batch")
+        ids = [(await call(proxy, "POST", "", data=form(b"{}\n", purpose=one)))[1]["id"] for one in purposes]
+        page = (await call(proxy, "GET", "?limit=2"))[1]
+        assert ([ids[2], ids[1]], True) == ([one["id"] for one in page["data"]], page["has_more"])
+        page = (await call(proxy, "GET", f"?after={page['last_id']}"))[1]
+        assert ([ids[0]], False) == ([one["id"] for one in page["data"]], page["has_more"])
+        page = (await call(proxy, "GET", "?purpose=batch&order=asc"))[1]
+        assert [ids[0], ids[2]] == [one["id"] for one in page["data"]]
+        # Those of a batch do not stay for ever.
+        assert [30 * 86_400] * 2 == [one["expires_at"] - one["created_at"] for one in page["data"]]
+        for query in ("limit=0", "limit=10001", "order=up", "after=file-x"):
+            assert 400 == (await call(proxy, "GET", f"?{query}"))[0]
+
+
+async def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    """Wrong forms and what is too large are refused with the field to blame, and leave no bytes behind."""
+    cases: list[tuple[FormData, int, str | None]] = [
+        (form(), 400, "purpose"),
+        (form(purpose="fun"), 400, "purpose"),
+        (form(purpose="batch", expires_anchor="created_at", expires_seconds="60"), 400, "expires_after.seconds"),
+        (form(purpose="batch", expires_seconds="3600"), 400, "expires_after.anchor"),
+        (form(purpose="batch"), 413, "file"),
+        (FormData({"purpose": "batch", "file": "text"}, default_to_multipart=True), 400, "file"),
+        (form(b"x" * 300_000, purpose="vision"), 413, None),
+    ]
+    async with running(tmp_path, max_size=200_000, max_batch_size=100_000, max_total=350_000) as proxy:
+        for data, status, param in cases:
+            answer = await call(proxy, "POST", "", data=data)
+            assert status == answer[0], answer
+            assert param in (None, answer[1]["error"]["param"]), answer
+        for _ in range(3):
+            assert 200 == (await call(proxy, "POST", "", data=form(purpose="vision")))[0]
+        full = await call(proxy, "POST", "", data=form(purpose="vision"))
+        assert (413, "storage_limit_exceeded") == (full[0], full[1]["error"]["code"])
+        assert 200 == (await call(proxy, "POST", "", "sk-2", data=form(purpose="vision")))[0]
+        assert 4 == len(list((tmp_path / "files").iterdir()))
+
+
+async def test_uploads_larger_than_a_body_may_be(tmp_path: Path) -> None:
+    """A file may be larger than other requests: it goes to the disk as it comes."""
+    async with running(tmp_path, server=ServerSettings(max_body_size=10_000)) as proxy:
+        status, made = await call(proxy, "POST", "", data=form(purpose="assistants"))
+        assert (200, len(TEXT)) == (status, made["bytes"])
+
+
+async def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload that has no room is a 507, and leaves nothing; when there is room again, it works."""
+    async with running(tmp_path) as proxy:
+
+        def write_at(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(batch_files, "write_at", write_at)
+            status, answer = await call(proxy, "POST", "", data=form(purpose="batch"))
+            assert (507, "insufficient_storage") == (status, answer["error"]["code"])
+        assert [] == list((tmp_path / "files").iterdir())
+        assert 200 == (await call(proxy, "POST", "", data=form(purpose="batch")))[0]
+
+
+async def test_expired_files_and_lost_uploads_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has expired is gone at once for clients, and from the disk with the next sweep."""
+    async with running(tmp_path) as proxy:
+        data = form(purpose="vision", expires_anchor="created_at", expires_seconds="3600")
+        path = f"/{(await call(proxy, 'POST', '', data=data))[1]['id']}"
+        kept = (await call(proxy, "POST", "", data=form(purpose="vision")))[1]["id"]
+        lost = tmp_path / "files" / "file-1.new"
+        lost.write_bytes(b"1")
+        os.utime(lost, (1, 1))
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 3601)
+        assert 404 == (await call(proxy, "GET", path))[0]
+        await proxy.client.app[FILES].sweep()
+        assert [kept] == [one.name for one in (tmp_path / "files").iterdir()]
+
+
+async def test_off(tmp_path: Path) -> None:
+    """Where files are off, the paths are not found, with a word about why."""
+    async with FakeTriton() as triton:
+        settings = Settings(triton=TritonSettings(url=(triton.url,)), batches=BatchesSettings(enabled=False))
+        async with serving(settings) as proxy:
+            answer = await proxy.get("/v1/files")
+            assert (404, "not_found") == (answer.status, answer.error["code"])
+            assert "--batches" in answer.error["message"]

@@ -1,0 +1,625 @@
+"""
+What runs batches: results that are there once, whatever ends the process, and lines that are tried again.
+
+A process that dies is one whose tasks are cancelled wherever they are, and that nobody closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from triton_openai import errors
+from triton_openai.batches import files as files_module
+from triton_openai.batches import runner as runner_module
+from triton_openai.batches.files import Files
+from triton_openai.batches.limits import FirstTokens, Limit, is_open
+from triton_openai.batches.runner import BatchRunner, Outcome
+from triton_openai.config.tree import BatchesSettings, FilesSettings
+from triton_openai.storage.batches import Batch, BatchUsage, LeaseLost, StoredFile
+
+OWNER = "me"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing wait."""
+    for name in ("_POLL", "_GROUP_SECONDS", "_TROUBLE_SECONDS", "_RETRY_SECONDS"):
+        monkeypatch.setattr(runner_module, name, 0.005)
+
+
+class Host:
+    """Answers lines: by *answers* of their ids, each in turn, else well. It waits while *may_answer* is not set."""
+
+    def __init__(self) -> None:
+        self.settings = BatchesSettings()
+        self.stopping = False
+        self.most_running = 4
+        self.longest_line = 10_000
+        self.calls: Counter[str] = Counter()
+        self.running: set[str] = set()
+        self.most_seen = 0
+        self.order: list[tuple[str, str]] = []
+        self.answers: dict[str, list[errors.ServiceError]] = {}
+        self.refused: set[str] = set()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.owners = {OWNER, "you"}
+        self.served = {"m": "M", "n": "N"}
+        self.busy = False
+        self.tokens_wait = 0.0
+
+    def knows(self, owner: str) -> bool:
+        return owner in self.owners
+
+    def target(self, model: str) -> str | None:
+        return self.served.get(model)
+
+    def room(self, target: str, running: int) -> bool:
+        return not self.busy
+
+    async def check(self, batch: Batch, model: str) -> None:
+        if model not in self.served:
+            raise errors.ModelNotFound(model)
+
+    async def wait(self, owner: str) -> float:
+        return self.tokens_wait
+
+    async def answer(self, batch: Batch, custom_id: str, body: bytes) -> Outcome:
+        self.calls[custom_id] += 1
+        self.order.append((batch.owner, custom_id))
+        self.running.add(custom_id)
+        self.most_seen = max(self.most_seen, len(self.running))
+        try:
+            await asyncio.sleep(0)
+            await self.may_answer.wait()
+        finally:
+            self.running.discard(custom_id)
+        if custom_id in self.refused:
+            error = errors.InvalidRequest("no")
+            return Outcome(error.status, error.envelope(), "r", error)
+        if planned := self.answers.get(custom_id):
+            refusal = planned.pop(0)
+            return Outcome(refusal.status, refusal.envelope(), "r", refusal)
+        return Outcome(200, b'{"a":1}', "r", usage=BatchUsage(input_tokens=2, output_tokens=1))
+
+
+class Process:
+    """A process of the service, with what it runs batches with."""
+
+    def __init__(self, folder: Path, host: Host | None = None) -> None:
+        self.files = Files(
+            FilesSettings(store=f"dir:{folder / 'files'}"), BatchesSettings(store=f"sqlite:{folder / 'db'}")
+        )
+        self.host = host or Host()
+        self.runner = BatchRunner(self.files, self.host, FirstTokens())
+        self.task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to run batches."""
+        self.task = asyncio.create_task(self.runner.run())
+
+    async def stop(self) -> None:
+        """End as the service ends."""
+        self.host.stopping = True
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.wait([self.task])
+        await self.runner.close()
+        await self.files.store.close()
+
+    async def die(self) -> None:
+        """End at once: nothing is kept that is not on the disk, and locks are gone."""
+        tasks = [
+            self.task,
+            *(task for held in self.runner._held.values() for task in (held.task, *held.running.values())),
+        ]
+        for task in tasks:
+            if task is not None:
+                task.cancel()
+        await asyncio.wait([task for task in tasks if task is not None])
+        if self.runner._lock >= 0:
+            os.close(self.runner._lock)
+        await self.files.store.close()
+
+    async def batch(
+        self, lines: Sequence[Any] | bytes, *, owner: str = OWNER, name: str = "batch_1", hours: float = 24
+    ) -> Batch:
+        """Make a batch of *lines*: the names of requests, or what is in the file."""
+        content = lines if isinstance(lines, bytes) else b"".join(map(request, lines))
+        now = time.time()
+        file = StoredFile(
+            id=f"file-{name}", owner=owner, purpose="batch", filename="a", bytes=len(content), created=now, expires=None
+        )
+        writing = await self.files.write(file.id)
+        await writing.add(content)
+        await writing.end()
+        await self.files.store.written(file)
+        batch = Batch(
+            id=name, owner=owner, kind="openai", endpoint="/x", input=file.id, created=now, window="24h",
+            expires=now + hours * 3600,
+        )  # fmt: skip
+        assert "added" == await self.files.store.add(batch, most=100)
+        self.runner.wake()
+        return batch
+
+    async def seen(self, batch: Batch) -> Batch:
+        """Return *batch* as it is in the tables."""
+        found = await self.files.store.batch(batch.id, batch.owner, "openai")
+        assert found is not None
+        return found
+
+    async def until(self, batch: Batch, condition: Callable[[Batch], object]) -> Batch:
+        """Return *batch* when *condition* holds for it."""
+        async with asyncio.timeout(20):
+            while not condition(found := await self.seen(batch)):  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.002)
+        return found
+
+    async def ended(self, batch: Batch) -> Batch:
+        """Return *batch* when it has ended."""
+        return await self.until(batch, lambda found: not found.open)
+
+    def results(self, batch: Batch) -> dict[str, list[Any]]:
+        """Return what is in the files of *batch* by id: the status, or the code of a line that never ran."""
+        found: dict[str, list[Any]] = {}
+        for file_id in (batch.output, batch.errors):
+            if file_id is not None:
+                for text in (self.files.folder / file_id).read_text().splitlines():
+                    one = json.loads(text)
+                    answer = one["response"]
+                    result = one["error"]["code"] if answer is None else answer["status_code"]
+                    found.setdefault(one["custom_id"], []).append(result)
+        return found
+
+
+def request(name: str, model: object = "m", **fields: Any) -> bytes:
+    """Return a line of an input."""
+    line = {"custom_id": name, "method": "POST", "url": "/x", "body": {"model": model, "prompt": "p"}, **fields}
+    return json.dumps(line).encode() + b"\n"
+
+
+@asynccontextmanager
+async def process(folder: Path, host: Host | None = None) -> Any:
+    """Run a process for the block."""
+    made = Process(folder, host)
+    made.start()
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+NAMES = [f"id-{number}" for number in range(20)]
+
+
+async def test_all_lines_are_answered_once(tmp_path: Path) -> None:
+    """A batch ends with a result of each line, its counts and its usage, and nothing is left beside its files."""
+    async with process(tmp_path) as one:
+        done = await one.ended(await one.batch(NAMES))
+        assert {name: [200] for name in NAMES} == one.results(done)
+        assert ("completed", 20, 20, 0) == (done.status, done.total, done.succeeded, done.failed)
+        assert (40, 20, "m") == (done.usage.input_tokens, done.usage.output_tokens, done.model)
+        assert one.host.most_seen <= 4
+        names = {path.name for path in one.files.folder.iterdir() if path.suffix != ".lock"}
+        assert {done.input, done.output} == names
+        assert [] == await one.files.store.never_ran(done, 0, 10)
+
+
+WRONG = {
+    "invalid_json_line": (b"{", request("a")[:-2] + b"\n", b'{"custom_id": "\xff"}\n', b"[]\n", b"\0\n"),
+    "missing_required_parameter": (b'{"method": "POST", "url": "/x", "body": {}}\n',),
+    "invalid_type": (b'{"custom_id": 1, "method": "POST", "url": "/x", "body": {}}\n', request("a", model=7)),
+    "duplicate_custom_id": (request("a") + request("b") * 200 + request("a"),),
+    "invalid_custom_id": (request(""), request("a" * 513)),
+    "invalid_method": (request("a", method="GET"),),
+    "invalid_url": (request("a", url="/y"),),
+    "stream_not_supported": (request("a", body={"model": "m", "stream": True}),),
+    "background_not_supported": (request("a", body={"model": "m", "background": True}),),
+    "model_not_found": (request("a", model="unknown"),),
+    "too_many_requests": (b"".join(map(request, NAMES)),),
+    "line_too_long": (request("a" * 5_000_000),),
+    "empty_file": (b"", b"\n\r\n", b"\xef\xbb\xbf"),
+}
+
+
+async def test_wrong_inputs_fail_as_a_whole(tmp_path: Path) -> None:
+    """A batch with a wrong line fails before any line runs, and says which lines are wrong, up to a hundred."""
+    host = Host()
+    host.settings = BatchesSettings(max_requests=19)
+    async with process(tmp_path, host) as one:
+        cases = [(code, content) for code, contents in WRONG.items() for content in contents]
+        made = [await one.batch(content, name=f"batch_{number}") for number, (_, content) in enumerate(cases)]
+        for (code, content), batch in zip(cases, made, strict=True):
+            if code == "duplicate_custom_id":
+                continue
+            done = await one.ended(batch)
+            assert ("failed", code) == (done.status, done.problems[0].code), (code, content[:80], done.problems)
+        many = await one.ended(made[[code for code, _ in cases].index("duplicate_custom_id")])
+        assert "failed" == many.status
+        assert {"duplicate_custom_id", "too_many_requests"} >= {one.code for one in many.problems}
+        assert 3 == many.problems[0].line
+        assert not host.calls
+
+
+async def test_small_oddities_of_inputs(tmp_path: Path) -> None:
+    """A byte order mark, carriage returns and empty lines are no errors, and a last line needs no end."""
+    async with process(tmp_path) as one:
+        content = b"\xef\xbb\xbf" + request("a").rstrip() + b"\r\n\r\n" + request("b").rstrip()
+        assert {"a": [200], "b": [200]} == one.results(await one.ended(await one.batch(content)))
+
+
+async def test_a_cancelled_batch_keeps_its_results(tmp_path: Path) -> None:
+    """Lines that run end, the others never run, and each has one result."""
+    async with process(tmp_path) as one:
+        one.host.may_answer.clear()
+        batch = await one.batch(NAMES)
+        await one.until(batch, lambda _: one.host.running)
+        await one.files.store.change(batch.id, lambda found: found.enter("cancelling"))
+        one.runner.wake()
+        await asyncio.sleep(0.05)
+        running = set(one.host.running)
+        one.host.may_answer.set()
+        done = await one.ended(batch)
+        assert "cancelled" == done.status
+        expected = {name: [200] if name in running else ["batch_cancelled"] for name in NAMES}
+        assert expected == one.results(done)
+
+
+async def test_an_expired_batch_aborts_what_runs(tmp_path: Path) -> None:
+    """At the end of its window a batch ends; what ran then has no result but that."""
+    async with process(tmp_path) as one:
+        one.host.may_answer.clear()
+        batch = await one.batch(NAMES, hours=0.05 / 3600)
+        done = await one.ended(batch)
+        assert "expired" == done.status
+        assert {name: ["batch_expired"] for name in NAMES} == one.results(done)
+        assert not one.host.running
+
+
+async def test_lines_are_tried_again(tmp_path: Path) -> None:
+    """What another attempt may change is tried three times more; what it cannot change is not."""
+    async with process(tmp_path) as one:
+        host = one.host
+        host.answers = {
+            "id-0": [errors.UpstreamError("no")] * 3,
+            "id-1": [errors.UpstreamTimeout("no")] * 4,
+            "id-2": [errors.InvalidRequest("no")],
+            "id-3": [errors.ServiceOverloaded("no")] * 6,
+            "id-4": [errors.UpstreamUnavailable("no")],
+        }
+        done = await one.ended(await one.batch(NAMES[:6]))
+        found = one.results(done)
+        assert [[200], [504], [400], [200], [200], [200]] == [found[name] for name in NAMES[:6]]
+        assert [4, 4, 1, 7, 2, 1] == [host.calls[name] for name in NAMES[:6]]
+
+
+async def test_a_model_that_is_away_pauses_its_lines(tmp_path: Path) -> None:
+    """Lines wait while their model is not served, and others go on."""
+    async with process(tmp_path) as one:
+        one.host.busy = True
+        batch = await one.batch(b"".join(request(name, "n" if name == "id-0" else "m") for name in NAMES))
+        await one.until(batch, lambda found: found.status == "in_progress")
+        del one.host.served["n"]
+        one.host.busy = False
+        await one.until(batch, lambda found: found.succeeded == 19)
+        assert "id-0" not in one.host.calls
+        one.host.served["n"] = "N"
+        assert 20 == (await one.ended(batch)).succeeded
+
+
+async def test_owners_take_turns(tmp_path: Path) -> None:
+    """A small batch of one owner does not wait for a large one of another."""
+    async with process(tmp_path) as one:
+        one.host.busy, one.host.most_running = True, 1
+        large = await one.batch([f"large-{number}" for number in range(100)], name="batch_1")
+        small = await one.batch(["small-0", "small-1"], name="batch_2", owner="you")
+        for batch in (large, small):
+            await one.until(batch, lambda found: found.status == "in_progress")
+        await asyncio.sleep(0.05)
+        one.host.busy = False
+        assert "completed" == (await one.ended(small)).status
+        last = [name for _, name in one.host.order].index("small-1")
+        assert last < 10
+        assert 100 == (await one.ended(large)).succeeded
+
+
+async def test_a_removed_key_ends_its_batches(tmp_path: Path) -> None:
+    """A batch whose key is gone fails."""
+    async with process(tmp_path) as one:
+        one.host.busy = True
+        batch = await one.batch(NAMES)
+        await one.until(batch, lambda found: found.status == "in_progress")
+        one.host.owners.clear()
+        done = await one.ended(batch)
+        assert ("failed", "key_revoked") == (done.status, done.problems[0].code)
+
+
+def _asks(host: Host, name: str, _: Batch) -> bool:
+    return name in host.running
+
+
+async def test_a_line_that_ends_processes(tmp_path: Path) -> None:
+    """A line that ran when three processes died is an error; those that ran beside it are answered."""
+    batch: Batch | None = None
+    for _ in range(3):
+        one = Process(tmp_path)
+        one.host.may_answer.clear()
+        one.start()
+        batch = batch or await one.batch(NAMES[:4])
+        await one.until(batch, partial(_asks, one.host, "id-0"))
+        await one.die()
+    assert batch is not None
+    async with process(tmp_path) as last:
+        done = await last.ended(batch)
+        found = last.results(done)
+        assert [500] == found.pop("id-0")
+        assert {name: [200] for name in NAMES[1:4]} == found
+        assert "id-0" not in last.host.calls
+
+
+async def test_a_service_that_stops_counts_no_attempt(tmp_path: Path) -> None:
+    """Lines that run when the service ends wait again, as often as it does."""
+    batch: Batch | None = None
+    for _ in range(5):
+        one = Process(tmp_path)
+        one.host.may_answer.clear()
+        one.start()
+        batch = batch or await one.batch(NAMES[:2])
+        await one.until(batch, partial(_asks, one.host, "id-0"))
+        await one.stop()
+    assert batch is not None
+    async with process(tmp_path) as last:
+        assert 2 == (await last.ended(batch)).succeeded
+
+
+async def test_a_frozen_process_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever wakes up after another process has taken over changes nothing."""
+    frozen = Process(tmp_path)
+    frozen.host.may_answer.clear()
+    frozen.start()
+    batch = await frozen.batch(NAMES)
+    await frozen.until(batch, lambda _: frozen.host.running)
+    held = frozen.runner._held[batch.id]
+    assert frozen.task is not None
+    frozen.task.cancel()
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 90)
+    async with process(tmp_path) as other:
+        done = await other.ended(batch)
+        assert {name: [200] for name in NAMES} == other.results(done)
+        assert 20 == done.succeeded
+        frozen.host.may_answer.set()
+        await asyncio.wait([task for task in [held.task] if task is not None], timeout=5)
+        with pytest.raises(LeaseLost):
+            await frozen.files.store.begin(held.batch, [1])
+        assert done == await other.seen(batch)
+        assert {name: [200] for name in NAMES} == other.results(done)
+    await frozen.die()
+
+
+async def test_a_full_disk_pauses_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be written is kept in memory until there is room again, and is there once."""
+    async with process(tmp_path) as one:
+        full = True
+
+        def write_at(*given: Any) -> None:
+            if full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            files_module.write_at(*given)
+
+        monkeypatch.setattr(runner_module, "write_at", write_at)
+        batch = await one.batch(NAMES)
+        await one.until(batch, lambda _: one.host.calls)
+        await asyncio.sleep(0.05)
+        assert 0 == (await one.seen(batch)).succeeded
+        full = False
+        done = await one.ended(batch)
+        assert {name: [200] for name in NAMES} == one.results(done)
+        assert 20 == one.host.calls.total()
+
+
+async def test_an_input_that_is_gone(tmp_path: Path) -> None:
+    """A batch whose file somebody removed from the disk fails and says so."""
+    async with process(tmp_path) as one:
+        one.host.busy = True
+        batch = await one.batch(NAMES)
+        (one.files.folder / batch.input).unlink()
+        one.host.busy = False
+        done = await one.ended(batch)
+        assert done.status in ("failed", "completed")
+
+
+def test_limits() -> None:
+    """The number of lines grows by one for each window without trouble, and is halved by trouble."""
+    limit = Limit(8)
+    assert 4 == limit.allowed
+    for _ in range(4):
+        limit.ended(8)
+    assert 5 == limit.allowed
+    began = time.monotonic()
+    limit.overloaded(began)
+    limit.overloaded(began)
+    assert 2 == limit.allowed
+    for _ in range(3):
+        limit.overloaded(time.monotonic())
+    assert 1 == limit.allowed
+    assert limit.has_room(8)
+    limit.unavailable()
+    assert not limit.has_room(8)
+
+
+@pytest.mark.parametrize(
+    "hours, now, expected",
+    [("20:00-06:00", "23:00", True), ("20:00-06:00", "06:00", False), ("08:00-09:00", "08:30", True)],
+)
+def test_hours(hours: str, now: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours may pass midnight."""
+    monkeypatch.setattr(time, "strftime", lambda _: now)
+    assert expected is is_open(hours)
+
+
+class Life(RuleBasedStateMachine):
+    """
+    A batch is made, cancelled, runs out of time, and its process dies and another one goes on, in any order.
+
+    By the contract, each line then has one result: what it was answered, or that it never ran. No line that was marked
+    as ended runs again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loop = asyncio.Runner()
+        self._patch = pytest.MonkeyPatch()
+        for name in ("_POLL", "_GROUP_SECONDS", "_TROUBLE_SECONDS", "_RETRY_SECONDS"):
+            self._patch.setattr(runner_module, name, 0.001)
+        # Processes die often here, and lines are not to blame.
+        self._patch.setattr(runner_module, "_ATTEMPTS", 1000)
+        self._now = time.time
+        self._ahead = 0.0
+        self._patch.setattr(time, "time", lambda: self._now() + self._ahead)
+        self._folder = tempfile.TemporaryDirectory()
+        self._made: list[Batch] = []
+        self._names: dict[str, list[str]] = {}
+        self._may_cancel: set[str] = set()
+        self._may_expire: set[str] = set()
+        #: Calls of lines by processes that have died, and lines that had ended by then.
+        self._ended_before: dict[str, set[int]] = {}
+        self._loop.run(self._begin())
+
+    async def _begin(self) -> None:
+        self.process = Process(Path(self._folder.name))
+        self.process.start()
+
+    @initialize()
+    def first(self) -> None:
+        """Make a batch."""
+        self._loop.run(self._create(7, 24))
+
+    async def _create(self, lines: int, hours: float) -> None:
+        number = len(self._made)
+        names = [f"{number}-{line}" for line in range(lines)]
+        batch = await self.process.batch(names, name=f"batch_{number}", hours=hours)
+        self._made.append(batch)
+        self._names[batch.id] = names
+        # Each third line is refused.
+        self.process.host.refused.update(names[::3])
+
+    @precondition(lambda self: len(self._made) < 4)
+    @rule(lines=st.integers(1, 12), hours=st.sampled_from([1, 24]))
+    def create(self, lines: int, hours: float) -> None:
+        """Make another batch."""
+        self._loop.run(self._create(lines, hours))
+
+    @rule(turns=st.integers(0, 40), answers=st.booleans())
+    def work(self, turns: int, answers: bool) -> None:
+        """Let the service work for a while; what it asks may have no answer yet."""
+
+        async def work() -> None:
+            host = self.process.host
+            (host.may_answer.set if answers else host.may_answer.clear)()
+            for _ in range(turns):
+                await asyncio.sleep(0.0005)
+
+        self._loop.run(work())
+
+    @rule(number=st.integers(0, 3))
+    def cancel(self, number: int) -> None:
+        """Cancel a batch, as the API does."""
+
+        async def cancel() -> None:
+            def change(found: Batch) -> None:
+                if found.status in ("validating", "in_progress"):
+                    found.enter("cancelling")
+                    self._may_cancel.add(found.id)
+
+            if number < len(self._made):
+                await self.process.files.store.change(self._made[number].id, change)
+                self.process.runner.wake()
+
+        self._loop.run(cancel())
+
+    @rule()
+    def expire(self) -> None:
+        """Let two hours pass."""
+        self._ahead += 7200
+        self._may_expire |= {batch.id for batch in self._made if batch.window and batch.expires < time.time()}
+
+    @rule(kills=st.booleans())
+    def restart(self, kills: bool) -> None:
+        """End the process, in one way or the other, and start another one."""
+
+        async def restart() -> None:
+            old = self.process
+            await (old.die() if kills else old.stop())
+            self.process = Process(Path(self._folder.name))
+            self.process.host.refused = old.host.refused
+            for batch in self._made:
+                if (await self.process.seen(batch)).open:
+                    ended = {row.number for row in await self.process.files.store.results(batch, (0, -1), 1000)}
+                    self._ended_before[batch.id] = ended
+            self.process.start()
+
+        self._loop.run(restart())
+        self._check_calls()
+
+    def _check_calls(self) -> None:
+        """No line that had ended when the process began has run in it."""
+        for batch in self._made:
+            for number in self._ended_before.get(batch.id, ()):
+                name = self._names[batch.id][number - 1]
+                assert name not in self.process.host.calls
+
+    def teardown(self) -> None:
+        """Let all end, and look at the files."""
+
+        async def end() -> None:
+            host = self.process.host
+            host.may_answer.set()
+            for batch in self._made:
+                done = await self.process.ended(batch)
+                found = self.process.results(done)
+                names = self._names[batch.id]
+                outcomes = {"completed"}
+                if batch.id in self._may_cancel:
+                    outcomes.add("cancelled")
+                if batch.id in self._may_expire:
+                    outcomes.add("expired")
+                assert done.status in outcomes
+                if done.total:
+                    assert set(names) == found.keys()
+                code = "batch_cancelled" if done.status == "cancelled" else "batch_expired"
+                for place, name in enumerate(names):
+                    answered = [400] if place % 3 == 0 else [200]
+                    never = [[code]] if done.status != "completed" else []
+                    assert not done.total or found[name] in [answered, *never]
+                results = [result for many in found.values() for result in many]
+                assert (done.succeeded, done.failed) == (results.count(200), results.count(400))
+            await self.process.stop()
+
+        try:
+            self._loop.run(end())
+            self._check_calls()
+        finally:
+            self._patch.undo()
+            self._loop.close()
+            self._folder.cleanup()
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=15, stateful_step_count=15, deadline=None, phases=[Phase.generate])

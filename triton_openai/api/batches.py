@@ -1,0 +1,242 @@
+"""``/v1/batches``: batches of requests, whose lines are a file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from triton_openai import errors
+from triton_openai.api import agents
+from triton_openai.api.bodies import json_response, read_json
+from triton_openai.api.files import ExpiresAfter, files_of, find_file
+from triton_openai.api.lines import endpoints
+from triton_openai.api.responses.objects import Metadata
+from triton_openai.api.service import OPERATIONS_BY_HANDLER, key_of, new_id, service_of
+from triton_openai.batches.runner import BatchRunner
+from triton_openai.storage.batches import Batch, Status
+
+#: What runs batches in this process; absent where they are off.
+RUNNER: web.AppKey[BatchRunner] = web.AppKey("batch_runner", BatchRunner)
+_Window = Annotated[str, Meta(pattern=r"^([1-9]\d?|1[0-5]\d|16[0-8])h$")]
+
+
+class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The requests of a batch are the lines of a file, all to one endpoint. The window is ``1h`` to ``168h``."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: _Window
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+class BatchFault(msgspec.Struct, kw_only=True):
+    """What is wrong with a batch, or with a line of its input."""
+
+    code: str
+    message: str
+    param: str | None
+    line: int | None
+
+
+class BatchFaults(msgspec.Struct, kw_only=True):
+    """Why a batch failed."""
+
+    object: Literal["list"] = "list"
+    data: Sequence[BatchFault]
+
+
+class BatchCounts(msgspec.Struct, kw_only=True):
+    """The lines of a batch: all, those that succeeded, and those that were refused or failed."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class InputDetails(msgspec.Struct, kw_only=True):
+    """Tokens that the engine had in its cache."""
+
+    cached_tokens: int
+
+
+class OutputDetails(msgspec.Struct, kw_only=True):
+    """Tokens of reasoning."""
+
+    reasoning_tokens: int
+
+
+class BatchTokens(msgspec.Struct, kw_only=True):
+    """The tokens of a batch, as far as backends count them."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class BatchObject(msgspec.Struct, kw_only=True):
+    """A batch. Times are null until they have come."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    model: str | None
+    errors: BatchFaults | None
+    input_file_id: str
+    completion_window: str
+    status: Status
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchCounts
+    usage: BatchTokens
+    metadata: dict[str, str] | None
+
+
+class BatchList(msgspec.Struct, kw_only=True):
+    """A page of batches."""
+
+    object: Literal["list"] = "list"
+    data: Sequence[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+async def create(request: web.Request) -> web.Response:
+    """Run the requests of a file below live traffic. They are checked as a whole before any of them runs."""
+    files = files_of(request)
+    settings = service_of(request).settings
+    body = await read_json(request, BatchRequest, strict=settings.api.strict_parameters)
+    allowed = endpoints(request.app[OPERATIONS_BY_HANDLER])
+    if body.endpoint not in allowed:
+        raise errors.InvalidValue(f"'endpoint' must be one of {', '.join(sorted(allowed))}.", "endpoint")
+    file = await find_file(request, body.input_file_id, "input_file_id")
+    if file.purpose != "batch":
+        raise errors.InvalidValue(f"The purpose of the input file is '{file.purpose}', not 'batch'.", "input_file_id")
+    if file.bytes > files.settings.max_batch_size:
+        raise errors.InvalidValue("The input file is too large for a batch.", "input_file_id")
+    now = time.time()
+    batch = Batch(
+        id=new_id("batch", "_"),
+        owner=key_of(request).name,
+        kind="openai",
+        endpoint=body.endpoint,
+        input=file.id,
+        created=now,
+        window=body.completion_window,
+        expires=now + int(body.completion_window[:-1]) * 3600,
+        metadata=None if body.metadata is None else dict(body.metadata),
+        output_seconds=None if body.output_expires_after is None else body.output_expires_after.seconds,
+    )
+    await add(request, batch, "input_file_id")
+    return json_response(batch_object(batch))
+
+
+async def add(request: web.Request, batch: Batch, param: str) -> None:
+    """Add *batch*, whose input the field *param* names. Raises :class:`TooManyBatches` and :class:`ObjectNotFound`."""
+    most = service_of(request).settings.batches.max_batches
+    added = await files_of(request).store.add(batch, most=most)
+    if added == "too many":
+        raise errors.TooManyBatches(f"This key has {most} batches that have not ended.", retry_after=60)
+    if added == "no file":
+        raise errors.ObjectNotFound(f"There is no file '{batch.input}'.", param=param)
+    request.app[RUNNER].wake()
+
+
+async def find_batch(request: web.Request, kind: Literal["openai", "anthropic"]) -> Batch:
+    """Return the batch that the path of *request* names, if it is its key's. Raises :class:`ObjectNotFound`."""
+    files, batch_id = files_of(request), request.match_info["batch"]
+    batch = await files.store.batch(batch_id, key_of(request).name, kind) if files.exist else None
+    if batch is None:
+        raise errors.ObjectNotFound(f"There is no batch '{batch_id[:100]}'.", param="batch_id")
+    return batch
+
+
+async def cancel_batch(request: web.Request, batch: Batch) -> Batch:
+    """Cancel *batch*, unless it has ended or is about to; return it as it is then."""
+
+    def cancel(found: Batch) -> None:
+        if found.status in ("validating", "in_progress"):
+            found.enter("cancelling")
+
+    changed = await files_of(request).store.change(batch.id, cancel)
+    request.app[RUNNER].wake()
+    return changed or await find_batch(request, batch.kind)
+
+
+async def retrieve(request: web.Request) -> web.Response:
+    """Return a batch as it is now."""
+    return json_response(batch_object(await find_batch(request, "openai")))
+
+
+async def cancel(request: web.Request) -> web.Response:
+    """Cancel a batch. Requests that run may end, others are not begun any more; results until then are kept."""
+    batch = await cancel_batch(request, await find_batch(request, "openai"))
+    if batch.status not in ("cancelling", "cancelled"):
+        raise errors.InvalidRequest(
+            f"The batch cannot be cancelled: its status is '{batch.status}'.",
+            param="batch_id",
+            code="batch_not_cancellable",
+        )
+    return json_response(batch_object(batch))
+
+
+async def list_batches(request: web.Request) -> web.Response:
+    """List the batches of the request's key, newest first."""
+    files, query = files_of(request), request.query
+    limit, after = agents.page_limit(query, 100), query.get("after") or None
+    found: Sequence[Batch] | None = None if after else []
+    if files.exist:
+        found = await files.store.batches(key_of(request).name, "openai", after=after, limit=limit + 1)
+    if found is None:
+        raise agents.unknown_place_error("after")
+    data = [batch_object(batch) for batch in found[:limit]]
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
+    return json_response(BatchList(data=data, first_id=first, last_id=last, has_more=len(found) > limit))
+
+
+def batch_object(batch: Batch) -> BatchObject:
+    """Return *batch* as clients see it. Its files are told once they are there."""
+    usage, ended = batch.usage, not batch.open
+    faults = [BatchFault(code=one.code, message=one.message, param=one.param, line=one.line) for one in batch.problems]
+    statuses = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+    times: dict[str, Any] = {f"{status}_at": batch.times.get(f"{status}_at") for status in statuses}
+    return BatchObject(
+        id=batch.id,
+        endpoint=batch.endpoint,
+        model=batch.model,
+        errors=BatchFaults(data=faults) if faults else None,
+        input_file_id=batch.input,
+        completion_window=batch.window,
+        status=batch.status,
+        output_file_id=batch.output if ended else None,
+        error_file_id=batch.errors if ended else None,
+        created_at=int(batch.created),
+        expires_at=int(batch.expires),
+        request_counts=BatchCounts(total=batch.total, completed=batch.succeeded, failed=batch.failed),
+        usage=BatchTokens(
+            input_tokens=usage.input_tokens,
+            input_tokens_details=InputDetails(cached_tokens=usage.cached_tokens),
+            output_tokens=usage.output_tokens,
+            output_tokens_details=OutputDetails(reasoning_tokens=usage.reasoning_tokens),
+            total_tokens=usage.input_tokens + usage.output_tokens,
+        ),
+        metadata=batch.metadata,
+        **times,
+    )

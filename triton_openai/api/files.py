@@ -1,0 +1,252 @@
+"""``/v1/files``: files that clients upload, and those with the results of batches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Annotated, Literal
+from urllib.parse import quote
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from triton_openai import errors
+from triton_openai.api import agents
+from triton_openai.api.bodies import FileField, explain, json_response, tell_ignored, unknown_field
+from triton_openai.api.service import key_of, new_id, service_of
+from triton_openai.batches.files import Files, Writing
+from triton_openai.serving.forms import Form
+from triton_openai.serving.request_body import LIMITS
+from triton_openai.storage.batches import StoredFile
+from triton_openai.telemetry.request_record import RECORD
+
+#: Those of the service; absent where they are off.
+FILES: web.AppKey[Files] = web.AppKey("files", Files)
+Purpose = Literal["batch", "user_data", "vision", "evals", "assistants", "fine-tune"]
+#: Seconds that clients may say files are kept.
+Lifetime = Annotated[int, Meta(ge=3600, le=2_592_000)]
+# Bytes of a form besides its file, and of a field of it.
+_FORM_SIZE, _FIELD_SIZE = 64 * 1024, 1024
+_LONGEST_NAME = 512
+
+
+class ExpiresAfter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """When a file expires: so many *seconds* after it was made."""
+
+    anchor: Literal["created_at"]
+    seconds: Lifetime
+
+
+class FileUpload(msgspec.Struct, kw_only=True):
+    """A file, and what it is for. The fields of ``expires_after`` are ``expires_after[anchor]`` and so on."""
+
+    file: FileField
+    purpose: Purpose
+    expires_after: ExpiresAfter | None = None
+
+
+class FileObject(msgspec.Struct, kw_only=True):
+    """A file."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: Purpose | Literal["batch_output"]
+    status: Literal["processed"] = "processed"
+    status_details: None = None
+
+
+class FileList(msgspec.Struct, kw_only=True):
+    """A page of files."""
+
+    object: Literal["list"] = "list"
+    data: Sequence[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(msgspec.Struct, kw_only=True):
+    """What was deleted."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool = True
+
+
+def files_of(request: web.Request) -> Files:
+    """Return the files of the service. Raises :class:`EndpointNotFound` where they are off."""
+    files = request.app.get(FILES)
+    if files is None:
+        raise errors.EndpointNotFound("This service keeps no files and runs no batches (--batches).")
+    return files
+
+
+async def find_file(request: web.Request, file_id: str, param: str) -> StoredFile:
+    """Return a file of the request's key. Raises :class:`ObjectNotFound`."""
+    files = files_of(request)
+    file = await files.store.file(file_id, key_of(request).name) if files.exist else None
+    if file is None:
+        raise errors.ObjectNotFound(f"There is no file '{file_id[:100]}'.", param=param)
+    return file
+
+
+async def create(request: web.Request) -> web.Response:
+    """Upload a file. The requests of a batch are a file with a JSON object in each line."""
+    files, settings = files_of(request), service_of(request).settings
+    most = files.settings.max_size
+    form = Form(request, request.app[LIMITS], most=most + _FORM_SIZE)
+    created = time.time()
+    # Counted now, so that uploads at the same time do not exceed the limit together.
+    file = StoredFile(
+        id=new_id("file"),
+        owner=key_of(request).name,
+        purpose="",
+        filename="",
+        bytes=request.content_length or most,
+        created=created,
+        expires=None,
+        state="uploading",
+    )
+    if not await files.store.reserve(file, files.settings.max_total):
+        raise errors.PayloadTooLarge(
+            f"The files of this key would have more than {files.settings.max_total} bytes together. Delete some.",
+            code="storage_limit_exceeded",
+        )
+    writing: Writing | None = None
+    try:
+        writing = await files.write(file.id)
+        upload = await _read(request, form, writing, strict=settings.api.strict_parameters)
+        largest = files.settings.max_batch_size if upload.purpose == "batch" else most
+        if writing.size > largest:
+            raise errors.PayloadTooLarge(f"The file is larger than the limit of {largest} bytes.", param="file")
+        await writing.end()
+        seconds = files.settings.max_age * 86_400 if upload.purpose == "batch" else None
+        if upload.expires_after is not None:
+            seconds = upload.expires_after.seconds
+        file = StoredFile(
+            id=file.id,
+            owner=file.owner,
+            purpose=upload.purpose,
+            filename=upload.file.name,
+            bytes=writing.size,
+            created=created,
+            expires=None if seconds is None else created + seconds,
+        )
+        await files.store.written(file)
+    except BaseException:
+        if writing is not None:
+            writing.close()
+        # Also when the client has left.
+        await asyncio.shield(files.delete(file))
+        raise
+    return json_response(file_object(file))
+
+
+async def _read(request: web.Request, form: Form, writing: Writing, *, strict: bool) -> FileUpload:
+    """Return the fields of *form*, while its file is written. Raises :class:`InvalidRequest`."""
+    fields: dict[str, object] = {}
+    lifetime: dict[str, object] = {}
+    ignored: list[str] = []
+    async for part in form:
+        name, inner = part.name, part.name.removeprefix("expires_after[").removesuffix("]")
+        into, key = (lifetime, inner) if inner in ("anchor", "seconds") and inner != name else (fields, name)
+        if into is fields and name not in ("file", "purpose"):
+            if strict:
+                raise unknown_field(name)
+            ignored.append(name)
+        elif key in into:
+            raise errors.InvalidRequest(f"The form has '{name}' twice.", param=name, code="invalid_value")
+        elif name == "file":
+            if part.filename is None:
+                raise errors.InvalidRequest("'file' must be a file.", param="file", code="invalid_type")
+            into[key] = FileField(part.filename[:_LONGEST_NAME], part.media_type, b"")
+            async for piece in part.pieces():
+                await writing.add(piece)
+        else:
+            into[key] = (await part.read(_FIELD_SIZE)).decode(errors="replace")
+    if lifetime:
+        fields["expires_after"] = lifetime
+    record = request[RECORD]
+    record.body_size = form.size
+    if ignored:
+        record.unknown_fields = ignored[:16]
+        tell_ignored(record, ignored)
+    try:
+        return msgspec.convert(fields, FileUpload, strict=False)
+    except msgspec.ValidationError as error:
+        raise explain(str(error)) from error
+
+
+def file_object(file: StoredFile) -> FileObject:
+    """Return *file* as clients see it."""
+    return msgspec.convert(
+        {
+            "id": file.id,
+            "bytes": file.bytes,
+            "created_at": int(file.created),
+            "expires_at": None if file.expires is None else int(file.expires),
+            "filename": file.filename.encode(errors="replace").decode(),
+            "purpose": file.purpose,
+        },
+        FileObject,
+    )
+
+
+async def list_files(request: web.Request) -> web.Response:
+    """List the files of the request's key."""
+    files, query = files_of(request), request.query
+    order, after = query.get("order", "desc"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise errors.InvalidValue("'order' must be 'asc' or 'desc'.", "order")
+    limit = agents.page_limit(query, 10_000, default=10_000)
+    found: Sequence[StoredFile] | None = None if after else []
+    if files.exist:
+        found = await files.store.files(
+            key_of(request).name,
+            purpose=query.get("purpose"),
+            after=after or None,
+            limit=limit + 1,
+            reverse=order == "desc",
+        )
+    if found is None:
+        raise agents.unknown_place_error("after")
+    data = [file_object(file) for file in found[:limit]]
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
+    return json_response(FileList(data=data, first_id=first, last_id=last, has_more=len(found) > limit))
+
+
+async def retrieve(request: web.Request) -> web.Response:
+    """Return what is known of a file."""
+    return json_response(file_object(await find_file(request, request.match_info["file"], "file_id")))
+
+
+async def content(request: web.Request) -> web.StreamResponse:
+    """Return the contents of a file, or a range of them. No browser shows them."""
+    file = await find_file(request, request.match_info["file"], "file_id")
+    return send_file(request, file.id, file.filename)
+
+
+def send_file(
+    request: web.Request, name: str, filename: str, media_type: str = "application/octet-stream"
+) -> web.FileResponse:
+    """Return the response with what the folder has as *name*; clients are told to save it as *filename*."""
+    headers = {
+        "Content-Type": media_type,
+        "Content-Disposition": f"attachment; filename*=UTF-8''{quote(filename, safe='', errors='replace')}",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return web.FileResponse(files_of(request).folder / name, headers=headers)
+
+
+async def delete(request: web.Request) -> web.Response:
+    """Delete a file, unless an open batch reads it."""
+    file = await find_file(request, request.match_info["file"], "file_id")
+    if not await files_of(request).delete(file):
+        raise errors.ObjectInUse("A batch that has not ended reads the file. Cancel it first.", param="file_id")
+    return json_response(DeletedFile(id=file.id))

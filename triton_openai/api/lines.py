@@ -1,0 +1,238 @@
+"""
+Lines of batches as requests: they go through the handlers of live requests, without a socket.
+
+A line has its key's models, a record, a log line and a span like any request. It never waits for admission: what runs
+batches begins it where there is room, and tries again if there is none any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, cast
+
+import msgspec
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from triton_openai import errors
+from triton_openai.access.authorizer import AUTHORIZER
+from triton_openai.access.keys import KEY, ApiKey
+from triton_openai.access.rate_limits import RateLimit, tokens_charged
+from triton_openai.api.bodies import FormRequest
+from triton_openai.api.service import OPERATIONS_BY_HANDLER, SERVICE, Operation, find_model
+from triton_openai.batches.runner import Outcome
+from triton_openai.config.tree import BatchesSettings
+from triton_openai.config.worker import WORKER
+from triton_openai.draining import DRAINING
+from triton_openai.serving.middleware import ERROR_BODY, Observed
+from triton_openai.storage.batches import Batch, BatchUsage
+from triton_openai.telemetry.logging import LOG_FIELDS
+from triton_openai.telemetry.request_record import RECORD, RequestRecord, request_id
+
+_log = structlog.get_logger(__name__)
+_HEADERS = CIMultiDictProxy(CIMultiDict({"Content-Type": "application/json"}))
+_NO_QUERY: Mapping[str, str] = MappingProxyType({})
+# No key has such a name.
+_POOL = "batches\n"
+
+
+class _Content:
+    """The body of a request that has arrived."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def is_eof(self) -> bool:
+        return True
+
+    def read_nowait(self) -> bytes:
+        data, self._data = self._data, b""
+        return data
+
+
+class _Match(dict[str, str]):
+    """The route of a request."""
+
+    def __init__(self, handler: Handler) -> None:
+        super().__init__()
+        self.handler = handler
+
+
+class LineRequest(dict[Any, Any]):
+    """What handlers use of a request to *handler*."""
+
+    method, transport, can_read_body = "POST", None, True
+    headers, query = _HEADERS, _NO_QUERY
+
+    def __init__(self, app: web.Application, handler: Handler, path: str, body: bytes) -> None:
+        super().__init__()
+        self.app, self.path, self.content, self.match_info = app, path, _Content(body), _Match(handler)
+        self.content_length, self.client_max_size = len(body), app[SERVICE].settings.server.max_body_size
+
+
+class _Tokens(msgspec.Struct):
+    cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    """Usage as the APIs name it."""
+
+    prompt_tokens: int | None = None
+    input_tokens: int | None = None
+    completion_tokens: int | None = None
+    output_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    prompt_tokens_details: _Tokens | None = None
+    input_tokens_details: _Tokens | None = None
+    completion_tokens_details: _Tokens | None = None
+    output_tokens_details: _Tokens | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_decode = msgspec.json.Decoder(_Answer).decode
+
+
+class LineHost:
+    """Answers the lines of batches by the handlers of *app*; see :class:`triton_openai.batches.runner.Host`."""
+
+    def __init__(self, app: web.Application) -> None:
+        self._app = app
+        self._by_path = endpoints(app[OPERATIONS_BY_HANDLER])
+
+    @property
+    def settings(self) -> BatchesSettings:
+        return self._app[SERVICE].settings.batches
+
+    @property
+    def stopping(self) -> bool:
+        return self._app[DRAINING].begun
+
+    @property
+    def most_running(self) -> int:
+        return max(1, self._app[WORKER].share(self.settings.max_running))
+
+    @property
+    def longest_line(self) -> int:
+        return self._app[SERVICE].settings.server.max_body_size
+
+    def knows(self, owner: str) -> bool:
+        key = self._app[AUTHORIZER].named(owner)
+        return key is not None and key.batch
+
+    def target(self, model: str) -> str | None:
+        models = self._app[SERVICE].models
+        try:
+            name = model if model in models.served else models.wanted(model)
+        except errors.InvalidRequest:
+            return None
+        served = models.served.get(name) or models.unlisted_lora(name)
+        return None if served is None or not models.fleet.snapshot.reachable else served.triton_model
+
+    def room(self, target: str, running: int) -> bool:
+        return self._app[SERVICE].admission.spare(target, running, self.settings.max_share)
+
+    async def check(self, batch: Batch, model: str) -> None:
+        request = LineRequest(self._app, self._by_path[batch.endpoint], batch.endpoint, b"")
+        request[KEY] = self._key(batch.owner)
+        await find_model(cast(web.Request, request), model)
+
+    def _key(self, owner: str) -> ApiKey:
+        key = self._app[AUTHORIZER].named(owner)
+        if key is None:
+            raise errors.InvalidApiKey("The API key of the batch was removed.")
+        return key
+
+    async def wait(self, owner: str) -> float:
+        key = self._app[AUTHORIZER].named(owner)
+        most = None if key is None else key.limit.batch_tokens_per_minute
+        if most is None:
+            return 0.0
+        limits = self._app[AUTHORIZER].limits
+        decision = await limits.admit(_POOL + owner, RateLimit(tokens_per_minute=most))
+        if decision.refusal is not None:
+            return decision.refusal.wait
+        limits.leave(_POOL + owner, 0)
+        return 0.0
+
+    async def answer(self, batch: Batch, custom_id: str, body: bytes) -> Outcome:
+        app = self._app
+        record = RequestRecord(
+            request_id=request_id({}), method="POST", path=batch.endpoint, batch=batch.id, custom_id=custom_id
+        )
+        record.key = batch.owner or None
+        handler = self._by_path[batch.endpoint]
+        request = LineRequest(app, handler, batch.endpoint, body)
+        request[RECORD] = record
+        with Observed(app, record):
+            LOG_FIELDS.set(record.log_fields)
+            try:
+                return await self._answered(cast(web.Request, request), handler, batch.owner)
+            except asyncio.CancelledError:
+                reason = app[DRAINING].reason()
+                if reason is None:
+                    record.client_left = True
+                    raise
+                error = reason
+            except errors.ServiceError as known:
+                error = known
+            except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
+                _log.exception("line failed", request_id=record.request_id, batch=batch.id)
+                error = errors.ServiceError("The service failed to answer the request.")
+            record.error = error
+            render = app.get(ERROR_BODY)
+            made = (render and render(cast(web.Request, request), error)) or (error.status, error.envelope())
+            record.status = made[0]
+            return Outcome(*made, record.request_id, error=error)
+
+    async def _answered(self, request: web.Request, handler: Handler, owner: str) -> Outcome:
+        request[KEY] = key = self._key(owner)
+        response = await handler(request)
+        body = response.body if isinstance(response, web.Response) else None
+        assert isinstance(body, bytes), "a line was answered by a stream"
+        record = request[RECORD]
+        record.status = response.status
+        if key.limit.batch_tokens_per_minute is not None:
+            await self._charge(owner, record)
+        return Outcome(response.status, body, record.request_id, usage=_usage(body))
+
+    async def _charge(self, owner: str, record: RequestRecord) -> None:
+        limits = self._app[AUTHORIZER].limits
+        # Counted in and out, so that there is an account.
+        decision = await limits.admit(_POOL + owner, RateLimit(concurrent_requests=2**53))
+        if decision.refusal is None:
+            limits.leave(_POOL + owner, tokens_charged(record, served=True, cut_short=False))
+
+
+def endpoints(operations: Mapping[Handler, Operation]) -> Mapping[str, Handler]:
+    """Return the handlers that lines of batches can ask, by path: those of operations that ask a model in JSON."""
+    return {
+        operation.path: handler
+        for handler, operation in operations.items()
+        if operation.jobs
+        and not operation.media
+        and operation.request is not None
+        and not issubclass(operation.request, FormRequest)
+    }
+
+
+def _usage(answer: bytes) -> BatchUsage:
+    try:
+        usage = _decode(answer).usage or _Usage()
+    except msgspec.MsgspecError:
+        return BatchUsage()
+    given = usage.prompt_tokens_details or usage.input_tokens_details or _Tokens()
+    made = usage.completion_tokens_details or usage.output_tokens_details or _Tokens()
+    return BatchUsage(
+        input_tokens=usage.prompt_tokens or usage.input_tokens or 0,
+        cached_tokens=given.cached_tokens or usage.cache_read_input_tokens or 0,
+        output_tokens=usage.completion_tokens or usage.output_tokens or 0,
+        reasoning_tokens=made.reasoning_tokens or 0,
+    )

@@ -1,0 +1,239 @@
+"""``/v1/messages/batches``: Anthropic's Message Batches, on the engine of OpenAI's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from triton_openai import errors, offload
+from triton_openai.api import agents
+from triton_openai.api.batches import add, cancel_batch, find_batch
+from triton_openai.api.bodies import json_response, parse_json
+from triton_openai.api.files import files_of, send_file
+from triton_openai.api.messages.message_events import add_request_id
+from triton_openai.api.service import find_model, key_of, new_id, service_of
+from triton_openai.serving.request_body import LIMITS, read_body
+from triton_openai.storage.batches import Batch
+from triton_openai.telemetry.request_record import RECORD
+
+_PATH = "/v1/messages"
+_HOURS = 24
+
+
+class BatchedMessage(msgspec.Struct, kw_only=True):
+    """A request for a message, and the name that its result has."""
+
+    custom_id: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    params: msgspec.Raw
+
+
+class MessageBatchRequest(msgspec.Struct, kw_only=True):
+    """Requests for messages, which are answered within a day. ``params`` are those of ``POST /v1/messages``."""
+
+    requests: Annotated[list[BatchedMessage], Meta(min_length=1)]
+
+
+class _Params(msgspec.Struct):
+    model: str = ""
+    stream: bool | None = None
+
+
+_decode = msgspec.json.Decoder(_Params).decode
+
+
+class MessageCounts(msgspec.Struct, kw_only=True):
+    """The requests of a batch; all of them are ``processing`` until it has ended."""
+
+    processing: int
+    succeeded: int
+    errored: int
+    canceled: int
+    expired: int
+
+
+class MessageBatch(msgspec.Struct, kw_only=True):
+    """A batch of Anthropic's API."""
+
+    id: str
+    type: Literal["message_batch"] = "message_batch"
+    processing_status: Literal["in_progress", "canceling", "ended"]
+    request_counts: MessageCounts
+    ended_at: str | None
+    created_at: str
+    expires_at: str
+    archived_at: None = None
+    cancel_initiated_at: str | None
+    results_url: str | None
+
+
+class MessageBatchPage(msgspec.Struct, kw_only=True):
+    """A page of batches."""
+
+    data: Sequence[MessageBatch]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class DeletedMessageBatch(msgspec.Struct, kw_only=True):
+    """What was deleted."""
+
+    id: str
+    type: Literal["message_batch_deleted"] = "message_batch_deleted"
+
+
+async def create(request: web.Request) -> web.Response:
+    """Run requests for messages below live traffic. Most of their parameters are looked at when they run."""
+    files, service = files_of(request), service_of(request)
+    add_request_id(request[RECORD])
+    data = await read_body(request, request.app[LIMITS])
+    request[RECORD].body_size = len(data)
+    offload.json_decoder(MessageBatchRequest)
+    body = await offload.run(parse_json, data, MessageBatchRequest, [], cost=offload.JSON * len(data))
+    most = service.settings.batches.max_requests
+    if len(body.requests) > most:
+        raise errors.PayloadTooLarge(f"A batch can have {most} requests at most.", param="requests")
+    for model in await offload.run(_models, body.requests, cost=offload.JSON * len(data)):
+        await find_model(request, model)
+    now = time.time()
+    batch = Batch(
+        id=new_id("msgbatch", "_"),
+        owner=key_of(request).name,
+        kind="anthropic",
+        endpoint=_PATH,
+        input="",
+        created=now,
+        window=f"{_HOURS}h",
+        expires=now + _HOURS * 3600,
+    )
+    batch.input, batch.total = batch.id, len(body.requests)
+    writing = await files.write(f"{batch.id}.requests")
+    try:
+        for one in body.requests:
+            line = {"custom_id": one.custom_id, "method": "POST", "url": _PATH, "body": one.params}
+            # A line break between two fields would end the line.
+            await writing.add(msgspec.json.encode(line).replace(b"\r", b" ").replace(b"\n", b" ") + b"\n")
+        await writing.end()
+        await add(request, batch, "requests")
+    except BaseException:
+        writing.close()
+        await files.unlink(f"{batch.id}.requests")
+        raise
+    return json_response(_batch_object(batch))
+
+
+def _models(requests: Sequence[BatchedMessage]) -> set[str]:
+    """Return the models of *requests*. Raises :class:`InvalidRequest` for those that no batch can have."""
+    names, models = set[str](), set[str]()
+    for number, one in enumerate(requests):
+        place = f"requests[{number}]"
+        if one.custom_id in names:
+            raise errors.InvalidValue(f"'{place}.custom_id' is that of an earlier request.", f"{place}.custom_id")
+        try:
+            params = _decode(one.params)
+        except msgspec.DecodeError as error:
+            raise errors.InvalidValue(f"'{place}.params' is wrong: {error}.", f"{place}.params") from error
+        if params.stream:
+            raise errors.InvalidValue(f"'{place}.params.stream' must not be true in a batch.", f"{place}.params.stream")
+        names.add(one.custom_id)
+        models.add(params.model)
+    return models
+
+
+async def list_batches(request: web.Request) -> web.Response:
+    """List the batches of messages of the request's key, newest first."""
+    files, query = files_of(request), request.query
+    add_request_id(request[RECORD])
+    limit, before = agents.page_limit(query, 1000), query.get("before_id")
+    after = before or query.get("after_id")
+    found: Sequence[Batch] | None = None if after else []
+    if files.exist:
+        found = await files.store.batches(
+            key_of(request).name, "anthropic", after=after, limit=limit + 1, reverse=not before
+        )
+    if found is None:
+        raise agents.unknown_place_error("before_id" if before else "after_id")
+    data = [_batch_object(batch) for batch in found[:limit]]
+    if before:
+        data.reverse()
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
+    return json_response(MessageBatchPage(data=data, has_more=len(found) > limit, first_id=first, last_id=last))
+
+
+async def _found(request: web.Request) -> Batch:
+    add_request_id(request[RECORD])
+    return await find_batch(request, "anthropic")
+
+
+async def retrieve(request: web.Request) -> web.Response:
+    """Return a batch of messages as it is now."""
+    return json_response(_batch_object(await _found(request)))
+
+
+async def cancel(request: web.Request) -> web.Response:
+    """Cancel a batch of messages. Requests that run may end, others are not begun any more."""
+    return json_response(_batch_object(await cancel_batch(request, await _found(request))))
+
+
+async def delete(request: web.Request) -> web.Response:
+    """Delete a batch of messages that has ended, and its results."""
+    batch = await _found(request)
+    if batch.open:
+        raise errors.ObjectInUse("The batch has not ended. Cancel it first.", param="message_batch_id")
+    files = files_of(request)
+    await files.store.drop_batch(batch.id)
+    if batch.output is not None and (file := await files.store.file(batch.output, batch.owner)) is not None:
+        await files.delete(file)
+    return json_response(DeletedMessageBatch(id=batch.id))
+
+
+async def results(request: web.Request) -> web.StreamResponse:
+    """Return the results of a batch that has ended: a JSON object in each line, in the order in which they came."""
+    batch, files = await _found(request), files_of(request)
+    file = None if batch.open or batch.output is None else await files.store.file(batch.output, batch.owner)
+    if file is None:
+        why = "has not ended" if batch.open else "has no results any more, or never had any"
+        raise errors.ObjectNotFound(f"The batch {why}.", param="message_batch_id")
+    return send_file(request, file.id, f"{batch.id}_results.jsonl", "application/x-jsonl")
+
+
+def _batch_object(batch: Batch) -> MessageBatch:
+    """Return *batch* as clients see it."""
+    total, ended = batch.total, not batch.open
+    never = total - batch.succeeded - batch.failed if ended else 0
+    ended_at = batch.times.get(f"{batch.status}_at") if ended else None
+    status: Literal["in_progress", "canceling", "ended"] = "in_progress"
+    if ended:
+        status = "ended"
+    elif batch.status == "cancelling":
+        status = "canceling"
+    counts = MessageCounts(
+        processing=0 if ended else total,
+        succeeded=batch.succeeded if ended else 0,
+        errored=(batch.failed + (never if batch.status == "failed" else 0)) if ended else 0,
+        canceled=never if batch.status == "cancelled" else 0,
+        expired=never if batch.status == "expired" else 0,
+    )
+    cancelling = batch.times.get("cancelling_at")
+    return MessageBatch(
+        id=batch.id,
+        processing_status=status,
+        request_counts=counts,
+        ended_at=None if ended_at is None else _time(ended_at),
+        created_at=_time(batch.created),
+        expires_at=_time(batch.expires),
+        cancel_initiated_at=None if cancelling is None else _time(cancelling),
+        # Not a whole URL: what stands in front of the service may speak another protocol, under another name.
+        results_url=f"{_PATH}/batches/{batch.id}/results" if ended and batch.output is not None else None,
+    )
+
+
+def _time(seconds: float) -> str:
+    """Return a Unix time in the form of RFC 3339."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

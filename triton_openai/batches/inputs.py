@@ -1,0 +1,148 @@
+"""The requests of a batch: read line by line from its file, and checked before any of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from triton_openai.storage.batches import Batch, BatchError, Line
+
+#: Errors of an input that are reported.
+MOST_ERRORS = 100
+#: Longest ``custom_id``.
+LONGEST_ID = 512
+_BOM = b"\xef\xbb\xbf"
+# Lines whose prompts begin with the same bytes run together, so that they stay in the engine's cache.
+_PREFIX = 1024
+_NOTHING = msgspec.Raw()
+
+
+class _Body(msgspec.Struct):
+    """What is looked at before a request runs."""
+
+    model: str = ""
+    stream: bool | None = None
+    background: bool | None = None
+    messages: msgspec.Raw = _NOTHING
+    prompt: msgspec.Raw = _NOTHING
+    input: msgspec.Raw = _NOTHING
+
+
+class _Request(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: _Body
+
+
+class _Named(msgspec.Struct):
+    custom_id: str
+    body: msgspec.Raw
+
+
+_decode = msgspec.json.Decoder(_Request).decode
+_decode_named = msgspec.json.Decoder(_Named).decode
+
+
+class InputReader:
+    """Reads the lines of *path* for *batch*, of *longest* bytes at most each, and collects what is wrong with them."""
+
+    def __init__(self, path: Path, batch: Batch, *, most: int, longest: int) -> None:
+        self._file = path.open("rb")
+        self._batch, self._most, self._longest = batch, most, longest
+        self._seen: set[bytes] = set()
+        self._number = 0
+        #: What is wrong, in the order of the lines.
+        self.problems: list[BatchError] = []
+        #: Requests.
+        self.total = 0
+        #: Each model, and the first line that names it.
+        self.models: dict[str, int] = {}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def report(self, code: str, message: str, param: str | None = None, line: int | None = None) -> None:
+        """Note an error."""
+        if len(self.problems) < MOST_ERRORS:
+            self.problems.append(BatchError(code=code, message=message, param=param, line=line))
+
+    def read(self, count: int) -> Sequence[Line]:
+        """Return up to *count* lines that are right; there are no more when they are none."""
+        lines: list[Line] = []
+        while len(lines) < count and len(self.problems) < MOST_ERRORS:
+            place = self._file.tell()
+            data = self._file.readline(self._longest + 1)
+            if not data:
+                break
+            self._number += 1
+            if len(data) > self._longest:
+                self.report("line_too_long", f"The line has more than {self._longest} bytes.", line=self._number)
+                while data and not data.endswith(b"\n"):
+                    data = self._file.readline(self._longest)
+                continue
+            if self._number == 1 and data.startswith(_BOM):
+                data, place = data[len(_BOM) :], len(_BOM)
+            if not data.strip():
+                continue
+            self.total += 1
+            if self.total > self._most:
+                self.report("too_many_requests", f"A batch can have {self._most} requests at most.", line=self._number)
+                break
+            if (request := self._request(data)) is not None:
+                body = request.body
+                self.models.setdefault(body.model, self._number)
+                texts = next((one for one in (body.messages, body.prompt, body.input) if memoryview(one)), b"")
+                beginning = body.model.encode(errors="replace") + b"\0" + bytes(memoryview(texts)[:_PREFIX])
+                prefix = int.from_bytes(blake2b(beginning, digest_size=7).digest())
+                lines.append(Line(self._number, place, len(data), body.model, prefix))
+        if not lines and not self.total and not self.problems:
+            self.report("empty_file", "The input file has no requests.")
+        return lines
+
+    def _request(self, data: bytes) -> _Request | None:
+        number = self._number
+        try:
+            # Parts that are not looked at could hold anything.
+            data.decode()
+            request = _decode(data)
+        except UnicodeDecodeError:
+            self.report("invalid_json_line", "The line is not UTF-8.", line=number)
+            return None
+        except msgspec.ValidationError as error:
+            text = str(error)
+            lacking = text.startswith("Object missing required field")
+            field = text.split("`")[1] if lacking else (text.rpartition("$.")[2].rstrip("`") if "$." in text else None)
+            code = "missing_required_parameter" if lacking else "invalid_type" if field else "invalid_json_line"
+            self.report(code, f"{text}.", field, number)
+            return None
+        except (msgspec.DecodeError, RecursionError) as error:
+            self.report("invalid_json_line", f"The line is not valid JSON: {error}.", line=number)
+            return None
+        named = request.custom_id
+        digest = blake2b(named.encode(errors="surrogatepass"), digest_size=16).digest()
+        body, seen = request.body, digest in self._seen
+        checks = (
+            (not 1 <= len(named) <= LONGEST_ID, "invalid_custom_id", "custom_id", f"have 1 to {LONGEST_ID} characters"),
+            (seen, "duplicate_custom_id", "custom_id", "differ from that of every earlier line"),
+            (request.method != "POST", "invalid_method", "method", "be POST"),
+            (request.url != self._batch.endpoint, "invalid_url", "url", f"be {self._batch.endpoint}"),
+            (bool(body.stream), "stream_not_supported", "body.stream", "not be true in a batch"),
+            (bool(body.background), "background_not_supported", "body.background", "not be true in a batch"),
+        )
+        self._seen.add(digest)
+        for wrong, code, param, text in checks:
+            if wrong:
+                self.report(code, f"'{param}' must {text}.", param, number)
+                return None
+        return request
+
+
+def id_and_body(line: bytes) -> tuple[str, bytes]:
+    """Return the ``custom_id`` and the body of a *line* that was checked."""
+    found = _decode_named(line)
+    return found.custom_id, bytes(found.body)

@@ -1,0 +1,87 @@
+"""How many requests of batches run at the same time: fewer while others wait, more while nothing is refused."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from triton_openai.telemetry.request_record import Observer, RequestRecord
+
+# Seconds after which an unavailable model is tried again: the first ones, and the most.
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+# What is known of first tokens is that of the last seconds, and of so many requests.
+_SECONDS, _MOST = 10.0, 1000
+
+
+class Limit:
+    """
+    How many lines of one model may run: *most*, or fewer.
+
+    One more for each window of that many lines that ended well; half as many when one was refused for lack of capacity.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.running = 0
+        #: Whether the one that runs may have ended processes: it runs alone.
+        self.suspect = False
+        self.allowed = max(1, most // 2)
+        self._well = 0
+        self._halved = self._until = 0.0
+        self._pause = _FIRST_PAUSE
+
+    def has_room(self, most: int) -> bool:
+        """Return whether another line may run now, of *most*."""
+        return self.running < min(self.allowed, most) and time.monotonic() >= self._until
+
+    def leave(self) -> None:
+        """Count a line out."""
+        self.running -= 1
+        self.suspect = False
+
+    def ended(self, most: int) -> None:
+        """Note a line that was answered."""
+        self._pause = _FIRST_PAUSE
+        self._well += 1
+        if self._well >= self.allowed:
+            self._well = 0
+            self.allowed = min(self.allowed + 1, most)
+
+    def overloaded(self, began: float) -> None:
+        """Note that a line which *began* at some time was refused. Those of the same window count once."""
+        if began > self._halved:
+            self.allowed, self._well, self._halved = max(1, self.allowed // 2), 0, time.monotonic()
+
+    def unavailable(self) -> None:
+        """Begin no lines for a while."""
+        if time.monotonic() >= self._until:
+            self._until = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+
+class FirstTokens(Observer):
+    """Observes how long live requests wait for their first tokens."""
+
+    def __init__(self) -> None:
+        self._waits: deque[tuple[float, float]] = deque(maxlen=_MOST)
+
+    def ended(self, record: RequestRecord) -> None:
+        wait = record.time_to_first_token
+        if record.batch is None and wait is not None:
+            self._waits.append((time.monotonic(), wait))
+
+    def slowest(self) -> float:
+        """Return the seconds that 19 in 20 requests of the last seconds did not exceed; 0 for none."""
+        since = time.monotonic() - _SECONDS
+        while self._waits and self._waits[0][0] < since:
+            self._waits.popleft()
+        waits = sorted(wait for _, wait in self._waits)
+        return waits[len(waits) * 19 // 20] if waits else 0.0
+
+
+def is_open(hours: str | None) -> bool:
+    """Return whether it is within *hours*, ``HH:MM-HH:MM`` in local time; they may pass midnight."""
+    if hours is None:
+        return True
+    begin, end = hours.split("-")
+    now = time.strftime("%H:%M")
+    return begin <= now < end if begin < end else now >= begin or now < end

@@ -1,0 +1,720 @@
+"""
+Runs batches: validates them, begins their lines where live traffic leaves room, keeps the results, and ends them.
+
+What survives the death of this process is on the disk. A result is appended to a part file, synced, and then its line
+is marked with the place, so that a line is in the files once or not at all. A line that has begun has an attempt
+counted before. Whoever takes over a batch goes on with the lines that have no result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import os
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import structlog
+
+from triton_openai import errors
+from triton_openai.batches.files import Files, Writing, on_disk, sync_folder, write_at
+from triton_openai.batches.inputs import InputReader, id_and_body
+from triton_openai.batches.limits import FirstTokens, Limit, is_open
+from triton_openai.config.tree import BatchesSettings
+from triton_openai.errors import ServiceError
+from triton_openai.storage.batches import (
+    FAILED,
+    SUCCEEDED,
+    Batch,
+    BatchError,
+    BatchUsage,
+    Done,
+    LeaseLost,
+    Line,
+    StoredFile,
+)
+from triton_openai.tasks import cancel, wait_any
+
+_log = structlog.get_logger(__name__)
+# A lease lasts so many seconds, and is renewed this often; the tables are looked at this often.
+_LEASE, _RENEW, _POLL = 60.0, 15.0, 1.0
+# Batches of one owner, and of all, that a process runs at the same time.
+_OWNERS_BATCHES, _BATCHES = 16, 256
+# Lines that are looked at together, and are added to the tables at once.
+_WINDOW, _CHUNK = 1000, 1000
+# Results are kept together: those of so many seconds, or so many.
+_GROUP_SECONDS, _GROUP = 0.2, 100
+# A line is not begun again once so many processes have died while it ran, or it was refused so often.
+_ATTEMPTS, _RETRIES = 3, 3
+_RETRY_SECONDS, _LONGEST_RETRY = 1.0, 60.0
+# Lines of a batch that wait for another attempt; no others begin then.
+_MOST_RETRYING = 32
+_CANCEL_SECONDS = 600.0
+# Before what failed because of the disk or the tables is tried again.
+_TROUBLE_SECONDS = 2.0
+_SWEEP_SECONDS = 600.0
+_RETRIED = frozenset({429, 502, 503, 504})
+_OVERLOADED = frozenset({429, 503, 504})
+_NEVER_RAN = {
+    "cancelled": ("batch_cancelled", "The batch was cancelled before this request could be executed."),
+    "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
+    "failed": ("batch_failed", "The batch failed before this request could be executed."),
+}
+
+
+class Outcome(NamedTuple):
+    """The answer to a line: *body* is JSON. *error* is why there is no better one."""
+
+    status: int
+    body: bytes
+    request_id: str = ""
+    error: ServiceError | None = None
+    usage: BatchUsage = BatchUsage()
+
+
+class Host(Protocol):
+    """The service that answers the lines."""
+
+    @property
+    def settings(self) -> BatchesSettings:
+        """The settings now."""
+        ...
+
+    @property
+    def stopping(self) -> bool:
+        """Whether nothing new may begin."""
+        ...
+
+    @property
+    def most_running(self) -> int:
+        """How many lines of one model may run in this process."""
+        ...
+
+    @property
+    def longest_line(self) -> int:
+        """The bytes that a line may have."""
+        ...
+
+    def knows(self, owner: str) -> bool:
+        """Return whether the key *owner* is still there, and open to batches."""
+        ...
+
+    def target(self, model: str) -> str | None:
+        """Return the Triton model behind the name *model*; ``None`` while it is not served."""
+        ...
+
+    def room(self, target: str, running: int) -> bool:
+        """Return whether live traffic leaves room for another line, where *running* are there."""
+        ...
+
+    async def check(self, batch: Batch, model: str) -> None:
+        """Raise :class:`ModelNotFound` or :class:`UpstreamUnavailable` if a batch cannot ask *model*."""
+        ...
+
+    async def wait(self, owner: str) -> float:
+        """Return the seconds for which *owner* has used up the tokens of batches."""
+        ...
+
+    async def answer(self, batch: Batch, custom_id: str, body: bytes) -> Outcome:
+        """Return the answer to a line."""
+        ...
+
+
+class _Ended(NamedTuple):
+    number: int
+    state: int
+    data: bytes
+    usage: BatchUsage
+
+
+class _Held:
+    """A batch that this process runs."""
+
+    def __init__(self, batch: Batch, source: Path, part: Path) -> None:
+        self.batch, self.source, self.part = batch, source, part
+        self.waiting: dict[str, deque[Line]] = {}
+        #: Lines that are to be tried again, with their times.
+        self.retrying: list[tuple[float, int, Line]] = []
+        self.tries: dict[int, int] = {}
+        self.running: dict[int, asyncio.Task[None]] = {}
+        self.done: list[_Ended] = []
+        #: The last line that was read, and whether there are more.
+        self.last, self.more = 0, True
+        self.input = self.output = -1
+        #: The bytes of the part that rows tell of.
+        self.size = 0
+        self.woken, self.full = asyncio.Event(), asyncio.Event()
+        self.in_trouble = False
+        self.task: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        """Close its files."""
+        for descriptor in (self.input, self.output):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.input = self.output = -1
+
+    @property
+    def window(self) -> int:
+        """The lines that were read and have not begun."""
+        return sum(map(len, self.waiting.values()))
+
+
+class BatchRunner:
+    """Runs the batches in *files* that nobody else runs; *host* answers their lines."""
+
+    def __init__(self, files: Files, host: Host, first_tokens: FirstTokens) -> None:
+        self._files, self._store, self._host, self._first_tokens = files, files.store, host, first_tokens
+        self._holder = os.urandom(16).hex()
+        self._held: dict[str, _Held] = {}
+        self._limits: dict[str, Limit] = {}
+        self._tokens_at: dict[str, float] = {}
+        self._turn = 0
+        self._order = count()
+        self._woken = asyncio.Event()
+        self._next_poll = self._next_renewal = self._next_sweep = 0.0
+        self._lock = -1
+
+    def wake(self) -> None:
+        """Look at the tables now: a batch was made or cancelled."""
+        self._next_poll = 0.0
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        while True:
+            try:
+                if self._files.exist:
+                    await self._look()
+                    await self._begin()
+            except ServiceError as error:
+                _log.warning("batches wait", reason=error.reason)
+                await asyncio.sleep(_TROUBLE_SECONDS)
+            await wait_any(self._woken, timeout=_POLL)
+            self._woken.clear()
+
+    async def close(self) -> None:
+        """Give all batches back: lines that run wait again. Call it after :meth:`run` was cancelled."""
+        for held in list(self._held.values()):
+            await cancel(*held.running.values(), *([] if held.task is None else [held.task]))
+            with suppress(ServiceError, LeaseLost):
+                await self._keep(held)
+                await self._store.release(held.batch)
+            held.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            with suppress(ServiceError):
+                # One may have been claimed by what was cancelled.
+                await self._store.bury(self._holder)
+                await self._files.unlink(f"{self._holder}.lock")
+
+    # Leases
+
+    async def _look(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_sweep:
+            self._next_sweep = now + _SWEEP_SECONDS
+            await self._files.sweep()
+        if now < self._next_poll:
+            return
+        self._next_poll = now + _POLL
+        if self._held and now >= self._next_renewal:
+            self._next_renewal = now + _RENEW
+            await self._store.renew(self._holder, _LEASE)
+        slowest = self._host.settings.live_first_token
+        if slowest is not None and self._first_tokens.slowest() > slowest:
+            for limit in self._limits.values():
+                limit.overloaded(now)
+        found = await self._store.held(self._holder) if self._held else {}
+        for batch_id, held in list(self._held.items()):
+            batch = found.get(batch_id)
+            if batch is None or batch.generation != held.batch.generation:
+                self._lose(held)
+            elif batch.status == "cancelling" and held.batch.status in ("validating", "in_progress"):
+                # Nothing else of a batch is changed by others.
+                held.batch.status, held.batch.times = batch.status, batch.times
+                held.woken.set()
+        if not self._host.stopping:
+            await self._claim()
+
+    async def _claim(self) -> None:
+        """Take one more batch. Others are left to other processes for a while."""
+        if len(self._held) >= _BATCHES:
+            return
+        if self._lock < 0:
+            self._lock = self._files.hold(self._holder)
+        for holder in await self._store.holders():
+            if holder != self._holder and await on_disk(lambda holder=holder: self._files.has_died(holder)):  # type: ignore[misc]
+                _log.warning("a process that ran batches has died: others go on with them")
+                await self._store.bury(holder)
+        owners = [held.batch.owner for held in self._held.values()]
+        full = {owner for owner in owners if owners.count(owner) >= _OWNERS_BATCHES}
+        batch = await self._store.claim(self._holder, _LEASE, full=full)
+        if batch is None:
+            return
+        if (older := self._held.get(batch.id)) is not None:
+            self._lose(older)
+        source = self._files.folder / (f"{batch.id}.requests" if batch.input == batch.id else batch.input)
+        held = _Held(batch, source, self._files.folder / f"{batch.id}-{batch.generation}.part")
+        self._held[batch.id] = held
+        held.task = asyncio.create_task(self._attend(held))
+
+    def _lose(self, held: _Held) -> None:
+        """Leave a batch to whoever has it now."""
+        _log.warning("another process has taken a batch over", batch=held.batch.id)
+        self._forget(held)
+        for task in (held.task, *held.running.values()):
+            if task is not None:
+                task.cancel()
+
+    def _forget(self, held: _Held) -> None:
+        if self._held.get(held.batch.id) is held:
+            del self._held[held.batch.id]
+
+    # Lines
+
+    async def _begin(self) -> None:
+        """Begin lines, owner by owner, while there is room for one."""
+        settings = self._host.settings
+        if self._host.stopping or settings.paused or not is_open(settings.hours):
+            return
+        if (suspect := self._suspect()) is not None or any(limit.suspect for limit in self._limits.values()):
+            # It runs alone, and is kept before the next one runs: no line has to answer for another one.
+            busy = any(limit.running for limit in self._limits.values())
+            busy |= any(held.done for held in self._held.values())
+            if suspect is not None and not busy and (limit := self._limit(suspect[1][0].model)) is not None:
+                limit.running, limit.suspect = 1, True
+                await self._start(suspect[0], [(suspect[1].popleft(), limit, False)])
+            return
+        for owner in {held.batch.owner for held in self._held.values()}:
+            if self._tokens_at.get(owner, 0.0) <= time.monotonic() and (wait := await self._host.wait(owner)):
+                self._tokens_at[owner] = time.monotonic() + wait
+        by_owner: dict[str, list[_Held]] = {}
+        for held in sorted(self._held.values(), key=lambda held: held.batch.created):
+            if self._tokens_at.get(held.batch.owner, 0.0) <= time.monotonic():
+                by_owner.setdefault(held.batch.owner, []).append(held)
+        owners = deque(by_owner)
+        # Whoever was first the last time is not the first again.
+        owners.rotate(-self._turn % max(1, len(owners)))
+        self._turn += 1
+        picked: dict[str, list[tuple[Line, Limit, bool]]] = {}
+        while owners:
+            owner = owners.popleft()
+            for held in by_owner[owner]:
+                if (line := self._next(held)) is not None:
+                    picked.setdefault(held.batch.id, []).append(line)
+                    owners.append(owner)
+                    break
+        await asyncio.gather(*(self._start(self._held[batch_id], lines) for batch_id, lines in picked.items()))
+
+    def _next(self, held: _Held) -> tuple[Line, Limit, bool] | None:
+        """Return a line that may begin, with the limit that it counts in, and whether it is tried again."""
+        if held.batch.status != "in_progress" or held.in_trouble or len(held.done) > 2 * _GROUP:
+            return None
+        if held.retrying and held.retrying[0][0] <= time.monotonic():
+            line = held.retrying[0][2]
+            if (limit := self._limit(line.model)) is not None:
+                heapq.heappop(held.retrying)
+                limit.running += 1
+                return line, limit, True
+        if len(held.retrying) >= _MOST_RETRYING:
+            return None
+        for model, lines in held.waiting.items():
+            if lines and (limit := self._limit(model)) is not None:
+                limit.running += 1
+                return lines.popleft(), limit, False
+        return None
+
+    def _suspect(self) -> tuple[_Held, deque[Line]] | None:
+        """Return a batch, and its lines of which the first one ran when processes died."""
+        for held in self._held.values():
+            if held.batch.status == "in_progress" and not held.in_trouble:
+                for model, lines in held.waiting.items():
+                    if lines and 1 < lines[0].attempts < _ATTEMPTS and self._host.target(model) is not None:
+                        return held, lines
+        return None
+
+    def _limit(self, model: str) -> Limit | None:
+        """Return what limits lines for *model*, if it has room for one."""
+        target, most = self._host.target(model), self._host.most_running
+        if target is None:
+            return None
+        limit = self._limits.get(target) or self._limits.setdefault(target, Limit(most))
+        return limit if limit.has_room(most) and self._host.room(target, limit.running) else None
+
+    async def _start(self, held: _Held, picked: Sequence[tuple[Line, Limit, bool]]) -> None:
+        try:
+            new = [line.number for line, _, again in picked if not again]
+            if new:
+                await self._store.begin(held.batch, new)
+            contents = await on_disk(lambda: [os.pread(held.input, line.length, line.place) for line, _, _ in picked])
+        except (ServiceError, LeaseLost) as error:
+            for line, limit, again in picked:
+                limit.leave()
+                if again:
+                    heapq.heappush(held.retrying, (0.0, next(self._order), line))
+                else:
+                    held.waiting.setdefault(line.model, deque()).appendleft(line)
+            if isinstance(error, LeaseLost):
+                self._lose(held)
+                return
+            raise
+        for (line, limit, _), content in zip(picked, contents, strict=True):
+            task = asyncio.create_task(self._run(held, line, content, limit))
+            held.running[line.number] = task
+            task.add_done_callback(lambda _, number=line.number, limit=limit: self._left(held, number, limit))  # type: ignore[misc]
+
+    async def _run(self, held: _Held, line: Line, content: bytes, limit: Limit) -> None:
+        """Have a line answered, and keep its result, or let it wait for another attempt."""
+        batch, began = held.batch, time.monotonic()
+        try:
+            custom_id, body = id_and_body(content)
+            if line.attempts >= _ATTEMPTS:
+                error = ServiceError(
+                    f"The service ended {line.attempts} times while it answered the request.", code="server_error"
+                )
+                outcome = Outcome(error.status, error.envelope(), error=error)
+            else:
+                outcome = await self._host.answer(batch, custom_id, body)
+            if not self._again(held, line, outcome, limit, began):
+                state = SUCCEEDED if outcome.error is None else FAILED
+                data = rendered(batch, line.number, custom_id, outcome)
+                held.done.append(_Ended(line.number, state, data, outcome.usage))
+        except Exception:  # noqa: BLE001 - the last resort: it is tried again when another process takes the batch
+            _log.exception("a line failed", batch=batch.id)
+
+    def _left(self, held: _Held, number: int, limit: Limit) -> None:
+        """Count a line out. Not where it runs: a task that is cancelled before it has begun never does."""
+        if limit.suspect or len(held.done) >= _GROUP:
+            held.full.set()
+        limit.leave()
+        held.running.pop(number, None)
+        self._woken.set()
+        held.woken.set()
+
+    def _again(self, held: _Held, line: Line, outcome: Outcome, limit: Limit, began: float) -> bool:
+        """Return whether a line is tried again, and let it wait for that."""
+        error, tries = outcome.error, held.tries.get(line.number, 0)
+        if error is None or error.status not in _RETRIED:
+            limit.ended(self._host.most_running)
+            if not (isinstance(error, errors.ModelNotFound) and self._host.target(line.model) is None):
+                held.tries.pop(line.number, None)
+                return False
+        assert error is not None
+        if error.status in _OVERLOADED:
+            limit.overloaded(began)
+        wait = min(_RETRY_SECONDS * 5.0**tries, _LONGEST_RETRY)
+        if isinstance(error, errors.UpstreamUnavailable | errors.ModelNotFound):
+            # It is not the line that is to blame.
+            limit.unavailable()
+        elif not isinstance(error, errors.ServiceOverloaded):
+            if tries >= _RETRIES:
+                held.tries.pop(line.number, None)
+                return False
+            held.tries[line.number] = tries + 1
+        due = time.monotonic() + max(wait, min(error.retry_after or 0.0, _LONGEST_RETRY))
+        heapq.heappush(held.retrying, (due, next(self._order), line))
+        return True
+
+    # The life of a batch
+
+    async def _attend(self, held: _Held) -> None:
+        """Take a batch from its beginning to its end."""
+        try:
+            while not await self._advance_safely(held):
+                pass
+        except LeaseLost:
+            self._lose(held)
+        finally:
+            self._forget(held)
+            if not self._host.stopping:
+                held.close()
+
+    async def _advance_safely(self, held: _Held) -> bool:
+        try:
+            ended = await self._advance(held)
+        except FileNotFoundError:
+            problem = BatchError(code="input_file_missing", message="The input file is not there any more.")
+            await self._fail(held, [problem])
+            return True
+        except (OSError, ServiceError) as error:
+            if not held.in_trouble:
+                reason = error.reason if isinstance(error, ServiceError) else str(error)
+                _log.warning("a batch is paused", batch=held.batch.id, reason=reason)
+            held.in_trouble = True
+            await asyncio.sleep(_TROUBLE_SECONDS)
+            return False
+        except LeaseLost:
+            raise
+        except Exception:  # noqa: BLE001 - the last resort: logged, and the batch ends
+            _log.exception("a batch failed", batch=held.batch.id)
+            await self._fail(held, [BatchError(code="server_error", message="The service failed to run the batch.")])
+            return True
+        if held.in_trouble:
+            held.in_trouble = False
+            _log.info("a batch goes on", batch=held.batch.id)
+            self._woken.set()
+        return ended
+
+    async def _advance(self, held: _Held) -> bool:
+        """Do what is next; return whether the batch has ended."""
+        if held.input < 0:
+            held.input = await asyncio.to_thread(os.open, held.source, os.O_RDONLY)
+        batch = held.batch
+        if batch.outcome:
+            return await self._finalize(held)
+        if "validated_at" not in batch.times:
+            return await self._validate(held)
+        await self._keep(held)
+        batch, now = held.batch, time.time()
+        outcome = ""
+        if not self._host.knows(batch.owner):
+            outcome = "failed"
+        elif batch.status == "cancelling":
+            outcome = "cancelled"
+        elif now >= batch.expires:
+            outcome = "expired"
+        if outcome:
+            held.waiting.clear()
+            held.retrying.clear()
+            patient = outcome == "cancelled" and now < batch.times["cancelling_at"] + _CANCEL_SECONDS
+            if not patient:
+                await cancel(*held.running.values())
+            if not held.running:
+                await self._keep(held)
+                await self._decide(held, outcome)
+                return False
+        elif held.more and held.window < _WINDOW // 2:
+            await self._refill(held)
+            self._woken.set()
+        elif batch.succeeded + batch.failed == batch.total:
+            await self._decide(held, "completed")
+            return False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(_POLL, max(0.0, batch.expires - now))):
+                await held.woken.wait()
+        held.woken.clear()
+        if held.done and (held.running or held.window) and len(held.done) < _GROUP:
+            await wait_any(held.full, timeout=_GROUP_SECONDS)
+        return False
+
+    async def _validate(self, held: _Held) -> bool:
+        batch = held.batch
+        await self._store.clear_lines(batch)
+        most, longest = self._host.settings.max_requests, self._host.longest_line
+        reader = await asyncio.to_thread(InputReader, held.source, batch, most=most, longest=longest)
+        try:
+            checked = 0
+            while lines := await asyncio.to_thread(reader.read, _CHUNK):
+                for model, number in list(reader.models.items())[checked:]:
+                    try:
+                        await self._host.check(batch, model)
+                    except errors.UpstreamUnavailable:
+                        raise
+                    except errors.InvalidRequest as error:
+                        reader.report(error.code, error.message, "body.model", number)
+                checked = len(reader.models)
+                if not reader.problems:
+                    await self._store.add_lines(batch, lines)
+        finally:
+            reader.close()
+        if reader.problems:
+            await self._fail(held, reader.problems)
+            return True
+
+        def begin(found: Batch) -> None:
+            found.total, found.times["validated_at"] = reader.total, int(time.time())
+            found.model = next(iter(reader.models)) if len(reader.models) == 1 else None
+            if found.status == "validating":
+                found.enter("in_progress")
+
+        await self._change(held, begin)
+        return False
+
+    async def _change(self, held: _Held, change: Any) -> None:
+        batch = await self._store.change(held.batch.id, change, generation=held.batch.generation)
+        assert batch is not None
+        held.batch = batch
+
+    async def _refill(self, held: _Held) -> None:
+        """Read the next lines; those that begin alike come together."""
+        lines = await self._store.waiting(held.batch, held.last, _WINDOW)
+        held.more = len(lines) == _WINDOW
+        first: dict[int, int] = {}
+        for line in lines:
+            held.last = line.number
+            first.setdefault(line.prefix, line.number)
+
+        def order(line: Line) -> tuple[bool, int, int, int]:
+            # Those that may end processes first: they run alone.
+            return not 1 < line.attempts < _ATTEMPTS, -line.attempts, first[line.prefix], line.number
+
+        for line in sorted(lines, key=order):
+            held.waiting.setdefault(line.model, deque()).append(line)
+        for model in [model for model, queue in held.waiting.items() if not queue]:
+            del held.waiting[model]
+
+    async def _keep(self, held: _Held) -> None:
+        """Write the results of lines that have ended, and then mark the lines."""
+        ended = held.done[:]
+        if not ended:
+            return
+        place, done = held.size, list[Done]()
+        for one in ended:
+            done.append(Done(one.number, one.state, place, len(one.data), one.usage))
+            place += len(one.data)
+        data = b"".join([one.data for one in ended])
+
+        def write() -> None:
+            if held.output < 0:
+                held.output = os.open(held.part, os.O_CREAT | os.O_WRONLY, 0o600)
+                sync_folder(held.part.parent)
+            # What a failed attempt has left there is overwritten.
+            write_at(held.output, data, held.size)
+            os.fdatasync(held.output)
+
+        await on_disk(write)
+        batch = await self._store.end(held.batch, done)
+        held.batch, held.size = batch, place
+        del held.done[: len(ended)]
+        held.full.clear()
+        self._woken.set()
+
+    async def _decide(self, held: _Held, outcome: Any) -> None:
+        def decide(found: Batch) -> None:
+            found.outcome = "cancelled" if found.status == "cancelling" and outcome == "completed" else outcome
+            if found.status != "cancelling":
+                found.enter("finalizing")
+            if outcome == "failed":
+                found.problems = [BatchError(code="key_revoked", message="The API key of the batch was removed.")]
+            never = found.total - found.succeeded - found.failed
+            if found.succeeded or (found.kind == "anthropic" and found.total):
+                found.output = f"file-{os.urandom(16).hex()}"
+            if found.kind == "openai" and (found.failed or never):
+                found.errors = f"file-{os.urandom(16).hex()}"
+
+        await self._change(held, decide)
+
+    async def _finalize(self, held: _Held) -> bool:
+        """Make the files of all results. Doing it again makes the same ones."""
+        batch = held.batch
+        writings: dict[str, Writing] = {}
+        parts: dict[int, int] = {}
+        try:
+            for file_id in (batch.output, batch.errors):
+                if file_id is not None:
+                    writings[file_id] = await self._files.write(file_id)
+            succeeded = writings.get(batch.output or "")
+            failed = writings.get(batch.errors or "") or succeeded
+
+            def copy(rows: Sequence[Any]) -> None:
+                for row in rows:
+                    if row.part not in parts:
+                        parts[row.part] = os.open(self._files.folder / f"{batch.id}-{row.part}.part", os.O_RDONLY)
+                    into = succeeded if row.state == SUCCEEDED else failed
+                    assert into is not None
+                    into.put(os.pread(parts[row.part], row.length, row.place))
+
+            def tell(lines: Sequence[Line]) -> None:
+                for line in lines:
+                    custom_id, _ = id_and_body(os.pread(held.input, line.length, line.place))
+                    assert failed is not None
+                    failed.put(never_ran(batch, line.number, custom_id))
+
+            after = (0, -1)
+            while rows := await self._store.results(batch, after, _CHUNK):
+                await on_disk(lambda rows=rows: copy(rows))  # type: ignore[misc]
+                after = rows[-1].part, rows[-1].place
+            last = 0
+            while lines := await self._store.never_ran(batch, last, _CHUNK):
+                await on_disk(lambda lines=lines: tell(lines))  # type: ignore[misc]
+                last = lines[-1].number
+            sizes = {}
+            for file_id, writing in writings.items():
+                await writing.end()
+                sizes[file_id] = writing.size
+        finally:
+            for descriptor in parts.values():
+                os.close(descriptor)
+            for writing in writings.values():
+                writing.close()
+        await self._end(held, sizes)
+        return True
+
+    async def _fail(self, held: _Held, problems: Sequence[BatchError]) -> None:
+        held.batch.outcome, held.batch.problems = "failed", list(problems)
+        await cancel(*held.running.values())
+        await self._end(held, {})
+
+    async def _end(self, held: _Held, sizes: Mapping[str, int]) -> None:
+        """End a batch with its files, of which *sizes* are known."""
+        batch, now = held.batch, time.time()
+        seconds = batch.output_seconds or self._files.settings.max_age * 86_400
+        names = {batch.output: "output", batch.errors: "error"}
+        files = [
+            StoredFile(
+                id=file_id,
+                owner=batch.owner,
+                purpose="batch_output",
+                filename=f"{batch.id}_{names[file_id]}.jsonl",
+                bytes=size,
+                created=now,
+                expires=now + seconds,
+            )
+            for file_id, size in sizes.items()
+        ]
+
+        def end(found: Batch) -> None:
+            found.outcome, found.problems = batch.outcome, batch.problems
+            if found.outcome:
+                found.enter(found.outcome)
+
+        held.batch = await self._store.finish(batch, files, end)
+        done = held.batch
+        counts = {"total": done.total, "completed": done.succeeded, "failed": done.failed}
+        _log.info("batch has ended", batch=done.id, status=done.status, **counts)
+        left = [f"{batch.id}-{generation}.part" for generation in range(1, batch.generation + 1)]
+        with suppress(ServiceError):
+            await self._files.unlink(*left, *([held.source.name] if batch.input == batch.id else []))
+
+
+def rendered(batch: Batch, number: int, custom_id: str, outcome: Outcome) -> bytes:
+    """Return the line of a batch's file with the answer to a line."""
+    name = msgspec.json.encode(custom_id)
+    if batch.kind == "anthropic":
+        kind, field = ("succeeded", "message") if outcome.error is None else ("errored", "error")
+        return b'{"custom_id":%b,"result":{"type":"%b","%b":%b}}\n' % (
+            name,
+            kind.encode(),
+            field.encode(),
+            outcome.body,
+        )
+    request = msgspec.json.encode(outcome.request_id)
+    response = b'{"status_code":%d,"request_id":%b,"body":%b}' % (outcome.status, request, outcome.body)
+    return b'{"id":"%b","custom_id":%b,"response":%b,"error":null}\n' % (_id(batch, number), name, response)
+
+
+def never_ran(batch: Batch, number: int, custom_id: str) -> bytes:
+    """Return the line of a batch's file for a line that never ran."""
+    code, message = _NEVER_RAN[batch.outcome]
+    if batch.kind == "anthropic":
+        kind = {"cancelled": "canceled", "expired": "expired"}.get(batch.outcome, "errored")
+        result: dict[str, Any] = {"type": kind}
+        if kind == "errored":
+            result["error"] = {"type": "error", "error": {"type": "api_error", "message": message}}
+        return msgspec.json.encode({"custom_id": custom_id, "result": result}) + b"\n"
+    error = {"code": code, "message": message}
+    line = {"id": _id(batch, number).decode(), "custom_id": custom_id, "response": None, "error": error}
+    return msgspec.json.encode(line) + b"\n"
+
+
+def _id(batch: Batch, number: int) -> bytes:
+    """Return the id of a line, which is the same each time."""
+    return b"batch_req_" + blake2b(f"{batch.id}:{number}".encode(), digest_size=16).hexdigest().encode()

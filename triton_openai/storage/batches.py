@@ -1,0 +1,616 @@
+"""
+Files, batches and their lines in a database: the rows are the queue.
+
+Whoever runs a batch has a lease of it, with a generation that grows with each claim. What it writes is refused once
+another process has claimed the batch, so a process that was frozen changes nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import msgspec
+
+from triton_openai import errors
+from triton_openai.storage.sql import Steps
+
+_T = TypeVar("_T")
+# Longest time for one operation, in seconds: to insert or to drop many lines takes a while.
+_TIMEOUT = 30.0
+#: The states of a line. One that waits or runs when its batch has ended never ran.
+WAITING, RUNNING, SUCCEEDED, FAILED = range(4)
+
+MIGRATIONS: Sequence[Sequence[str]] = (
+    (
+        "CREATE TABLE file (id TEXT PRIMARY KEY, owner TEXT NOT NULL, purpose TEXT NOT NULL, filename TEXT NOT NULL,"
+        " bytes BIGINT NOT NULL, created DOUBLE PRECISION NOT NULL, expires DOUBLE PRECISION, state TEXT NOT NULL)",
+        "CREATE INDEX file_owner ON file (owner, created, id)",
+        # `open` is 1 until the batch has ended. What only programs look at is the JSON in `detail`.
+        "CREATE TABLE batch (id TEXT PRIMARY KEY, owner TEXT NOT NULL, kind TEXT NOT NULL, input TEXT NOT NULL, open"
+        " INTEGER NOT NULL, created DOUBLE PRECISION NOT NULL, holder TEXT NOT NULL, generation BIGINT NOT NULL,"
+        " until DOUBLE PRECISION NOT NULL, detail BYTEA NOT NULL)",
+        "CREATE INDEX batch_owner ON batch (owner, kind, created, id)",
+        "CREATE INDEX batch_open ON batch (created) WHERE open = 1",
+        "CREATE TABLE line (batch TEXT NOT NULL, number INTEGER NOT NULL, place BIGINT NOT NULL, length INTEGER NOT"
+        " NULL, model TEXT NOT NULL, prefix BIGINT NOT NULL, state INTEGER NOT NULL, attempts INTEGER NOT NULL,"
+        " part INTEGER, part_place BIGINT, part_length INTEGER, PRIMARY KEY (batch, number))",
+        "CREATE INDEX line_waiting ON line (batch, number) WHERE state = 0",
+        "CREATE INDEX line_running ON line (batch, number) WHERE state = 1",
+    ),
+)
+
+
+def lacking(version: int) -> Sequence[tuple[int, Sequence[str]]]:
+    """Return the migrations that a schema of *version* lacks. Raises :class:`ConfigurationError` for a newer one."""
+    if version > len(MIGRATIONS):
+        raise errors.ConfigurationError("The store of batches was made by a newer version of this service.")
+    return list(enumerate(MIGRATIONS, 1))[version:]
+
+
+class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of *owner*, without its contents; *filename* is the client's, and no path. Times are Unix times."""
+
+    id: str
+    owner: str
+    purpose: str
+    filename: str
+    bytes: int
+    created: float
+    expires: float | None
+    state: Literal["uploading", "processed"] = "processed"
+
+
+class BatchError(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong with a batch, or with a *line* of its input."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class BatchUsage(msgspec.Struct):
+    """The tokens of the lines that succeeded."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def add(self, other: BatchUsage) -> None:
+        """Count *other* in."""
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+Status: TypeAlias = Literal[
+    "validating", "in_progress", "finalizing", "cancelling", "completed", "failed", "expired", "cancelled"
+]
+
+
+class Batch(msgspec.Struct, kw_only=True):
+    """A batch. Times are Unix times, by their names in OpenAI's API, such as ``in_progress_at``."""
+
+    id: str
+    owner: str
+    kind: Literal["openai", "anthropic"]
+    endpoint: str
+    #: A file's id, or that of the batch itself.
+    input: str
+    created: float
+    window: str
+    expires: float
+    status: Status = "validating"
+    #: What it ends as, once that is decided.
+    outcome: Literal["completed", "failed", "expired", "cancelled", ""] = ""
+    times: dict[str, int] = {}
+    metadata: dict[str, str] | None = None
+    #: Seconds that its files are kept; ``None`` for the usual time.
+    output_seconds: int | None = None
+    #: That of all lines, if they have the same.
+    model: str | None = None
+    problems: list[BatchError] = []
+    output: str | None = None
+    errors: str | None = None
+    total: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    usage: BatchUsage = msgspec.field(default_factory=BatchUsage)
+    generation: int = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether it has not ended."""
+        return self.status in ("validating", "in_progress", "finalizing", "cancelling")
+
+    def enter(self, status: Status) -> None:
+        """Have *status* from now on."""
+        self.status = status
+        self.times[f"{status}_at"] = int(time.time())
+
+
+class Line(NamedTuple):
+    """A line of an input: where it stands there, its model, and a number that lines with the same beginning share."""
+
+    number: int
+    place: int
+    length: int
+    model: str
+    prefix: int
+    attempts: int = 0
+
+
+class Done(NamedTuple):
+    """A line that has ended, where its result stands in the part of the generation that ran it, and its usage."""
+
+    number: int
+    state: int
+    place: int
+    length: int
+    usage: BatchUsage
+
+
+class Result(NamedTuple):
+    """Where the result of a line stands; *part* is a generation."""
+
+    number: int
+    state: int
+    part: int
+    place: int
+    length: int
+
+
+class LeaseLost(Exception):
+    """Another process has claimed the batch, or it has ended."""
+
+
+class Database(Protocol):
+    """Runs statements; see :class:`triton_openai.storage.sqlite.SqliteDatabase`."""
+
+    async def run(self, steps: Steps[_T], *, timeout: float, write: bool = False) -> _T:
+        """Return the result of *steps*, in a transaction if they *write*."""
+        ...
+
+    async def close(self) -> None:
+        """Disconnect."""
+        ...
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Batch).decode
+_FILE = "id, owner, purpose, filename, bytes, created, expires, state"
+_BATCH = "detail, generation"
+
+
+class BatchStore:
+    """
+    Files, batches and lines in *database*.
+
+    Every method raises :class:`StorageFull` or :class:`StoreUnavailable` when it cannot; what names a generation raises
+    :class:`LeaseLost`.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._database.close()
+
+    async def _run(self, steps: Steps[_T], *, write: bool = False) -> _T:
+        try:
+            return await self._database.run(steps, timeout=_TIMEOUT, write=write)
+        except (OSError, sqlite3.Error) as error:
+            raise failed_write(error) from error
+
+    # Files
+
+    async def reserve(self, file: StoredFile, most: int) -> bool:
+        """Add a *file* that is to be written, unless its owner then has more than *most* bytes; return whether."""
+
+        def steps() -> Steps[bool]:
+            found = yield "SELECT COALESCE(SUM(bytes), 0) FROM file WHERE owner = $1", file.owner
+            if found[0][0] + file.bytes > most:
+                return False
+            yield from _insert_file(file)
+            return True
+
+        return await self._run(steps(), write=True)
+
+    async def written(self, file: StoredFile) -> None:
+        """Note that a *file* that was reserved is complete."""
+
+        def steps() -> Steps[None]:
+            yield "DELETE FROM file WHERE id = $1", file.id
+            yield from _insert_file(file)
+
+        await self._run(steps(), write=True)
+
+    async def file(self, file_id: str, owner: str) -> StoredFile | None:
+        """Return a complete file of *owner*."""
+
+        def steps() -> Steps[StoredFile | None]:
+            found = yield (
+                f"SELECT {_FILE} FROM file WHERE id = $1 AND owner = $2 AND state = 'processed'"
+                " AND (expires IS NULL OR expires > $3)",
+                *(file_id, owner, time.time()),
+            )
+            return _file(found[0]) if found else None
+
+        return await self._run(steps())
+
+    async def files(
+        self, owner: str, *, purpose: str | None, after: str | None, limit: int, reverse: bool
+    ) -> Sequence[StoredFile] | None:
+        """Return files of *owner*, the oldest first unless *reverse*; ``None`` if there is no file *after*."""
+        condition = "state = 'processed' AND (expires IS NULL OR expires > $5) AND ($6 = '' OR purpose = $6)"
+
+        def steps() -> Steps[Sequence[StoredFile] | None]:
+            values = (time.time(), purpose or "")
+            found = yield from _listed("file", _FILE, condition, owner, after, limit, reverse, values)
+            return None if found is None else [_file(row) for row in found]
+
+        return await self._run(steps())
+
+    async def drop_file(self, file_id: str) -> bool:
+        """Drop a file, unless an open batch reads it; return whether none does."""
+
+        def steps() -> Steps[bool]:
+            if (yield "SELECT 1 FROM batch WHERE open = 1 AND input = $1", file_id):
+                return False
+            yield "DELETE FROM file WHERE id = $1", file_id
+            return True
+
+        return await self._run(steps(), write=True)
+
+    async def drop_expired(self, *, uploads_before: float, batches_before: float) -> Sequence[str]:
+        """
+        Drop files that have expired, and uploads that began before a time and never ended; return their ids.
+
+        Batches that were made before the other time, and have ended, are dropped too, with ids of their own.
+        """
+
+        def steps() -> Steps[Sequence[str]]:
+            batches = yield "DELETE FROM batch WHERE open = 0 AND created < $1 RETURNING id", batches_before
+            files = yield (
+                "DELETE FROM file WHERE (expires < $1 OR (state = 'uploading' AND created < $2))"
+                " AND id NOT IN (SELECT input FROM batch WHERE open = 1) RETURNING id",
+                *(time.time(), uploads_before),
+            )
+            return [row[0] for row in (*batches, *files)]
+
+        return await self._run(steps(), write=True)
+
+    async def open_batches(self) -> Collection[str]:
+        """Return the ids of the batches that have not ended."""
+
+        def steps() -> Steps[Collection[str]]:
+            return {row[0] for row in (yield ("SELECT id FROM batch WHERE open = 1",))}
+
+        return await self._run(steps())
+
+    # Batches
+
+    async def add(self, batch: Batch, *, most: int) -> Literal["added", "too many", "no file"]:
+        """Add a *batch* whose input is still there, unless its owner has *most* open ones."""
+
+        def steps() -> Steps[Literal["added", "too many", "no file"]]:
+            found = yield "SELECT COUNT(*) FROM batch WHERE open = 1 AND owner = $1", batch.owner
+            if found[0][0] >= most:
+                return "too many"
+            if batch.input != batch.id and not (yield "SELECT 1 FROM file WHERE id = $1", batch.input):
+                return "no file"
+            yield (
+                "INSERT INTO batch (id, owner, kind, input, open, created, holder, generation, until, detail)"
+                " VALUES ($1, $2, $3, $4, 1, $5, '', 0, 0, $6)",
+                *(batch.id, batch.owner, batch.kind, batch.input, batch.created, _encode(batch)),
+            )
+            return "added"
+
+        return await self._run(steps(), write=True)
+
+    async def batch(self, batch_id: str, owner: str, kind: str) -> Batch | None:
+        """Return a batch of *owner*."""
+
+        def steps() -> Steps[Batch | None]:
+            found = yield (
+                f"SELECT {_BATCH} FROM batch WHERE id = $1 AND owner = $2 AND kind = $3",
+                *(batch_id, owner, kind),
+            )
+            return _batch(found[0]) if found else None
+
+        return await self._run(steps())
+
+    async def batches(
+        self, owner: str, kind: str, *, after: str | None, limit: int, reverse: bool = True
+    ) -> Sequence[Batch] | None:
+        """Return batches of *owner*, the newest first if *reverse*; ``None`` if there is none *after*."""
+
+        def steps() -> Steps[Sequence[Batch] | None]:
+            found = yield from _listed("batch", _BATCH, "kind = $5", owner, after, limit, reverse, (kind,))
+            return None if found is None else [_batch(row) for row in found]
+
+        return await self._run(steps())
+
+    async def change(
+        self, batch_id: str, change: Callable[[Batch], None], *, generation: int | None = None
+    ) -> Batch | None:
+        """Apply *change* to an open batch, and return it; ``None`` if there is none. It may be called again."""
+
+        def steps() -> Steps[Batch | None]:
+            batch = yield from _locked(batch_id, generation)
+            if batch is not None:
+                change(batch)
+                yield from _replace(batch)
+            return batch
+
+        return await self._run(steps(), write=True)
+
+    async def drop_batch(self, batch_id: str) -> None:
+        """Drop a batch that has ended."""
+
+        def steps() -> Steps[None]:
+            yield "DELETE FROM batch WHERE id = $1 AND open = 0", batch_id
+
+        await self._run(steps(), write=True)
+
+    async def claim(self, holder: str, seconds: float, *, full: Collection[str] = ()) -> Batch | None:
+        """
+        Give *holder* the lease of a batch that nobody runs, for *seconds*; ``None`` if there is none.
+
+        Owners of whom less runs come first, then older batches; those in *full* have to wait. Lines that ran when the
+        last holder was lost wait again, with an attempt counted.
+        """
+
+        def steps() -> Steps[Batch | None]:
+            now = time.time()
+            found = yield (
+                "SELECT id FROM batch WHERE open = 1 AND until < $1 AND owner NOT IN EACH($2) ORDER BY (SELECT COUNT(*)"
+                " FROM batch h WHERE h.open = 1 AND h.owner = batch.owner AND h.until >= $1), created, id LIMIT 1"
+                " FOR UPDATE SKIP LOCKED",
+                *(now, json.dumps([*full])),
+            )
+            if not found:
+                return None
+            claimed = yield (
+                "UPDATE batch SET holder = $2, until = $3, generation = generation + 1 WHERE id = $1"
+                f" RETURNING {_BATCH}",
+                *(found[0][0], holder, now + seconds),
+            )
+            batch = _batch(claimed[0])
+            yield "UPDATE line SET state = 0 WHERE batch = $1 AND state = 1", batch.id
+            return batch
+
+        return await self._run(steps(), write=True)
+
+    async def held(self, holder: str) -> Mapping[str, Batch]:
+        """Return the open batches of which *holder* has had the last lease."""
+
+        def steps() -> Steps[Mapping[str, Batch]]:
+            found = yield f"SELECT {_BATCH} FROM batch WHERE open = 1 AND holder = $1", holder
+            return {batch.id: batch for batch in map(_batch, found)}
+
+        return await self._run(steps())
+
+    async def renew(self, holder: str, seconds: float) -> None:
+        """Let the leases of *holder* last *seconds* from now."""
+
+        def steps() -> Steps[None]:
+            yield "UPDATE batch SET until = $2 WHERE open = 1 AND holder = $1", holder, time.time() + seconds
+
+        await self._run(steps(), write=True)
+
+    async def holders(self) -> Collection[str]:
+        """Return those who have leases now."""
+
+        def steps() -> Steps[Collection[str]]:
+            found = yield "SELECT DISTINCT holder FROM batch WHERE open = 1 AND until >= $1", time.time()
+            return {row[0] for row in found}
+
+        return await self._run(steps())
+
+    async def bury(self, holder: str) -> None:
+        """End all leases of *holder*, who has died."""
+
+        def steps() -> Steps[None]:
+            yield "UPDATE batch SET until = 0 WHERE open = 1 AND holder = $1", holder
+
+        await self._run(steps(), write=True)
+
+    async def release(self, batch: Batch) -> None:
+        """End the lease of *batch*; lines that still run wait again, without an attempt counted."""
+
+        def steps() -> Steps[None]:
+            yield from _locked(batch.id, batch.generation)
+            yield "UPDATE line SET state = 0, attempts = attempts - 1 WHERE batch = $1 AND state = 1", batch.id
+            yield "UPDATE batch SET until = 0, holder = '' WHERE id = $1", batch.id
+
+        await self._run(steps(), write=True)
+
+    # Lines
+
+    async def clear_lines(self, batch: Batch) -> None:
+        """Drop all lines of *batch*."""
+
+        def steps() -> Steps[None]:
+            yield from _locked(batch.id, batch.generation)
+            yield "DELETE FROM line WHERE batch = $1", batch.id
+
+        await self._run(steps(), write=True)
+
+    async def add_lines(self, batch: Batch, lines: Sequence[Line]) -> None:
+        """Add lines that wait."""
+
+        def steps() -> Steps[None]:
+            yield from _locked(batch.id, batch.generation)
+            yield (
+                "INSERT INTO line (batch, number, place, length, model, prefix, state, attempts)"
+                " VALUES ($1, $2, $3, $4, $5, $6, 0, 0)",
+                [(batch.id, *line[:5]) for line in lines],
+            )
+
+        await self._run(steps(), write=True)
+
+    async def waiting(self, batch: Batch, after: int, limit: int) -> Sequence[Line]:
+        """Return *limit* lines that wait, in the order of their numbers, behind the line *after*."""
+
+        def steps() -> Steps[Sequence[Line]]:
+            found = yield (
+                "SELECT number, place, length, model, prefix, attempts FROM line WHERE batch = $1 AND state = 0"
+                " AND number > $2 ORDER BY number LIMIT $3",
+                *(batch.id, after, limit),
+            )
+            return [Line(*row) for row in found]
+
+        return await self._run(steps())
+
+    async def begin(self, batch: Batch, lines: Collection[int]) -> None:
+        """Note that *lines* run from now on: an attempt is counted, which stays if the process dies."""
+        await self._set_state(batch, lines, RUNNING, attempts=1)
+
+    async def put_back(self, batch: Batch, lines: Collection[int]) -> None:
+        """Let *lines* wait again; their last attempts do not count."""
+        await self._set_state(batch, lines, WAITING, attempts=-1)
+
+    async def _set_state(self, batch: Batch, lines: Collection[int], state: int, *, attempts: int) -> None:
+        def steps() -> Steps[None]:
+            yield from _locked(batch.id, batch.generation)
+            yield (
+                "UPDATE line SET state = $3, attempts = attempts + $4 WHERE batch = $1 AND number = $2 AND state < 2",
+                [(batch.id, number, state, attempts) for number in lines],
+            )
+
+        await self._run(steps(), write=True)
+
+    async def end(self, batch: Batch, done: Sequence[Done]) -> Batch:
+        """Note that lines are *done*, once if it is called again; return the batch with its new counts."""
+
+        def steps() -> Steps[Batch]:
+            found = yield from _locked(batch.id, batch.generation)
+            assert found is not None
+            running = {row[0] for row in (yield "SELECT number FROM line WHERE batch = $1 AND state = 1", batch.id)}
+            new = [one for one in done if one.number in running]
+            yield (
+                "UPDATE line SET state = $3, part = $4, part_place = $5, part_length = $6"
+                " WHERE batch = $1 AND number = $2",
+                [(batch.id, one.number, one.state, batch.generation, one.place, one.length) for one in new],
+            )
+            for one in new:
+                found.usage.add(one.usage)
+            found.succeeded += sum(one.state == SUCCEEDED for one in new)
+            found.failed += sum(one.state == FAILED for one in new)
+            yield from _replace(found)
+            return found
+
+        return await self._run(steps(), write=True)
+
+    async def results(self, batch: Batch, after: tuple[int, int], limit: int) -> Sequence[Result]:
+        """Return results of lines in the order in which they ended, behind a part and a place in it."""
+
+        def steps() -> Steps[Sequence[Result]]:
+            found = yield (
+                "SELECT number, state, part, part_place, part_length FROM line WHERE batch = $1 AND state > 1"
+                " AND (part, part_place) > ($2, $3) ORDER BY part, part_place LIMIT $4",
+                *(batch.id, *after, limit),
+            )
+            return [Result(*row) for row in found]
+
+        return await self._run(steps())
+
+    async def never_ran(self, batch: Batch, after: int, limit: int) -> Sequence[Line]:
+        """Return *limit* lines that have not ended, in the order of their numbers, behind the line *after*."""
+
+        def steps() -> Steps[Sequence[Line]]:
+            found = yield (
+                "SELECT number, place, length, model, prefix, attempts FROM line WHERE batch = $1 AND state < 2"
+                " AND number > $2 ORDER BY number LIMIT $3",
+                *(batch.id, after, limit),
+            )
+            return [Line(*row) for row in found]
+
+        return await self._run(steps())
+
+    async def finish(self, batch: Batch, files: Sequence[StoredFile], change: Callable[[Batch], None]) -> Batch:
+        """End *batch* with its *files* by a *change*, and drop its lines, all or nothing; return it."""
+
+        def steps() -> Steps[Batch]:
+            found = yield from _locked(batch.id, batch.generation)
+            assert found is not None
+            for file in files:
+                yield from _insert_file(file)
+            change(found)
+            yield from _replace(found)
+            yield "DELETE FROM line WHERE batch = $1", batch.id
+            return found
+
+        return await self._run(steps(), write=True)
+
+
+def failed_write(error: Exception) -> errors.ServiceError:
+    """Return the error for what a disk or a database cannot do."""
+    detail = f"{type(error).__name__}: {error}"
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if full or (isinstance(error, sqlite3.Error) and error.sqlite_errorcode == sqlite3.SQLITE_FULL):
+        return errors.StorageFull("There is no room for more files.", detail=detail)
+    return errors.StoreUnavailable("Files and batches cannot be used at the moment.", detail=detail, retry_after=2)
+
+
+def _file(row: Sequence[Any]) -> StoredFile:
+    return StoredFile(**dict(zip(_FILE.split(", "), row, strict=True)))
+
+
+def _insert_file(file: StoredFile) -> Steps[None]:
+    yield (
+        f"INSERT INTO file ({_FILE}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8)",
+        *msgspec.structs.astuple(file),
+    )
+
+
+def _batch(row: Sequence[Any]) -> Batch:
+    batch = _decode(bytes(row[0]))
+    batch.generation = row[1]
+    return batch
+
+
+def _locked(batch_id: str, generation: int | None) -> Steps[Batch | None]:
+    """Return an open batch, locked. Raises :class:`LeaseLost` if it is not of this *generation*."""
+    found = yield f"SELECT {_BATCH} FROM batch WHERE id = $1 AND open = 1 FOR UPDATE", batch_id
+    if generation is not None and not (found and found[0][1] == generation):
+        raise LeaseLost
+    return _batch(found[0]) if found else None
+
+
+def _replace(batch: Batch) -> Steps[None]:
+    yield "UPDATE batch SET detail = $2, open = $3 WHERE id = $1", batch.id, _encode(batch), int(batch.open)
+
+
+def _listed(
+    table: str,
+    columns: str,
+    condition: str,
+    owner: str,
+    after: str | None,
+    limit: int,
+    reverse: bool,
+    values: Sequence[Any],
+) -> Steps[Sequence[Sequence[Any]] | None]:
+    """Return rows of *owner* in the order of their creation; ``None`` if *after* is none of them."""
+    place: tuple[float, str] = (1e18, "") if reverse else (0.0, "")
+    if after is not None:
+        found = yield f"SELECT created, id FROM {table} WHERE id = $1 AND owner = $2", after, owner
+        if not found:
+            return None
+        place = found[0][0], found[0][1]
+    way, order = ("<", "DESC") if reverse else (">", "ASC")
+    return (
+        yield (
+            f"SELECT {columns} FROM {table} WHERE owner = $1 AND (created, id) {way} ($2, $3) AND {condition}"
+            f" ORDER BY created {order}, id {order} LIMIT $4",
+            *(owner, *place, limit, *values),
+        )
+    )
