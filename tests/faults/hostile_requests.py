@@ -123,7 +123,14 @@ _MOST_BYTES = 10 * 1024 * 1024
 
 
 #: What stands in paths, by its name there: models, and the kinds of ids.
-_SEGMENTS = {"model": "model", "deployment": "model", "response": "resp", "conversation": "conv", "item": "msg"}
+_SEGMENTS = {
+    "model": "model",
+    "deployment": "model",
+    "response": "resp",
+    "conversation": "conv",
+    "item": "msg",
+    "completion": "resp",
+}
 
 
 class Known:
@@ -414,6 +421,9 @@ class _Maker:
     def _model(self, models: tuple[str, ...]) -> str:
         return self._chance.choice(models if self._chance.random() < 0.97 else (*MODELS, "nobody"))
 
+    def speaking(self) -> dict[str, Any]:
+        return {"model": self._model(MODELS), "input": WORDS, "voice": "alloy", "stream_format": "sse"}
+
     def spoken(self) -> dict[str, Any]:
         return {"model": self._model(HEARING), "file": _A_FILE, "response_format": self._chance.choice(_FORMATS)}
 
@@ -669,11 +679,13 @@ BODIES: Mapping[str, Callable[[_Maker], dict[str, Any] | None]] = {
     "compact_response": _Maker.compaction,
     "create_conversation": _Maker.conversation,
     "update_conversation": _Maker.update,
+    "update_chat_completion": _Maker.update,
     "add_items": _Maker.items,
     "create_message": _Maker.message,
     "count_message_tokens": _Maker.counted,
     "create_transcription": _Maker.spoken,
     "create_translation": _Maker.spoken,
+    "create_speech": _Maker.speaking,
     "rerank": _Maker.ranking,
     "score": _Maker.scoring,
     "tokenize": _Maker.tokenizing,
