@@ -132,7 +132,7 @@ class ServiceError(Exception):
 
 
 class InvalidRequest(ServiceError, status=400, type="invalid_request_error", code="invalid_request"):
-    """The client's request is wrong; *param* names the field in dotted form where one is to relabel_param."""
+    """The client's request is wrong; *param* names the field in dotted form where one is to blame."""
 
 
 def missing(field: str) -> InvalidRequest:

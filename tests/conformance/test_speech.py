@@ -266,7 +266,7 @@ async def test_clients_that_leave_or_read_slowly(speaking: TestTriton, voices: P
 
 
 async def test_bad_requests(speaking: TestTriton, voices: Path) -> None:
-    """Each mistake is refused with the field to relabel_param."""
+    """Each mistake is refused with the field to blame."""
     cases: list[tuple[dict[str, Any], str, str]] = [
         ({"input": ""}, "input", "length"),
         ({"input": " \n "}, "input", "nothing to speak"),

@@ -48,7 +48,7 @@ from triton_openai.serving.middleware import ERROR_BODY
 
 
 class ErrorObject(msgspec.Struct, kw_only=True):
-    """What went wrong: a sentence for people, and for programs its class, the field to relabel_param and a code."""
+    """What went wrong: a sentence for people, and for programs its class, the field to blame and a code."""
 
     message: str
     type: str

@@ -216,7 +216,7 @@ class RequestContext(Generic[_Body]):
 
         The wait counts towards the limits. What only prepares an answer, and so *runs* not, does not wait. A text-level
         model may be served by its token-level engine. If the engine does not take the request, the text-level model
-        gets it. *param* is the field to relabel_param if the model refuses the input and names no field. Raises as
+        gets it. *param* is the field to blame if the model refuses the input and names no field. Raises as
         :meth:`Admission.enter`, and the engine's :class:`UnsupportedParameter` if neither takes the request.
         """
         admission, triton_model = self.service.admission, self.model.triton_model

@@ -114,7 +114,7 @@ def test_a_missing_field_is_named():
     ],
 )
 def test_bodies_that_are_no_objects(body, code):
-    """What is no JSON, or no object, is refused without a field to relabel_param."""
+    """What is no JSON, or no object, is refused without a field to blame."""
     with pytest.raises(InvalidRequest) as caught:
         parse_json(body, Body)
 

@@ -90,7 +90,7 @@ def test_strftime_now(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_raise_exception_speaks_to_the_client() -> None:
-    """The template's own words reach the client, and relabel_param the messages."""
+    """The template's own words reach the client, and blame the messages."""
     with pytest.raises(InvalidRequest) as caught:
         make("{{ raise_exception('Roles must alternate') }}").render(USER)
     assert caught.value.message == "Roles must alternate"
