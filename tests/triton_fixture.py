@@ -221,7 +221,7 @@ def _loaded_once(source: str) -> Iterator[None]:
 def running_triton(folder: Path) -> Iterator[TestTriton]:
     """Run a real Triton that serves every stand-in and an example, with its files in *folder*."""
     record = folder / "record.jsonl"
-    models = [*BUILDERS, *(name for name in FURTHER if name not in BY_THEMSELVES)]
+    models = [*BUILDERS, *(name for name in FURTHER if name not in BY_THEMSELVES), "sensevoice"]
     repository = build_repository(folder / "repository", models=models, record=record)
     shutil.copytree(EXAMPLES / "text-model" / "repository", repository.path, dirs_exist_ok=True)
     # Once, and not in each of the models' processes.

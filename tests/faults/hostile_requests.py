@@ -12,6 +12,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from itertools import chain, islice
 from random import Random
 from typing import Any
@@ -20,6 +21,8 @@ from urllib.parse import quote
 import msgspec
 
 from tests.clients.service import steered
+from tests.speech import encoded, muxed, speak
+from triton_openai.api.bodies import FormRequest
 from triton_openai.api.routes import OPERATIONS
 from triton_openai.api.service import Operation
 from triton_openai.jobs import ClassificationJob, EmbeddingJob, JobType
@@ -34,7 +37,8 @@ DOING: Mapping[JobType, tuple[str, ...]] = {
     EmbeddingJob: ("text_embedding", "text_embedding", "vllm_embedding"),
     ClassificationJob: ("text_classification", "text_classification_ids"),
 }
-MODELS = tuple(dict.fromkeys((*GENERATING, *RANKING, *chain.from_iterable(DOING.values()))))
+HEARING = ("sensevoice",)
+MODELS = tuple(dict.fromkeys((*GENERATING, *RANKING, *HEARING, *chain.from_iterable(DOING.values()))))
 WORDS = "one two three"
 _WORDS = steered(text=WORDS)
 _PIXEL = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(64)).decode()
@@ -119,7 +123,14 @@ _MOST_BYTES = 10 * 1024 * 1024
 
 
 #: What stands in paths, by its name there: models, and the kinds of ids.
-_SEGMENTS = {"model": "model", "deployment": "model", "response": "resp", "conversation": "conv", "item": "msg"}
+_SEGMENTS = {
+    "model": "model",
+    "deployment": "model",
+    "response": "resp",
+    "conversation": "conv",
+    "item": "msg",
+    "completion": "resp",
+}
 
 
 class Known:
@@ -185,7 +196,8 @@ class _Maker:
                 body = self._with_field(body, operation)
             for _ in range(chance.choice((0, 0, 0, 1, 1, 2, 3))):
                 body = self._changed(body)
-        data = b"" if body is None else self._written(body)
+        form = operation.request is not None and issubclass(operation.request, FormRequest)
+        data = b"" if body is None else self._form(body) if form else self._written(body)
         path = re.sub(r"\{(\w+):[^}]*\}", lambda found: quote(self._segment(found[1], operation.name), safe="/"), route)
         if operation.query or chance.random() < 0.03:
             path += self._query(operation)
@@ -306,6 +318,31 @@ class _Maker:
             return chance.choice((b"", b"null", b"1", b'"a"', b"[]", b"true", b" ", b"{}"))
         return data
 
+    def _form(self, body: Any) -> bytes:
+        """Return *body* as a form, or nearly one."""
+        chance = self._chance
+        parts = []
+        for name, value in body.items() if isinstance(body, dict) else ():
+            content, file = value, ""
+            if value == _A_FILE:
+                content, file = bytearray(chance.choice(_files())), '; filename="a.wav"'
+                for _ in range(chance.choice((0, 0, 1, 30)) if content else 0):
+                    content[chance.randrange(len(content))] = chance.randrange(256)
+            elif not isinstance(value, str):
+                content = _json(value)[:_MOST_BYTES]
+            content = content.encode("utf-8", "replace") if isinstance(content, str) else bytes(content)
+            head = f'--x\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'
+            parts.append(head.encode("utf-8", "replace") + content + b"\r\n")
+        data = b"".join([*parts, b"--x--\r\n"])
+        kind, place = chance.randrange(30), chance.randrange(len(data))
+        if kind == 0:
+            return data[:place]
+        if kind == 1:
+            return data[:place] + chance.randbytes(chance.choice((1, 3, 40))) + data[place:]
+        if kind == 2:
+            return data.replace(b"form-data", chance.choice((b"attachment", b"form-data; name=a", b"")), 1)
+        return data.replace(b"\r\n\r\n", b"\r\nContent-Transfer-Encoding: base64\r\n\r\n", 1) if kind == 3 else data
+
     # What is around the body
 
     def _segment(self, name: str, operation: str) -> str:
@@ -333,7 +370,9 @@ class _Maker:
         key = KEYS[chance.random() < 0.1]
         head = {"Host": "x", "Authorization": f"Bearer {key}"}
         if data or method == "POST":
-            head |= {"Content-Type": "application/json", "Content-Length": str(len(data))}
+            form = operation.request is not None and issubclass(operation.request, FormRequest)
+            kind_of_body = "multipart/form-data; boundary=x" if form else "application/json"
+            head |= {"Content-Type": kind_of_body, "Content-Length": str(len(data))}
         if operation.anthropic or (operation.shared is not None and chance.random() < 0.5):
             head["anthropic-version"] = "2023-06-01"
         whole, leaves, count = True, False, 1
@@ -381,6 +420,12 @@ class _Maker:
 
     def _model(self, models: tuple[str, ...]) -> str:
         return self._chance.choice(models if self._chance.random() < 0.97 else (*MODELS, "nobody"))
+
+    def speaking(self) -> dict[str, Any]:
+        return {"model": self._model(MODELS), "input": WORDS, "voice": "alloy", "stream_format": "sse"}
+
+    def spoken(self) -> dict[str, Any]:
+        return {"model": self._model(HEARING), "file": _A_FILE, "response_format": self._chance.choice(_FORMATS)}
 
     def chat(self) -> dict[str, Any]:
         chance = self._chance
@@ -605,6 +650,22 @@ def _json(value: Any) -> bytes:
     return _DEEP.sub(nested, json.dumps(value).replace(f'"{_LONG_NUMBER}"', "1" * 5000)).encode()
 
 
+#: In the place of a file.
+_A_FILE = "a file of audio"
+_FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
+
+
+@cache
+def _files() -> list[bytes]:
+    """Return files of audio, right and wrong ones."""
+    tone = speak(("never", "again"), rate=48_000)
+    return [
+        *(encoded(tone, 48_000, *kind) for kind in (("WAV", "PCM_16"), ("FLAC", None), ("MP3", None), ("OGG", "OPUS"))),
+        *(muxed(tone, 48_000, *kind) for kind in (("mp4", "aac"), ("webm", "libopus"))),
+        *(b"", b"#EXTM3U\nhttp://127.0.0.1:1/\n", b"RIFF\xff\xff\xff\xffWAVE"),
+    ]
+
+
 def _about_texts(operation: Operation) -> bool:
     return bool(DOING.keys() & operation.jobs[:1])
 
@@ -618,9 +679,13 @@ BODIES: Mapping[str, Callable[[_Maker], dict[str, Any] | None]] = {
     "compact_response": _Maker.compaction,
     "create_conversation": _Maker.conversation,
     "update_conversation": _Maker.update,
+    "update_chat_completion": _Maker.update,
     "add_items": _Maker.items,
     "create_message": _Maker.message,
     "count_message_tokens": _Maker.counted,
+    "create_transcription": _Maker.spoken,
+    "create_translation": _Maker.spoken,
+    "create_speech": _Maker.speaking,
     "rerank": _Maker.ranking,
     "score": _Maker.scoring,
     "tokenize": _Maker.tokenizing,

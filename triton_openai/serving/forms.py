@@ -7,10 +7,11 @@ What reads a whole form into a typed request is ``read_form`` in ``api/bodies.py
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import AsyncIterator, Awaitable
 from typing import TypeVar
 
-from aiohttp import BodyPartReader, MultipartReader, hdrs, web
+from aiohttp import BadContentDispositionHeader, BadContentDispositionParam, BodyPartReader, MultipartReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from triton_openai.config.tree import LimitSettings
@@ -40,6 +41,9 @@ class Form:
             raise UnsupportedMediaType("The body's Content-Encoding is not supported: a form cannot be compressed.")
         self._most = request.client_max_size if most is None else most
         check_body_size(self._most, request.content_length or 0)
+        # Of heads that aiohttp cannot read: Python would keep and print each such text, and they are the client's.
+        for warning in (BadContentDispositionHeader, BadContentDispositionParam):
+            warnings.simplefilter("ignore", warning)
         self._request, self._limits = request, limits
         # Seconds that were spent waiting for the client.
         self._waited = 0.0

@@ -155,6 +155,7 @@ async def test_wrong_forms(monkeypatch: pytest.MonkeyPatch) -> None:
         (b"nothing", typed, 400, None, "invalid_form"),
         (raw(MODEL, FILE, end=b""), typed, 400, None, "invalid_form"),
         (raw(b"\r\nm", FILE), typed, 400, None, "invalid_form"),
+        (raw(b'Content-Disposition: ; name="model"\r\n\r\nm', FILE), typed, 400, None, "invalid_form"),
         (raw(b"Content-Type: multipart/mixed; boundary=y\r\n\r\nm"), typed, 400, None, "invalid_form"),
         (raw(NAMED % b"_charset_" + b"\r\n" + b"a" * 50), typed, 400, None, "invalid_form"),
         (raw(NAMED % b"model" + b"X: y\r\n" * 20 + b"\r\nm"), typed, 400, None, "invalid_form"),
