@@ -9,11 +9,12 @@ make. Counts do not depend on the machine, so a test can hold them. Without a UR
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from inspect import CO_COROUTINE
 from pathlib import Path
@@ -30,7 +31,7 @@ from bench.repository import PACED
 from bench.wire import AnswerReader, http_request
 from triton_openai.api.service import SERVICE
 from triton_openai.app import create_app
-from triton_openai.config.tree import ModelDefaults, ServerSettings, Settings, TritonSettings
+from triton_openai.config.tree import ModelDefaults, ServerSettings, Settings, TracesSettings, TritonSettings
 from triton_openai.serving.server import HttpServer
 from triton_openai.telemetry.logging import configure_logging
 
@@ -44,6 +45,8 @@ _ROOT = Path(__file__).parents[1]
 _FRAME_BLOCKS = int(sys.version_info >= (3, 14))
 
 TOKEN, STREAMED, WHOLE = "token of a stream", "streamed chat of one token", "whole chat of one token"
+TRACED, UNSAMPLED = "whole chat with traces", "whole chat with traces, of a parent that is not sampled"
+_UNSAMPLED_PARENT = f"traceparent: 00-{'a' * 32}-{'b' * 16}-00\r\n"
 
 
 class PathRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +69,11 @@ class PathRow(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     #: How often each of our functions was called.
     functions: dict[str, int]
+
+    @property
+    def library(self) -> int:
+        """The number of *library_calls*."""
+        return sum(self.library_calls.values())
 
 
 class _Profiler:
@@ -168,6 +176,24 @@ async def _count(url: str | None) -> list[PathRow]:
         defaults=ModelDefaults(chat_template="chatml"),
     )
     configure_logging(settings.server)
+    asked = partial(_rows, fake_began=began, step=step)
+    rows = await asked(settings, ((TOKEN, "text", ""), (STREAMED, "text", ""), (WHOLE, "whole", "")))
+    # Nobody is there, and nothing is sent before the end: that is another thread's work.
+    os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "3600000"
+    traced = msgspec.structs.replace(settings, traces=TracesSettings(otlp_endpoint=f"http://{HOST}:9"))
+    rows += await asked(traced, ((TRACED, "whole", ""), (UNSAMPLED, "whole", _UNSAMPLED_PARENT)))
+    fake.close()
+    return rows
+
+
+async def _rows(
+    settings: Settings,
+    cases: Sequence[tuple[str, Form, str]],
+    *,
+    fake_began: Callable[[], Awaitable[None]],
+    step: Callable[[], None],
+) -> list[PathRow]:
+    """Return the rows of *cases*: what is counted, how it is asked for, and more lines of the head."""
     app = create_app(settings)
     server = HttpServer(app, settings.limits)
     await server.start()
@@ -177,18 +203,16 @@ async def _count(url: str | None) -> list[PathRow]:
         sock.bind((HOST, 0))
         await server.listen(sock)
         port = sock.getsockname()[1]
-        cases: tuple[tuple[str, Form], ...] = ((TOKEN, "text"), (STREAMED, "text"), (WHOLE, "whole"))
-        for what, form in cases:
+        for what, form, more in cases:
             _, client = await asyncio.get_running_loop().create_connection(_Client, HOST, port)
             target = Target(protocol="chat", host=HOST, port=port)
-            request = http_request(target, PACED, 10_000 if what == TOKEN else 1, form)
-            counted = await _take(what, client, request, began, step)
+            request = http_request(target, PACED, 10_000 if what == TOKEN else 1, form, more)
+            counted = await _take(what, client, request, fake_began, step)
             # What runs beside it now and then, such as a look at Triton's models, takes a task or a thread. The number
             # of calls comes last because it varies by some on a busy machine.
             rows.append(min(counted[_WARM:], key=lambda one: (one.threads, one.tasks, one.calls)))
             client.close()
         await server.close()
-    fake.close()
     return rows
 
 

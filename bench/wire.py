@@ -32,8 +32,8 @@ FLAGS = ("exclude_input_in_output", "return_finish_reason", "return_num_input_to
 OUTPUTS = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
 
 
-def http_request(target: Target, model: str, tokens: int, form: Form = "text") -> bytes:
-    """Return a whole HTTP request; Triton itself knows no *form*."""
+def http_request(target: Target, model: str, tokens: int, form: Form = "text", more: str = "") -> bytes:
+    """Return a whole HTTP request; Triton itself knows no *form*. *more* is for its head, in whole lines."""
     body: dict[str, Any]
     asked = [{"role": "user", "content": PROMPT}]
     if form.endswith("responses"):
@@ -58,7 +58,7 @@ def http_request(target: Target, model: str, tokens: int, form: Form = "text") -
         body = {"text_input": PROMPT, "stream": True, "sampling_parameters": json.dumps({"max_tokens": tokens})}
         body |= dict.fromkeys(FLAGS, True)
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: {target.host}\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: {target.host}\r\nContent-Type: application/json\r\n{more}"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 

@@ -53,6 +53,8 @@ def check(method: str, path: str, status: int, headers: Mapping[str, str], body:
     found = list(_events(body)) if kind == "text/event-stream" else [body]
     for event in found:
         _valid(schema, event, path)
+    for event in found if status == 200 else ():
+        openai_types.check_any(path, json.loads(event))
     if status == 200 and "/responses" in path:
         openai_types.check_events(found) if kind == "text/event-stream" else openai_types.check_object(json.loads(body))
 

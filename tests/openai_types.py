@@ -1,13 +1,26 @@
-"""Holds answers of the Responses API against the types of OpenAI's package, strictly, and what else clients require."""
+"""
+Holds every object that leaves the service against OpenAI's types, strictly, and what else clients require.
+
+Objects of the Responses API may have nothing else; the others have fields of vLLM and other servers besides.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
-from openai.types.responses import CompactedResponse, Response, ResponseStreamEvent
-from pydantic import BaseModel, ValidationError
+from openai.types import Completion, CreateEmbeddingResponse, Model, ModerationCreateResponse
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionDeleted,
+    ChatCompletionStoreMessage,
+)
+from openai.types.conversations import Conversation, ConversationDeletedResource, ConversationItem
+from openai.types.responses import CompactedResponse, Response, ResponseItem, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 Json = dict[str, Any]
 
@@ -42,6 +55,53 @@ _NULLABLE = frozenset({
     "completed_at", "error", "incomplete_details", "instructions", "max_output_tokens", "max_tool_calls",
     "previous_response_id", "prompt_cache_key", "reasoning", "safety_identifier", "usage",
 })  # fmt: skip
+
+
+# By the name of an object, or that of the objects in a list.
+_OTHERS: Mapping[str, type[BaseModel]] = {
+    "chat.completion": ChatCompletion,
+    "chat.completion.chunk": ChatCompletionChunk,
+    "chat.completion.deleted": ChatCompletionDeleted,
+    "text_completion": Completion,
+    "model": Model,
+    "conversation": Conversation,
+    "conversation.deleted": ConversationDeletedResource,
+}
+# By the end of the path: the objects in a list, and those that have no name.
+_ITEMS: Mapping[str, Any] = {
+    "/input_items": ResponseItem, "/items": ConversationItem, "/messages": ChatCompletionStoreMessage,
+}  # fmt: skip
+_NAMELESS: Mapping[str, Any] = {"/embeddings": CreateEmbeddingResponse, "/moderations": ModerationCreateResponse}
+# What differs from OpenAI's types on purpose: the object and the place in it, and why.
+_DIFFERENT: Mapping[str, str] = {
+    r"text_completion: choices\.\d+\.finish_reason": "Null before the end of a stream, as in OpenAI's own streams.",
+    r"list: data\.\d+\.embedding": "Base64 where the request asks for it; OpenAI's client decodes it.",
+    r"None: role": "OpenAI's type of a stored chat's message has the assistant's role only; the request has others.",
+    r"list: usage": "Where nobody counts tokens, no number is made up.",
+}
+
+
+def check_any(path: str, found: Json) -> None:
+    """Raise `AssertionError` for an object, or one of a list, that lacks what OpenAI's types require."""
+    listed, path = found.get("object") == "list" and "data" in found, path.partition("?")[0]
+    for end, kind in _NAMELESS.items():
+        if path.endswith(end):
+            _complete(kind, found)
+    for each in found["data"] if listed else [found]:
+        if str(each.get("object")) in _OTHERS:
+            _complete(_OTHERS[each["object"]], each)
+        for end, item in _ITEMS.items():
+            if listed and path.endswith(end):
+                _complete(item, each)
+
+
+def _complete(kind: Any, found: Json) -> None:
+    try:
+        TypeAdapter(kind).validate_json(json.dumps(found), strict=True)
+    except ValidationError as error:
+        places = [f"{found.get('object')}: {'.'.join(map(str, each['loc']))}" for each in error.errors()]
+        wrong = [place for place in places if not any(re.fullmatch(known, place) for known in _DIFFERENT)]
+        assert not wrong, f"{wrong}\n{json.dumps(found)[:2000]}"
 
 
 def check_object(found: Json) -> None:

@@ -131,6 +131,14 @@ async def test_the_tensors_of_vllm(proxy, triton):
         assert {"input": mark, "pooling_params": {"dimensions": [8]}} == request
 
 
+async def test_ids_without_text(proxy):
+    """A model that takes text cannot embed tokens that stand for none, such as special ones; the error says so."""
+    answer = await proxy.post(PATH, {"model": "text_embedding", "input": [[356], [1, 1]]})
+
+    assert (400, "input") == (answer.status, answer.error["param"])
+    assert "'input[1]' holds only tokens that stand for no text" in answer.error["message"]
+
+
 async def test_dimensions_where_the_model_can(proxy):
     """vLLM shortens vectors itself, and they stay unit vectors."""
     answer = await proxy.post(PATH, {"model": "vllm_embedding", "input": "one", "dimensions": 8})

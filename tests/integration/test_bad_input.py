@@ -28,7 +28,7 @@ RERANK, SCORE = "/v1/rerank", "/v1/score"
 POSTS = (CHAT, COMPLETIONS, EMBEDDINGS, RERANK, SCORE)
 #: Every path, with the methods that it takes.
 PATHS = {
-    CHAT: "POST",
+    CHAT: "GET, HEAD, POST",
     COMPLETIONS: "POST",
     EMBEDDINGS: "POST",
     RERANK: "POST",
@@ -36,7 +36,7 @@ PATHS = {
     "/rerank": "POST",
     "/v2/rerank": "POST",
     "/score": "POST",
-    "/chat/completions": "POST",
+    "/chat/completions": "GET, HEAD, POST",
     "/completions": "POST",
     "/embeddings": "POST",
     "/v1/models": "GET, HEAD, POST",

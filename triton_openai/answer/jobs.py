@@ -141,7 +141,8 @@ async def _taken(
                 # Without special tokens, which the backend adds.
                 value = await tokenizer.decode_async(value)
                 if not value:
-                    raise InvalidValue("'input' must not hold an empty item.", "input")
+                    what = f"'input[{len(taken)}]' holds only tokens that stand for no text, and the model takes text."
+                    raise InvalidValue(what, "input")
             taken.append(value)
         # Thousands of short inputs are as much work as a long one.
         await asyncio.sleep(0)

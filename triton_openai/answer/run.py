@@ -38,6 +38,9 @@ Push = Callable[[int, Sequence[Delta]], None]
 
 # A character has at most four tokens; of an incomplete one the first is counted.
 _UNSEEN_TOKENS = 2
+_REPLACEMENT = "\ufffd"
+# Tokens that a character may lack its last byte after: it has four at most.
+_MOST_HALVES = 3
 _STOP_REQUEST_TIMEOUT = 5.0
 # The seconds before each stop request. An engine ignores one that arrives before the request itself, which may still
 # wait for its tokenizer.
@@ -106,6 +109,8 @@ class Run:
         self._pipeline = Pipeline(adapter.capabilities, generation, tokenizer, self.progress)
         # Tokens of the steps with nothing to show since the last delta that was pushed.
         self._unshown = 0
+        # What may be the beginning of a character, and is shown when the text goes on or has ended by itself.
+        self._half = ""
         self._pauses = 0
         # When the last response came, and the seconds within which the next one has to come.
         self._last_response, self._silence_limit = 0.0, math.inf
@@ -198,6 +203,8 @@ class Run:
             for response in responses:
                 delta = self._decoder.feed(response)
                 pipeline.feed(delta)
+                if self._half or delta.text[-1:] == _REPLACEMENT:
+                    self._hold(delta)
                 if delta.text or delta.logprobs or (delta.token_ids and pipeline.token_ids):
                     if unshown:
                         # Its text ends with what was held back.
@@ -208,7 +215,10 @@ class Run:
                 if pipeline.may_end and pipeline.ended:
                     # Stop the backend first, then send the last text to the client.
                     self._stop()
+                    before = len(shown)
                     pipeline.flush(self._decoder, shown)
+                    if len(shown) > before:
+                        self._hold_flushed(shown, before)
                     break
             self._unshown = unshown
             if shown and self._push is not None:
@@ -229,6 +239,8 @@ class Run:
                 if not self.progress.steps:
                     raise no_answer_error(self._adapter.config.name)
                 self._pipeline.flush(self._decoder, shown)
+                if shown:
+                    self._hold_flushed(shown, 0)
                 if shown and self._unshown:
                     shown[-1].tokens = self._unshown
                 if shown and self._push is not None:
@@ -252,6 +264,18 @@ class Run:
             self._abort(error)
         else:
             self._finish(None)
+
+    def _hold(self, delta: Delta) -> None:
+        """Hold back the end of *delta* that may be a part of a character."""
+        text = self._half + delta.text
+        delta.text = text[:-_MOST_HALVES] + text[-_MOST_HALVES:].rstrip(_REPLACEMENT)
+        self._half = text[len(delta.text) :]
+
+    def _hold_flushed(self, shown: list[Delta], before: int) -> None:
+        """Hold back the same of what the stages had delayed: of *shown* from the place *before* on."""
+        for delta in shown[before:]:
+            self._hold(delta)
+        shown[before:] = [delta for delta in shown[before:] if delta.text or delta.logprobs]
 
     def pause(self) -> None:
         """Pause the backend, because the client reads slowly, until :meth:`resume` was called as often."""
@@ -351,7 +375,11 @@ class Run:
             self._done(self._number)
 
     async def conclude(self) -> None:
-        """Set usage and finish reason: the backend's if it sends them, else counted ones if possible."""
+        """
+        Set usage and finish reason: the backend's if it sends them, else counted ones if possible.
+
+        An answer that its limit cuts inside a character ends before that.
+        """
         progress, generation = self.progress, self.generation
         tokens, prompt = progress.tokens, progress.prompt_tokens
         if prompt is None and generation.prompt_ids is not None:
@@ -374,6 +402,10 @@ class Run:
                 # A backend may count a whole block of its cache that the prompt fills only in part.
                 cached_tokens=None if cached is None else min(cached, prompt),
             )
+        half, self._half = self._half, ""
+        if half and progress.finish_reason is not FinishReason.LENGTH and self._push is not None:
+            # It is what the model wrote.
+            self._push(self._number, [Delta(half)])
 
     async def _infer(self, limit: int) -> int | None:
         """
@@ -391,7 +423,7 @@ class Run:
             counted = max(
                 await count_pieces(self._tokenizer, progress.pieces, progress.dropped), steps - progress.silent
             )
-            cut = counted + (_UNSEEN_TOKENS if steps == 1 and text.endswith("\ufffd") else 0) >= limit
+            cut = counted + (_UNSEEN_TOKENS if steps == 1 and text.endswith(_REPLACEMENT) else 0) >= limit
         if progress.finish_reason is None:
             if cut:
                 progress.finish_reason = FinishReason.LENGTH

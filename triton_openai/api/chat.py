@@ -7,7 +7,7 @@ Source of the wire format: OpenAI's ``chat.completion`` and ``chat.completion.ch
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -322,26 +322,24 @@ async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Kee
         chunks = ChatChunks(context, turn, fields) if keep is None else _KeptChunks(context, turn, fields, keep)
         return await stream(context, runs, chunks)
     answers = await collect(runs, timeout=context.limits.total)
-
-    def rendered() -> bytes:
-        choices = in_pieces(chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers))
-        return _completion(context, turn, choices)
-
+    choices = (chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers))
+    whole = partial(_completion, context, turn, choices)
     cost = rendering_cost(answers, offload.RENDER if turn.parsers[0].plain else offload.PARSE)
     if body.prompt_logprobs is not None:
         cost += cost_of(len(runs[0].prompt_logprobs), body.prompt_logprobs)
     # Nothing is awaited for most answers.
-    content = rendered() if cost <= offload.INLINE else await offload.run(rendered, cost=cost)
+    content = whole() if cost <= offload.INLINE else await offload.run(whole, cost=cost)
     if keep is not None:
         await keep(content)
     return WholeResponse(body=content, content_type="application/json")
 
 
-def _completion(context: RequestContext[ChatRequest], turn: Turn, choices: Any) -> bytes:
+def _completion(context: RequestContext[ChatRequest], turn: Turn, choices: Iterable[ChatChoice]) -> bytes:
     """Return the whole answer with its *choices*, in JSON."""
     body, runs = context.body, turn.runs
+    # As they are parsed, reasoning is counted.
+    shown: Any = in_pieces(choices)
     usages = [run.progress.usage or known_usage(run.progress) for run in runs]
-    # Known once the answers are parsed.
     usage = usage_of(usages, n=turn.spec.n, reasoning_tokens=reasoning_tokens(turn.parsers))
     scores: Any = None if body.prompt_logprobs is None else in_pieces(prompt_logprobs(runs[0].prompt_logprobs))
     if scores is not None:
@@ -351,7 +349,7 @@ def _completion(context: RequestContext[ChatRequest], turn: Turn, choices: Any) 
         object="chat.completion",
         created=now(),
         model=body.model,
-        choices=choices,
+        choices=shown,
         usage=usage or msgspec.UNSET,
         system_fingerprint=context.model.fingerprint,
         prompt_logprobs=msgspec.UNSET if scores is None else scores,
@@ -461,18 +459,19 @@ def _call(start: ToolCallStart, arguments: str, plan: ToolPlan) -> ToolCall | Cu
     return ToolCall(id=start.id, function=FunctionCall(name=start.name, arguments=arguments))
 
 
-def chat_choice(body: ChatRequest, turn: Turn, fields: Sequence[str], index: int, answer: Collected) -> ChatChoice:
-    """Return a choice of the whole answer, with the reasoning in *fields*."""
+def chat_choice(
+    body: ChatRequest, turn: Turn, fields: Sequence[str], index: int, answer: Collected,
+    events: Sequence[Event] | None = None,
+) -> ChatChoice:  # fmt: skip
+    """Return a choice of the whole answer, with the reasoning in *fields*. *events* are there if it is parsed."""
     parser = turn.parsers[index]
-    if parser.plain:
+    if events is None and parser.plain:
         message = AnswerMessage(role="assistant", content=answer.text, refusal=None)
     else:
-        events = [event for delta in answer.deltas for event in parser.feed(delta.text, delta.tokens)]
-        message = message_of([*events, *parser.flush(cut=answer.run.progress.cut)], turn.plan, fields)
-    return _choice(body, turn, index, answer, message)
-
-
-def _choice(body: ChatRequest, turn: Turn, index: int, answer: Collected, message: AnswerMessage) -> ChatChoice:
+        if events is None:
+            events = [event for delta in answer.deltas for event in parser.feed(delta.text, delta.tokens)]
+            events += parser.flush(cut=answer.run.progress.cut)
+        message = message_of(events, turn.plan, fields)
     return ChatChoice(
         index=index,
         message=message,
@@ -606,7 +605,6 @@ class _KeptChunks(ChatChunks):
 
     def _whole(self) -> bytes:
         body, turn = self._context.body, self._turn
-        answers = map(Collected, turn.runs, self._deltas)
-        messages = (message_of(events, turn.plan, self._reasoning_fields) for events in self._found)
-        choices = (_choice(body, turn, index, *each) for index, each in enumerate(zip(answers, messages, strict=True)))
-        return _completion(self._context, turn, in_pieces(choices))
+        found = zip(map(Collected, turn.runs, self._deltas), self._found, strict=True)
+        choices = (chat_choice(body, turn, self._reasoning_fields, index, *each) for index, each in enumerate(found))
+        return _completion(self._context, turn, choices)

@@ -72,7 +72,7 @@ def test_a_third_party(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "mine",
             "json:loads",
-            "is not a class that is derived from triton_openai.parsers.tools.tool_parser.Too",
+            "is not a class that is derived from triton_openai.parsers.tools.tool_parser.ToolParser",
         ),
         ("hermes2", "json:JSONDecoder", "is not a class that is derived from"),
         ("mine", "tests.unit.parsers.test_tools_in_parts:Unfinished", "cannot be made: TypeError: .*abstract.* '?feed"),
