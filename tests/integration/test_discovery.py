@@ -388,7 +388,7 @@ async def test_an_adapter_that_nobody_has():
     assert None is by_name["a"].adapter
     assert (
         "There is no adapter 'vlm'. Known adapters: vllm, trtllm-ensemble, trtllm, trtllm-llmapi, trtllm-bls, "
-        "classifier, embeddings, cross-encoder, text." == by_name["a"].reason
+        "synthesizer, classifier, embeddings, cross-encoder, transcriber, text." == by_name["a"].reason
     )
 
 
