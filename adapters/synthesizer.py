@@ -3,7 +3,8 @@ Models that speak a text.
 
 Zero-shot synthesizers (CosyVoice, F5-TTS, Spark-TTS) imitate a recording that comes with every request; they share
 their tensors, and differ in rates, lengths and in what their parts are. Any other model that takes a text and gives
-audio is taken by an output whose name says so, or as the operator describes it in the settings (:class:`Interface`).
+audio is taken by an output whose name says so, or as the operator describes it in the settings
+(:class:`TensorMapping`).
 Sources: ``runtime/triton_trtllm`` of FunAudioLLM/CosyVoice (31a0adc), SparkAudio/Spark-TTS (1e520d3) and SWivid/F5-TTS.
 """
 
@@ -15,9 +16,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from triton_openai.adapters._common.base import Capabilities, Synthesis, check_range
-from triton_openai.adapters._common.interface import DescribedAdapter, Kind, constants, fits, named_tensors
+from triton_openai.adapters._common.tensor_mapping import DescribedAdapter, Kind, constants, fits, named_tensors
 from triton_openai.errors import ConfigurationError, UnsupportedParameter, UpstreamError
-from triton_openai.generation import AudioFormat, Interface
+from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import Speech, SynthesisJob
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
 
@@ -73,7 +74,7 @@ def _is_zero_shot(config: ModelConfig) -> bool:
     return {_REFERENCE, _SAID, _TARGET} <= config.inputs.keys() and _WAVEFORM in config.outputs
 
 
-def _found(config: ModelConfig) -> Interface | None:
+def _found(config: ModelConfig) -> TensorMapping | None:
     """Return what *config* shows by itself; ``None`` where it is no synthesizer, or more has to be known."""
     tensors: dict[str, dict[str, str]] = {"inputs": {}, "outputs": {}}
     for side, specs, kinds in (("inputs", config.inputs, INPUTS), ("outputs", config.outputs, OUTPUTS)):
@@ -85,7 +86,7 @@ def _found(config: ModelConfig) -> Interface | None:
     texts = [spec for spec in config.required if spec.name not in tensors["inputs"].values()]
     if len(texts) != 1 or texts[0].datatype != "BYTES" or _AUDIO not in tensors["outputs"]:
         return None
-    return Interface(inputs={_TEXT: texts[0].name, **tensors["inputs"]}, outputs=tensors["outputs"])
+    return TensorMapping(inputs={_TEXT: texts[0].name, **tensors["inputs"]}, outputs=tensors["outputs"])
 
 
 class Synthesizer(DescribedAdapter):
@@ -96,22 +97,22 @@ class Synthesizer(DescribedAdapter):
     # JSON takes ten times the bytes of samples.
     prefers_grpc = True
 
-    def _bind(self, interface: Interface | None) -> None:
-        config, audio = self.config, (interface and interface.audio) or AudioFormat()
-        described = interface is not None and interface.describes
+    def _bind(self, mapping: TensorMapping | None) -> None:
+        config, audio = self.config, (mapping and mapping.audio) or AudioFormat()
+        described = mapping is not None and mapping.describes
         self._zero_shot = _is_zero_shot(config) and not described
         kind = _zero_shot(config) if self._zero_shot else None
         if self._zero_shot:
-            found = Interface(inputs={_TEXT: _TARGET}, outputs={_AUDIO: _WAVEFORM})
+            found = TensorMapping(inputs={_TEXT: _TARGET}, outputs={_AUDIO: _WAVEFORM})
         else:
-            found = (interface if described else _found(config)) or Interface()
+            found = (mapping if described else _found(config)) or TensorMapping()
         named_tensors(config, found, "inputs", INPUTS, required=_TEXT)
         self._output = named_tensors(config, found, "outputs", OUTPUTS, required=_AUDIO)[_AUDIO]
         self._inputs, self._gives_files = found.inputs, self._output.datatype in ("BYTES", "UINT8")
         filled = [self._inputs[use] for use in (_TEXT, _VOICE, "speed") if use in self._inputs]
         if self._zero_shot:
             filled += [_REFERENCE, _LENGTH, _SAID]
-        given = constants(config, interface, filled=filled)
+        given = constants(config, mapping, filled=filled)
         self._constants = [self.tensor(name, *values) for name, values in given.items()]
         rate = audio.sample_rate or (kind.rate if kind else 0)
         reference_rate = 0

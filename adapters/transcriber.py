@@ -5,7 +5,7 @@ The public model repositories have the same tensors: ``WAV`` and ``WAV_LENS`` in
 TensorRT-LLM's whisper_bls, WeNet, FunASR), for Whisper with ``TEXT_PREFIX``, the prompt of its decoder as text, for
 SenseVoice with ``LANGUAGE`` and ``TEXT_NORM``. Whisper's engine behind sherpa's takes and gives token ids
 (``DECODER_INPUT_IDS``, ``OUTPUT_IDS``), which tell the language and times too. The operator describes all others in the
-settings (:class:`Interface`).
+settings (:class:`TensorMapping`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from triton_openai.adapters._common import interface as tensors
+from triton_openai.adapters._common import tensor_mapping as tensors
 from triton_openai.adapters._common.base import Capabilities, Recognition, requires_only
-from triton_openai.adapters._common.interface import Kind
+from triton_openai.adapters._common.tensor_mapping import Kind
 from triton_openai.errors import ConfigurationError, UnsupportedParameter, UpstreamError
-from triton_openai.generation import AudioFormat, Interface
+from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
 from triton_openai.languages import LANGUAGES, code_of
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
@@ -69,13 +69,13 @@ class Transcriber(tensors.DescribedAdapter):
     name = "transcriber"
     tokens_tell_more = True
 
-    def _bind(self, interface: Interface | None) -> None:
-        config, audio = self.config, (interface and interface.audio) or AudioFormat()
-        if interface is not None and interface.describes:
-            inputs = tensors.named_tensors(config, interface, "inputs", INPUTS, required=_AUDIO)
-            outputs = tensors.named_tensors(config, interface, "outputs", OUTPUTS, required=_TEXT)
+    def _bind(self, mapping: TensorMapping | None) -> None:
+        config, audio = self.config, (mapping and mapping.audio) or AudioFormat()
+        if mapping is not None and mapping.describes:
+            inputs = tensors.named_tensors(config, mapping, "inputs", INPUTS, required=_AUDIO)
+            outputs = tensors.named_tensors(config, mapping, "outputs", OUTPUTS, required=_TEXT)
         else:
-            interface = None
+            mapping = None
             inputs, outputs = _known(config)
             if not inputs:
                 raise ConfigurationError(
@@ -85,7 +85,7 @@ class Transcriber(tensors.DescribedAdapter):
         self._inputs, self._outputs = inputs, outputs
         self._ids = _IDS in inputs
         self._whisper = self._ids or _PREFIX in inputs
-        self._text = "cumulative" if interface is None else interface.text
+        self._text = "cumulative" if mapping is None else mapping.text
         spec = inputs[_AUDIO]
         whole = spec.datatype in ("BYTES", "UINT8")
         self._form = audio.form or ("file" if whole else "samples")
@@ -104,7 +104,7 @@ class Transcriber(tensors.DescribedAdapter):
         filled = [spec.name for use, spec in inputs.items() if use not in (_LANGUAGE, _PROMPT)]
         if _LANGUAGE in inputs and (self._language or _AUTO in self._languages):
             filled.append(inputs[_LANGUAGE].name)
-        self._constants = tensors.constants(config, interface, filled=filled)
+        self._constants = tensors.constants(config, mapping, filled=filled)
         own = (
             (_WINDOW if self._ids else _TENSORRT_LLM if "engine_dir" in config.parameters else _SHERPA)
             if self._whisper

@@ -19,11 +19,11 @@ from triton_openai.adapters._common.base import Synthesis
 from triton_openai.answer.limits import TimeLimits
 from triton_openai.answer.run import Sender
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout
-from triton_openai.generation import Progress
+from triton_openai.generation import AnswerState
 from triton_openai.jobs import Speech, SynthesisJob, Voice
 from triton_openai.models.served import ServedModel
 from triton_openai.triton.client import SingleAnswer
-from triton_openai.triton.status import failed_midway, no_answer
+from triton_openai.triton.status import failed_midway_error, no_answer_error
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
 # Characters that are spoken in a second, where no recording shows it, and what a character counts that is a syllable.
@@ -123,9 +123,9 @@ class _Answers:
 
     def end(self, error: Exception | None) -> None:
         if error is None and not self._came:
-            error = no_answer(self._model)
+            error = no_answer_error(self._model)
         if isinstance(error, InvalidRequest) and self._came:
-            error = failed_midway(error)
+            error = failed_midway_error(error)
         self._finish(error)
         self._wake()
         if error is None:
@@ -188,7 +188,7 @@ class Speaker:
         job: SynthesisJob,
         texts: Sequence[str],
         limits: TimeLimits,
-        progress: Progress,
+        progress: AnswerState,
     ) -> None:
         self._sender, self._model, self._job, self._limits = sender, model, job, limits
         self._left = deque(enumerate(texts))

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from triton_openai import offload
-from triton_openai.answer.prepare import no_tokenizer
+from triton_openai.answer.prepare import no_tokenizer_error
 from triton_openai.answer.run import Sender
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
@@ -27,7 +27,7 @@ from triton_openai.media.audio import Chunk, Recording
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.whisper import WhisperTokens
 from triton_openai.tasks import cancel
-from triton_openai.triton.status import no_answer
+from triton_openai.triton.status import no_answer_error
 from triton_openai.triton.tensors import InferResponse
 
 # Seconds of the chunks of one recording that are on their way: 15 MB of samples, of which a transport makes copies.
@@ -101,7 +101,7 @@ class Transcription:
         if self._model.adapter.capabilities.tokens:
             tokenizer = (await self._model.prompter()).tokenizer
             if tokenizer is None:
-                raise no_tokenizer(self._model)
+                raise no_tokenizer_error(self._model)
             self._whisper = WhisperTokens(tokenizer)
 
     async def _detect(self, chunk: Chunk) -> None:
@@ -141,7 +141,7 @@ class Transcription:
         (request,) = await offload.run(lambda: adapter.encode(job), cost=offload.JSON * len(chunk.samples))
         responses = await self._sender.ask(request, heard)
         if not responses:
-            raise no_answer(self._model.name)
+            raise no_answer_error(self._model.name)
         result: Transcript = adapter.decode(job, responses)
         return result
 

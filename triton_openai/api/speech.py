@@ -24,7 +24,7 @@ from triton_openai.api.parameters import accepting
 from triton_openai.api.service import RequestContext, begin, find_model, key_of, new_id, service_of
 from triton_openai.api.sse import data_event, stream_parts
 from triton_openai.errors import ConfigurationError, InvalidValue, UpstreamError
-from triton_openai.generation import Generation, Progress, Sampling
+from triton_openai.generation import AnswerState, Generation, Sampling
 from triton_openai.jobs import Speech, SynthesisJob
 from triton_openai.media.formats import MEDIA_TYPES, Format, cost
 
@@ -110,7 +110,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     name = body.voice.id if isinstance(body.voice, VoiceId) else body.voice
     voice, only = voices.find(name)
     if only and name is not None:
-        tell_ignored(context.observation, ["voice"])
+        tell_ignored(context.record, ["voice"])
     texts = pieces(body.input, longest_piece(capabilities.synthesis, voice), streams=capabilities.streaming)
     if not texts:
         raise InvalidValue("'input' has nothing to speak.", "input")
@@ -127,9 +127,9 @@ async def handle(request: web.Request) -> web.StreamResponse:
 
 async def _speak(context: RequestContext[SpeechRequest], job: SynthesisJob, texts: Sequence[str]) -> web.StreamResponse:
     """Answer with the speech of *texts*. Raises :class:`ServiceError`."""
-    body, observation = context.body, context.observation
-    progress = Progress(Generation(id=job.id, prompt=body.input, sampling=Sampling(max_tokens=0)))
-    observation.answers, observation.response_id = [progress], job.id
+    body, record = context.body, context.record
+    progress = AnswerState(Generation(id=job.id, prompt=body.input, sampling=Sampling(max_tokens=0)))
+    record.answers, record.response_id = [progress], job.id
     speaker = Speaker(context.sender, context.model, job, texts, context.limits, progress)
     file = _File(context, speaker)
     try:
@@ -138,7 +138,7 @@ async def _speak(context: RequestContext[SpeechRequest], job: SynthesisJob, text
         return await stream_parts(context, file.parts(), content_type=MEDIA_TYPES[body.response_format])
     finally:
         speaker.close()
-        observation.audio_seconds = {"output": file.seconds}
+        record.audio_seconds = {"output": file.seconds}
 
 
 async def _events(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

@@ -30,7 +30,7 @@ from triton_openai.generation import Delta
 from triton_openai.serving.connections import WholeResponse
 from triton_openai.tasks import cancel
 from triton_openai.telemetry.logging import warn
-from triton_openai.telemetry.observation import Observation
+from triton_openai.telemetry.request_record import RequestRecord
 
 _log = structlog.get_logger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -369,7 +369,7 @@ async def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Re
 
     Raises :class:`ServiceError` for what goes wrong before anything was sent; after that, errors are events.
     """
-    request, observation, timeout = context.request, context.observation, context.limits.total
+    request, record, timeout = context.request, context.record, context.limits.total
     event_stream = EventStream(request, runs, renderer, heartbeat=context.service.settings.server.heartbeat_interval)
     try:
         try:
@@ -384,18 +384,18 @@ async def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Re
             event_stream.close()
     except ConnectionError:
         # A client that disconnects after the last event has read its answer.
-        observation.client_left = not event_stream.complete
+        record.client_left = not event_stream.complete
     except asyncio.CancelledError:
         reason = request.app[DRAINING].reason()
         if event_stream.complete:
             return event_stream.response
         if reason is None or not event_stream.begun:
             raise
-        await _fail(event_stream, observation, reason)
+        await _fail(event_stream, record, reason)
     except Exception as error:
         if not event_stream.begun:
             raise
-        fields = {"request_id": observation.request_id, "model": context.model.name}
+        fields = {"request_id": record.request_id, "model": context.model.name}
         if isinstance(error, ServiceError):
             failure = error
             warn(_log, "stream failed", error, **fields, code=error.code)
@@ -403,12 +403,12 @@ async def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Re
             # A bug, or an error of a third party's parser. The answer has begun, so the error is an event in it.
             failure = ServiceError("The service failed to answer the request.")
             _log.exception("stream failed", **fields)
-        await _fail(event_stream, observation, failure)
+        await _fail(event_stream, record, failure)
     return event_stream.response
 
 
-async def _fail(event_stream: EventStream, observation: Observation, error: ServiceError) -> None:
-    observation.error = error
+async def _fail(event_stream: EventStream, record: RequestRecord, error: ServiceError) -> None:
+    record.error = error
     try:
         await event_stream.fail(error)
     except (asyncio.CancelledError, ConnectionError):
@@ -427,7 +427,7 @@ async def stream_parts(
     :class:`ServiceError` for what goes wrong before anything was sent; after that, the body breaks off, behind an event
     with the error if it has events.
     """
-    request, observation, timeout = context.request, context.observation, context.limits.total
+    request, record, timeout = context.request, context.record, context.limits.total
     response = _Response(headers=_HEADERS if content_type is None else {"Content-Type": content_type})
     chunked, heartbeat = request.version >= HttpVersion11, context.service.settings.server.heartbeat_interval
     complete = False
@@ -448,7 +448,7 @@ async def stream_parts(
         await response.write_eof()
         return response
     except ConnectionError:
-        observation.client_left = not complete
+        record.client_left = not complete
         return response
     except asyncio.CancelledError:
         failure = request.app[DRAINING].reason()
@@ -458,14 +458,14 @@ async def stream_parts(
         failure = too_long(timeout) if isinstance(error, TimeoutError) else None
         if not response.prepared:
             raise failure or error from None
-        fields = {"request_id": observation.request_id, "model": context.model.name}
+        fields = {"request_id": record.request_id, "model": context.model.name}
         if isinstance(error, ServiceError):
             failure = error
         elif failure is None:
             failure = ServiceError("The service failed to answer the request.")
             _log.exception("stream failed", **fields)
         warn(_log, "stream failed", failure, **fields, code=failure.code)
-    observation.error = failure
+    record.error = failure
     with suppress(ConnectionError):
         if content_type is None:
             await response.write(event("error", failure.envelope()))
@@ -496,7 +496,7 @@ async def stream_objects(context: RequestContext[Any], objects: AsyncGenerator[m
     Raises :class:`ServiceError` for what goes wrong before the first one; after that, an error is the last event, and
     the body breaks off. While none comes, the client gets signs of life.
     """
-    request, observation = context.request, context.observation
+    request, record = context.request, context.record
     response = _Response(headers=_HEADERS)
     heartbeat = context.service.settings.server.heartbeat_interval
     async with aclosing(objects):
@@ -515,13 +515,13 @@ async def stream_objects(context: RequestContext[Any], objects: AsyncGenerator[m
             finally:
                 await cancel(coming)
         except ConnectionError:
-            observation.client_left = True
+            record.client_left = True
         except (ServiceError, asyncio.CancelledError) as error:
             failure = error if isinstance(error, ServiceError) else request.app[DRAINING].reason()
             if failure is None or not response.prepared:
                 raise
-            observation.error = failure
-            warn(_log, "stream failed", failure, request_id=observation.request_id, model=context.model.name)
+            record.error = failure
+            warn(_log, "stream failed", failure, request_id=record.request_id, model=context.model.name)
             await response.write(event("error", failure.envelope()))
             response.broken = request.version >= HttpVersion11
             response.force_close()

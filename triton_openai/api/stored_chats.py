@@ -50,7 +50,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     context = await begin(request, chat.ChatRequest)
     body = context.body
     if body.verbosity in ("low", "high"):
-        tell_ignored(context.observation, ["verbosity"])
+        tell_ignored(context.record, ["verbosity"])
     answer_id, keep = new_id("chatcmpl"), None
     if body.store and request.app[STATE].keeps:
         try:
@@ -60,7 +60,7 @@ async def create(request: web.Request) -> web.StreamResponse:
         answer_id = f"{_PREFIX}{time.time_ns() // 1000:014x}{token_hex(9)}"
         keep = partial(_keep, context, answer_id, _Head(body.model, described.metadata or {}))
     elif body.store:
-        tell_ignored(context.observation, ["store"])
+        tell_ignored(context.record, ["store"])
     return await context.admitted(partial(chat.answer, answer_id=answer_id, keep=keep), param="messages")
 
 
@@ -72,12 +72,12 @@ async def _keep(context: RequestContext[chat.ChatRequest], answer_id: str, head:
         return [Row("answer", answer_id, answer), *messages]
 
     state, owner = context.request.app[STATE], key_of(context.request).name
-    kept = await offload.run(rows, cost=offload.json_cost(context.observation.body_size or 0))
+    kept = await offload.run(rows, cost=offload.json_cost(context.record.body_size or 0))
     try:
         await state.store().put(answer_id, owner, msgspec.json.encode(head), 0, rows=kept)
     except errors.StoreUnavailable as error:
         state.not_kept(error, answer_id)
-        tell_ignored(context.observation, ["store"])
+        tell_ignored(context.record, ["store"])
 
 
 def _message(message: Message, message_id: str) -> Row:
@@ -151,7 +151,7 @@ async def list_all(request: web.Request) -> web.Response:
     store, owner, model = request.app[STATE].store(), key_of(request).name, request.query.get("model")
     limit, place, reverse = page_query(request, "asc")
     if place is not None and not is_key(_PREFIX, place):
-        raise agents.unknown_place("after")
+        raise agents.unknown_place_error("after")
     wanted = {name[9:-1]: value for name, value in request.query.items() if re.fullmatch(r"metadata\[.*\]", name)}
     found: dict[str, _Head] = {}
     more = True

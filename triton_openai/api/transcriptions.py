@@ -27,7 +27,7 @@ from triton_openai.api.sse import stream_objects
 from triton_openai.errors import InvalidRequest, InvalidValue, PayloadTooLarge, UnsupportedParameter
 from triton_openai.jobs import Segment, TranscriptionJob, TranslationJob
 from triton_openai.languages import LANGUAGES, code_of
-from triton_openai.media.audio import Pauses, Recording, require_audio
+from triton_openai.media.audio import Backoff, Recording, require_audio
 from triton_openai.serving.connections import WholeResponse
 
 _Format = Literal["json", "text", "srt", "vtt", "verbose_json", "diarized_json"]
@@ -167,7 +167,7 @@ async def translate(request: web.Request) -> web.StreamResponse:
 
 
 async def _answer(
-    context: RequestContext[Any], job: TranscriptionJob, *, pauses: Pauses | None = None, languages: Sequence[str] = ()
+    context: RequestContext[Any], job: TranscriptionJob, *, pauses: Backoff | None = None, languages: Sequence[str] = ()
 ) -> web.StreamResponse:
     """Return the answer to a request for *job*, whose recording is cut at *pauses*. Raises :class:`ServiceError`."""
     body, limits = context.body, context.service.settings.audio
@@ -180,12 +180,12 @@ async def _answer(
     require_audio()
     if len(body.file.content) > limits.max_file_size:
         raise PayloadTooLarge(f"The file is larger than the limit of {limits.max_file_size} bytes.", param="file")
-    context.observation.response_id = job.id
+    context.record.response_id = job.id
     return await context.admitted(lambda each: _transcribed(each, job, pauses, languages), param="file")
 
 
 async def _transcribed(
-    context: RequestContext[Any], job: TranscriptionJob, pauses: Pauses | None, languages: Sequence[str]
+    context: RequestContext[Any], job: TranscriptionJob, pauses: Backoff | None, languages: Sequence[str]
 ) -> web.StreamResponse:
     body, limits = context.body, context.service.settings.audio
     recognition = context.model.adapter.capabilities.recognition
@@ -327,11 +327,11 @@ def _check_prompt(context: RequestContext[Any], param: str) -> None:
         )
 
 
-def _pauses(body: TranscriptionRequest) -> Pauses | None:
+def _pauses(body: TranscriptionRequest) -> Backoff | None:
     """Return how the audio is cut at silence, if it is. Raises :class:`InvalidValue`."""
     given = body.chunking_strategy
     if given == "auto":
-        return Pauses()
+        return Backoff()
     fields = (body.chunking_type, body.threshold, body.padding, body.silence)
     if not given and fields.count(None) == len(fields):
         return None
@@ -348,7 +348,7 @@ def _pauses(body: TranscriptionRequest) -> Pauses | None:
         raise InvalidValue(
             "'chunking_strategy' must be 'auto' or an object of the type 'server_vad'.", "chunking_strategy"
         ) from error
-    return Pauses(
+    return Backoff(
         threshold=activity.threshold,
         padding=activity.prefix_padding_ms / 1000,
         silence=activity.silence_duration_ms / 1000,

@@ -49,7 +49,7 @@ _Samples: TypeAlias = Any
 """An array of NumPy, which is not imported here before it is needed."""
 
 
-class Pauses(msgspec.Struct, frozen=True, kw_only=True):
+class Backoff(msgspec.Struct, frozen=True, kw_only=True):
     """Where speech is told from silence, as the API's ``server_vad`` has it. Times are in seconds."""
 
     #: From 0 to 1: a level of -60 dBFS to -20 dBFS (root mean square), below which it is silent.
@@ -88,7 +88,7 @@ class Recording:
     the file may have.
     """
 
-    def __init__(self, data: bytes, *, rate: int, longest: float, most: float, pauses: Pauses | None = None) -> None:
+    def __init__(self, data: bytes, *, rate: int, longest: float, most: float, pauses: Backoff | None = None) -> None:
         """Raises :class:`ConfigurationError` without the extra, and :class:`InvalidRequest` for other formats."""
         require_audio()
         self._blocks, self._most = _blocks(data, most), most
@@ -304,7 +304,7 @@ def _with_av(data: bytes, container: str) -> Iterator[tuple[int, _Samples]]:
 class _Cutter:
     """Cuts mono samples that come piece by piece. Places are numbers of samples since the start of the recording."""
 
-    def __init__(self, rate: int, longest: float, pauses: Pauses | None) -> None:
+    def __init__(self, rate: int, longest: float, pauses: Backoff | None) -> None:
         self.rate = rate
         self._longest, self._frame = int(longest * rate), int(FRAME * rate)
         self._pauses = pauses
@@ -340,7 +340,7 @@ class _Cutter:
             begin, self._begin = self._begin, place + self._first
             yield self._take(begin, self._begin)
 
-    def _at_pauses(self, pauses: Pauses) -> Iterator[Chunk]:
+    def _at_pauses(self, pauses: Backoff) -> Iterator[Chunk]:
         import numpy as np
 
         unread = self._joined()[self._place - self._first :]

@@ -344,9 +344,9 @@ class Fleet:
         await self._find()
         await self._of_all(lambda member: member.catalog.refresh())
 
-    async def renew(self) -> None:
+    async def reload(self) -> None:
         """Look at the models of all, beginning now, configs included, after a change."""
-        await self._of_all(lambda member: member.catalog.renew())
+        await self._of_all(lambda member: member.catalog.reload())
 
     async def refresh_on_miss(self) -> None:
         """Look at the models of all after a request for an unknown model, at most twice a second."""

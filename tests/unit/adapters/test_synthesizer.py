@@ -15,7 +15,7 @@ from triton_openai.adapters._common.base import Synthesis
 from triton_openai.adapters._common.registry import Registry
 from triton_openai.adapters.synthesizer import Synthesizer
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, UpstreamError
-from triton_openai.generation import AudioFormat, Interface
+from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import SynthesisJob, Voice
 from triton_openai.triton.tensors import BinaryResponse, JsonResponse, Layout, ModelConfig
 
@@ -91,9 +91,9 @@ def test_kinds(model: ModelConfig, repository: dict[str, ModelConfig], expected:
 def test_what_the_operator_says() -> None:
     """Rates and lengths in the settings take the place of what the config shows, and of what it does not."""
     told = AudioFormat(sample_rate=22_050, reference_sample_rate=8_000, overlap_seconds=0.5, max_seconds=5)
-    found = synthesis_of(Synthesizer(zero_shot({"llm_tokenizer_dir": "/llm"}), {}, Interface(audio=told)))
+    found = synthesis_of(Synthesizer(zero_shot({"llm_tokenizer_dir": "/llm"}), {}, TensorMapping(audio=told)))
     assert Synthesis(rate=22_050, longest=5, reference_rate=8_000, overlap=0.5) == found
-    found = synthesis_of(Synthesizer(KOKORO, {}, Interface(audio=AudioFormat(sample_rate=24_000))))
+    found = synthesis_of(Synthesizer(KOKORO, {}, TensorMapping(audio=AudioFormat(sample_rate=24_000))))
     assert Synthesis(rate=24_000, longest=30, voice_type=str, has_own_voice=True) == found
 
 
@@ -102,14 +102,14 @@ def test_what_the_operator_says() -> None:
     [
         (zero_shot({"llm_tokenizer_dir": "/llm"}), None, "audio.sample_rate and audio.reference_sample_rate"),
         (KOKORO, None, "say it with audio.sample_rate in"),
-        (KOKORO, Interface(inputs={"txt": "target_text"}), "did you mean 'text'"),
-        (KOKORO, Interface(inputs={"text": "target_text"}), "do not name 'outputs.audio'"),
-        (KOKORO, Interface(inputs={"text": "target_text", "voice": "speed"}, outputs={"audio": "waveform"}),
+        (KOKORO, TensorMapping(inputs={"txt": "target_text"}), "did you mean 'text'"),
+        (KOKORO, TensorMapping(inputs={"text": "target_text"}), "do not name 'outputs.audio'"),
+        (KOKORO, TensorMapping(inputs={"text": "target_text", "voice": "speed"}, outputs={"audio": "waveform"}),
          "which takes BYTES or an integer type"),
         (config(["text BYTES 1"], ["embedding FP32 384"]), None, "do not name"),
     ],
 )  # fmt: skip
-def test_wrong_descriptions(model: ModelConfig, interface: Interface | None, message: str) -> None:
+def test_wrong_descriptions(model: ModelConfig, interface: TensorMapping | None, message: str) -> None:
     """A rate that nobody says is no guess, and a mistake in a description is told."""
     with pytest.raises(ConfigurationError, match=message):
         Synthesizer(model, {}, interface)
@@ -134,7 +134,7 @@ def test_a_recording_is_sent() -> None:
 
 def test_a_described_model_gets_what_it_takes() -> None:
     """Voice and speed by their inputs; a speed of 1 is sent too, and constants where nothing takes their place."""
-    told = Interface(
+    told = TensorMapping(
         inputs={"text": "target_text", "voice": "voice", "speed": "speed"},
         outputs={"audio": "waveform"},
         constants={"voice": "af_eve"},
@@ -155,7 +155,7 @@ def test_what_a_model_does_not_take(field: str, value: Any) -> None:
 
 def test_a_speed_that_no_input_holds() -> None:
     """It is an error of the request, not of the model."""
-    adapter = Synthesizer(KOKORO, {}, Interface(audio=AudioFormat(sample_rate=24_000)))
+    adapter = Synthesizer(KOKORO, {}, TensorMapping(audio=AudioFormat(sample_rate=24_000)))
     with pytest.raises(InvalidRequest, match="speed"):
         sent(adapter, speed=1e300)
 
@@ -173,7 +173,7 @@ def test_a_speed_that_no_input_holds() -> None:
 def test_answers(datatype: str, raw: bytes, values: list[Any] | None, expected: bytes) -> None:
     """Samples and files come out as they are, over both transports, also from responses without any."""
     adapter = Synthesizer(
-        config(["text BYTES 1"], [f"audio {datatype} -1"]), {}, Interface(audio=AudioFormat(sample_rate=1))
+        config(["text BYTES 1"], [f"audio {datatype} -1"]), {}, TensorMapping(audio=AudioFormat(sample_rate=1))
     )
     job, layout = SynthesisJob(id="1", text=""), Layout([("audio", datatype, (1,))])
     found = adapter.decode(job, [BinaryResponse(layout, [raw])])

@@ -17,7 +17,7 @@ from tests.cases import every_case
 from tests.unit.adapters.test_profiles import check, profiles, registry, spec_of
 from triton_openai.adapters.transcriber import Transcriber
 from triton_openai.errors import ConfigurationError, UnsupportedParameter, UpstreamError
-from triton_openai.generation import AudioFormat, Interface
+from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import TranscriptionJob, TranslationJob
 from triton_openai.triton.tensors import BinaryResponse, JsonResponse, Layout, ModelConfig
 
@@ -37,10 +37,10 @@ def config(inputs: tuple[str, ...], outputs: tuple[str, ...] = TEXT, **fields: A
     )
 
 
-def adapter(model: ModelConfig, interface: Interface | None = None, **audio: Any) -> Transcriber:
+def adapter(model: ModelConfig, interface: TensorMapping | None = None, **audio: Any) -> Transcriber:
     """Return the adapter of *model*, whose settings have *audio*."""
     if audio:
-        interface = msgspec.structs.replace(interface or Interface(), audio=AudioFormat(**audio))
+        interface = msgspec.structs.replace(interface or TensorMapping(), audio=AudioFormat(**audio))
     found = Transcriber.described(model, {}, interface)
     assert isinstance(found, Transcriber)
     return found
@@ -116,7 +116,7 @@ def test_releases_of_whisper_bls():
 )
 def test_samples(datatype, form):
     """Samples have the type of the input; integers have their whole range."""
-    described = Interface(inputs={"audio": "A"}, outputs={"text": "T"})
+    described = TensorMapping(inputs={"audio": "A"}, outputs={"text": "T"})
     model = config((f"A {datatype} [-1,-1]",), ("T STRING [1]",), max_batch_size=0)
     values = sent(adapter(model, described))["A"]
     scale = 32_767 if datatype == "INT16" else 1
@@ -130,7 +130,7 @@ def test_samples(datatype, form):
 @every_case("datatype, form", [("UINT8", "file"), ("BYTES", "file"), ("BYTES", "base64")])
 def test_files(datatype, form):
     """A file is WAV with 16 bits, as bytes, as one element, or in base64."""
-    described = Interface(inputs={"audio": "A"}, outputs={"text": "T"})
+    described = TensorMapping(inputs={"audio": "A"}, outputs={"text": "T"})
     model = config((f"A {'STRING' if datatype == 'BYTES' else datatype} [-1]",), ("T STRING [1]",))
     data = sent(adapter(model, described, form=form))["A"]
     if datatype == "BYTES":
@@ -147,10 +147,10 @@ def test_files(datatype, form):
     "inputs, outputs, interface, audio, said",
     [
         (("TEXT STRING [1]",), TEXT, None, {}, "describe its own"),
-        (WAV, TEXT, Interface(inputs={"audio": "WAV"}, outputs={"text": "TRANSCRIPTS"}), {}, "requires the input"),
-        (WAV, TEXT, Interface(inputs={"audio": "WAVE"}, outputs={"text": "TRANSCRIPTS"}), {}, "did you mean 'WAV'"),
-        (WAV, TEXT, Interface(inputs={"audio": "WAV", "length": "WAV_LENS"}), {}, "outputs.text"),
-        (WAV, TEXT, Interface(outputs={"text": "TRANSCRIPTS"}), {}, "inputs.audio"),
+        (WAV, TEXT, TensorMapping(inputs={"audio": "WAV"}, outputs={"text": "TRANSCRIPTS"}), {}, "requires the input"),
+        (WAV, TEXT, TensorMapping(inputs={"audio": "WAVE"}, outputs={"text": "TRANSCRIPTS"}), {}, "did you mean 'WAV'"),
+        (WAV, TEXT, TensorMapping(inputs={"audio": "WAV", "length": "WAV_LENS"}), {}, "outputs.text"),
+        (WAV, TEXT, TensorMapping(outputs={"text": "TRANSCRIPTS"}), {}, "inputs.audio"),
         (WAV, TEXT, None, {"form": "file"}, "cannot take audio in the form 'file'"),
         ((*WAV, "TEXT_PREFIX STRING [1]"), TEXT, None, {"language": "klingon"}, "none of its"),
     ],
@@ -211,14 +211,16 @@ def test_texts_of_an_answer():
     known = adapter(config(WAV, decoupled=True))
     found = known.decode(JOB, responses[:2])
     assert ("a", "zh") == (found.text, found.language)
-    described = Interface(inputs={"audio": "WAV", "length": "WAV_LENS"}, outputs={"text": "TRANSCRIPTS"}, text="delta")
+    described = TensorMapping(
+        inputs={"audio": "WAV", "length": "WAV_LENS"}, outputs={"text": "TRANSCRIPTS"}, text="delta"
+    )
     assert "ab" == adapter(config(WAV, decoupled=True), described).decode(JOB, responses).text
     assert "" == known.decode(JOB, [JsonResponse({})]).text
 
 
 def test_segments_that_cannot_be_read():
     """A described output that is no list of segments is an error of the model."""
-    described = Interface(
+    described = TensorMapping(
         inputs={"audio": "WAV", "length": "WAV_LENS"}, outputs={"text": "TRANSCRIPTS", "segments": "S"}
     )
     model = adapter(config(WAV, (*TEXT, "S STRING [1]")), described)

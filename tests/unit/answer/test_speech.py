@@ -18,7 +18,7 @@ from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout
 from triton_openai.jobs import Voice
 from triton_openai.tasks import Background
-from triton_openai.telemetry.observation import Upstream
+from triton_openai.telemetry.request_record import Upstream
 from triton_openai.triton.client import Receiver, TritonClient
 from triton_openai.triton.fleet import Fleet, Route
 from triton_openai.triton.tensors import InferRequest, JsonResponse

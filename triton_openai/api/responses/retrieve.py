@@ -100,7 +100,7 @@ def page_query(request: web.Request, order: str = "desc") -> tuple[int, str | No
     if order not in ("asc", "desc"):
         raise errors.InvalidValue("'order' must be 'asc' or 'desc'.", "order")
     if after is not None and not is_id(after):
-        raise agents.unknown_place("after")
+        raise agents.unknown_place_error("after")
     return agents.page_limit(request.query, 100), after, order == "desc"
 
 
@@ -114,7 +114,7 @@ async def page_of(request: web.Request, key: str, name: str, order: str = "desc"
     store, most = request.app[STATE].store(), request.app[LIMITS].max_text_size
     page = await store.page(key, name, after=after, limit=limit, most_size=most, reverse=reverse)
     if page is None:
-        raise agents.unknown_place("after")
+        raise agents.unknown_place_error("after")
     return list_of(page.rows, more=page.more)
 
 
