@@ -32,13 +32,14 @@ KEYS = ("sk-one", "sk-two")
 MANAGED = "text_rerank"
 GENERATING = ("vllm_model", "vllm_model", "ensemble", "tensorrt_llm", "tensorrt_llm_llmapi", "text_model")
 RANKING = ("text_rerank_pairs", "text_rerank_ids", "text_embedding")
+SPEAKING = ("file_tts",)
 #: Who does the jobs about texts, each by itself.
 DOING: Mapping[JobType, tuple[str, ...]] = {
     EmbeddingJob: ("text_embedding", "text_embedding", "vllm_embedding"),
     ClassificationJob: ("text_classification", "text_classification_ids"),
 }
 HEARING = ("sensevoice",)
-MODELS = tuple(dict.fromkeys((*GENERATING, *RANKING, *HEARING, *chain.from_iterable(DOING.values()))))
+MODELS = tuple(dict.fromkeys((*GENERATING, *RANKING, *HEARING, *SPEAKING, *chain.from_iterable(DOING.values()))))
 WORDS = "one two three"
 _WORDS = steered(text=WORDS)
 _PIXEL = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(64)).decode()
@@ -421,9 +422,6 @@ class _Maker:
     def _model(self, models: tuple[str, ...]) -> str:
         return self._chance.choice(models if self._chance.random() < 0.97 else (*MODELS, "nobody"))
 
-    def speaking(self) -> dict[str, Any]:
-        return {"model": self._model(MODELS), "input": WORDS, "voice": "alloy", "stream_format": "sse"}
-
     def spoken(self) -> dict[str, Any]:
         return {"model": self._model(HEARING), "file": _A_FILE, "response_format": self._chance.choice(_FORMATS)}
 
@@ -548,6 +546,17 @@ class _Maker:
 
     def detokenizing(self) -> dict[str, Any]:
         return {"model": self._model(GENERATING), "tokens": [75] * self._chance.choice((0, 1, 3, 10_000))}
+
+    def speaking(self) -> dict[str, Any]:
+        chance = self._chance
+        formats = ("mp3", "opus", "aac", "flac", "wav", "pcm")
+        return {
+            "model": self._model(SPEAKING),
+            "input": chance.choice(("Hello. ", "Hello. " * 500, "<nothing>", "<die>", "<nan>", "\u4f60\u597d\u3002")),
+            "voice": chance.choice(("alloy", {"id": "alloy"}, "../../etc/passwd", None)),
+            "response_format": chance.choice(formats),
+            "stream_format": chance.choice(("audio", "sse")),
+        }
 
     # What is much work, though every field is right
 
@@ -685,9 +694,9 @@ BODIES: Mapping[str, Callable[[_Maker], dict[str, Any] | None]] = {
     "count_message_tokens": _Maker.counted,
     "create_transcription": _Maker.spoken,
     "create_translation": _Maker.spoken,
-    "create_speech": _Maker.speaking,
     "rerank": _Maker.ranking,
     "score": _Maker.scoring,
+    "create_speech": _Maker.speaking,
     "tokenize": _Maker.tokenizing,
     "detokenize": _Maker.detokenizing,
     "load_model": _Maker.optional,

@@ -127,6 +127,7 @@ async def after_traffic(triton: TestTriton) -> Scrape:
         await ask(proxy, "chat", "vllm_model", steered(text="one two three"), stream=True)
         await ask(proxy, "chat", "ensemble", "x", n=0)
         await ask(proxy, "chat", "ensemble", "x", no_such_field=1)
+        await proxy.post("/v1/audio/speech", {"model": "file_tts", "input": "Hello."})
         return await scrape(proxy)
 
 

@@ -169,7 +169,7 @@ _DESCRIBED = ["text STRING [1]", "narrator INT64 [1]", "speed? FP32 [1]", "style
 _COSYVOICE = {"llm_tokenizer_dir": "/models/llm", "model_dir": "/models/cosyvoice"}
 _SPARK = {"audio_tokenizer_frame_rate": "50", "audio_chunk_overlap_duration": "0.1"}
 _F5 = {"vocab_file": "/models/vocab.txt", "vocoder": "vocos", "reference_audio_sample_rate": "24000"}
-#: Those that speak, which only the tests of speech serve: inputs, output and the rest of the config.
+#: Those that speak: inputs, output and the rest of the config.
 SYNTHESIZERS: Mapping[str, tuple[list[str], str, dict[str, Any]]] = {
     "cosyvoice2": (
         _ZERO_SHOT, "waveform FP32 [-1]", {"max_batch_size": 4, "decoupled": True, "parameters": _COSYVOICE},
@@ -199,4 +199,8 @@ FURTHER: Mapping[str, Builder] = {
     **dict.fromkeys(SYNTHESIZERS, (_synthesizer, ())),
 }
 #: Other releases of what the fixture `triton` serves: tests serve them where they need them.
-BY_THEMSELVES = {"tensorrt_llm_llmapi_r1_0", "tensorrt_llm_llmapi_multimodal", "vllm_model_r24_12"}
+#: Most synthesizers need settings.
+BY_THEMSELVES = {
+    *("tensorrt_llm_llmapi_r1_0", "tensorrt_llm_llmapi_multimodal", "vllm_model_r24_12"),
+    *(SYNTHESIZERS.keys() - {"file_tts"}),
+}
