@@ -13,16 +13,16 @@ from triton_openai.access.cors import CORS, Cors
 from triton_openai.access.rate_limits import LimitStore, RateLimits
 from triton_openai.adapters._common.registry import Registry
 from triton_openai.api.batches import RUNNER
-from triton_openai.api.files import FILES
 from triton_openai.api.info import probe
 from triton_openai.api.lines import LineHost
 from triton_openai.api.page import add_page
 from triton_openai.api.responses.stored import STATE, ResponseStore
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, Service
-from triton_openai.batches.files import Files
-from triton_openai.batches.limits import FirstTokens
-from triton_openai.batches.runner import BatchRunner
+from triton_openai.api.uploaded_files import FILES
+from triton_openai.batches.batch_runner import BatchRunner
+from triton_openai.batches.file_folder import Files
+from triton_openai.batches.line_limits import FirstTokens
 from triton_openai.config.sources import SDK_REFUSES
 from triton_openai.config.tree import AUTO, NONE, AccessSettings, Settings
 from triton_openai.config.worker import WORKER, Worker

@@ -86,7 +86,7 @@ def test_flags(document: str) -> None:
     """Wherever they stand, examples included."""
     known = [option for option in options() if not option.file_only]
     flags = {option.flag for option in known} | COMMANDS
-    switches = {f"--no-{option.name}" for option in known if isinstance(option.default, bool)}
+    switches = {f"--no-{option.name}" for option in known if option.is_switch}
     named = re.findall(r"(?<![\w-])--[a-z][a-z_-]*[a-z]", TEXTS[document])
 
     assert [] == unknown(named, flags | switches | FOREIGN.get(document, set()) | TRITON)

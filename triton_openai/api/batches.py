@@ -13,12 +13,12 @@ from msgspec import Meta
 from triton_openai import errors
 from triton_openai.api import agents
 from triton_openai.api.bodies import json_response, read_json
-from triton_openai.api.files import ExpiresAfter, files_of, find_file
 from triton_openai.api.lines import endpoints
 from triton_openai.api.responses.objects import Metadata
 from triton_openai.api.service import OPERATIONS_BY_HANDLER, key_of, new_id, service_of
-from triton_openai.batches.runner import BatchRunner
-from triton_openai.storage.batches import Batch, Status
+from triton_openai.api.uploaded_files import ExpiresAfter, files_of, find_file
+from triton_openai.batches.batch_runner import BatchRunner
+from triton_openai.storage.batch_store import Batch, Status
 
 #: What runs batches in this process; absent where they are off.
 RUNNER: web.AppKey[BatchRunner] = web.AppKey("batch_runner", BatchRunner)

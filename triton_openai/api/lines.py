@@ -24,12 +24,12 @@ from triton_openai.access.keys import KEY, ApiKey
 from triton_openai.access.rate_limits import RateLimit, tokens_charged
 from triton_openai.api.bodies import FormRequest
 from triton_openai.api.service import OPERATIONS_BY_HANDLER, SERVICE, Operation, find_model
-from triton_openai.batches.runner import Outcome
+from triton_openai.batches.batch_runner import Outcome
 from triton_openai.config.tree import BatchesSettings
 from triton_openai.config.worker import WORKER
 from triton_openai.draining import DRAINING
 from triton_openai.serving.middleware import ERROR_BODY, Observed
-from triton_openai.storage.batches import Batch, BatchUsage
+from triton_openai.storage.batch_store import Batch, BatchUsage
 from triton_openai.telemetry.logging import LOG_FIELDS
 from triton_openai.telemetry.request_record import RECORD, RequestRecord, request_id
 
@@ -101,7 +101,7 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 
 class LineHost:
-    """Answers the lines of batches by the handlers of *app*; see :class:`triton_openai.batches.runner.Host`."""
+    """Answers the lines of batches by the handlers of *app*; see :class:`triton_openai.batches.batch_runner.Host`."""
 
     def __init__(self, app: web.Application) -> None:
         self._app = app

@@ -25,18 +25,17 @@ from triton_openai.api import (
     classify,
     completions,
     embeddings,
-    files,
     info,
     moderations,
     speech,
     stored_chats,
     tokenize,
     transcriptions,
+    uploaded_files,
 )
 from triton_openai.api.bodies import IGNORED_HEADER, FileField, FormRequest, ModelRequest
-from triton_openai.api.files import FileUpload
-from triton_openai.api.messages import batches as message_batches
 from triton_openai.api.messages import handlers as messages
+from triton_openai.api.messages import message_batches
 from triton_openai.api.messages import types as message_types
 from triton_openai.api.messages.message_events import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
 from triton_openai.api.responses import conversations, retrieve
@@ -44,6 +43,7 @@ from triton_openai.api.responses import create as responses
 from triton_openai.api.responses import objects as response_types
 from triton_openai.api.service import OPERATIONS_BY_HANDLER, Operation, service_of
 from triton_openai.api.tools import ToolDefinition
+from triton_openai.api.uploaded_files import FileUpload
 from triton_openai.config.tree import Settings
 from triton_openai.generation import Generation
 from triton_openai.jobs import ClassificationJob, EmbeddingJob, ScoreJob, SynthesisJob, TranscriptionJob, TranslationJob
@@ -489,15 +489,16 @@ OPERATIONS = (
     Operation(transcriptions.translate, _deployed("POST /audio/translations"), "create_translation", "inference",
               transcriptions.TranslationRequest, transcriptions.TranscriptObject,
               text=True, jobs=(TranslationJob,), label="translation"),
-    Operation(files.create, _openai("POST /files"), "create_file", "batch", FileUpload, files.FileObject,
-              errors=_STORED),
-    Operation(files.list_files, _openai("GET /files"), "list_files", "batch", answer=files.FileList, query=_FILE_PAGE,
-              errors=(*_STORED, errors.InvalidRequest)),
-    Operation(files.retrieve, _openai(f"GET {_FILE}"), "get_file", "batch", answer=files.FileObject, errors=_STORED),
-    Operation(files.content, _openai(f"GET {_FILE}/content"), "get_file_content", "batch",
+    Operation(uploaded_files.create, _openai("POST /files"), "create_file", "batch",
+              FileUpload, uploaded_files.FileObject, errors=_STORED),
+    Operation(uploaded_files.list_files, _openai("GET /files"), "list_files", "batch",
+              answer=uploaded_files.FileList, query=_FILE_PAGE, errors=(*_STORED, errors.InvalidRequest)),
+    Operation(uploaded_files.retrieve, _openai(f"GET {_FILE}"), "get_file", "batch",
+              answer=uploaded_files.FileObject, errors=_STORED),
+    Operation(uploaded_files.content, _openai(f"GET {_FILE}/content"), "get_file_content", "batch",
               media=("application/octet-stream",), ranges=True, errors=_STORED),
-    Operation(files.delete, _openai(f"DELETE {_FILE}"), "delete_file", "batch", answer=files.DeletedFile,
-              errors=(*_STORED, errors.ObjectInUse)),
+    Operation(uploaded_files.delete, _openai(f"DELETE {_FILE}"), "delete_file", "batch",
+              answer=uploaded_files.DeletedFile, errors=(*_STORED, errors.ObjectInUse)),
     Operation(batches.create, _openai("POST /batches"), "create_batch", "batch", batches.BatchRequest,
               batches.BatchObject, errors=(*_STORED, errors.TooManyBatches)),
     Operation(batches.list_batches, _openai("GET /batches"), "list_batches", "batch", answer=batches.BatchList,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from triton_openai.storage.batches import Batch, BatchError, Line
+from triton_openai.storage.batch_store import Batch, BatchError, Line
 
 #: Errors of an input that are reported.
 MOST_ERRORS = 100

@@ -254,3 +254,10 @@ async def test_messages_in_batches(tmp_path: Path) -> None:
             {"requests": [{"custom_id": "a", "params": {**params, "stream": True}}]},
         ):
             assert 400 == (await client.call("POST", path, json=wrong))[0]
+
+
+async def test_ids_with_line_breaks_are_no_ids(tmp_path: Path) -> None:
+    """Whatever stands in a path of Anthropic's API, the error has its form."""
+    async with running(tmp_path) as client:
+        status, answer = await client.call("GET", "/v1/messages/batches/%0A")
+        assert (404, "not_found_error") == (status, answer["error"]["type"])

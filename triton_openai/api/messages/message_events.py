@@ -216,8 +216,8 @@ _TYPES: Mapping[int, str] = {
     504: "timeout_error",
     OVERLOADED: "overloaded_error",
 }
-_PATHS = re.compile(r"(/v1)?/messages(/.*)?")
-_MODEL_PATHS = re.compile(r"(/v1)?/models(/.*)?")
+_PATHS = re.compile(r"(/v1)?/messages(/.*)?", re.DOTALL)
+_MODEL_PATHS = re.compile(r"(/v1)?/models(/.*)?", re.DOTALL)
 
 
 class AnthropicError(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ import structlog
 
 from triton_openai.config.files import state_folder
 from triton_openai.config.tree import BatchesSettings, FilesSettings
-from triton_openai.storage.batches import BatchStore, StoredFile, failed_write, lacking
+from triton_openai.storage.batch_store import BatchStore, StoredFile, failed_write, lacking
 from triton_openai.storage.sqlite import SqliteDatabase
 
 _log = structlog.get_logger(__name__)

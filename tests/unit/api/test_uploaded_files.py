@@ -16,8 +16,8 @@ from aiohttp import FormData
 
 from tests.conformance.fake_triton import FakeTriton
 from tests.proxy_fixture import Proxy, serving
-from triton_openai.api.files import FILES
-from triton_openai.batches import files as batch_files
+from triton_openai.api.uploaded_files import FILES
+from triton_openai.batches import file_folder as batch_files
 from triton_openai.config.tree import (
     AccessSettings,
     BatchesSettings,
@@ -51,6 +51,11 @@ async def call(proxy: Proxy, method: str, path: str, key: str = "sk-1", **option
     async with proxy.client.request(method, f"/v1/files{path}", headers=headers, **options) as response:
         answer = await proxy._answer(method, f"/v1/files{path}", response)
         return answer.status, answer.json
+
+
+def left(folder: Path) -> list[str]:
+    """Return the names of the files that are kept."""
+    return [path.name for path in (folder / "files").iterdir() if path.suffix != ".lock"]
 
 
 def form(content: bytes = TEXT, name: str = "a.html", **fields: str) -> FormData:
@@ -92,7 +97,7 @@ async def test_a_file_from_upload_to_deletion(tmp_path: Path) -> None:
         status, gone = await call(proxy, "DELETE", path)
         assert (200, {"id": made["id"], "object": "file", "deleted": True}) == (status, gone)
         assert 404 == (await call(proxy, "GET", path))[0]
-        assert [] == list((tmp_path / "files").iterdir())
+        assert [] == left(tmp_path)
 
 
 async def test_pages_of_files(tmp_path: Path) -> None:
@@ -121,6 +126,7 @@ async def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
         (form(purpose="batch", expires_anchor="created_at", expires_seconds="60"), 400, "expires_after.seconds"),
         (form(purpose="batch", expires_seconds="3600"), 400, "expires_after.anchor"),
         (form(purpose="batch"), 413, "file"),
+        (FormData({"purpose": "batch", "expires_after": "{"}, default_to_multipart=True), 400, "expires_after"),
         (FormData({"purpose": "batch", "file": "text"}, default_to_multipart=True), 400, "file"),
         (form(b"x" * 300_000, purpose="vision"), 413, None),
     ]
@@ -134,7 +140,7 @@ async def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
         full = await call(proxy, "POST", "", data=form(purpose="vision"))
         assert (413, "storage_limit_exceeded") == (full[0], full[1]["error"]["code"])
         assert 200 == (await call(proxy, "POST", "", "sk-2", data=form(purpose="vision")))[0]
-        assert 4 == len(list((tmp_path / "files").iterdir()))
+        assert 4 == len(left(tmp_path))
 
 
 async def test_uploads_larger_than_a_body_may_be(tmp_path: Path) -> None:
@@ -155,7 +161,7 @@ async def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             patch.setattr(batch_files, "write_at", write_at)
             status, answer = await call(proxy, "POST", "", data=form(purpose="batch"))
             assert (507, "insufficient_storage") == (status, answer["error"]["code"])
-        assert [] == list((tmp_path / "files").iterdir())
+        assert [] == left(tmp_path)
         assert 200 == (await call(proxy, "POST", "", data=form(purpose="batch")))[0]
 
 
@@ -172,7 +178,7 @@ async def test_expired_files_and_lost_uploads_are_swept(tmp_path: Path, monkeypa
         monkeypatch.setattr(time, "time", lambda: now + 3601)
         assert 404 == (await call(proxy, "GET", path))[0]
         await proxy.client.app[FILES].sweep()
-        assert [kept] == [one.name for one in (tmp_path / "files").iterdir()]
+        assert [kept] == left(tmp_path)
 
 
 async def test_off(tmp_path: Path) -> None:

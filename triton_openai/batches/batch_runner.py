@@ -24,12 +24,12 @@ import msgspec
 import structlog
 
 from triton_openai import errors
-from triton_openai.batches.files import Files, Writing, on_disk, sync_folder, write_at
+from triton_openai.batches.file_folder import Files, Writing, on_disk, sync_folder, write_at
 from triton_openai.batches.inputs import InputReader, id_and_body
-from triton_openai.batches.limits import FirstTokens, Limit, is_open
+from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
 from triton_openai.config.tree import BatchesSettings
 from triton_openai.errors import ServiceError
-from triton_openai.storage.batches import (
+from triton_openai.storage.batch_store import (
     FAILED,
     SUCCEEDED,
     Batch,

@@ -16,10 +16,10 @@ from triton_openai import errors
 from triton_openai.api import agents
 from triton_openai.api.bodies import FileField, explain, json_response, tell_ignored, unknown_field
 from triton_openai.api.service import key_of, new_id, service_of
-from triton_openai.batches.files import Files, Writing
+from triton_openai.batches.file_folder import Files, Writing
 from triton_openai.serving.forms import Form
 from triton_openai.serving.request_body import LIMITS
-from triton_openai.storage.batches import StoredFile
+from triton_openai.storage.batch_store import StoredFile
 from triton_openai.telemetry.request_record import RECORD
 
 #: Those of the service; absent where they are off.
@@ -156,7 +156,7 @@ async def _read(request: web.Request, form: Form, writing: Writing, *, strict: b
     async for part in form:
         name, inner = part.name, part.name.removeprefix("expires_after[").removesuffix("]")
         into, key = (lifetime, inner) if inner in ("anchor", "seconds") and inner != name else (fields, name)
-        if into is fields and name not in ("file", "purpose"):
+        if into is fields and name not in FileUpload.__struct_fields__:
             if strict:
                 raise unknown_field(name)
             ignored.append(name)
@@ -169,7 +169,12 @@ async def _read(request: web.Request, form: Form, writing: Writing, *, strict: b
             async for piece in part.pieces():
                 await writing.add(piece)
         else:
-            into[key] = (await part.read(_FIELD_SIZE)).decode(errors="replace")
+            text = await part.read(_FIELD_SIZE)
+            try:
+                # Some clients send the object as JSON.
+                into[key] = msgspec.json.decode(text) if name == "expires_after" else text.decode()
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise errors.InvalidValue(f"'{name}' cannot be read.", name) from error
     if lifetime:
         fields["expires_after"] = lifetime
     record = request[RECORD]

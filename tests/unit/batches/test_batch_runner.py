@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from triton_openai import errors
-from triton_openai.batches import files as files_module
-from triton_openai.batches import runner as runner_module
-from triton_openai.batches.files import Files
-from triton_openai.batches.limits import FirstTokens, Limit, is_open
-from triton_openai.batches.runner import BatchRunner, Outcome
+from triton_openai.batches import batch_runner as runner_module
+from triton_openai.batches import file_folder as files_module
+from triton_openai.batches.batch_runner import BatchRunner, Outcome
+from triton_openai.batches.file_folder import Files
+from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
 from triton_openai.config.tree import BatchesSettings, FilesSettings
-from triton_openai.storage.batches import Batch, BatchUsage, LeaseLost, StoredFile
+from triton_openai.storage.batch_store import Batch, BatchUsage, LeaseLost, StoredFile
 
 OWNER = "me"
 

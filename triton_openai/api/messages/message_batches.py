@@ -15,11 +15,11 @@ from triton_openai import errors, offload
 from triton_openai.api import agents
 from triton_openai.api.batches import add, cancel_batch, find_batch
 from triton_openai.api.bodies import json_response, parse_json
-from triton_openai.api.files import files_of, send_file
 from triton_openai.api.messages.message_events import add_request_id
 from triton_openai.api.service import find_model, key_of, new_id, service_of
+from triton_openai.api.uploaded_files import files_of, send_file
 from triton_openai.serving.request_body import LIMITS, read_body
-from triton_openai.storage.batches import Batch
+from triton_openai.storage.batch_store import Batch
 from triton_openai.telemetry.request_record import RECORD
 
 _PATH = "/v1/messages"
