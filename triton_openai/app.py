@@ -249,8 +249,9 @@ async def take_over(app: web.Application, settings: Settings, renew: bool) -> No
     service, guard = app[SERVICE], app[GUARD]
     # Whatever can refuse the settings comes first.
     take_access = guard.prepare(settings.access)
-    await service.fleet.replace(settings.triton)
+    take_endpoints = await service.fleet.prepare(settings.triton)
     await service.models.take_over(settings, renew=renew)
+    await take_endpoints()
     take_access()
     app[CORS].replace(settings.access)
     service.admission.replace(settings.server)
