@@ -8,7 +8,7 @@ An adapter of another package subclasses :class:`Adapter` and registers under th
 from triton_openai.adapters._common.base import (
     Adapter,
     Capabilities,
-    Hints,
+    ModelMetadata,
     Parameter,
     Rule,
     bind,
@@ -21,7 +21,7 @@ __all__ = [
     "Adapter",
     "Capabilities",
     "CumulativeText",
-    "Hints",
+    "ModelMetadata",
     "Parameter",
     "PromptEcho",
     "Rule",

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from triton_openai.adapters._common import interface as tensors
+from triton_openai.adapters._common import tensor_mapping as tensors
 from triton_openai.adapters._common.base import Capabilities
-from triton_openai.adapters._common.interface import IDS, MASK, SEGMENTS, Kind
+from triton_openai.adapters._common.tensor_mapping import IDS, MASK, SEGMENTS, Kind
 from triton_openai.errors import ConfigurationError, UpstreamError
-from triton_openai.generation import Interface
+from triton_openai.generation import TensorMapping
 from triton_openai.jobs import ClassificationJob, ClassificationResult, TokenPair
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
 
@@ -70,22 +70,22 @@ class Classifier(tensors.DescribedAdapter):
     name = "classifier"
     jobs = (ClassificationJob,)
 
-    def _bind(self, interface: Interface | None) -> None:
+    def _bind(self, mapping: TensorMapping | None) -> None:
         config = self.config
         inputs, output = _inputs(config), _output(config)
         use = None if output is None else _NAMES.get(output.name.lower())
-        if interface is not None:
-            first = IDS if IDS in interface.inputs else _TEXT
-            inputs = tensors.named_tensors(config, interface, "inputs", _BESIDE[first], required=first)
-            use = _PROBABILITIES if _PROBABILITIES in interface.outputs else _LOGITS
-            output = tensors.named_tensors(config, interface, "outputs", _BESIDE[use], required=use)[use]
+        if mapping is not None:
+            first = IDS if IDS in mapping.inputs else _TEXT
+            inputs = tensors.named_tensors(config, mapping, "inputs", _BESIDE[first], required=first)
+            use = _PROBABILITIES if _PROBABILITIES in mapping.outputs else _LOGITS
+            output = tensors.named_tensors(config, mapping, "outputs", _BESIDE[use], required=use)[use]
         if not inputs or output is None or use is None:
             raise ConfigurationError(
                 f"The model '{config.name}' has no single text input or token ids, or no output that is called logits "
                 "or probabilities: describe its tensors with 'inputs', 'constants' and 'outputs' in its settings."
             )
         self._inputs, self._output = inputs, output
-        self._constants = tensors.constants(config, interface, filled=[spec.name for spec in inputs.values()])
+        self._constants = tensors.constants(config, mapping, filled=[spec.name for spec in inputs.values()])
         labels, ids = _has_labels(config, self.repository, output), _TEXT not in inputs
         # Without batching, Triton numbers the classes of all rows in sequence.
         self._single = not config.batching and (labels or len(output.dims) == 1)

@@ -1,7 +1,7 @@
 """
 Cross-encoders, as people deploy them: a query and a document in, one number out that says how well they fit.
 
-There is no standard for their tensor names. Three kinds of interface are known, each with a floating output of one
+There is no standard for their tensor names. Three kinds of mapping are known, each with a floating output of one
 number per pair: two texts (``query`` and ``passage`` in NVIDIA's reranking NIM); one text input of two elements
 (``INPUT_PAIRS [2]``); and the token ids of an exported Hugging Face model (``input_ids``, ``attention_mask``, perhaps
 ``token_type_ids``), which are made here. Names decide only what shapes leave open: which text is the query, and
@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from triton_openai.adapters._common.base import Adapter, Capabilities
-from triton_openai.adapters._common.interface import FLOATS, id_batches, id_inputs, id_tensors
+from triton_openai.adapters._common.tensor_mapping import FLOATS, id_batches, id_inputs, id_tensors
 from triton_openai.errors import ConfigurationError, UpstreamError
 from triton_openai.jobs import ScoreJob, ScoreResult
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
@@ -39,7 +39,7 @@ _FREE_BATCH = 64
 _INDEX, _TOKENS = "index", "token_count"
 
 
-class _Interface(msgspec.Struct, frozen=True, kw_only=True):
+class _TensorMapping(msgspec.Struct, frozen=True, kw_only=True):
     """
     How pairs are handed over: *batch* of them in one request, whose *inputs* are by *kind*
 
@@ -62,7 +62,7 @@ class _Interface(msgspec.Struct, frozen=True, kw_only=True):
         return f"{what} ({names}) and a score per pair out ({self.output})"
 
 
-def _interface(config: ModelConfig, *, any_output: bool) -> _Interface | None:
+def _mapping(config: ModelConfig, *, any_output: bool) -> _TensorMapping | None:
     """Return how *config* takes pairs; *any_output* is whether its output may have any name."""
     required = config.required
     texts = all(spec.datatype == "BYTES" for spec in required)
@@ -71,20 +71,20 @@ def _interface(config: ModelConfig, *, any_output: bool) -> _Interface | None:
         return None
     if not texts:
         ids = tuple(id_inputs(config).values())
-        return _Interface(kind="ids", inputs=ids, output=output, batch=config.batch_size(ids[0])) if ids else None
+        return _TensorMapping(kind="ids", inputs=ids, output=output, batch=config.batch_size(ids[0])) if ids else None
     first, batch = required[0], config.batch_size(required[0])
     if len(required) == 1:
         joint = config.row_dims(first) == (2,)
-        return _Interface(kind="joint", inputs=(first,), output=output, batch=batch) if joint else None
+        return _TensorMapping(kind="joint", inputs=(first,), output=output, batch=batch) if joint else None
     by_role = {_role(spec): spec for spec in required}
     if len(required) != 2 or by_role.keys() != {"query", "document"}:
         return None
     inputs = query, document = by_role["query"], by_role["document"]
     one_query = config.batching or query.dims in ((1,), ())
     if one_query and (config.row_dims(document) if config.batching else document.dims) == (-1,):
-        return _Interface(kind="documents", inputs=inputs, output=output, batch=_FREE_BATCH)
+        return _TensorMapping(kind="documents", inputs=inputs, output=output, batch=_FREE_BATCH)
     if config.row_dims(query) == config.row_dims(document) and config.row_dims(document) in ((), (1,)):
-        return _Interface(kind="texts", inputs=inputs, output=output, batch=config.batch_size(document))
+        return _TensorMapping(kind="texts", inputs=inputs, output=output, batch=config.batch_size(document))
     return None
 
 
@@ -119,21 +119,21 @@ class CrossEncoder(Adapter):
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
-        interface = _interface(config, any_output=True)
-        if interface is None:
+        mapping = _mapping(config, any_output=True)
+        if mapping is None:
             raise ConfigurationError(
                 f"The model '{config.name}' does not take a query and a document and give one number for them, which "
                 "the adapter 'cross-encoder' needs."
             )
-        self._interface = interface
-        self._ids = interface.kind == "ids"
+        self._mapping = mapping
+        self._ids = mapping.kind == "ids"
         self.capabilities = Capabilities(tokens=self._ids)
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
         """Claim models that take pairs, as texts or as token ids, and whose one number per pair is called a score."""
-        interface = _interface(config, any_output=False)
-        return None if interface is None else interface.claim
+        mapping = _mapping(config, any_output=False)
+        return None if mapping is None else mapping.claim
 
     def encode(self, job: ScoreJob, /) -> Sequence[InferRequest]:
         """
@@ -141,7 +141,7 @@ class CrossEncoder(Adapter):
 
         Raises :class:`ContextLengthExceeded` for what is longer than the model's fixed length, if it has one.
         """
-        wanted = {self._interface.output.lower(), _INDEX, _TOKENS}
+        wanted = {self._mapping.output.lower(), _INDEX, _TOKENS}
         outputs = [name for name in self.config.outputs if name.lower() in wanted]
         return [
             self.request(f"{job.id}-{number}", list(self._inputs(job, places)), outputs)
@@ -153,7 +153,7 @@ class CrossEncoder(Adapter):
         tokens: list[int] = []
         names = {name.lower(): name for name in self.config.outputs}
         for places, response in zip(self._batches(job), responses, strict=True):
-            found = [float(score) for score in response.numbers(self._interface.output)]
+            found = [float(score) for score in response.numbers(self._mapping.output)]
             if len(found) != len(places):
                 raise UpstreamError(f"The model sent {len(found)} scores for {len(places)} pairs.")
             if _INDEX in names:
@@ -169,19 +169,19 @@ class CrossEncoder(Adapter):
 
     def _batches(self, job: ScoreJob) -> Iterator[range]:
         """Yield the places of the pairs that share a request."""
-        specs = self._interface.inputs
+        specs = self._mapping.inputs
         if self._ids:
             yield from id_batches(self.config, specs[0], [len(pair.ids) for pair in job.encoded], job.pad_id)
             return
-        start, batch = 0, self._interface.batch
-        for _, group in groupby(job.pairs, key=lambda pair: self._interface.kind == "documents" and pair[0]):
+        start, batch = 0, self._mapping.batch
+        for _, group in groupby(job.pairs, key=lambda pair: self._mapping.kind == "documents" and pair[0]):
             end = start + sum(1 for _ in group)
             for first in range(start, end, batch):
                 yield range(first, min(first + batch, end))
             start = end
 
     def _inputs(self, job: ScoreJob, places: range) -> Iterator[Tensor]:
-        kind, specs, rows = self._interface.kind, self._interface.inputs, len(places)
+        kind, specs, rows = self._mapping.kind, self._mapping.inputs, len(places)
         if kind == "ids":
             by_use = {spec.name: spec for spec in specs}
             yield from id_tensors(self.config, by_use, [job.encoded[place] for place in places], job.pad_id)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from triton_openai.adapters._common import interface as tensors
+from triton_openai.adapters._common import tensor_mapping as tensors
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, UpstreamError
-from triton_openai.generation import Interface
+from triton_openai.generation import TensorMapping
 from triton_openai.jobs import EmbeddingJob, EmbeddingResult
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, TensorSpec
 
@@ -44,11 +44,11 @@ class Embeddings(tensors.DescribedAdapter):
     name = "embeddings"
     jobs = (EmbeddingJob,)
 
-    def _bind(self, interface: Interface | None) -> None:
+    def _bind(self, mapping: TensorMapping | None) -> None:
         config = self.config
         text, vector = tensors.text_input(config), _vector_output(config)
-        if interface is not None:
-            named = partial(tensors.named_tensors, config, interface)
+        if mapping is not None:
+            named = partial(tensors.named_tensors, config, mapping)
             text = named("inputs", {"text": "text"}, required="text")["text"]
             vector = named("outputs", {"embedding": "number"}, required="embedding")["embedding"]
         if text is None or vector is None:
@@ -57,7 +57,7 @@ class Embeddings(tensors.DescribedAdapter):
                 "'embeddings' needs: describe its tensors with 'inputs', 'constants' and 'outputs' in its settings."
             )
         self._input, self._output = text, vector
-        self._constants = tensors.constants(config, interface, filled=[text.name])
+        self._constants = tensors.constants(config, mapping, filled=[text.name])
         self._batch = config.batch_size(text) if config.batching or len(vector.dims) == 2 else 1
 
     @classmethod

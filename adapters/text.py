@@ -3,7 +3,7 @@ Any model that takes a text and gives a text, such as those that people write fo
 
 There is no standard for their tensors. A model with one required BYTES input and one BYTES output is taken as it is,
 and its optional inputs by the names that are in common use. Whatever else a model needs, the operator describes in the
-settings (:class:`Interface`).
+settings (:class:`TensorMapping`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from triton_openai.adapters._common.base import Capabilities, Parameter, Rule, bind
 from triton_openai.adapters._common.decoding import CumulativeText, Reader, TextDecoder, TextStage
-from triton_openai.adapters._common.interface import DescribedAdapter, Kind, constants, fits, named_tensors
+from triton_openai.adapters._common.tensor_mapping import DescribedAdapter, Kind, constants, fits, named_tensors
 from triton_openai.errors import ConfigurationError
-from triton_openai.generation import Delta, FinishReason, Generation, Interface
+from triton_openai.generation import Delta, FinishReason, Generation, TensorMapping
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
 
 _PROMPT, _STREAM, _TEXT = "prompt", "stream", "text"
@@ -55,14 +55,14 @@ def _known(specs: Mapping[str, TensorSpec], kinds: Mapping[str, Kind], *but: str
     }
 
 
-def _found(config: ModelConfig) -> Interface | None:
+def _found(config: ModelConfig) -> TensorMapping | None:
     """Return what *config* shows by itself; ``None`` where it is no text model, or more has to be known."""
     inputs, outputs = _known(config.inputs, INPUTS, _PROMPT), _known(config.outputs, OUTPUTS, _TEXT)
     required = [spec for name, spec in config.inputs.items() if not spec.optional and name != inputs.get(_STREAM)]
     texts = [name for name, spec in config.outputs.items() if spec.datatype == "BYTES" and name != outputs.get(_FINISH)]
     if len(required) != 1 or required[0].datatype != "BYTES" or len(texts) != 1:
         return None
-    return Interface(inputs={_PROMPT: required[0].name, **inputs}, outputs={_TEXT: texts[0], **outputs})
+    return TensorMapping(inputs={_PROMPT: required[0].name, **inputs}, outputs={_TEXT: texts[0], **outputs})
 
 
 class Text(DescribedAdapter):
@@ -70,9 +70,9 @@ class Text(DescribedAdapter):
 
     name = "text"
 
-    def _bind(self, interface: Interface | None) -> None:
+    def _bind(self, mapping: TensorMapping | None) -> None:
         config = self.config
-        found = interface or _found(config)
+        found = mapping or _found(config)
         if found is None:
             raise ConfigurationError(
                 f"The model '{config.name}' has no single required BYTES input and single BYTES output: describe its "

@@ -14,8 +14,8 @@ from itertools import accumulate
 
 import msgspec
 
-from triton_openai.adapters._common import trtllm as common
-from triton_openai.adapters._common.base import Hints, Parameter, Rule, bind, requires_only
+from triton_openai.adapters._common import trtllm_family as common
+from triton_openai.adapters._common.base import ModelMetadata, Parameter, Rule, bind, requires_only
 from triton_openai.adapters._common.decoding import Reader
 from triton_openai.adapters._common.registry import users_of
 from triton_openai.errors import ConfigurationError, InvalidValue, UnsupportedParameter, UpstreamError
@@ -57,9 +57,9 @@ class Trtllm(common.TrtllmAdapter):
         # its guides (0.19 and later).
         steps = [step.model for user in users_of(config, repository) for step in user.steps]
         tokenizing = (repository.get(name) for name in (*steps, "preprocessing"))
-        found = common.tokenizing_hints(tokenizing) or Hints(adds_bos=True)
+        found = common.tokenizing_metadata(tokenizing) or ModelMetadata(adds_bos=True)
         own = config.parameter("tokenizer_dir")
-        self.hints = msgspec.structs.replace(found, tokenizer_dir=found.tokenizer_dir or own)
+        self.metadata = msgspec.structs.replace(found, tokenizer_dir=found.tokenizer_dir or own)
         logprobs = "return_log_probs" in config.inputs and common.LOGPROBS in config.outputs
         self.parameters = bind(PARAMETERS, config, *([] if logprobs else [Parameter("logprobs")]))
         self._alternatives = logprobs and _sends(config, GENERATION)

@@ -1,7 +1,7 @@
 """
 TensorRT-LLM's ``ensemble``: preprocessing, tensorrt_llm and postprocessing as one model of text in and text out.
 
-The BLS has the same interface, see :mod:`triton_openai.adapters.trtllm_bls`.
+The BLS has the same mapping, see :mod:`triton_openai.adapters.trtllm_bls`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from triton_openai.adapters._common import trtllm as common
-from triton_openai.adapters._common.base import Hints, Parameter, Rule, bind, requires_only
+from triton_openai.adapters._common import trtllm_family as common
+from triton_openai.adapters._common.base import ModelMetadata, Parameter, Rule, bind, requires_only
 from triton_openai.adapters._common.decoding import TextDecoder
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, Generation, Image, TokenLogprob
@@ -58,7 +58,7 @@ class TrtllmText(common.TrtllmAdapter):
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
-        self.hints = common.tokenizing_hints(self.steps) or Hints()
+        self.metadata = common.tokenizing_metadata(self.steps) or ModelMetadata()
         inputs, outputs = config.inputs, config.outputs
         logprobs = "return_log_probs" in inputs
         # An answer that comes at once does not say which text is which token's.
@@ -104,7 +104,7 @@ class TrtllmText(common.TrtllmAdapter):
         )
         return engine if alone else None
 
-    def at_once(self, generation: Generation) -> bool:
+    def returns_whole(self, generation: Generation) -> bool:
         """
         Return whether the answer is asked for whole: its text is then decoded whole, with every character.
 
@@ -127,7 +127,7 @@ class TrtllmText(common.TrtllmAdapter):
         # Always explicit: the Python flavour of the engine fails where it is absent.
         inputs = [
             self.tensor("text_input", generation.prompt),
-            *self.declared_tensors(**flags, stream=not self.at_once(generation)),
+            *self.declared_tensors(**flags, stream=not self.returns_whole(generation)),
         ]
         outputs: tuple[str, ...] = _OUTPUTS
         if sampling.logprobs is not None:

@@ -14,8 +14,8 @@ import structlog
 import yaml
 
 from triton_openai.adapters._common.base import (
-    Hints,
     ModelFiles,
+    ModelMetadata,
     Parameter,
     Rule,
     bind,
@@ -23,7 +23,7 @@ from triton_openai.adapters._common.base import (
     with_engine_arguments,
 )
 from triton_openai.adapters._common.decoding import TextDecoder
-from triton_openai.adapters._common.trtllm import TrtllmAdapter
+from triton_openai.adapters._common.trtllm_family import TrtllmAdapter
 from triton_openai.errors import ConfigurationError, PromptRefused
 from triton_openai.generation import Generation, Lora
 from triton_openai.triton.tensors import InferRequest, ModelConfig, Tensor
@@ -71,7 +71,7 @@ class TrtllmLlmapi(TrtllmAdapter):
     prefers_grpc = True
     # The special tokens are those of a tokenizer that the config does not name. Images are ignored, without an error,
     # unless the model's files turn them on.
-    hints = Hints(adds_bos=True, images=False)
+    metadata = ModelMetadata(adds_bos=True, images=False)
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
@@ -97,20 +97,20 @@ class TrtllmLlmapi(TrtllmAdapter):
         release = next(release for name, release in _RELEASES if name in config.inputs)
         return f"inputs text_input and {_PREFIX}max_tokens and output text_output; TensorRT-LLM {release}"
 
-    def hints_with(self, files: ModelFiles) -> Hints:
+    def metadata_with(self, files: ModelFiles) -> ModelMetadata:
         """Return what ``model.yaml``, the arguments of the LLM API, says."""
         try:
             arguments = yaml.safe_load(files(self.config.name, "model.yaml") or b"")
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             _log.warning("model.yaml cannot be read", model=self.config.name, reason=str(error))
-            return self.hints
+            return self.metadata
         if not isinstance(arguments, dict):
-            return self.hints
+            return self.metadata
         own, longest = arguments.get("triton_config"), arguments.get("max_num_tokens")
         lora = arguments.get("lora_config")
         most = lora.get("max_loras") if isinstance(lora, dict) else None
         return msgspec.structs.replace(
-            with_engine_arguments(self.hints, arguments, length="max_seq_len"),
+            with_engine_arguments(self.metadata, arguments, length="max_seq_len"),
             # A prompt is read in one step unless it may be read in chunks.
             max_prompt_len=longest if type(longest) is int and not arguments.get("enable_chunked_prefill") else None,
             loras=bool(arguments.get("enable_lora") or lora),
@@ -118,7 +118,7 @@ class TrtllmLlmapi(TrtllmAdapter):
             images=isinstance(own, dict) and own.get("multimodal") is True,
         )
 
-    def at_once(self, generation: Generation) -> bool:
+    def returns_whole(self, generation: Generation) -> bool:
         """Return whether the answer comes in one response: up to 1.2 it does, decoupled or not."""
         return not self.capabilities.streaming
 

@@ -18,8 +18,8 @@ import structlog
 from triton_openai.adapters._common.base import (
     Adapter,
     Capabilities,
-    Hints,
     ModelFiles,
+    ModelMetadata,
     Parameter,
     check_range,
     requires_only,
@@ -73,7 +73,7 @@ class Vllm(Adapter):
 
     name = "vllm"
     # Those of a tokenizer that the config does not name.
-    hints = Hints(adds_bos=True)
+    metadata = ModelMetadata(adds_bos=True)
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
@@ -116,7 +116,7 @@ class Vllm(Adapter):
             return "inputs text_input and sampling_parameters and output text_output"
         return "backend vllm" if config.backend == "vllm" else None
 
-    def hints_with(self, files: ModelFiles) -> Hints:
+    def metadata_with(self, files: ModelFiles) -> ModelMetadata:
         """Return what ``model.json`` says: that of the model, or of the step that an ensemble is made around."""
         for name in (self.config.name, *(step.model for step in self.config.steps)):
             content = files(name, "model.json")
@@ -130,13 +130,13 @@ class Vllm(Adapter):
                 continue
             most = arguments.get("max_loras", 1)
             return msgspec.structs.replace(
-                with_engine_arguments(self.hints, arguments, length="max_model_len"),
+                with_engine_arguments(self.metadata, arguments, length="max_model_len"),
                 max_loras=most if type(most) is int else None,
                 # The backend takes the text "true" too.
                 loras=str(arguments.get("enable_lora")).lower() == "true",
                 lacks=frozenset(_lacking(arguments.get("runner"), arguments.get("task"))),
             )
-        return self.hints
+        return self.metadata
 
     def encode(self, job: Generation | EmbeddingJob, /) -> Sequence[InferRequest]:
         """

@@ -16,7 +16,7 @@ import msgspec
 from bench.processes import BenchError
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import ToolCallArguments
-from triton_openai.parsers.registry import TOOL_PARSERS
+from triton_openai.parsers.parser_registry import TOOL_PARSERS
 
 KB = 1000
 #: Characters of the arguments.

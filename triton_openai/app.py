@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 import structlog
 from aiohttp import web
 
+from triton_openai.access.authorizer import AUTHORIZER, Authorizer
 from triton_openai.access.cors import CORS, Cors
-from triton_openai.access.guard import GUARD, Guard
 from triton_openai.access.rate_limits import LimitStore, RateLimits
 from triton_openai.adapters._common.registry import Registry
 from triton_openai.api.info import probe
@@ -28,7 +28,7 @@ from triton_openai.models.canary import CANARY, PATIENCE, Canary
 from triton_openai.models.control import ModelControl
 from triton_openai.models.lookup import Models, keep_loaded
 from triton_openai.models.served import ServedModel
-from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.prompts import infill
 from triton_openai.prompts.history import HistoryTemplate
 from triton_openai.serving.admission import Admission
@@ -36,14 +36,14 @@ from triton_openai.serving.middleware import add_middleware
 from triton_openai.serving.request_body import LIMITS
 from triton_openai.serving.workers.shared import SharedClient
 from triton_openai.storage import open_store
-from triton_openai.tasks import Background, cancel, first_of
+from triton_openai.tasks import Background, cancel, wait_any
 from triton_openai.telemetry.access_log import AccessLog, ContentLog, UnknownFields
 from triton_openai.telemetry.exposition import EXPOSITION, Exposition
 from triton_openai.telemetry.gauges import ServedName, State
 from triton_openai.telemetry.logging import count_lost_lines
 from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, LIMITS_STORE_UP, LOG_LINES_LOST, FleetMetrics, Metrics
-from triton_openai.telemetry.observation import OBSERVERS, Observer, Observers
 from triton_openai.telemetry.process import LOOP_LAG, LoopLag
+from triton_openai.telemetry.request_record import OBSERVERS, Observer, Observers
 from triton_openai.telemetry.tracing import Tracing
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.fleet import Fleet
@@ -124,11 +124,11 @@ def create_app(
     app[LIMITS] = settings.limits
     app[STATE] = ResponseStore(open_store(settings.responses), settings.responses)
     app[CORS] = Cors(settings.access)
-    guard = app[GUARD] = Guard(settings.access, limits=_limits(settings.access, shared, metrics))
+    authorizer = app[AUTHORIZER] = Authorizer(settings.access, limits=_limits(settings.access, shared, metrics))
     if send_spans is not None:
         # First, so that it ends last: when everything else has ended, so have all spans.
         app.cleanup_ctx.append(send_spans)
-    app.cleanup_ctx.extend([_run_service, guard.run])
+    app.cleanup_ctx.extend([_run_service, authorizer.run])
     app[EXPOSITION] = Exposition(
         metrics, lambda: _state(models, worker, app[STATE]), settings.metrics, settings.triton_metrics_url
     )
@@ -194,7 +194,7 @@ def _state(models: Models, worker: Worker, responses: ResponseStore) -> State:
                 can_chat=model.can_chat,
                 engines=engines if inner is None else engines | {inner.name},
                 lora=model.lora is not None,
-                max_loras=model.hints.max_loras,
+                max_loras=model.metadata.max_loras,
             )
         )
     return State(
@@ -239,18 +239,18 @@ def _check_names(settings: Settings) -> None:
             REASONING_PARSERS.load(entry.reasoning_parser)
 
 
-async def take_over(app: web.Application, settings: Settings, renew: bool) -> None:
+async def apply_settings(app: web.Application, settings: Settings, reload: bool) -> None:
     """
-    Apply *settings* to the running *app*, all or nothing; see :data:`triton_openai.config.reload.TakeOver`.
+    Apply *settings* to the running *app*, all or nothing; see :data:`triton_openai.config.reload.ApplySettings`.
 
     Running requests keep what they began with. Raises :class:`ConfigurationError` for settings that cannot work.
     """
     await asyncio.to_thread(_check_names, settings)
-    service, guard = app[SERVICE], app[GUARD]
+    service, authorizer = app[SERVICE], app[AUTHORIZER]
     # Whatever can refuse the settings comes first.
-    take_access = guard.prepare(settings.access)
+    take_access = authorizer.prepare(settings.access)
     take_endpoints = await service.fleet.prepare(settings.triton)
-    await service.models.take_over(settings, renew=renew)
+    await service.models.apply_settings(settings, reload=reload)
     await take_endpoints()
     take_access()
     app[CORS].replace(settings.access)
@@ -275,7 +275,7 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
     work = (service.fleet.run(), keep_loaded(models), app[LOOP_LAG].run())
     tasks = [asyncio.create_task(one) for one in work]
     # A request before that finds no models, though other workers may know them all.
-    await first_of(models.fleet.first, timeout=_FIRST_LOOK_SECONDS)
+    await wait_any(models.fleet.first, timeout=_FIRST_LOOK_SECONDS)
     yield
     await cancel(*tasks)
     await service.control.close()

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 from aiohttp import web
 
 from triton_openai.errors import ModelConflict, ModelUnloading, ServiceError, UpstreamUnavailable
-from triton_openai.tasks import first_of
+from triton_openai.tasks import wait_any
 
 # Longest time that cancelled requests may take to answer their clients, and other processes to make a change.
 _ANSWER_SECONDS = 1.0
@@ -68,7 +68,7 @@ class Draining:
         self.begun = True
         if self._tasks:
             self._none.clear()
-            await first_of(self._none, *([] if hurried is None else [hurried]), timeout=grace)
+            await wait_any(self._none, *([] if hurried is None else [hurried]), timeout=grace)
         self._ended = True
         for task in self._tasks:
             self.cancel(task, _stopping())
@@ -117,7 +117,7 @@ class ModelDraining:
         self._ended = asyncio.Event()
         self._closed: set[str] = set()
         #: Refuses the requests of this process that wait for a model's turn with :class:`ModelUnloading`.
-        self.turn_away: Callable[[str], None] = lambda _: None
+        self.reject_queued: Callable[[str], None] = lambda _: None
         #: Differs once another process has loaded or unloaded a model.
         self.version = 0
 
@@ -196,7 +196,7 @@ class ModelDraining:
         if action == "close":
             self._closed.update(models)
             for model in models:
-                self.turn_away(model)
+                self.reject_queued(model)
             while not self.running.keys().isdisjoint(models):
                 self._ended.clear()
                 await self._ended.wait()

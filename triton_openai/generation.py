@@ -116,7 +116,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return bool(self.stop) and not self.min_tokens
 
 
-class Interface(msgspec.Struct, frozen=True, kw_only=True):
+class TensorMapping(msgspec.Struct, frozen=True, kw_only=True):
     """
     A model's tensors, where the operator describes them: the names of *inputs* and *outputs* by their use, and inputs
     that always have the same value. *text* is what a response holds: the new text, all of it so far, or only the last
@@ -298,7 +298,7 @@ def tokens_in_pieces(pieces: Sequence[str]) -> int:
     return max(len(pieces), tokens_in("".join(pieces)))
 
 
-class Progress:
+class AnswerState:
     """The state of an answer so far: what the backend has sent, and when."""
 
     def __init__(self, generation: Generation) -> None:

@@ -28,7 +28,7 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def first_of(*events: asyncio.Event, timeout: float) -> None:
+async def wait_any(*events: asyncio.Event, timeout: float) -> None:
     """Wait until one of *events* is set, for *timeout* seconds at most."""
     waiting = [asyncio.create_task(event.wait()) for event in events]
     try:

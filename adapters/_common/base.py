@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import msgspec
 
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.generation import Delta, Generation, Interface, Logits, LoraFormat, Sampling
+from triton_openai.generation import Delta, Generation, Logits, LoraFormat, Sampling, TensorMapping
 from triton_openai.jobs import JobType
 from triton_openai.triton.tensors import INTEGER_RANGES, InferRequest, InferResponse, ModelConfig, Tensor
 
@@ -169,7 +169,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 ModelFiles = Callable[[str, str], bytes | None]
 
 
-class Hints(msgspec.Struct, frozen=True, kw_only=True):
+class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """
     What a model's config and files say beside its tensors.
 
@@ -191,9 +191,9 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
     lacks: frozenset[JobType] = frozenset()
 
 
-def with_engine_arguments(hints: Hints, arguments: Mapping[str, Any], *, length: str) -> Hints:
+def with_engine_arguments(metadata: ModelMetadata, arguments: Mapping[str, Any], *, length: str) -> ModelMetadata:
     """
-    Return *hints* with the tokenizer and the context length that an engine's *arguments* name.
+    Return *metadata* with the tokenizer and the context length that an engine's *arguments* name.
 
     The tokenizer is the model's own unless there is another one; of the hub it is ``NAME@REVISION`` where a revision is
     given. *length* is the argument for the context length: "auto" and "32k" leave it to the engine, as -1 does.
@@ -207,7 +207,7 @@ def with_engine_arguments(hints: Hints, arguments: Mapping[str, Any], *, length:
         source = f"{source}@{revision}"
     limit = arguments.get(length)
     limit = limit if type(limit) is int and limit > 0 else None
-    return msgspec.structs.replace(hints, tokenizer=source, max_model_len=limit)
+    return msgspec.structs.replace(metadata, tokenizer=source, max_model_len=limit)
 
 
 class Decoder(Protocol):
@@ -233,7 +233,7 @@ class Adapter:
     #: What each parameter of a request becomes.
     parameters: Sequence[Parameter] = ()
     #: What else the configs say.
-    hints: Hints = Hints()
+    metadata: ModelMetadata = ModelMetadata()
     #: Sentences for the operator, which ``inspect`` shows.
     notes: Sequence[str] = ()
     #: Whether a stream loses the characters that span several tokens; :attr:`token_level` may not.
@@ -254,7 +254,7 @@ class Adapter:
         self._shapes = {name: config.wire_shape(spec, 1) for name, spec in config.inputs.items()}
 
     @cached_property
-    def honoured(self) -> frozenset[str]:
+    def supported(self) -> frozenset[str]:
         """The parameters in the table that are not refused."""
         return frozenset(row.name for row in self.parameters if row.rule is not Rule.REFUSED)
 
@@ -265,22 +265,22 @@ class Adapter:
 
     @classmethod
     def described(
-        cls, config: ModelConfig, repository: Mapping[str, ModelConfig], interface: Interface | None
+        cls, config: ModelConfig, repository: Mapping[str, ModelConfig], mapping: TensorMapping | None
     ) -> Adapter:
         """
-        Return the adapter for a model whose tensors the operator may describe (*interface*).
+        Return the adapter for a model whose tensors the operator may describe (*mapping*).
 
         Raises :class:`ConfigurationError` where the adapter knows the tensors itself.
         """
-        if interface is not None:
+        if mapping is not None:
             raise ConfigurationError(
                 f"The settings of the model '{config.name}' describe its tensors, which the adapter '{cls.name}' knows."
             )
         return cls(config, repository)
 
-    def hints_with(self, files: ModelFiles) -> Hints:
-        """Return :attr:`hints`, completed by what *files* of the repository say. Blocks; runs in a thread."""
-        return self.hints
+    def metadata_with(self, files: ModelFiles) -> ModelMetadata:
+        """Return :attr:`metadata`, completed by what *files* of the repository say. Blocks; runs in a thread."""
+        return self.metadata
 
     @property
     def default_sampling(self) -> str:
@@ -292,7 +292,7 @@ class Adapter:
         """The model behind this one that can answer all of its requests in token ids, where there is one."""
         return None
 
-    def at_once(self, generation: Generation) -> bool:
+    def returns_whole(self, generation: Generation) -> bool:
         """Return whether the whole answer to *generation* comes in one response."""
         return not self.config.decoupled
 

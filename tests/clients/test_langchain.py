@@ -73,7 +73,7 @@ def test_batch(chat: Callable[..., ChatOpenAI]) -> None:
 
 
 def test_stop(chat: Callable[..., ChatOpenAI]) -> None:
-    """Stop strings given to a call are honoured."""
+    """Stop strings given to a call are supported."""
     assert "one two " == chat().invoke(PROMPT, stop=["three"]).content
 
 
@@ -89,7 +89,7 @@ async def test_async(chat: Callable[..., ChatOpenAI]) -> None:
 
 
 def test_errors(chat: Callable[..., ChatOpenAI]) -> None:
-    """What cannot be honoured is the official client's exception, and names the parameter."""
+    """What cannot be supported is the official client's exception, and names the parameter."""
     with pytest.raises(openai.BadRequestError) as caught:
         chat(model_kwargs={"modalities": ["audio"]}).invoke(PROMPT)
 

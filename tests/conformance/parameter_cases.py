@@ -170,7 +170,7 @@ CASES: Mapping[str, Case] = {
     "prompt_cache_options": Case({"mode": "x"}, **CHAT, **HARMLESS),
     "prompt_cache_retention": Case("24h", **CHAT, **HARMLESS),
     "prediction": Case({"type": "content", "content": "one"}, **CHAT, **HARMLESS),
-    # Would change the answer, and cannot be honoured on any model.
+    # Would change the answer, and cannot be supported on any model.
     "suffix": Case("end", **REFUSED),
     "logits_processors": Case(["x"], **REFUSED),
     "allowed_token_ids": Case([5, 6]),

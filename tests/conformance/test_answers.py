@@ -29,7 +29,7 @@ class Case:
     """
     What the backend is told to answer, what the client asks for, and what it gets.
 
-    *tokens* are those that the backend made; *but* holds what is otherwise on single models, *at_once* where the whole
+    *tokens* are those that the backend made; *but* holds what is otherwise on single models, *returns_whole* where the whole
     answer comes in one response, and *in_parts* where each token is decoded alone. On the model that does not count and
     is not known to stream, *uncounted* differs as well: its text is tokenized again.
     """
@@ -41,7 +41,7 @@ class Case:
     finish: str
     tokens: int
     but: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    at_once: Mapping[str, Any] = field(default_factory=dict)
+    returns_whole: Mapping[str, Any] = field(default_factory=dict)
     in_parts: Mapping[str, Any] = field(default_factory=dict)
     uncounted: Mapping[str, Any] = field(default_factory=dict)
 
@@ -49,7 +49,7 @@ class Case:
         """Return the outcome on *model*."""
         found = {"text": self.text, "finish": self.finish, "tokens": self.tokens, **self.but.get(model, {})}
         if model == "ensemble_nonstreaming" or (model in ANSWERS_AT_ONCE and not streamed):
-            return {**found, **self.at_once, **(self.uncounted if model == "ensemble_legacy" else {})}
+            return {**found, **self.returns_whole, **(self.uncounted if model == "ensemble_legacy" else {})}
         return {**found, **(self.in_parts if model in BREAKS_CHARACTERS else {})}
 
 
@@ -76,10 +76,10 @@ CASES = (
     Case("several tokens at once", {**FOUR, "tokens_per_response": 3}, {"max_tokens": 9}, FOUR["text"], "stop", 4, eos(5)),
     Case("several tokens beyond max_tokens", {**FOUR, "tokens_per_response": 3}, {"max_tokens": 2}, "one two", "length", 2),
     # Stop strings.
-    Case("stop over tokens", FOUR, {"max_tokens": 9, "stop": "o thr"}, "one tw", "stop", 3, at_once={"tokens": 4}, uncounted={"tokens": 3}),
-    Case("stop inside a token", FOUR, {"max_tokens": 9, "stop": ["hre"]}, "one two t", "stop", 3, at_once={"tokens": 4}, uncounted={"tokens": 3}),
+    Case("stop over tokens", FOUR, {"max_tokens": 9, "stop": "o thr"}, "one tw", "stop", 3, returns_whole={"tokens": 4}, uncounted={"tokens": 3}),
+    Case("stop inside a token", FOUR, {"max_tokens": 9, "stop": ["hre"]}, "one two t", "stop", 3, returns_whole={"tokens": 4}, uncounted={"tokens": 3}),
     Case("stop is a whole token", FOUR, {"max_tokens": 9, "stop": " two"}, "one", "stop", 2),
-    Case("stop at the very start", FOUR, {"max_tokens": 9, "stop": "on"}, "", "stop", 1, at_once={"tokens": 4}, uncounted={"tokens": 1}),
+    Case("stop at the very start", FOUR, {"max_tokens": 9, "stop": "on"}, "", "stop", 1, returns_whole={"tokens": 4}, uncounted={"tokens": 1}),
     Case("stop is everything", {"text": "one"}, {"max_tokens": 9, "stop": "one"}, "", "stop", 1),
     Case("stop never comes", THREE, {"max_tokens": 9, "stop": "five"}, "one two three", "stop", 3, eos(4)),
     Case("only the beginning of a stop", THREE, {"max_tokens": 9, "stop": "threefold"}, "one two three", "stop", 3, eos(4)),
@@ -87,7 +87,7 @@ CASES = (
     Case("stop at the limit", THREE, {"max_tokens": 2, "stop": "two"}, "one ", "stop", 2),
     Case("first of several stops", FOUR, {"max_tokens": 9, "stop": ["four", "three", "two t"]}, "one ", "stop", 3,
          # Both are complete at the same token, of which vLLM takes the one that stands first in the list.
-         on("vllm_model", text="one two "), at_once={"tokens": 4}, uncounted={"tokens": 3}),
+         on("vllm_model", text="one two "), returns_whole={"tokens": 4}, uncounted={"tokens": 3}),
     Case("stop that begins twice", {"text": "aab aac"}, {"max_tokens": 99, "stop": "aac"}, "aab ", "stop", 0),
     Case("stop among tokens that came together", {**FOUR, "tokens_per_response": 4}, {"max_tokens": 9, "stop": "wo"}, "one t", "stop", 4,
          # Where nobody counts, the text up to the stop string is tokenized.

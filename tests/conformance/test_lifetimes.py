@@ -207,12 +207,12 @@ async def test_a_backend_that_never_begins(hasty, model, streamed):
     Without a first token in time the answer is a 504, streamed or not, and the work is stopped. An answer that comes at
     once has no first token: the time for the whole holds.
     """
-    at_once = model in ANSWERS_AT_ONCE and not streamed
+    returns_whole = model in ANSWERS_AT_ONCE and not streamed
     prompt = steered(text="w w w", hang_at=0)
-    answer = await ask(hasty[at_once], "completions", model, prompt, max_tokens=9, stream=streamed)
+    answer = await ask(hasty[returns_whole], "completions", model, prompt, max_tokens=9, stream=streamed)
 
-    assert (504, "upstream_timeout" if at_once else "upstream_silent") == (answer.status, answer.error["code"])
-    if not at_once:
+    assert (504, "upstream_timeout" if returns_whole else "upstream_silent") == (answer.status, answer.error["code"])
+    if not returns_whole:
         assert answer.error["message"].startswith("The model sent no answer for 0.3 seconds.")
 
 

@@ -28,7 +28,7 @@ def state(*, strict: bool) -> dict[str, Any]:
     from triton_openai.answer.run import Run
     from triton_openai.serving.admission import Admission
     from triton_openai.serving.connections import Connection
-    from triton_openai.telemetry.observation import Observation
+    from triton_openai.telemetry.request_record import RequestRecord
     from triton_openai.triton.http_stream import ConnectionPool, HttpCall, HttpStream
 
     kinds: tuple[type, ...] = (Admission, Connection, ConnectionPool, HttpCall, HttpStream, TCPConnector)
@@ -39,7 +39,7 @@ def state(*, strict: bool) -> dict[str, Any]:
 
     def count(objects: list[Any]) -> int:
         types = Counter(map(type, objects))
-        return types[Observation] + types[Run]
+        return types[RequestRecord] + types[Run]
 
     # The service freezes what lives at its start, and the collector does not list what is frozen.
     gc.unfreeze()

@@ -23,7 +23,7 @@ from tests.clients.service import until
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
 from tests.triton_fixture import TestTriton
-from triton_openai.access.guard import GUARD
+from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.access.keys import ROUTE_GROUPS
 from triton_openai.access.rate_limits import RateLimit
 from triton_openai.api.routes import add_routes
@@ -357,7 +357,7 @@ async def test_tokens_of_an_answer_that_is_left(keys_file: Path) -> None:
             await response.content.readany()
             response.close()
         assert client.app is not None
-        limits, limit = client.app[GUARD].limits, RateLimit(tokens_per_minute=1000, concurrent_requests=1)
+        limits, limit = client.app[AUTHORIZER].limits, RateLimit(tokens_per_minute=1000, concurrent_requests=1)
         while (decision := await limits.admit("few", limit)).refusal is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -368,7 +368,7 @@ async def test_tokens_of_an_answer_that_is_left(keys_file: Path) -> None:
 async def charged(proxy: Proxy) -> int:
     """Return how many tokens are counted for the key that may use 1000 in a minute."""
     assert proxy.client.app is not None
-    limits = proxy.client.app[GUARD].limits
+    limits = proxy.client.app[AUTHORIZER].limits
     decision = await limits.admit("thousand", RateLimit(tokens_per_minute=1000))
     limits.leave("thousand", 0)
     return 1000 - int(decision.headers["x-ratelimit-remaining-tokens"])

@@ -454,9 +454,9 @@ async def test_created_is_when_a_model_was_first_seen_loaded():
         assert all(started <= model["created"] <= time.time() for model in first)
         proxy.models.created = dict.fromkeys(proxy.models.created, 1)
         config = triton.models.pop("n")
-        await proxy.models.fleet.renew()
+        await proxy.models.fleet.reload()
         triton.models["n"] = config
-        await proxy.models.fleet.renew()
+        await proxy.models.fleet.reload()
         created = {model["id"]: model["created"] for model in (await proxy.get("/v1/models")).json["data"]}
 
     assert 1 == created["m"]

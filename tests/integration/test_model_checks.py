@@ -83,7 +83,7 @@ def no_template(tmp_path: Path) -> dict[str, str]:
     return {"tokenizer": save(tmp_path)}
 
 
-def no_tokenizer(tmp_path: Path) -> dict[str, str]:
+def no_tokenizer_error(tmp_path: Path) -> dict[str, str]:
     """Return the setting of a tokenizer that is not there."""
     return {"tokenizer": str(tmp_path / "nowhere")}
 
@@ -95,7 +95,7 @@ def no_tokenizer(tmp_path: Path) -> dict[str, str]:
         (failing_file, "--chat-template"),
         (broken_own, "--chat-template"),
         (no_template, "--chat-template"),
-        (no_tokenizer, "--tokenizer"),
+        (no_tokenizer_error, "--tokenizer"),
         (lambda _: {}, "--tokenizer"),
     ],
 )
@@ -272,10 +272,10 @@ async def test_what_else_files_say(
     settings = Settings(triton=TritonSettings(url=(fake.url,), repository=(repository,)))
     async with checked(fake, settings) as proxy:
         listed = (await proxy.get("/v1/models")).json["data"]
-        hints = proxy.models.served["m"].hints
+        metadata = proxy.models.served["m"].metadata
 
     runner = written.get("runner")
-    assert {"pooling": {Generation}, "generate": {EmbeddingJob}}.get(runner or "", set()) == hints.lacks
+    assert {"pooling": {Generation}, "generate": {EmbeddingJob}}.get(runner or "", set()) == metadata.lacks
     assert expected == sorted(model["id"] for model in listed)
     assert all("max_model_len" not in model for model in listed)
 

@@ -21,7 +21,7 @@ from tests.tls_fixture import Authority
 from triton_openai.config.tree import AccessSettings, LimitSettings, ServerSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge
 from triton_openai.serving.request_body import decompress
-from triton_openai.telemetry.observation import Observation
+from triton_openai.telemetry.request_record import RequestRecord
 
 KEYS = AccessSettings(api_key=("team:sk-right",))
 PATH = "/v1/completions"
@@ -156,7 +156,7 @@ async def test_nothing_is_decompressed_for_who_is_not_let_in(coding: str, method
 async def test_codings(coding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A body may come in those that are documented. It is as large as what is in it, where a key pays for that."""
     sizes: list[int | None] = []
-    monkeypatch.setattr(Observation, "release", lambda observation: sizes.append(observation.body_size))
+    monkeypatch.setattr(RequestRecord, "release", lambda record: sizes.append(record.body_size))
     body = zlib.compress(BODY) if coding == "deflate" else gzip.compress(BODY) if "gzip" in coding.lower() else BODY
     async with guarded() as port, connected(port) as client:
         for _ in range(2):

@@ -36,7 +36,7 @@ from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.generation import Generation, Sampling
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer as ModelTokenizer
-from triton_openai.telemetry.observation import Observation
+from triton_openai.telemetry.request_record import RequestRecord
 
 pytestmark = in_session_loop
 
@@ -252,7 +252,7 @@ async def test_text_offsets_count_characters(direct: Proxy) -> None:
 def context_of(service: Service, model: ServedModel) -> RequestContext[Any]:
     """Return the context of a request that only a test makes."""
     nothing: Any = None
-    observation = Observation(request_id="r", method="POST", path="/")
+    observation = RequestRecord(request_id="r", method="POST", path="/")
     return RequestContext(nothing, service, nothing, model, observation, LIMITS)
 
 

@@ -26,7 +26,7 @@ from bench.repository import TICK_MS, build_repository
 from bench.tally import Tally
 from bench.wire import AnswerReader, http_request
 from tests.cases import every_case
-from triton_openai.parsers.registry import TOOL_PARSERS
+from triton_openai.parsers.parser_registry import TOOL_PARSERS
 
 _ROOT = Path(__file__).parents[2]
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")

@@ -21,7 +21,7 @@ from triton_openai.access.keys import read_keys
 from triton_openai.adapters._common import registry
 from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import AccessSettings, ModelSettings, Settings, TritonSettings
-from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.prompts import prompter
 
 ROOT = generate.ROOT
@@ -167,7 +167,7 @@ async def test_the_example_of_a_tool_parser(monkeypatch: pytest.MonkeyPatch, tmp
     parser.read_string(metadata)
     name, _, value = parser["options.entry_points"]["triton_openai.tool_parsers"].strip().partition(" = ")
     point = EntryPoint(name, value, "triton_openai.tool_parsers")
-    monkeypatch.setattr("triton_openai.parsers.registry.entry_points", lambda group: [point])
+    monkeypatch.setattr("triton_openai.parsers.parser_registry.entry_points", lambda group: [point])
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}{{ tools }}")
     settings = Settings(defaults=ModelSettings(chat_template=str(template), tool_call_parser=name))

@@ -16,7 +16,7 @@ from triton_openai.draining import Draining, ModelDraining
 from triton_openai.errors import ModelConflict, ModelUnloading, ServiceError
 from triton_openai.serving.admission import Admission
 from triton_openai.serving.workers.shared import SharedClient
-from triton_openai.telemetry.observation import Observation
+from triton_openai.telemetry.request_record import RequestRecord
 
 
 class Process:
@@ -43,7 +43,7 @@ class Visitor:
     async def _visit(self, model: str) -> None:
         task = self._process.draining.enter()
         try:
-            await self._process.admission.enter(model, Observation(request_id="r", method="POST", path="/"))
+            await self._process.admission.enter(model, RequestRecord(request_id="r", method="POST", path="/"))
             try:
                 self.inside = True
                 await self._leave.wait()
@@ -156,7 +156,7 @@ async def test_who_waits_is_turned_away(pair):
 
     async def ask(model: str) -> None:
         try:
-            task = await admission.enter(model, Observation(request_id="r", method="POST", path="/"))
+            task = await admission.enter(model, RequestRecord(request_id="r", method="POST", path="/"))
             began.append(model)
             await leave.wait()
             admission.leave(model, task)

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from tests.cases import every_case
 from triton_openai.errors import ModelNotFound, UpstreamError, printable, summary
 from triton_openai.telemetry.access_log import AccessLog
-from triton_openai.telemetry.observation import Observation, request_id
+from triton_openai.telemetry.request_record import RequestRecord, request_id
 from triton_openai.telemetry.tracing import head_attributes
 
 KEYS = (
@@ -83,11 +83,11 @@ def test_the_line_of_a_request() -> None:
     """
     The line of a request has the beginning of an unknown name, and neither keys nor what moves a terminal's cursor.
     """
-    observation = Observation(request_id="1", method="GET " * 99, path=f"/v1/models/\x1b[2J/{KEYS[0]}{'/x' * 999}")
-    observation.error = ModelNotFound(f"{KEYS[1]}/{'name ' * 99}")
-    observation.status = 404
+    record = RequestRecord(request_id="1", method="GET " * 99, path=f"/v1/models/\x1b[2J/{KEYS[0]}{'/x' * 999}")
+    record.error = ModelNotFound(f"{KEYS[1]}/{'name ' * 99}")
+    record.status = 404
     with capture_logs() as logs:
-        AccessLog().ended(observation)
+        AccessLog().ended(record)
 
     (line,) = logs
     assert "GET " * 8 == line["method"]
@@ -100,9 +100,9 @@ def test_the_line_of_a_request() -> None:
 def test_the_head_of_a_span() -> None:
     """The path and the client's name of itself, too."""
     request = make_mocked_request("GET", f"/{KEYS[0]}", headers={"User-Agent": f"curl {KEYS[1]}\x1b", "Host": KEYS[0]})
-    observation = Observation(request_id="1", method="GET", path=request.path, request=request)
+    record = RequestRecord(request_id="1", method="GET", path=request.path, request=request)
 
-    assert {"/<redacted>", "curl <redacted>?", "<redacted>"} <= {str(v) for v in head_attributes(observation).values()}
+    assert {"/<redacted>", "curl <redacted>?", "<redacted>"} <= {str(v) for v in head_attributes(record).values()}
 
 
 def test_what_a_backend_quotes() -> None:

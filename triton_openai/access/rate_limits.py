@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from triton_openai.errors import RateLimited
 from triton_openai.generation import tokens_in_bytes
-from triton_openai.telemetry.observation import Observation
+from triton_openai.telemetry.request_record import RequestRecord
 
 #: Seconds in which limits "per minute" are counted.
 WINDOW = 60
@@ -196,7 +196,7 @@ class RateLimits:
             account.tokens.add(self._clock(), tokens)
 
 
-class Ticket:
+class Reservation:
     """One request that was admitted by *store*, or refused; ``headers`` say what is left."""
 
     def __init__(self, store: LimitStore, name: str, decision: Decision) -> None:
@@ -214,8 +214,8 @@ class Ticket:
             self._store.leave(self._name, tokens)
 
 
-#: The ticket of a request, which whoever ends its work takes and closes.
-TICKET: web.RequestKey[Ticket] = web.RequestKey("ticket", Ticket)
+#: The reservation of a request, which whoever ends its work takes and closes.
+RESERVATION: web.RequestKey[Reservation] = web.RequestKey("reservation", Reservation)
 
 
 def _duration(seconds: float) -> str:
@@ -225,22 +225,22 @@ def _duration(seconds: float) -> str:
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"
 
 
-def tokens_charged(observation: Observation, *, served: bool, cut_short: bool) -> int:
+def tokens_charged(record: RequestRecord, *, served: bool, cut_short: bool) -> int:
     """
     Return the tokens that a request has used: none where the backend refused it, or never got it.
 
     *served* is whether it was answered without an error, *cut_short* whether its client ended it before that.
     """
-    if observation.input_tokens is not None:
-        return observation.input_tokens
+    if record.input_tokens is not None:
+        return record.input_tokens
     total = 0
-    for number, answer in enumerate(observation.answers):
+    for number, answer in enumerate(record.answers):
         usage = answer.usage_so_far
         if usage is None and answer.sent is not None and (answer.first is not None or cut_short):
             usage = answer.usage_estimate
         if usage is not None:
-            total += usage.completion_tokens + (0 if number % observation.n else usage.prompt_tokens)
-    if observation.operation is not None and not observation.answers and served and observation.body_size is not None:
+            total += usage.completion_tokens + (0 if number % record.n else usage.prompt_tokens)
+    if record.operation is not None and not record.answers and served and record.body_size is not None:
         # All of a request for vectors or scores is input, but for the little that says so.
-        return tokens_in_bytes(observation.body_size)
+        return tokens_in_bytes(record.body_size)
     return total

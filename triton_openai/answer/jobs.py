@@ -17,15 +17,15 @@ from msgspec.structs import replace
 
 from triton_openai import offload
 from triton_openai.answer.fan_out import too_long
-from triton_openai.answer.limits import check_size, too_many_tokens
-from triton_openai.answer.prepare import check_ids, no_tokenizer
+from triton_openai.answer.limits import check_size, too_many_tokens_error
+from triton_openai.answer.prepare import check_ids, no_tokenizer_error
 from triton_openai.answer.run import Sender
 from triton_openai.errors import InvalidValue, UnsupportedParameter, UpstreamError
 from triton_openai.jobs import ClassificationResult, EmbeddingJob, Job, Result, ScoreJob, ScoreResult, TextJob
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation, cut_encoded, cut_ids, cut_text
-from triton_openai.triton.status import no_answer
+from triton_openai.triton.status import no_answer_error
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
 _R = TypeVar("_R", bound=Result)
@@ -80,7 +80,7 @@ async def _answers(
         async with slots:
             responses = await sender.ask(request)
         if not responses:
-            raise no_answer(model.name)
+            raise no_answer_error(model.name)
         return responses[0]
 
     tasks: list[asyncio.Task[InferResponse]] = []
@@ -111,7 +111,7 @@ async def _taken(
         return {}
     tokenizer = (await model.prompter()).tokenizer
     if tokenizer is None and encodes:
-        raise no_tokenizer(model)
+        raise no_tokenizer_error(model)
     if tokenizer is None:
         raise UnsupportedParameter(
             f"The model '{model.name}' takes text, not token ids, and its tokenizer is not configured (--tokenizer)."
@@ -160,7 +160,7 @@ async def _check_sizes(model: ServedModel, inputs: Sequence[str] | Sequence[Sequ
         if isinstance(item, str):
             check_size(item, tokenizer, limit)
         elif len(item) > limit:
-            raise too_many_tokens(limit, f"your input has {len(item)} tokens", tokens=len(item), param="input")
+            raise too_many_tokens_error(limit, f"your input has {len(item)} tokens", tokens=len(item), param="input")
 
 
 async def _with_token_pairs(model: ServedModel, job: ScoreJob, cut: Truncation | None) -> ScoreJob:
@@ -169,7 +169,7 @@ async def _with_token_pairs(model: ServedModel, job: ScoreJob, cut: Truncation |
         return job
     tokenizer = (await model.prompter()).tokenizer
     if tokenizer is None:
-        raise no_tokenizer(model)
+        raise no_tokenizer_error(model)
     longest = model.settings.max_model_len
     limit = None if cut is None else cut.within(longest or tokenizer.model_max_length).tokens
     if limit is None and longest is not None:
@@ -178,7 +178,7 @@ async def _with_token_pairs(model: ServedModel, job: ScoreJob, cut: Truncation |
     encoded = await tokenizer.encode_pairs_async(job.pairs, limit)
     most = max(len(pair.ids) for pair in encoded)
     if longest is not None and most > longest:
-        raise too_many_tokens(longest, f"a query and its document have {most} tokens together")
+        raise too_many_tokens_error(longest, f"a query and its document have {most} tokens together")
     return replace(job, encoded=encoded, pad_id=tokenizer.special_id("pad_token"))
 
 

@@ -98,7 +98,7 @@ class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
         Raises :class:`ContextLengthExceeded` for a prompt, or prompt and answer together, that do not fit.
         """
         if self.longest_prompt is not None and (prompt > self.longest_prompt or prompt == self.context):
-            raise too_many_tokens(self.longest_prompt, f"your prompt has {prompt} tokens", tokens=prompt)
+            raise too_many_tokens_error(self.longest_prompt, f"your prompt has {prompt} tokens", tokens=prompt)
         if self.context is None:
             return self.tokens
         room = self.context - prompt
@@ -106,7 +106,7 @@ class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
             return room if self.endless else min(self.tokens, room)
         if self.tokens > room:
             asked = f"{prompt + self.tokens} tokens ({prompt} in the prompt, {self.tokens} in the completion)"
-            raise too_many_tokens(self.context, f"you requested {asked}")
+            raise too_many_tokens_error(self.context, f"you requested {asked}")
         return self.tokens
 
     def reached(self, sent: int, prompt: int | None) -> int:
@@ -118,7 +118,7 @@ class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
         return sent if self.context is None or prompt is None else min(sent, self.context - prompt)
 
 
-def too_many_tokens(
+def too_many_tokens_error(
     limit: int, found: str, *, tokens: int | None = None, param: str | None = None
 ) -> ContextLengthExceeded:
     """Return the error, in OpenAI's words, for a request in which more than *limit* tokens were *found*."""
@@ -139,7 +139,7 @@ def check_size(text: str, tokenizer: Tokenizer, limit: int | None) -> None:
     if size > limit * longest:
         found = f"your prompt has {size} bytes, more than that many tokens can hold"
         # There are no fewer tokens.
-        raise too_many_tokens(limit, found, tokens=-(-size // longest))
+        raise too_many_tokens_error(limit, found, tokens=-(-size // longest))
 
 
 def size_of(text: str) -> int:

@@ -120,7 +120,7 @@ async def generation_of(
     if not isinstance(prompt, str):
         if not model.adapter.capabilities.tokens:
             prompt, original = await _as_text(model, tokenizer, prompt)
-    elif not spec.adds_special and model.adapter.hints.adds_bos:
+    elif not spec.adds_special and model.adapter.metadata.adds_bos:
         prompt, original = await _without_special(model, tokenizer, prompt)
     if tokenizer is not None and isinstance(prompt, str) and spec.truncation is None:
         check_size(prompt, tokenizer, spec.limit.longest_prompt)
@@ -129,7 +129,7 @@ async def generation_of(
     elif tokenizer is not None:
         fields = await _id_fields(model, tokenizer, prompt, spec)
     else:
-        raise no_tokenizer(model)
+        raise no_tokenizer_error(model)
     generation = msgspec.structs.replace(
         spec.template, lora=model.lora, kv_cache_block_size=model.settings.kv_cache_block_size, **fields
     )
@@ -148,7 +148,7 @@ async def _as_text(model: ServedModel, tokenizer: Tokenizer | None, ids: Sequenc
         )
     if not ids:
         raise InvalidValue("'prompt' must not hold an empty list of token ids.", "prompt")
-    adds_bos = model.adapter.hints.adds_bos and tokenizer.adds_bos
+    adds_bos = model.adapter.metadata.adds_bos and tokenizer.adds_bos
     own = ids[1:] if adds_bos and ids[0] == tokenizer.special_id("bos_token") else ids
     check_ids(ids, tokenizer, "prompt")
     text = await tokenizer.decode_async(own, skip_special_tokens=False)
@@ -185,7 +185,7 @@ async def _text_fields(
     model: ServedModel, tokenizer: Tokenizer | None, prompt: str, original: str | None, spec: GenerationSpec
 ) -> dict[str, Any]:
     """Return the fields of a :class:`Generation` for a model that takes text."""
-    capabilities, special = model.adapter.capabilities, model.adapter.hints.adds_bos
+    capabilities, special = model.adapter.capabilities, model.adapter.metadata.adds_bos
     template, truncation = spec.template, spec.truncation
     needs = "truncate_prompt_tokens" if truncation is not None else "return_token_ids" if template.token_ids else None
     if tokenizer is None and needs is not None:
@@ -214,10 +214,10 @@ async def _id_fields(model: ServedModel, tokenizer: Tokenizer, prompt: Prompt, s
     if isinstance(prompt, str):
         # A chat template writes the special tokens itself. The caller removed those that the tokenizer adds.
         if truncation is not None and truncation.keeps_special:
-            prompt = await cut_text(tokenizer, prompt, truncation, special=model.adapter.hints.adds_bos)
+            prompt = await cut_text(tokenizer, prompt, truncation, special=model.adapter.metadata.adds_bos)
         elif truncation is not None:
             prompt = await tokenizer.part_async(prompt, truncation.tokens, truncation.side)
-        ids = await tokenizer.encode_async(prompt, model.adapter.hints.adds_bos)
+        ids = await tokenizer.encode_async(prompt, model.adapter.metadata.adds_bos)
         if truncation is not None and len(ids) > truncation.tokens:
             ids = list(cut_ids(ids, truncation))
             prompt = await tokenizer.decode_async(ids, skip_special_tokens=False)
@@ -254,7 +254,7 @@ async def _fitted(model: ServedModel, tokenizer: Tokenizer, generation: Generati
     if ids is not None:
         count = len(ids)
     else:
-        count = await tokenizer.count_async(generation.prompt, model.adapter.hints.adds_bos)
+        count = await tokenizer.count_async(generation.prompt, model.adapter.metadata.adds_bos)
     sampling = msgspec.structs.replace(generation.sampling, max_tokens=limit.behind(count))
     return msgspec.structs.replace(generation, sampling=sampling, prompt_tokens=count)
 
@@ -267,7 +267,7 @@ def check_ids(ids: Sequence[int], tokenizer: Tokenizer, param: str, hint: str = 
             raise InvalidValue(f"'{param}' holds {number}, which is not a token of this model.{hint}", param)
 
 
-def no_tokenizer(model: ServedModel) -> ConfigurationError:
+def no_tokenizer_error(model: ServedModel) -> ConfigurationError:
     """Return the error for texts where the model takes token ids and its tokenizer is not known."""
     return ConfigurationError(
         f"The model '{model.name}' takes token ids: give its tokenizer with --tokenizer {model.triton_model}=SOURCE."

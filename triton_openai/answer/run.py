@@ -20,14 +20,14 @@ from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.logits_reader import LogitsReader
 from triton_openai.answer.stages import Pipeline
 from triton_openai.errors import InvalidRequest, Overloaded, ServiceError, UpstreamTimeout, UpstreamUnavailable
-from triton_openai.generation import Delta, FinishReason, Generation, Lora, Progress, TokenLogprob, Usage
+from triton_openai.generation import AnswerState, Delta, FinishReason, Generation, Lora, TokenLogprob, Usage
 from triton_openai.models.lora.delivery import LoraAnswers, LoraDeliveries
 from triton_openai.prompts.tokenizer import Tokenizer, count_pieces
 from triton_openai.tasks import Background
-from triton_openai.telemetry.observation import Upstream
+from triton_openai.telemetry.request_record import Upstream
 from triton_openai.triton.client import Receiver, ResponseStream, SingleAnswer, gather
 from triton_openai.triton.fleet import Lease, Route
-from triton_openai.triton.status import cut_off, failed_midway, no_answer
+from triton_openai.triton.status import cut_off_error, failed_midway_error, no_answer_error
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
 _log = structlog.get_logger(__name__)
@@ -82,7 +82,7 @@ class Run:
     ) -> None:
         self.generation = generation
         self.prompt_logprobs: Sequence[TokenLogprob] = ()
-        self.progress = Progress(generation)
+        self.progress = AnswerState(generation)
         #: Whether the run has ended, and with which error, if any. :meth:`conclude` sets usage and reason.
         self.over = False
         self.failure: Exception | None = None
@@ -135,7 +135,7 @@ class Run:
         receiver: Receiver = self
         if self._pipeline.reads_logits:
             receiver = self._decoder = self._logits = LogitsReader(self, self._decoder, self.generation)
-        if self._limits.total is None or not self._adapter.at_once(self.generation):
+        if self._limits.total is None or not self._adapter.returns_whole(self.generation):
             # An answer that comes as a whole has no first token: only the limit for the whole answer applies.
             self._last_response, self._silence_limit = monotonic(), self._limits.first_token
         if self._lora_delivery is not None:
@@ -173,7 +173,7 @@ class Run:
     def _lose(self) -> None:
         """Take it that the Triton has stopped answering; what cannot go on elsewhere waits."""
         if not self.over:
-            self._begin_again(cut_off("Triton has stopped answering"))
+            self._begin_again(cut_off_error("Triton has stopped answering"))
 
     def _release(self, error: Exception | None) -> None:
         lease, self._lease = self._lease, None
@@ -224,7 +224,7 @@ class Run:
             shown: list[Delta] = []
             try:
                 if not self.progress.steps:
-                    raise no_answer(self._adapter.config.name)
+                    raise no_answer_error(self._adapter.config.name)
                 self._pipeline.flush(self._decoder, shown)
                 if shown and self._unshown:
                     shown[-1].tokens = self._unshown
@@ -233,7 +233,7 @@ class Run:
             except Exception as failure:  # noqa: BLE001 - the waiting task raises any error
                 error = failure
         elif isinstance(error, InvalidRequest) and self.progress.steps:
-            midway = failed_midway(error)
+            midway = failed_midway_error(error)
             # Its traceback would keep the request in a cycle.
             midway.__cause__ = error.with_traceback(None)
             error = midway
@@ -349,7 +349,7 @@ class Run:
         if prompt is None:
             prompt = generation.prompt_tokens
         if prompt is None and self._tokenizer is not None:
-            adds_bos = self._adapter.hints.adds_bos
+            adds_bos = self._adapter.metadata.adds_bos
             prompt = await self._tokenizer.count_async(generation.prompt, adds_bos, refusable=False)
         limit = self._token_limit.reached(generation.sampling.max_tokens, prompt)
         if tokens is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from triton_openai.adapters._common.base import Capabilities, Decoder
-from triton_openai.generation import Alternative, Delta, FinishReason, Generation, Progress, TokenLogprob, Vocabulary
+from triton_openai.generation import Alternative, AnswerState, Delta, FinishReason, Generation, TokenLogprob, Vocabulary
 from triton_openai.prompts.detokenizer import TokenPieces, detokenizer
 from triton_openai.prompts.tokenizer import Tokenizer
 
@@ -251,7 +251,7 @@ class StopStage:
     ``cut`` is whether the answer ends although the backend continues.
     """
 
-    def __init__(self, stops: StopStrings, progress: Progress, *, backend_stops: bool) -> None:
+    def __init__(self, stops: StopStrings, progress: AnswerState, *, backend_stops: bool) -> None:
         self.stops = stops
         self.cut = False
         self._progress = progress
@@ -289,7 +289,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, capabilities: Capabilities, generation: Generation, tokenizer: Tokenizer | None, progress: Progress
+        self, capabilities: Capabilities, generation: Generation, tokenizer: Tokenizer | None, progress: AnswerState
     ) -> None:
         sampling = generation.sampling
         include = bool(sampling.include_stop_str_in_output)

@@ -16,13 +16,13 @@ from triton_openai.answer.run import Run
 from triton_openai.api.bodies import tell_ignored
 from triton_openai.api.chat import ChatRequest, plan_of, prompt_of
 from triton_openai.api.logprobs import rendering_cost
-from triton_openai.api.service import RequestContext, not_taken
+from triton_openai.api.service import RequestContext, job_not_taken_error
 from triton_openai.api.sse import Renderer
 from triton_openai.api.tokenize import tokenizer_of
 from triton_openai.errors import ConfigurationError, InvalidValue, printable
 from triton_openai.generation import Generation
 from triton_openai.models.served import ServedModel
-from triton_openai.telemetry.observation import Observation
+from triton_openai.telemetry.request_record import RequestRecord
 
 _log = structlog.get_logger(__name__)
 
@@ -62,9 +62,9 @@ async def known_effort(model: ServedModel, effort: str | None) -> str | None:
     return effort if "reasoning_effort" in known else None
 
 
-def tell_left_out(observation: Observation, kinds: Sequence[str]) -> None:
+def tell_left_out(record: RequestRecord, kinds: Sequence[str]) -> None:
     """Tell the client, and the log once in a while, that the *kinds* of tools and items of a request are left out."""
-    tell_ignored(observation, kinds)
+    tell_ignored(record, kinds)
     for kind in dict.fromkeys(kinds):
         _warn_left_out(kind)
 
@@ -79,11 +79,11 @@ async def count_tokens(context: RequestContext[ChatRequest]) -> int:
     """Return how many tokens a chat has, as the model's template and tokenizer make them."""
     model = context.model
     if Generation not in model.jobs:
-        raise not_taken(context.request.app, model, Generation)
+        raise job_not_taken_error(context.request.app, model, Generation)
     prompter = await model.prompter()
     tokenizer = tokenizer_of(prompter)
     prompt, _ = await prompt_of(context, plan_of(context.body), prompter)
-    return await tokenizer.count_async(prompt, model.adapter.hints.adds_bos)
+    return await tokenizer.count_async(prompt, model.adapter.metadata.adds_bos)
 
 
 def page(
@@ -98,7 +98,7 @@ def page(
     limit, before = page_limit(query, most), query.get(after)
     if before is not None:
         if before not in ids:
-            raise unknown_place(after)
+            raise unknown_place_error(after)
         items = items[ids.index(before) + 1 :]
     return items[:limit], len(items) > limit
 
@@ -111,7 +111,7 @@ def page_limit(query: Mapping[str, str], most: int) -> int:
     return int(limit)
 
 
-def unknown_place(after: str) -> InvalidValue:
+def unknown_place_error(after: str) -> InvalidValue:
     """Return the error for a page that is to follow what is not in the list."""
     return InvalidValue(f"'{after}' is the id of nothing in the list.", after)
 

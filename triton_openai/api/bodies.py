@@ -19,7 +19,7 @@ from triton_openai.prompts.messages import AssistantMessage
 from triton_openai.serving.connections import WholeResponse
 from triton_openai.serving.forms import Form, Part
 from triton_openai.serving.request_body import LIMITS, read_body
-from triton_openai.telemetry.observation import OBSERVATION, Observation
+from triton_openai.telemetry.request_record import RECORD, RequestRecord
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -41,15 +41,15 @@ _MOST_IGNORED, _LONGEST_IGNORED = 16, 64
 _NOT_IN_NAMES = re.compile(r"[^!-+\--~]")
 
 
-def tell_ignored(observation: Observation, names: Iterable[str]) -> None:
+def tell_ignored(record: RequestRecord, names: Iterable[str]) -> None:
     """Add *names*, which clients choose, to the header of the answer, and an ellipsis if they are too many."""
-    told = observation.headers.get(IGNORED_HEADER)
+    told = record.headers.get(IGNORED_HEADER)
     known = dict.fromkeys([] if told is None else told.split(", "))
     for name in names:
         shown = _NOT_IN_NAMES.sub("?", printable(name, _LONGEST_IGNORED))
         known.setdefault(shown if len(known) < _MOST_IGNORED or shown in known else "...")
     if known:
-        observation.headers = {**observation.headers, IGNORED_HEADER: ", ".join(known)}
+        record.headers = {**record.headers, IGNORED_HEADER: ", ".join(known)}
 
 
 async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T:
@@ -59,9 +59,9 @@ async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T
         raise UnsupportedMediaType(f"The body must be JSON (application/json), not '{content_type[:100]}'.")
     limits = request.app[LIMITS]
     body = await read_body(request, limits)
-    observation = request[OBSERVATION]
-    observation.body_size = len(body)
-    ignored = observation.unknown_fields = []
+    record = request[RECORD]
+    record.body_size = len(body)
+    ignored = record.unknown_fields = []
     names = None if strict else ignored
     cost = offload.json_cost(len(body))
     if cost <= offload.INLINE:
@@ -72,7 +72,7 @@ async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T
         offload.json_decoder(kind)
         parsed = await offload.run(read_within, body, kind, limits, names, cost=cost)
     if ignored:
-        tell_ignored(observation, ignored)
+        tell_ignored(record, ignored)
     return parsed
 
 
@@ -100,9 +100,9 @@ class FormRequest(ModelRequest, kw_only=True):
 
 async def read_form(request: web.Request, kind: type[_T], *, strict: bool) -> _T:
     """Return the form as *kind*; *strict* refuses fields that *kind* does not know. Raises :class:`InvalidRequest`."""
-    limits, observation = request.app[LIMITS], request[OBSERVATION]
+    limits, record = request.app[LIMITS], request[RECORD]
     fields: dict[str, Any] = {}
-    ignored = observation.unknown_fields = []
+    ignored = record.unknown_fields = []
     form, left = Form(request, limits), limits.max_text_size
     async for part in form:
         name = part.name.removesuffix("[]")
@@ -120,9 +120,9 @@ async def read_form(request: web.Request, kind: type[_T], *, strict: bool) -> _T
                 _add(fields, part, content.decode())
             except UnicodeDecodeError as error:
                 raise InvalidRequest(f"'{name}' is not UTF-8.", param=name, code="invalid_value") from error
-    observation.body_size = form.size
+    record.body_size = form.size
     if ignored:
-        tell_ignored(observation, ignored)
+        tell_ignored(record, ignored)
     try:
         parsed = msgspec.convert(fields, kind, strict=False)
     except msgspec.ValidationError as error:

@@ -37,18 +37,18 @@ from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan, custom_input, plan_tools
 from triton_openai.api.usage import UsageObject, known_usage, usage_of
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
-from triton_openai.generation import Delta, FinishReason, Progress
+from triton_openai.generation import AnswerState, Delta, FinishReason
 from triton_openai.media.images import ImageReference
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
-from triton_openai.parsers.registry import Parsers
-from triton_openai.parsers.tools.base import ToolParser
-from triton_openai.parsers.tools.guided import ForcedCall, GuidedCalls, HeldCalls
+from triton_openai.parsers.parser_registry import Parsers
+from triton_openai.parsers.tools.guided import ConstrainedCalls, ForcedCall, GuidedCalls
 from triton_openai.parsers.tools.json_calls import Llama3Json
+from triton_openai.parsers.tools.tool_parser import ToolParser
 from triton_openai.prompts.messages import Message
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.serving.connections import WholeResponse
-from triton_openai.telemetry.observation import RENDER
+from triton_openai.telemetry.request_record import RENDER
 
 _encode = msgspec.json.Encoder().encode
 
@@ -222,7 +222,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     """Create a chat completion."""
     context = await begin(request, ChatRequest)
     if context.body.verbosity in ("low", "high"):
-        tell_ignored(context.observation, ["verbosity"])
+        tell_ignored(context.record, ["verbosity"])
     return await context.admitted(_answer, param="messages")
 
 
@@ -258,7 +258,7 @@ async def prompt_of(
     pictures = images_of(model, body.messages)
     # Before they are rendered: each is looked for in all of its message's text.
     service.images.check_count(pictures, most=model.adapter.capabilities.images)
-    prompt, context.observation.chat_template = await rendered_chat(
+    prompt, context.record.chat_template = await rendered_chat(
         model,
         prompter,
         body,
@@ -269,7 +269,7 @@ async def prompt_of(
         trust_template=service.settings.api.trust_request_chat_template,
     )
     tokenizer = prompter.tokenizer
-    if model.adapter.hints.adds_bos and tokenizer is not None and tokenizer.adds_bos:
+    if model.adapter.metadata.adds_bos and tokenizer is not None and tokenizer.adds_bos:
         # Else the prompt would begin with it twice.
         prompt = tokenizer.strip_bos(prompt)
     return prompt, pictures
@@ -282,7 +282,7 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
     With *fitting*, ``max_tokens`` may ask for more than the model's context has room for. Raises
     :class:`InvalidRequest` and its subclasses, and :class:`ConfigurationError` for a model that cannot chat.
     """
-    service, body, observation = context.service, context.body, context.observation
+    service, body, record = context.service, context.body, context.record
     plan = plan_of(body)
     prompter = await context.model.prompter()
     parsers = context.model.lazy_prompter.parsers
@@ -292,14 +292,14 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
         spec = _with(spec, guide=await offload.run(plan.guide, cost=offload.rendering_cost(dict(plan.schemas))))
     if fitting:
         spec = msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
-    with observation.stage(RENDER):
+    with record.stage(RENDER):
         prompt, pictures = await prompt_of(context, plan, prompter)
     if pictures:
-        with observation.stage("load images"):
+        with record.stage("load images"):
             spec = _with(spec, images=await service.images.load(pictures))
     runs = await runs_of(context, prompter.tokenizer, [prompt], spec)
     answer_parsers = [make_parser(parsers, plan, prompt) for _ in runs]
-    observation.reasoning_tokens = partial(reasoning_tokens, answer_parsers)
+    record.reasoning_tokens = partial(reasoning_tokens, answer_parsers)
     return Turn(spec, plan, runs, answer_parsers)
 
 
@@ -365,8 +365,8 @@ def _spec(
         raise UnsupportedParameter(
             "How this model writes tool calls is not known: name its format with --tool-call-parser.", param="tools"
         )
-    honoured = model.adapter.honoured
-    if (plan.active or parsers.reasoning) and parsers.special_tokens and "skip_special_tokens" in honoured:
+    supported = model.adapter.supported
+    if (plan.active or parsers.reasoning) and parsers.special_tokens and "skip_special_tokens" in supported:
         spec = _with(spec, sampling=msgspec.structs.replace(spec.template.sampling, skip_special_tokens=False))
     return spec
 
@@ -384,14 +384,14 @@ def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str) -> AnswerParser:
         # The answer is calls and nothing else: no reasoning comes before it.
         forced = GuidedCalls(plan.schemas, new_id=new_id) if plan.name is None else ForcedCall(plan.name, new_id=new_id)
         own = (parsers.tools or Llama3Json)(plan.schemas)
-        return AnswerParser(None, HeldCalls(forced, own), parallel=plan.parallel)
+        return AnswerParser(None, ConstrainedCalls(forced, own), parallel=plan.parallel)
     tools = parsers.tools(plan.schemas) if plan.mode == "auto" and parsers.tools is not None else None
     kind = parsers.reasoning
     reasoning = None if kind is None else kind(inside=kind.inside_after(prompt))
     return AnswerParser(reasoning, tools, parallel=plan.parallel)
 
 
-def finish_reason(progress: Progress, parser: AnswerParser, plan: ToolPlan) -> ChatFinishReason | None:
+def finish_reason(progress: AnswerState, parser: AnswerParser, plan: ToolPlan) -> ChatFinishReason | None:
     """
     Return why the choice ended, as OpenAI says it.
 

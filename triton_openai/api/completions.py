@@ -41,7 +41,7 @@ from triton_openai.prompts.infill import fill, fim_form, known_fim_form
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.serving.connections import WholeResponse
-from triton_openai.telemetry.observation import RENDER
+from triton_openai.telemetry.request_record import RENDER
 
 _encode = msgspec.json.Encoder().encode
 
@@ -111,7 +111,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
     spec = _spec(context, prompter)
     if body.prompt is None:
         raise missing("prompt")
-    with context.observation.stage(RENDER):
+    with context.record.stage(RENDER):
         given: Sequence[Prompt] = separated(body.prompt, "prompt")
         if body.suffix:
             given = _filled(given, body.suffix, model, prompter.tokenizer, echo=bool(body.echo))

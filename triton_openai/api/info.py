@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from triton_openai import __version__
-from triton_openai.access.guard import GUARD
+from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.access.keys import ApiKey
 from triton_openai.answer.fan_out import collect
 from triton_openai.answer.jobs import run_job
@@ -20,7 +20,7 @@ from triton_openai.answer.prepare import GenerationSpec, prepare
 from triton_openai.answer.run import Sender
 from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.messages import handlers as messages
-from triton_openai.api.messages.events import asks_anthropic
+from triton_openai.api.messages.message_events import asks_anthropic
 from triton_openai.api.service import Service, find_model, key_of, new_id, service_of
 from triton_openai.draining import DRAINING
 from triton_openai.errors import ModelNotFound, ServiceError
@@ -30,7 +30,7 @@ from triton_openai.models.lookup import Models
 from triton_openai.models.overview import EndpointLine, ModelLine, endpoint_lines, model_lines
 from triton_openai.models.served import ServedModel
 from triton_openai.telemetry.exposition import EXPOSITION, Figures
-from triton_openai.telemetry.observation import Upstream
+from triton_openai.telemetry.request_record import Upstream
 from triton_openai.triton.client import ServerInfo
 from triton_openai.triton.fleet import Route
 from triton_openai.triton.status import public_reason
@@ -306,7 +306,7 @@ async def status(request: web.Request) -> web.Response:
     figures: Figures | msgspec.UnsetType = msgspec.UNSET
     endpoints: Sequence[EndpointLine] | msgspec.UnsetType = msgspec.UNSET
     with contextlib.suppress(ServiceError):
-        request.app[GUARD].restrictions.check("metrics", request.headers)
+        request.app[AUTHORIZER].restrictions.check("metrics", request.headers)
         key.check_opens_everything()
         figures = await asyncio.to_thread(request.app[EXPOSITION].figures)
         endpoints = endpoint_lines(models) or msgspec.UNSET

@@ -326,7 +326,7 @@ def token_limit(
     """
     (param, asked), settings = request.limit, model.settings
     unlimited = asked is None and settings.default_parameters.max_tokens is None
-    known = filter(None, (settings.max_model_len, model.hints.max_prompt_len))
+    known = filter(None, (settings.max_model_len, model.metadata.max_prompt_len))
     return TokenLimit(
         tokens=defaults.max_tokens or default if asked is None else asked,
         open=unlimited,

@@ -23,7 +23,7 @@ from triton_openai.api import chat, classify, completions, embeddings, info, mod
 from triton_openai.api.bodies import IGNORED_HEADER, FileField, FormRequest, ModelRequest
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages import types as message_types
-from triton_openai.api.messages.events import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
+from triton_openai.api.messages.message_events import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
 from triton_openai.api.responses import conversations, retrieve
 from triton_openai.api.responses import create as responses
 from triton_openai.api.responses import objects as response_types

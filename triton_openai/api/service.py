@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from triton_openai.access.guard import gateway_header
+from triton_openai.access.authorizer import gateway_header
 from triton_openai.access.keys import KEY, ApiKey
 from triton_openai.answer.jobs import run_job
 from triton_openai.answer.limits import TimeLimits
@@ -36,7 +36,7 @@ from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 from triton_openai.serving.admission import Admission
 from triton_openai.tasks import Background
-from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, TOKENIZE, Observation
+from triton_openai.telemetry.request_record import OBSERVERS, RECORD, TOKENIZE, RequestRecord
 from triton_openai.triton.fleet import Fleet, Route
 
 _Body = TypeVar("_Body", bound=ModelRequest)
@@ -158,7 +158,7 @@ class RequestContext(Generic[_Body]):
     service: Service
     body: _Body
     model: ServedModel
-    observation: Observation
+    record: RequestRecord
     #: The time that is left after the wait for admission.
     limits: TimeLimits
     #: The id of the conversation, or of the response with which a chain began, that the request goes on from.
@@ -166,7 +166,7 @@ class RequestContext(Generic[_Body]):
 
     def about(self, body: _Other) -> RequestContext[_Other]:
         """Return the context with another *body*."""
-        return RequestContext(self.request, self.service, body, self.model, self.observation, self.limits)
+        return RequestContext(self.request, self.service, body, self.model, self.record, self.limits)
 
     @property
     def sender(self) -> Sender:
@@ -175,10 +175,10 @@ class RequestContext(Generic[_Body]):
         if fleet.listed:
             lora = "" if model.lora is None else model.lora.name
             route = Route(fleet, model.triton_model, among=model.endpoints, key=self._key, lora=lora)
-            self.observation.route = route
+            self.record.route = route
         else:
             route = Route(fleet, model.triton_model)
-        return Sender(route, self.observation.upstream, self.service.background)
+        return Sender(route, self.record.upstream, self.service.background)
 
     @property
     def _key(self) -> str | None:
@@ -197,12 +197,12 @@ class RequestContext(Generic[_Body]):
 
         The id and the tokens of *job* are recorded. *param* and errors are those of :meth:`admitted`.
         """
-        self.observation.response_id = job.id
+        self.record.response_id = job.id
         result = await self.admitted(
             lambda context: run_job(context.sender, context.model, job, cut=cut, timeout=context.limits.total),
             param=param,
         )
-        self.observation.input_tokens = result.prompt_tokens
+        self.record.input_tokens = result.prompt_tokens
         return result
 
     async def admitted(
@@ -219,10 +219,10 @@ class RequestContext(Generic[_Body]):
         admission, triton_model = self.service.admission, self.model.triton_model
         task = None
         if runs:
-            task = await admission.enter(triton_model, self.observation, patience=self.limits.patience)
+            task = await admission.enter(triton_model, self.record, patience=self.limits.patience)
         try:
             if runs:
-                self.limits = self.limits.after(self.observation.queued_seconds)
+                self.limits = self.limits.after(self.record.queued_seconds)
             try:
                 return await answer(self)
             except InvalidRequest as refusal:
@@ -245,7 +245,7 @@ class RequestContext(Generic[_Body]):
             yield self.model.variant_at(next(iter(variant.endpoints)))
 
 
-def not_taken(app: web.Application, model: ServedModel, job: JobType) -> InvalidRequest:
+def job_not_taken_error(app: web.Application, model: ServedModel, job: JobType) -> InvalidRequest:
     """Return the error for a *job* that *model* does not take; it says what the model does, and where."""
     paths: dict[str, list[str]] = {}
     for one in app[OPERATIONS_BY_HANDLER].values():
@@ -265,20 +265,20 @@ async def begin(request: web.Request, kind: type[_Body], *, read_as_chat: bool =
     operation = request.app[OPERATIONS_BY_HANDLER][request.match_info.handler]
     service, body, model = await read_request(request, kind)
     stream = bool(getattr(body, "stream", False))
-    observation = request[OBSERVATION]
+    record = request[RECORD]
     # Metrics have a name for each model, and none for each name that a client makes up.
     label = model.name if model.listed else model.triton_model
-    observation.identify(operation.label or operation.name, model=label, adapter=model.adapter.name, stream=stream)
-    observation.response_model = model.answers_as
-    request.app[OBSERVERS].identified(observation)
+    record.identify(operation.label or operation.name, model=label, adapter=model.adapter.name, stream=stream)
+    record.response_model = model.answers_as
+    request.app[OBSERVERS].identified(record)
     if operation.jobs and set(model.jobs).isdisjoint(operation.jobs):
-        raise not_taken(request.app, model, operation.jobs[0])
+        raise job_not_taken_error(request.app, model, operation.jobs[0])
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=stream)
     if not read_as_chat:
-        observation.parameters = body
+        record.parameters = body
     if ignored := parameters.check_unused(body):
-        tell_ignored(observation, ignored)
-    return RequestContext(request, service, body, model, observation, limits)
+        tell_ignored(record, ignored)
+    return RequestContext(request, service, body, model, record, limits)
 
 
 def spec_of(
@@ -333,11 +333,11 @@ async def runs_of(
     context: RequestContext[Any], tokenizer: Tokenizer | None, prompts: Sequence[Prompt], spec: GenerationSpec
 ) -> list[Run]:
     """Return the runs that answer *prompts* as :func:`prepare` does, with the log probabilities of the prompts."""
-    model, observation = context.model, context.observation
-    with observation.stage(TOKENIZE):
+    model, record = context.model, context.record
+    with record.stage(TOKENIZE):
         runs = await prepare(model, tokenizer, prompts, spec, context.sender, context.limits)
-    observation.answers = [run.progress for run in runs]
-    observation.n, observation.response_id = spec.n, spec.template.id
+    record.answers = [run.progress for run in runs]
+    record.n, record.response_id = spec.n, spec.template.id
     if spec.prompt_scoring is not None and tokenizer is not None:
         generations = [run.generation for run in runs[:: spec.n]]
         scores = await score_prompts(model.adapter, tokenizer, generations, spec.prompt_scoring, context.sender.ask)

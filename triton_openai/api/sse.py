@@ -28,7 +28,7 @@ from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
 from triton_openai.serving.connections import WholeResponse
 from triton_openai.telemetry.logging import warn
-from triton_openai.telemetry.observation import Observation
+from triton_openai.telemetry.request_record import RequestRecord
 
 _log = structlog.get_logger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -362,7 +362,7 @@ async def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Re
 
     Raises :class:`ServiceError` for what goes wrong before anything was sent; after that, errors are events.
     """
-    request, observation, timeout = context.request, context.observation, context.limits.total
+    request, record, timeout = context.request, context.record, context.limits.total
     event_stream = EventStream(request, runs, renderer, heartbeat=context.service.settings.server.heartbeat_interval)
     try:
         try:
@@ -377,18 +377,18 @@ async def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Re
             event_stream.close()
     except ConnectionError:
         # A client that disconnects after the last event has read its answer.
-        observation.client_left = not event_stream.complete
+        record.client_left = not event_stream.complete
     except asyncio.CancelledError:
         reason = request.app[DRAINING].reason()
         if event_stream.complete:
             return event_stream.response
         if reason is None or not event_stream.begun:
             raise
-        await _fail(event_stream, observation, reason)
+        await _fail(event_stream, record, reason)
     except Exception as error:
         if not event_stream.begun:
             raise
-        fields = {"request_id": observation.request_id, "model": context.model.name}
+        fields = {"request_id": record.request_id, "model": context.model.name}
         if isinstance(error, ServiceError):
             failure = error
             warn(_log, "stream failed", error, **fields, code=error.code)
@@ -396,12 +396,12 @@ async def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Re
             # A bug, or an error of a third party's parser. The answer has begun, so the error is an event in it.
             failure = ServiceError("The service failed to answer the request.")
             _log.exception("stream failed", **fields)
-        await _fail(event_stream, observation, failure)
+        await _fail(event_stream, record, failure)
     return event_stream.response
 
 
-async def _fail(event_stream: EventStream, observation: Observation, error: ServiceError) -> None:
-    observation.error = error
+async def _fail(event_stream: EventStream, record: RequestRecord, error: ServiceError) -> None:
+    record.error = error
     try:
         await event_stream.fail(error)
     except (asyncio.CancelledError, ConnectionError):

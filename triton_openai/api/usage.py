@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from triton_openai.generation import Progress, Usage, total_usage
+from triton_openai.generation import AnswerState, Usage, total_usage
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class UsageObject(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
-def known_usage(progress: Progress) -> Usage | None:
+def known_usage(progress: AnswerState) -> Usage | None:
     """
     Return the tokens of an answer without a usage that has ended, ``None`` if they are not known.
 

@@ -220,7 +220,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
 
 def _images(model: ServedModel, prompter: Prompter) -> str:
     capabilities = model.adapter.capabilities
-    if capabilities.images and not model.hints.images:
+    if capabilities.images and not model.metadata.images:
         return "none: the model ignores them unless it is set up for them, which its files or 'multimodal' can tell"
     if capabilities.images and capabilities.images_as_turn:
         return "as many as the model takes, with one user message alone"
@@ -245,7 +245,7 @@ def _sampling(model: ServedModel, defaults: DefaultParameters, source: str | Non
 
 
 def _logprobs(adapter: Adapter) -> str:
-    if "logprobs" not in adapter.honoured:
+    if "logprobs" not in adapter.supported:
         return "none"
     most = adapter.capabilities.top_logprobs
     text = f"of the chosen tokens{f', with up to {most} alternatives' if most else ''}"

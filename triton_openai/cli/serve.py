@@ -27,9 +27,9 @@ import uvloop
 from aiohttp import web
 
 from triton_openai.api.service import SERVICE
-from triton_openai.app import create_app, take_over
+from triton_openai.app import apply_settings, create_app
 from triton_openai.cli.banner import Banner, banner_of, render_banner, show
-from triton_openai.config.reload import Reloader, Source, TakeOver
+from triton_openai.config.reload import ApplySettings, Reloader, Source
 from triton_openai.config.tls import server_context
 from triton_openai.config.tree import Settings
 from triton_openai.config.worker import Worker, private_directory
@@ -39,7 +39,7 @@ from triton_openai.prompts.prompter import check_files
 from triton_openai.serving.server import HttpServer, address_of, listening_sockets
 from triton_openai.serving.workers.pool import Pool, WorkerProcess
 from triton_openai.serving.workers.shared import SharedClient, SharedState
-from triton_openai.tasks import cancel, first_of
+from triton_openai.tasks import cancel, wait_any
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 from triton_openai.tritonserver.supervisor import Supervisor, triton_for
 
@@ -54,7 +54,7 @@ OnReady = Callable[[Banner], Awaitable[int | None]]
 class Running(msgspec.Struct, frozen=True):
     """A running service: how to give it new settings, how to show its banner, and the tasks that end with it."""
 
-    take_over: TakeOver
+    apply_settings: ApplySettings
     show_banner: Callable[[], Awaitable[int | None]]
     tasks: tuple[asyncio.Task[Any], ...] = ()
 
@@ -211,8 +211,8 @@ async def _serve(
                 await asyncio.Event().wait()
             return status or 0
 
-        async def take(new: Settings, renew: bool) -> None:
-            await running.take_over(adapted(new), renew)
+        async def take(new: Settings, reload: bool) -> None:
+            await running.apply_settings(adapted(new), reload)
 
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(show_banner())]
         if source is not None:
@@ -231,7 +231,7 @@ async def _show_start(started: asyncio.Event) -> None:
     line, terminal, begin = "Starting Triton ...", sys.stderr.isatty(), time.monotonic()
     print(line, end="" if terminal else "\n", file=sys.stderr, flush=True)
     while terminal and not started.is_set():
-        await first_of(started, timeout=1)
+        await wait_any(started, timeout=1)
         end = "\n" if started.is_set() else ""
         print(f"\r{line} {time.monotonic() - begin:.0f} s", end=end, file=sys.stderr, flush=True)
 
@@ -250,7 +250,7 @@ async def _one_process(
             show(render_banner(banner, settings.server.log_format))
             return None if on_ready is None else await on_ready(banner)
 
-        yield Running(partial(take_over, app), show_banner)
+        yield Running(partial(apply_settings, app), show_banner)
 
 
 @contextlib.asynccontextmanager
@@ -285,7 +285,7 @@ async def _shut_down(http: HttpServer, app: web.Application, stop: Stop) -> None
     server, draining = app[SERVICE].settings.server, app[DRAINING]
     draining.begun = True
     if stop.notice:
-        await first_of(stop.hurried, timeout=server.shutdown_delay)
+        await wait_any(stop.hurried, timeout=server.shutdown_delay)
     await http.stop(draining, server.shutdown_grace, stop.hurried)
     await http.close()
 
@@ -317,7 +317,7 @@ async def _workers(
     pool = Pool(settings, count, start, SharedState(directory))
     serving = asyncio.create_task(pool.run())
     try:
-        yield Running(pool.take_over, show_banner, (serving,))
+        yield Running(pool.apply_settings, show_banner, (serving,))
     finally:
         # The workers still accept connections. When the last one has closed its sockets, clients are refused at once.
         for one in sockets:

@@ -14,13 +14,13 @@ from triton_openai.config.files import LOOK_SECONDS, FileWatch
 from triton_openai.config.options import options
 from triton_openai.config.tree import AccessSettings, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError
-from triton_openai.tasks import first_of
+from triton_openai.tasks import wait_any
 
 log = structlog.get_logger(__name__)
 
-#: Takes new settings over, all or nothing. When asked to *renew*, tokenizers and templates are read again also where
+#: Takes new settings over, all or nothing. When asked to *reload*, tokenizers and templates are read again also where
 #: their settings are the same. Raises :class:`ConfigurationError` for settings that cannot be used.
-TakeOver = Callable[[Settings, bool], Awaitable[None]]
+ApplySettings = Callable[[Settings, bool], Awaitable[None]]
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,10 +85,10 @@ class Source:
 class Reloader:
     """Keeps a service's settings up to date while :meth:`run` runs; *settings* are those that it has."""
 
-    def __init__(self, settings: Settings, source: Source, take_over: TakeOver) -> None:
+    def __init__(self, settings: Settings, source: Source, apply_settings: ApplySettings) -> None:
         self.settings = settings
         self._source = source
-        self._take_over = take_over
+        self._take_over = apply_settings
         self._requested = asyncio.Event()
 
     def request(self) -> None:
@@ -98,20 +98,20 @@ class Reloader:
     async def run(self) -> None:
         """Watch until cancelled."""
         while True:
-            await first_of(self._requested, timeout=LOOK_SECONDS)
-            renew = self._requested.is_set()
+            await wait_any(self._requested, timeout=LOOK_SECONDS)
+            reload = self._requested.is_set()
             self._requested.clear()
-            if await self._source.watch.look(settled=not renew) or renew:
-                await self._reload(renew=renew)
+            if await self._source.watch.look(settled=not reload) or reload:
+                await self._reload(reload=reload)
 
-    async def _reload(self, *, renew: bool) -> None:
+    async def _reload(self, *, reload: bool) -> None:
         watch, read = self._source.watch, False
         try:
             changes = await asyncio.to_thread(self._source.changes, self.settings)
             _check_guards(self.settings.access, changes.settings.access)
             read = True
-            if changes.live or renew:
-                await self._take_over(changes.settings, renew)
+            if changes.live or reload:
+                await self._take_over(changes.settings, reload)
         except Exception as error:  # noqa: BLE001 - whatever it is, the watch goes on
             watch.failed(error)
             return
@@ -122,7 +122,7 @@ class Reloader:
         self.settings = changes.settings
         if changes.fixed:
             log.warning("settings need a restart to take effect", settings=list(changes.fixed))
-        if changes.live or renew:
+        if changes.live or reload:
             log.info("settings are read again", changed=list(changes.live))
 
 

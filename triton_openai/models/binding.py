@@ -13,7 +13,7 @@ from triton_openai.adapters._common.base import Adapter
 from triton_openai.adapters._common.registry import Registry, helper_role
 from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ServiceError
-from triton_openai.generation import Interface
+from triton_openai.generation import TensorMapping
 from triton_openai.models.loading import Prompters
 from triton_openai.models.served import ServedModel, Unserved
 from triton_openai.prompts.prompter import may_have_tokenizer
@@ -75,10 +75,10 @@ class Binder:
             claim = registry.claim(config) if settings.adapter is None else registry.named(settings.adapter)
             if claim is None:
                 return Unserved(name=name, why=_why_unclaimed(config))
-            adapter, reason = claim.adapter.described(config, repository, _interface(settings)), claim.reason
-            hints, text_level = adapter.hints_with(self._files), None
+            adapter, reason = claim.adapter.described(config, repository, _mapping(settings)), claim.reason
+            metadata, text_level = adapter.metadata_with(self._files), None
             direct = self._token_level(adapter, repository) if settings.adapter is None else None
-            if direct is not None and may_have_tokenizer(settings.tokenizer, hints.tokenizer_dir):
+            if direct is not None and may_have_tokenizer(settings.tokenizer, metadata.tokenizer_dir):
                 reason = f"{adapter.name}, answered by its engine '{direct.config.name}', see --prefer-token-level"
                 adapter, text_level = direct, adapter
         except ServiceError as error:
@@ -88,20 +88,20 @@ class Binder:
             _log.exception("an adapter failed to take a model", model=name)
             return Unserved(name=name, why=f"its adapter failed: {type(error).__name__}", failed=True)
         if settings.multimodal is not None:
-            hints = msgspec.structs.replace(hints, images=settings.multimodal)
+            metadata = msgspec.structs.replace(metadata, images=settings.multimodal)
         if settings.max_model_len is None:
-            settings = msgspec.structs.replace(settings, max_model_len=hints.max_model_len)
+            settings = msgspec.structs.replace(settings, max_model_len=metadata.max_model_len)
         return ServedModel(
             name=name,
             triton_model=name,
             adapter=adapter,
             reason=reason,
             settings=settings,
-            lazy_prompter=self.prompters.of(name, settings, hints.tokenizer_dir, hints.tokenizer),
+            lazy_prompter=self.prompters.of(name, settings, metadata.tokenizer_dir, metadata.tokenizer),
             text_level=text_level,
             priorities=max(_priorities(each.config, repository) for each in (adapter, text_level) if each is not None),
             fingerprint=config.fingerprint,
-            hints=hints,
+            metadata=metadata,
         )
 
     def _token_level(self, adapter: Adapter, repository: Mapping[str, ModelConfig]) -> Adapter | None:
@@ -117,11 +117,13 @@ class Binder:
         return direct if direct.capabilities.tokens else None
 
 
-def _interface(settings: ModelSettings) -> Interface | None:
+def _mapping(settings: ModelSettings) -> TensorMapping | None:
     """Return the model's tensors, where its settings describe them."""
     if not (settings.inputs or settings.constants or settings.outputs or settings.text):
         return None
-    return Interface(inputs=settings.inputs, constants=settings.constants, outputs=settings.outputs, text=settings.text)
+    return TensorMapping(
+        inputs=settings.inputs, constants=settings.constants, outputs=settings.outputs, text=settings.text
+    )
 
 
 def _priorities(config: ModelConfig, repository: Mapping[str, ModelConfig]) -> int:

@@ -20,7 +20,7 @@ from triton_openai.models.lookup import Models
 from triton_openai.models.served import ServedModel
 from triton_openai.tasks import cancel
 from triton_openai.telemetry.metrics import NOT_ANSWERING, Metrics, Series
-from triton_openai.telemetry.observation import Observation, Observer
+from triton_openai.telemetry.request_record import Observer, RequestRecord
 
 _log = structlog.get_logger(__name__)
 
@@ -68,20 +68,20 @@ class Canary(Observer):
         wanted = {model.triton_model for model in served if "generate" in model.tasks}
         return not self._silent or not (wanted or {model.triton_model for model in served}) <= self._silent
 
-    def ended(self, observation: Observation) -> None:
+    def ended(self, record: RequestRecord) -> None:
         """Learn from the end of a request whether its model answers."""
-        model = self._models.served.get(observation.model or "")
+        model = self._models.served.get(record.model or "")
         if model is None:
             return
         name = model.triton_model
-        if _answered(observation):
+        if _answered(record):
             self._forget(name)
-        elif _left_without(observation):
+        elif _left_without(record):
             self._failures[name] = self._failures.get(name, 0) + 1
-            if observation.error is not None and observation.error.code == "upstream_silent":
+            if record.error is not None and record.error.code == "upstream_silent":
                 self._silences[name] = self._silences.get(name, 0) + 1
                 if self._silences[name] >= FAILURES:
-                    self._show(name, model, observation.error.reason)
+                    self._show(name, model, record.error.reason)
             if self._failures[name] >= FAILURES and name not in self._asking:
                 # Without the context of the request that happened to be the last one.
                 self._asking[name] = contextvars.Context().run(asyncio.create_task, self._watch(name))
@@ -147,16 +147,16 @@ class Canary(Observer):
         return self._metrics.child(NOT_ANSWERING, model.triton_model, model.adapter.name)
 
 
-def _answered(observation: Observation) -> bool:
+def _answered(record: RequestRecord) -> bool:
     """Return whether the model sent something: a first token is enough."""
-    return (observation.error is None and not observation.client_left) or observation.time_to_first_token is not None
+    return (record.error is None and not record.client_left) or record.time_to_first_token is not None
 
 
-def _left_without(observation: Observation) -> bool:
+def _left_without(record: RequestRecord) -> bool:
     """Return whether the model should have answered; a client that leaves may have had other reasons."""
-    if observation.client_left:
-        return observation.duration - observation.queued_seconds >= PATIENCE
-    return isinstance(observation.error, UpstreamError) and not isinstance(observation.error, ModelUnloading)
+    if record.client_left:
+        return record.duration - record.queued_seconds >= PATIENCE
+    return isinstance(record.error, UpstreamError) and not isinstance(record.error, ModelUnloading)
 
 
 CANARY: web.AppKey[Canary] = web.AppKey("canary", Canary)

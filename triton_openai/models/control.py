@@ -150,7 +150,7 @@ class ModelControl:
                 raise
             finally:
                 # Also after a failure, of which the index has the reason.
-                await self._models.fleet.renew()
+                await self._models.fleet.reload()
             await self._draining.changed()
 
     async def _indexes(self, members: Sequence[Member]) -> Mapping[Member, Sequence[IndexEntry]]:
@@ -205,7 +205,7 @@ class ModelControl:
             members = [member for member, index in indexes.items() if _held(index, [model])]
             if not members:
                 raise _conflict(f"The model '{model}' is not loaded.", "model_not_loaded")
-            await self._models.fleet.renew()
+            await self._models.fleet.reload()
             configs = self._models.fleet.snapshot.configs
             parts = _parts(model, configs) if dependents else set()
             async with self._draining.claim(sorted(parts)):
@@ -220,7 +220,7 @@ class ModelControl:
                     try:
                         await self._on_each(members, unload, parallel=len(members))
                     finally:
-                        await self._models.fleet.renew()
+                        await self._models.fleet.reload()
                         await self._draining.changed()
 
 

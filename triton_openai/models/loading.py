@@ -11,7 +11,7 @@ import structlog
 
 from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError
-from triton_openai.parsers.registry import Parsers, choose
+from triton_openai.parsers.parser_registry import Parsers, choose
 from triton_openai.prompts.prompter import Prompter
 
 _log = structlog.get_logger(__name__)
@@ -132,18 +132,18 @@ class Prompters:
         """Forget all models but *names*: a model that comes back may have another tokenizer."""
         self._known = {name: known for name, known in self._known.items() if name in names}
 
-    async def renewed(self, settings: Settings, *, renew: bool) -> Prompters:
+    async def reloaded(self, settings: Settings, *, reload: bool) -> Prompters:
         """
         Return the prompters for *settings*, with new ones resolved.
 
-        With *renew*, unchanged ones are resolved again too; one that then fails is kept as it was. Raises
+        With *reload*, unchanged ones are resolved again too; one that then fails is kept as it was. Raises
         :class:`ConfigurationError` if a new one cannot be resolved.
         """
         fresh = dict(self._known)
         for name, old in self._known.items():
             new = LazyPrompter(settings.model(name), old.hint, old.named)
             same = new.key == old.key
-            if same and not (renew and old.resolved is not None):
+            if same and not (reload and old.resolved is not None):
                 continue
             try:
                 await new.get()

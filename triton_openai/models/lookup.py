@@ -17,7 +17,7 @@ from triton_openai.models.binding import Binder
 from triton_openai.models.loading import Prompters
 from triton_openai.models.lora.names import LoraModels
 from triton_openai.models.served import ServedModel, Unserved
-from triton_openai.tasks import first_of
+from triton_openai.tasks import wait_any
 from triton_openai.triton.catalog import Snapshot
 from triton_openai.triton.fleet import Fleet
 
@@ -111,7 +111,7 @@ class Models:
         """
         version = self._version()
         if version != self._seen:
-            await self.fleet.renew()
+            await self.fleet.reload()
             self._seen = version
         if name not in self.served:
             name = self.wanted(name)
@@ -146,15 +146,15 @@ class Models:
         hint = closest(name, names) if len(name) <= _LONGEST_COMPARED else ""
         return hint or (f" Available: {', '.join(names)}." if names else "")
 
-    async def take_over(self, settings: Settings, *, renew: bool) -> None:
+    async def apply_settings(self, settings: Settings, *, reload: bool) -> None:
         """
         Serve by *settings* from now on; running requests keep the model that they began with.
 
         Tokenizers and templates that the settings change are resolved before anything else changes; all others too
-        when asked to *renew*, but one that then fails stays as it was. Raises :class:`ConfigurationError` where the
+        when asked to *reload*, but one that then fails stays as it was. Raises :class:`ConfigurationError` where the
         settings cannot be used; nothing has changed then.
         """
-        prompters = await self._binder.prompters.renewed(settings, renew=renew)
+        prompters = await self._binder.prompters.reloaded(settings, reload=reload)
         async with self._binding:
             before, self._binder = self._binder, Binder(settings, prompters)
             try:
@@ -231,7 +231,7 @@ async def keep_loaded(models: Models) -> None:
         models.changed.clear()
         by_triton_model = {model.triton_model: model for model in models.served.values() if model.lora is None}
         await asyncio.gather(*(model.check() for model in by_triton_model.values() if not model.lazy_prompter.settled))
-        await first_of(models.changed, timeout=_RECHECK_SECONDS)
+        await wait_any(models.changed, timeout=_RECHECK_SECONDS)
 
 
 def _misnamed(settings: Settings, known: Collection[str], served: Collection[str]) -> Mapping[str, str]:

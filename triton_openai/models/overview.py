@@ -114,6 +114,6 @@ def _features(model: ServedModel) -> tuple[str, ...]:
         "reasoning": model.lazy_prompter.parsers.reasoning is not None,
         "json_schema": "json_schema" in capabilities.guides,
         "images": model.takes_images and model.marks_images,
-        "logprobs": "logprobs" in model.adapter.honoured,
+        "logprobs": "logprobs" in model.adapter.supported,
     }
     return tuple(name for name, can in found.items() if can)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from triton_openai.adapters._common.base import Adapter, Hints
+from triton_openai.adapters._common.base import Adapter, ModelMetadata
 from triton_openai.config.tree import DefaultParameters, ModelSettings
 from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.generation import Lora
@@ -42,7 +42,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     #: OpenAI's ``system_fingerprint``: changes with Triton's version and the model's config.
     fingerprint: str = ""
     #: What else its config and its files say.
-    hints: Hints = Hints()
+    metadata: ModelMetadata = ModelMetadata()
     #: The names of the Tritons that have it like this; all that have it if empty.
     endpoints: frozenset[str] = frozenset()
     #: How it is on other Tritons, where several have it in different ways.
@@ -69,10 +69,10 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         """How the model differs between Tritons in what clients notice, in sentences."""
         every = (self, *self.variants)
         told: dict[str, Callable[[ServedModel], object]] = {
-            "Its context length": lambda model: model.hints.max_model_len,
-            "Its tokenizer": lambda model: (model.hints.tokenizer or model.hints.tokenizer_dir or "").rpartition("/")[
-                2
-            ],
+            "Its context length": lambda model: model.metadata.max_model_len,
+            "Its tokenizer": lambda model: (model.metadata.tokenizer or model.metadata.tokenizer_dir or "").rpartition(
+                "/"
+            )[2],
             "Its adapter": lambda model: model.adapter.name,
             "The release of Triton": lambda model: model.adapter.config.server_version,
         }
@@ -86,7 +86,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def jobs(self) -> Sequence[JobType]:
         """The types of the jobs that the model takes, what it is mainly for first."""
-        lacks = self.hints.lacks
+        lacks = self.metadata.lacks
         return [job for job in self.adapter.jobs if job not in lacks] if lacks else self.adapter.jobs
 
     @property
@@ -97,7 +97,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def takes_images(self) -> bool:
         """Whether requests can have images."""
-        return self.adapter.capabilities.images > 0 and self.hints.images
+        return self.adapter.capabilities.images > 0 and self.metadata.images
 
     @property
     def marks_images(self) -> bool:
@@ -153,7 +153,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         recommended = prompter.recommended
         if not recommended:
             return self.settings.default_parameters
-        fitting = {name: value for name, value in recommended.items() if name in self.adapter.honoured}
+        fitting = {name: value for name, value in recommended.items() if name in self.adapter.supported}
         return DefaultParameters(**{**fitting, **self.settings.default_parameters.given()})
 
     async def check(self) -> None:

@@ -7,6 +7,6 @@ A parser of another package subclasses :class:`ToolParser` or :class:`ReasoningP
 
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.parsers.reasoning import ReasoningParser
-from triton_openai.parsers.tools.base import ToolParser
+from triton_openai.parsers.tools.tool_parser import ToolParser
 
 __all__ = ["Content", "Event", "Reasoning", "ReasoningParser", "ToolCallArguments", "ToolCallStart", "ToolParser"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallStart
 from triton_openai.parsers.reasoning import ReasoningParser
-from triton_openai.parsers.tools.base import ToolParser
+from triton_openai.parsers.tools.tool_parser import ToolParser
 
 
 class AnswerParser:

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from triton_openai.config.tree import AUTO, NONE
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
-from triton_openai.media import files
+from triton_openai.media import text_files as files
 from triton_openai.offload import json_decoder
 
 

@@ -18,7 +18,7 @@ import msgspec
 from triton_openai import offload
 from triton_openai.config.tree import ModelDefaults, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.parsers.registry import DetectionRule, detected
+from triton_openai.parsers.parser_registry import DetectionRule, detected
 from triton_openai.prompts.history import HistoryTemplate
 from triton_openai.prompts.messages import PLAIN, Message, PromptTemplate, Rendering, continued, prepare
 from triton_openai.prompts.template import ChatTemplate

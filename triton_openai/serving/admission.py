@@ -19,7 +19,7 @@ from triton_openai.config.tree import ServerSettings
 from triton_openai.config.worker import Worker
 from triton_openai.draining import Draining, ModelDraining
 from triton_openai.errors import ModelUnloading, ServiceOverloaded
-from triton_openai.telemetry.observation import Observation, Observer
+from triton_openai.telemetry.request_record import Observer, RequestRecord
 
 # Event loop lag in seconds, five times in a row, above which the process refuses new requests.
 _MAX_LOOP_LAG = 1.0
@@ -47,7 +47,7 @@ class Admission:
         self._lag = lag
         self._worker = worker or Worker()
         self._model_draining = model_draining or ModelDraining(Draining())
-        self._model_draining.turn_away = self.turn_away
+        self._model_draining.reject_queued = self.reject_queued
         self._observer = observer or Observer()
         self._running = self._model_draining.running
         # The waiting requests, in the order in which they came: each with its model and its task.
@@ -75,7 +75,7 @@ class Admission:
         """Requests that wait in this process."""
         return len(self._queue)
 
-    async def enter(self, model: str, observation: Observation, *, patience: float | None = None) -> _Task:
+    async def enter(self, model: str, record: RequestRecord, *, patience: float | None = None) -> _Task:
         """
         Admit the current request for *model*, after a wait of at most *patience* seconds.
 
@@ -89,7 +89,7 @@ class Admission:
             # No request waits for this model: each one that ends admits those that have room.
             self._model_draining.enter(model, task)
         else:
-            await self._wait(model, task, observation, patience)
+            await self._wait(model, task, record, patience)
         return task
 
     def check(self, model: str) -> None:
@@ -107,12 +107,12 @@ class Admission:
         self._model_draining.leave(model, task)
         self._admit()
 
-    async def _wait(self, model: str, task: _Task, observation: Observation, patience: float | None) -> None:
+    async def _wait(self, model: str, task: _Task, record: RequestRecord, patience: float | None) -> None:
         seconds = min(self._settings.queue_timeout, math.inf if patience is None else patience)
         turn = asyncio.get_running_loop().create_future()
         self._queue[turn] = model, task
-        stage = observation.stage("wait in queue")
-        self._observer.queued(observation)
+        stage = record.stage("wait in queue")
+        self._observer.queued(record)
         try:
             async with asyncio.timeout(seconds):
                 await turn
@@ -127,10 +127,10 @@ class Admission:
         finally:
             self._queue.pop(turn, None)
             stage.ended = time.monotonic()
-            observation.queued_seconds = stage.ended - stage.began
-            self._observer.admitted(observation)
+            record.queued_seconds = stage.ended - stage.began
+            self._observer.admitted(record)
 
-    def turn_away(self, model: str) -> None:
+    def reject_queued(self, model: str) -> None:
         """Refuse the requests that wait here for *model*, which is being unloaded."""
         for turn, (waiting_for, _) in self._queue.items():
             if waiting_for == model and not turn.done():

@@ -14,8 +14,8 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import HeadersTooLarge, InvalidRequest, ServiceError
-from triton_openai.telemetry.observation import Observation, Observer
 from triton_openai.telemetry.process import DESCRIPTORS
+from triton_openai.telemetry.request_record import Observer, RequestRecord
 
 # Longest single header, or request line. A request may have 128 headers.
 _MAX_HEADER_SIZE = 16 * 1024
@@ -124,10 +124,10 @@ class Connection(web.RequestHandler):
                 error = HeadersTooLarge(
                     f"The request line or a header is too long, or it has more than {self.max_headers} headers."
                 )
-            observation = Observation(request_id=request_id, method="", path="")
-            observation.status, observation.error, observation.ended = error.status, error, time.monotonic()
-            self._observer.started(observation)
-            self._observer.ended(observation)
+            record = RequestRecord(request_id=request_id, method="", path="")
+            record.status, record.error, record.ended = error.status, error, time.monotonic()
+            self._observer.started(record)
+            self._observer.ended(record)
         else:
             # It logs the error, and ends the connection where the response has begun.
             super().handle_error(request, status, exc, message)

@@ -18,15 +18,15 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.access.cors import CORS
-from triton_openai.access.guard import GUARD
 from triton_openai.access.keys import COUNTED, KEY, NO_KEY, ROUTE_GROUPS, ApiKey
-from triton_openai.access.rate_limits import TICKET, Ticket, tokens_charged
+from triton_openai.access.rate_limits import RESERVATION, Reservation, tokens_charged
 from triton_openai.draining import DRAINING
 from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, PayloadTooLarge, ServiceError
 from triton_openai.telemetry.exposition import EXPOSITION
 from triton_openai.telemetry.logging import LOG_FIELDS, warn
-from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, Observation, request_id
+from triton_openai.telemetry.request_record import OBSERVERS, RECORD, RequestRecord, request_id
 
 _log = structlog.get_logger(__name__)
 
@@ -43,37 +43,37 @@ def add_middleware(app: web.Application, *, reports_load: bool) -> None:
 
 
 class Observed:
-    """Counts the current task as a running request, of which *observation* tells, for the block."""
+    """Counts the current task as a running request, of which *record* tells, for the block."""
 
-    __slots__ = ("_draining", "_observation", "_observers", "_task")
+    __slots__ = ("_draining", "_observers", "_record", "_task")
 
-    def __init__(self, app: web.Application, observation: Observation) -> None:
-        self._draining, self._observers, self._observation = app[DRAINING], app[OBSERVERS], observation
+    def __init__(self, app: web.Application, record: RequestRecord) -> None:
+        self._draining, self._observers, self._record = app[DRAINING], app[OBSERVERS], record
 
     def __enter__(self) -> None:
         self._task = self._draining.enter()
-        self._observers.started(self._observation)
+        self._observers.started(self._record)
 
     def __exit__(self, *_: object) -> None:
         self._draining.leave(self._task)
-        self._observation.ended = time.monotonic()
-        self._observers.ended(self._observation)
-        self._observation.release()
+        self._record.ended = time.monotonic()
+        self._observers.ended(self._record)
+        self._record.release()
 
 
 def _middleware(app: web.Application) -> Middleware:
-    draining, guard, cors, groups = app[DRAINING], app[GUARD], app[CORS], app[ROUTE_GROUPS]
+    draining, authorizer, cors, groups = app[DRAINING], app[AUTHORIZER], app[CORS], app[ROUTE_GROUPS]
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
-        observation = request[OBSERVATION] = Observation(
+        record = request[RECORD] = RequestRecord(
             request_id=request_id(request.headers), method=request.method, path=request.path, request=request
         )
-        with Observed(app, observation):
+        with Observed(app, record):
             # The task of a request, and with it the context, is its own.
-            LOG_FIELDS.set(observation.log_fields)
+            LOG_FIELDS.set(record.log_fields)
             key: ApiKey | None = None
-            ticket: Ticket | None = None
+            reservation: Reservation | None = None
             served = cut_short = False
             response: web.StreamResponse | None = None
             try:
@@ -82,15 +82,15 @@ def _middleware(app: web.Application) -> Middleware:
                 if response is None:
                     # None when there is no such path or method.
                     group = groups.get(request.match_info.route)
-                    key = guard.authenticate(request.headers, group)
+                    key = authorizer.authenticate(request.headers, group)
                     request[KEY] = key or NO_KEY
                     if key is not None:
-                        observation.key = key.name
+                        record.key = key.name
                         if key.limit.any and group in COUNTED and request.method == "POST":
-                            ticket = request[TICKET] = await guard.admit(key)
-                            observation.headers = ticket.headers
-                            if ticket.refusal is not None:
-                                raise ticket.refusal
+                            reservation = request[RESERVATION] = await authorizer.admit(key)
+                            record.headers = reservation.headers
+                            if reservation.refusal is not None:
+                                raise reservation.refusal
                     response = await handler(request)
                     served = True
             except (asyncio.CancelledError, ConnectionError) as error:
@@ -98,19 +98,19 @@ def _middleware(app: web.Application) -> Middleware:
                 reason = draining.reason() if isinstance(error, asyncio.CancelledError) else None
                 if reason is None:
                     # The client has left: no response is needed.
-                    observation.client_left = True
+                    record.client_left = True
                     raise
                 response = _error_response(request, reason)
             except Exception as error:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
                 response = _error_response(request, *_reported(request, error))
             finally:
                 # A handler that goes on after its answer takes it.
-                if ticket is not None and key is not None and request.pop(TICKET, None) is not None:
-                    cut_short |= observation.client_left
+                if reservation is not None and key is not None and request.pop(RESERVATION, None) is not None:
+                    cut_short |= record.client_left
                     counts = key.limit.tokens_per_minute is not None
-                    ticket.close(tokens_charged(observation, served=served, cut_short=cut_short) if counts else 0)
+                    reservation.close(tokens_charged(record, served=served, cut_short=cut_short) if counts else 0)
                 if response is not None:
-                    observation.status = response.status
+                    record.status = response.status
         return response
 
     return handle
@@ -135,18 +135,18 @@ def _reported(request: web.Request, error: Exception) -> tuple[ServiceError, Map
         case web.HTTPException():
             return InvalidRequest(error.reason), {}
         case _:
-            observation = request[OBSERVATION]
-            _log.exception("request failed", request_id=observation.request_id, path=observation.path)
+            record = request[RECORD]
+            _log.exception("request failed", request_id=record.request_id, path=record.path)
             return ServiceError("The service failed to answer the request."), {}
 
 
 def _error_response(
     request: web.Request, error: ServiceError, headers: Mapping[str, str] = MappingProxyType({})
 ) -> web.Response:
-    observation = request[OBSERVATION]
-    observation.error = error
+    record = request[RECORD]
+    record.error = error
     if error.status >= 500 or error.detail:
-        fields = {"request_id": observation.request_id, "path": observation.path}
+        fields = {"request_id": record.request_id, "path": record.path}
         warn(_log, "request refused", error, **fields, status=error.status, code=error.code)
     render = request.app.get(ERROR_BODY)
     status, body = (render and render(request, error)) or (error.status, error.envelope())
@@ -159,7 +159,7 @@ def _error_response(
 
 
 def _headers(app: web.Application) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    draining, guard, cors = app[DRAINING], app[GUARD], app[CORS]
+    draining, authorizer, cors = app[DRAINING], app[AUTHORIZER], app[CORS]
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:
         """
@@ -167,16 +167,16 @@ def _headers(app: web.Application) -> Callable[[web.Request, web.StreamResponse]
 
         While the service is ending, every connection closes after its answer, so that no client sends to a closed one.
         """
-        observation, headers = request[OBSERVATION], response.headers
+        record, headers = request[RECORD], response.headers
         headers["Server"] = "triton-openai"
-        headers["x-request-id"] = observation.request_id
-        headers["openai-processing-ms"] = str(round((time.monotonic() - observation.began) * 1000))
+        headers["x-request-id"] = record.request_id
+        headers["openai-processing-ms"] = str(round((time.monotonic() - record.began) * 1000))
         if draining.begun:
             response.force_close()
             headers["Connection"] = "close"
-        if observation.headers:
-            headers.update(observation.headers)
-        if guard.gateway is not None:
+        if record.headers:
+            headers.update(record.headers)
+        if authorizer.gateway is not None:
             # With it, the gateway finds the session's pod again.
             token = request.headers.get("x-session-token", "")
             if token and token.isascii() and token.isprintable():
@@ -188,7 +188,7 @@ def _headers(app: web.Application) -> Callable[[web.Request, web.StreamResponse]
 
 async def _report_load(request: web.Request, response: web.StreamResponse) -> None:
     """Report the load of the request's model, where the gateway asks for it: ORCA, as vLLM's server does."""
-    form, model = request.headers.get("endpoint-load-metrics-format", "").upper(), request[OBSERVATION].model
+    form, model = request.headers.get("endpoint-load-metrics-format", "").upper(), request[RECORD].model
     if model is None or form not in ("TEXT", "JSON"):
         return
     load = await request.app[EXPOSITION].load(model)

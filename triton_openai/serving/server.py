@@ -19,8 +19,8 @@ from triton_openai.draining import Draining
 from triton_openai.errors import ConfigurationError
 from triton_openai.serving.connections import Connection
 from triton_openai.serving.request_body import EXPECTS_CONTINUE, without_expectations
-from triton_openai.tasks import cancel, first_of, spawn
-from triton_openai.telemetry.observation import OBSERVERS, Observer
+from triton_openai.tasks import cancel, spawn, wait_any
+from triton_openai.telemetry.request_record import OBSERVERS, Observer
 
 # At the end: how long clients that have connected have to send a request, how long the last answers have to leave, and
 # how often the connections are checked.
@@ -158,7 +158,7 @@ class HttpServer:
     async def _while_any(self, state: Callable[[Connection], bool], timeout: float, hurried: asyncio.Event) -> None:
         deadline = time.monotonic() + timeout
         while any(map(state, self._connections())) and not hurried.is_set() and time.monotonic() < deadline:
-            await first_of(hurried, timeout=_POLL_SECONDS)
+            await wait_any(hurried, timeout=_POLL_SECONDS)
 
     @staticmethod
     async def _turns() -> None:

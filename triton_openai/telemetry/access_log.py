@@ -11,9 +11,9 @@ import msgspec
 import structlog
 
 from triton_openai.errors import ModelNotFound, printable
-from triton_openai.generation import Progress
+from triton_openai.generation import AnswerState
 from triton_openai.telemetry.metrics import UNKNOWN_FIELDS, Metrics
-from triton_openai.telemetry.observation import Observation, Observer
+from triton_openai.telemetry.request_record import Observer, RequestRecord
 
 Part: TypeAlias = dict[str, Any]
 Message: TypeAlias = dict[str, Any]
@@ -38,7 +38,7 @@ def input_messages(body: object, max_chars: int) -> list[Message]:
     return [{"role": "user", "parts": cut.last(texts, cut.part, type="omitted")}] if texts else []
 
 
-def output_messages(answers: Sequence[Progress], max_chars: int) -> list[Message]:
+def output_messages(answers: Sequence[AnswerState], max_chars: int) -> list[Message]:
     """Return the texts of *answers* up to now, each cut to *max_chars* characters."""
     cut = _Cut(max_chars)
     return cut.last(answers, cut.answer, role="omitted", parts=[])
@@ -108,7 +108,7 @@ class _Cut:
             found |= {"name": self.text(function.name), "arguments": self.text(arguments)}
         return found
 
-    def answer(self, answer: Progress) -> Message:
+    def answer(self, answer: AnswerState) -> Message:
         """Return an answer as a message."""
         found: Message = {"role": "assistant", "parts": [self.part(answer.text)]}
         return found if answer.finish_reason is None else {**found, "finish_reason": answer.finish_reason.value}
@@ -139,38 +139,38 @@ _MAX_NAME_CHARS = 64
 class AccessLog(Observer):
     """Writes a line for each request: at "info", or at "debug" for reads that go well, such as health checks."""
 
-    def ended(self, observation: Observation) -> None:
-        error, left = observation.error, observation.client_left
-        fields: dict[str, Any] = {"request_id": observation.request_id}
-        if observation.method:
-            fields["method"], fields["path"] = observation.method, observation.path
-        fields["status"], fields["seconds"] = observation.status, _rounded(observation.duration)
-        if observation.key is not None:
-            fields["key"] = observation.key
+    def ended(self, record: RequestRecord) -> None:
+        error, left = record.error, record.client_left
+        fields: dict[str, Any] = {"request_id": record.request_id}
+        if record.method:
+            fields["method"], fields["path"] = record.method, record.path
+        fields["status"], fields["seconds"] = record.status, _rounded(record.duration)
+        if record.key is not None:
+            fields["key"] = record.key
         if error is not None:
             fields["error"] = error.code
         if left:
             fields["client_left"] = True
-        if observation.operation is None:
+        if record.operation is None:
             if isinstance(error, ModelNotFound):
                 fields["model"] = printable(error.name, _MAX_NAME_CHARS)
-            quiet = observation.method in ("GET", "HEAD", "OPTIONS") and error is None and not left
+            quiet = record.method in ("GET", "HEAD", "OPTIONS") and error is None and not left
             (_log.debug if quiet else _log.info)("request", **fields)
             return
-        fields["model"], fields["adapter"] = observation.model, observation.adapter
-        fields["stream"] = observation.stream
-        if (route := observation.route) is not None and route.name is not None:
+        fields["model"], fields["adapter"] = record.model, record.adapter
+        fields["stream"] = record.stream
+        if (route := record.route) is not None and route.name is not None:
             fields["endpoint"], fields["attempts"] = route.name, route.attempts
-        if observation.response_id is not None:
-            fields["response_id"] = observation.response_id
-        usage, first = observation.usage, observation.time_to_first_token
-        reasons = {one.finish_reason: None for one in observation.answers if one.finish_reason is not None}
+        if record.response_id is not None:
+            fields["response_id"] = record.response_id
+        usage, first = record.usage, record.time_to_first_token
+        reasons = {one.finish_reason: None for one in record.answers if one.finish_reason is not None}
         if usage is not None:
             fields["input_tokens"], fields["output_tokens"] = usage.prompt_tokens, usage.completion_tokens
         if first is not None:
             fields["first_token_seconds"] = _rounded(first)
-        if observation.queued_seconds:
-            fields["queued_seconds"] = _rounded(observation.queued_seconds)
+        if record.queued_seconds:
+            fields["queued_seconds"] = _rounded(record.queued_seconds)
         if reasons:
             fields["finish_reason"] = ",".join(reasons)
         # Bound: else structlog first looks for "info" in the wrong place, and catches its own exception.
@@ -188,14 +188,14 @@ class ContentLog(Observer):
     def __init__(self, max_chars: int) -> None:
         self._max_chars = max_chars
 
-    def ended(self, observation: Observation) -> None:
-        if observation.operation is not None:
+    def ended(self, record: RequestRecord) -> None:
+        if record.operation is not None:
             _content_log.info(
                 "content",
-                request_id=observation.request_id,
-                model=observation.model,
-                input_messages=input_messages(observation.parameters, self._max_chars),
-                output_messages=output_messages(observation.answers, self._max_chars),
+                request_id=record.request_id,
+                model=record.model,
+                input_messages=input_messages(record.parameters, self._max_chars),
+                output_messages=output_messages(record.answers, self._max_chars),
             )
 
 
@@ -213,16 +213,16 @@ class UnknownFields(Observer):
         self._names: set[str] = set()
         self._warned: set[tuple[str, str]] = set()
 
-    def ended(self, observation: Observation) -> None:
+    def ended(self, record: RequestRecord) -> None:
         """Look at the fields of a request for a served model."""
-        model, adapter = observation.model, observation.adapter
-        if not observation.unknown_fields or model is None or adapter is None:
+        model, adapter = record.model, record.adapter
+        if not record.unknown_fields or model is None or adapter is None:
             return
-        for name in dict.fromkeys(map(self._bounded, observation.unknown_fields)):
+        for name in dict.fromkeys(map(self._bounded, record.unknown_fields)):
             self._metrics.child(UNKNOWN_FIELDS, model, adapter, name).inc()
             if (model, name) not in self._warned:
                 self._warned.add((model, name))
-                similar = _similar(name, observation.parameters)
+                similar = _similar(name, record.parameters)
                 _fields_log.warning("unknown request field is ignored", model=model, field=name, **similar)
 
     def _bounded(self, name: str) -> str:

@@ -30,7 +30,7 @@ from prometheus_client.values import MultiProcessValue
 
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError, ServiceError, UpstreamError
-from triton_openai.telemetry.observation import CLIENT_CLOSED_REQUEST, Observation, Observer
+from triton_openai.telemetry.request_record import CLIENT_CLOSED_REQUEST, Observer, RequestRecord
 
 #: How a request ended; alerts are built on it.
 Outcome: TypeAlias = Literal["answered", "invalid", "refused", "failed", "cancelled"]
@@ -236,7 +236,7 @@ class Series:
     """
     The numbers of one series: one, or those of a histogram with these upper *bounds* of its buckets.
 
-    ``prometheus_client``'s own take several times as long for an observation, and one at a time. Here nothing is
+    ``prometheus_client``'s own take several times as long for an record, and one at a time. Here nothing is
     locked: only the event loop's thread writes.
     """
 
@@ -256,13 +256,13 @@ class Series:
         self.numbers[0] = number
 
     def observe(self, amount: float) -> None:
-        """Count one observation."""
+        """Count one record."""
         numbers = self.numbers
         numbers[bisect_left(self._bounds, amount)] += 1
         numbers[-1] += amount
 
     def observe_intervals(self, times: Sequence[float]) -> None:
-        """Count an observation for each interval between *times*; equal times are one."""
+        """Count an record for each interval between *times*; equal times are one."""
         intervals = (after - before for before, after in pairwise(times) if after != before)
         counts = collections.Counter(bisect_left(self._bounds, interval) for interval in intervals)
         for bucket, count in counts.items():
@@ -325,41 +325,41 @@ class Metrics(Observer, Collector):
         for gauge in (RUNNING, QUEUED) if alias else (RUNNING, QUEUED, NOT_ANSWERING):
             self.child(gauge, model, adapter)
 
-    def identified(self, observation: Observation) -> None:
-        self.child(RUNNING, *_model(observation)).inc()
+    def identified(self, record: RequestRecord) -> None:
+        self.child(RUNNING, *_model(record)).inc()
 
-    def queued(self, observation: Observation) -> None:
-        self.child(RUNNING, *_model(observation)).inc(-1)
-        self.child(QUEUED, *_model(observation)).inc()
+    def queued(self, record: RequestRecord) -> None:
+        self.child(RUNNING, *_model(record)).inc(-1)
+        self.child(QUEUED, *_model(record)).inc()
 
-    def admitted(self, observation: Observation) -> None:
-        self.child(QUEUED, *_model(observation)).inc(-1)
-        self.child(RUNNING, *_model(observation)).inc()
+    def admitted(self, record: RequestRecord) -> None:
+        self.child(QUEUED, *_model(record)).inc(-1)
+        self.child(RUNNING, *_model(record)).inc()
 
-    def ended(self, observation: Observation) -> None:
-        child, left, error = self.child, observation.client_left, observation.error
-        model, adapter = _model(observation)
-        operation, outcome = observation.operation or OTHER, outcome_of(observation)
+    def ended(self, record: RequestRecord) -> None:
+        child, left, error = self.child, record.client_left, record.error
+        model, adapter = _model(record)
+        operation, outcome = record.operation or OTHER, outcome_of(record)
         # The client did not get the answer, whatever status was sent.
-        status = CLIENT_CLOSED_REQUEST if left else observation.status
+        status = CLIENT_CLOSED_REQUEST if left else record.status
         child(REQUESTS, operation, model, adapter, str(status), outcome).inc()
         code = "cancelled" if left else "" if error is None else error.code
         if error is not None and not left:
             child(ERRORS, operation, model, adapter, outcome, code).inc()
-        if observation.operation is None:
+        if record.operation is None:
             return
         child(RUNNING, model, adapter).inc(-1)
-        child(DURATION, operation, PROVIDER, model, adapter, code).observe(observation.duration)
-        child(QUEUE, model, adapter).observe(observation.queued_seconds)
-        first = observation.time_to_first_token
+        child(DURATION, operation, PROVIDER, model, adapter, code).observe(record.duration)
+        child(QUEUE, model, adapter).observe(record.queued_seconds)
+        first = record.time_to_first_token
         if first is not None:
             child(FIRST_TOKEN, operation, PROVIDER, model, adapter).observe(first)
-        sent = [answer.sent for answer in observation.answers if answer.sent is not None]
+        sent = [answer.sent for answer in record.answers if answer.sent is not None]
         if sent:
-            preparation = min(sent) - observation.began - observation.queued_seconds
+            preparation = min(sent) - record.began - record.queued_seconds
             child(PREPARATION, model, adapter).observe(max(0.0, preparation))
-        prompt_tokens = observation.input_tokens
-        for number, answer in enumerate(observation.answers):
+        prompt_tokens = record.input_tokens
+        for number, answer in enumerate(record.answers):
             if answer.steps > 1:
                 child(INTER_TOKEN_LATENCY, model, adapter).observe_intervals(answer.arrivals)
             if answer.finish_reason is not None:
@@ -368,7 +368,7 @@ class Metrics(Observer, Collector):
             if usage is None:
                 continue
             # A prompt counts once, however many answers it has.
-            if number % observation.n == 0:
+            if number % record.n == 0:
                 prompt_tokens = (prompt_tokens or 0) + usage.prompt_tokens
             child(TOKENS, model, adapter, "output").inc(usage.completion_tokens)
             if answer.usage is not None:
@@ -417,16 +417,16 @@ class FleetMetrics:
 _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 
 
-def _model(observation: Observation) -> tuple[str, str]:
+def _model(record: RequestRecord) -> tuple[str, str]:
     """Return the values of the labels ``model`` and ``adapter``."""
-    return observation.model or "", observation.adapter or ""
+    return record.model or "", record.adapter or ""
 
 
-def outcome_of(observation: Observation) -> Outcome:
+def outcome_of(record: RequestRecord) -> Outcome:
     """Return how the request ended."""
-    if observation.client_left:
+    if record.client_left:
         return "cancelled"
-    error = observation.error
+    error = record.error
     if error is None:
         return "answered"
     if error.status in (401, 403, 429, 503) and not isinstance(error, UpstreamError):

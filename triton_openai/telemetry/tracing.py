@@ -27,17 +27,17 @@ from opentelemetry.trace import SpanContext, SpanKind, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from triton_openai.errors import ServiceError, masked, printable
-from triton_openai.generation import Progress
+from triton_openai.generation import AnswerState
 from triton_openai.telemetry.access_log import input_messages, output_messages
 from triton_openai.telemetry.metrics import PROVIDER
-from triton_openai.telemetry.observation import (
+from triton_openai.telemetry.request_record import (
     CLIENT_CLOSED_REQUEST,
     RENDER,
     TOKENIZE,
     Destination,
-    Observation,
     Observer,
     Request,
+    RequestRecord,
     Stage,
     Upstream,
 )
@@ -99,9 +99,9 @@ class Spans(Protocol):
         """Take *spans* that have ended, of the trace of *context*."""
 
 
-def trace_context(observation: Observation) -> Context:
+def trace_context(record: RequestRecord) -> Context:
     """Return the trace context in a request's headers; an empty one if there is none, or an invalid one."""
-    if observation.request is None or "traceparent" not in (headers := observation.request.headers):
+    if record.request is None or "traceparent" not in (headers := record.request.headers):
         return Context()
     # Several headers of one name count as one with a list (RFC 9110, section 5.3).
     found = {name: ",".join(headers.getall(name)) for name in _propagator.fields if name in headers}
@@ -121,26 +121,26 @@ class Tracing(Observer):
         self.spans: Spans | None = None
         self._content = content
 
-    def started(self, observation: Observation) -> None:
+    def started(self, record: RequestRecord) -> None:
         """Start the request's span, in the client's trace if there is one."""
-        if observation.method != "POST":
+        if record.method != "POST":
             return
-        parent = trace_context(observation)
+        parent = trace_context(record)
         # Triton records every request with a traceparent, also if its flag is "not sampled": such a request gets none.
         if self.spans is None:
             if parent and get_current_span(parent).get_span_context().trace_flags.sampled:
-                headers = dict(observation.upstream.headers)
+                headers = dict(record.upstream.headers)
                 _propagator.inject(headers, parent)
-                observation.upstream = Upstream(headers)
+                record.upstream = Upstream(headers)
             return
-        attributes: Attributes = {"http.request.method": observation.method, "url.path": observation.path}
-        context = self.spans.begin(span_name(observation), parent, attributes)
+        attributes: Attributes = {"http.request.method": record.method, "url.path": record.path}
+        context = self.spans.begin(span_name(record), parent, attributes)
         # Spans have wall-clock times, the record those of time.monotonic. It may have begun a while ago.
         zero = time.time_ns() - int(time.monotonic() * _NANOSECONDS)
-        began = zero + int(observation.began * _NANOSECONDS)
+        began = zero + int(record.began * _NANOSECONDS)
         # The names are those of OpenTelemetry's specification for logs. The flags say whether the trace is recorded.
-        observation.log_fields = {
-            **observation.log_fields,
+        record.log_fields = {
+            **record.log_fields,
             "trace_id": f"{context.trace_id:032x}",
             "span_id": f"{context.span_id:016x}",
             "trace_flags": f"{context.trace_flags:02x}",
@@ -155,13 +155,13 @@ class Tracing(Observer):
                 began=began,
                 attributes=attributes,
             )
-            observation.upstream = Trace(self.spans, context, span, observation, zero=zero)
+            record.upstream = Trace(self.spans, context, span, record, zero=zero)
 
-    def ended(self, observation: Observation) -> None:
-        trace = observation.upstream
+    def ended(self, record: RequestRecord) -> None:
+        trace = record.upstream
         if isinstance(trace, Trace):
             if self._content is not None:
-                trace.span.attributes |= content_attributes(observation, self._content)
+                trace.span.attributes |= content_attributes(record, self._content)
             trace.end()
 
 
@@ -173,20 +173,20 @@ class Trace(Upstream):
         spans: Spans,
         context: SpanContext,
         span: Span,
-        observation: Observation,
+        record: RequestRecord,
         *,
         zero: int,
     ) -> None:
-        super().__init__(observation.upstream.headers)
+        super().__init__(record.upstream.headers)
         self.span = span
         self._spans = spans
         self._context = context
         self._done: list[Span] = []
-        self._observation = observation
+        self._record = record
         self._zero = zero
-        self._calls: dict[int, tuple[Span, Progress]] = {}
+        self._calls: dict[int, tuple[Span, AnswerState]] = {}
 
-    def begin(self, request: Request, answer: Progress, to: Destination, *, lora: str | None = None) -> Request:
+    def begin(self, request: Request, answer: AnswerState, to: Destination, *, lora: str | None = None) -> Request:
         """Start the span of a request to Triton. It ends with the client's request, at the answer's own end."""
         span, sent = self._start(request, to, lora)
         if id(answer) in self._calls:
@@ -236,23 +236,23 @@ class Trace(Upstream):
 
     def end(self) -> None:
         """End all spans."""
-        observation, span = self._observation, self.span
-        for stage in observation.stages:
+        record, span = self._record, self.span
+        for stage in record.stages:
             self._add(stage)
         for call in self._calls.values():
             self._end_call(*call)
-        span.name = span_name(observation)
-        span.attributes |= head_attributes(observation)
-        span.attributes |= request_attributes(observation)
-        span.attributes |= response_attributes(observation)
-        error = observation.error
+        span.name = span_name(record)
+        span.attributes |= head_attributes(record)
+        span.attributes |= request_attributes(record)
+        span.attributes |= response_attributes(record)
+        error = record.error
         # By the conventions, a client's mistake is no error of the server.
-        if error is not None and error.status >= ServiceError.status and not observation.client_left:
+        if error is not None and error.status >= ServiceError.status and not record.client_left:
             span.failed = True
         self._end(span, time.time_ns())
         self._spans.end(self._context, self._done)
 
-    def _end_call(self, span: Span, answer: Progress) -> None:
+    def _end_call(self, span: Span, answer: AnswerState) -> None:
         # The answer's times are those of the event loop's clock, which lags behind.
         if answer.first is not None:
             span.first_token = max(span.began, self._at(answer.first))
@@ -263,7 +263,7 @@ class Trace(Upstream):
         self._end(span, time.time_ns() if answer.ended is None else max(span.began, self._at(answer.ended)))
 
     def _add(self, stage: Stage) -> None:
-        attributes, began = stage_attributes(stage.name, self._observation), self._at(stage.began)
+        attributes, began = stage_attributes(stage.name, self._record), self._at(stage.began)
         span = Span(name=stage.name, parent=self._context, began=began, attributes=attributes, failed=stage.failed)
         self._end(span, time.time_ns() if stage.ended is None else self._at(stage.ended))
 
@@ -277,25 +277,25 @@ def _fail(span: Span, error: ServiceError) -> None:
     span.failed = True
 
 
-def span_name(observation: Observation) -> str:
+def span_name(record: RequestRecord) -> str:
     """Return the name of a request's span: that of an HTTP server's while the operation is not known."""
-    if observation.operation is not None:
-        return f"{observation.operation} {observation.model}"
-    route = _route(observation.request)
-    return observation.method if route is None else f"{observation.method} {route}"
+    if record.operation is not None:
+        return f"{record.operation} {record.model}"
+    route = _route(record.request)
+    return record.method if route is None else f"{record.method} {route}"
 
 
-def head_attributes(observation: Observation) -> Attributes:
+def head_attributes(record: RequestRecord) -> Attributes:
     """Return what the head of a request tells."""
-    request = observation.request
+    request = record.request
     found: Attributes = {}
     if request is not None:
         version = f"{request.version.major}.{request.version.minor}"
         host, agent = (request.headers.get(name, "")[:_LONGEST_HEADER] for name in ("Host", "User-Agent"))
         found |= shared_attributes(_route(request), request.scheme, version, host, agent)
-    found["http.request.method"] = observation.method
-    found["url.path"] = observation.path
-    found["triton_openai.request_id"] = observation.request_id
+    found["http.request.method"] = record.method
+    found["url.path"] = record.path
+    found["triton_openai.request_id"] = record.request_id
     return found
 
 
@@ -311,17 +311,17 @@ def shared_attributes(route: str | None, scheme: str, version: str, host: str, a
     return _known(found)
 
 
-def request_attributes(observation: Observation) -> Attributes:
+def request_attributes(record: RequestRecord) -> Attributes:
     """Return what the client asked for."""
-    operation, model, body = observation.operation, observation.model, observation.parameters
+    operation, model, body = record.operation, record.model, record.parameters
     if operation is None or model is None:
         return {}
     found: _Found = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": _clean(model),
-        "triton_openai.adapter": observation.adapter,
-        "gen_ai.request.stream": observation.stream or None,
+        "triton_openai.adapter": record.adapter,
+        "gen_ai.request.stream": record.stream or None,
     }
     for name, (attribute, kind) in NUMBERS.items():
         if (value := getattr(body, name, None)) is not None:
@@ -344,49 +344,49 @@ def _number(kind: type[int | float], value: Any) -> int | float | None:
     return kind(value) if isinstance(value, int | float) and abs(value) < 2**63 else None
 
 
-def response_attributes(observation: Observation) -> Attributes:
+def response_attributes(record: RequestRecord) -> Attributes:
     """Return how the request was answered."""
-    left, error = observation.client_left, observation.error
+    left, error = record.client_left, record.error
     found: _Found = {
-        "http.response.status_code": None if observation.status == CLIENT_CLOSED_REQUEST else observation.status,
+        "http.response.status_code": None if record.status == CLIENT_CLOSED_REQUEST else record.status,
         "error.type": CANCELLED if left else None if error is None else error.code,
         "triton_openai.client_left": left or None,
     }
-    if observation.operation is not None:
-        usage, answered_as = observation.usage, observation.response_model
+    if record.operation is not None:
+        usage, answered_as = record.usage, record.response_model
         found |= {
-            "gen_ai.response.id": observation.response_id,
-            "gen_ai.response.model": _clean(answered_as) if observation.response_id and answered_as else None,
-            "gen_ai.response.finish_reasons": tuple(observation.finish_reasons) or None,
-            "gen_ai.response.time_to_first_chunk": observation.time_to_first_token if observation.stream else None,
-            "triton_openai.queued_seconds": observation.queued_seconds or None,
+            "gen_ai.response.id": record.response_id,
+            "gen_ai.response.model": _clean(answered_as) if record.response_id and answered_as else None,
+            "gen_ai.response.finish_reasons": tuple(record.finish_reasons) or None,
+            "gen_ai.response.time_to_first_chunk": record.time_to_first_token if record.stream else None,
+            "triton_openai.queued_seconds": record.queued_seconds or None,
         }
         if usage is not None:
             found |= {
                 "gen_ai.usage.input_tokens": usage.prompt_tokens,
-                "gen_ai.usage.output_tokens": usage.completion_tokens if observation.answers else None,
+                "gen_ai.usage.output_tokens": usage.completion_tokens if record.answers else None,
                 "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
-                "gen_ai.usage.reasoning.output_tokens": observation.reasoning_tokens(),
+                "gen_ai.usage.reasoning.output_tokens": record.reasoning_tokens(),
             }
     return _known(found)
 
 
-def content_attributes(observation: Observation, max_chars: int) -> Attributes:
+def content_attributes(record: RequestRecord, max_chars: int) -> Attributes:
     """Return the prompt and the answers as JSON, each text cut to *max_chars* characters."""
-    if observation.operation is None:
+    if record.operation is None:
         return {}
     found = {
-        "gen_ai.input.messages": input_messages(observation.parameters, max_chars),
-        "gen_ai.output.messages": output_messages(observation.answers, max_chars),
+        "gen_ai.input.messages": input_messages(record.parameters, max_chars),
+        "gen_ai.output.messages": output_messages(record.answers, max_chars),
     }
     return {name: msgspec.json.encode(messages).decode() for name, messages in found.items() if messages}
 
 
-def stage_attributes(name: str, observation: Observation) -> Attributes:
+def stage_attributes(name: str, record: RequestRecord) -> Attributes:
     """Return those of the stage *name*: how the prompt was rendered, and the tokens that came of it."""
     if name == RENDER:
-        return _known({"triton_openai.chat_template": observation.chat_template})
-    usage = observation.usage if name == TOKENIZE else None
+        return _known({"triton_openai.chat_template": record.chat_template})
+    usage = record.usage if name == TOKENIZE else None
     return {} if usage is None else {"triton_openai.prompt_tokens": usage.prompt_tokens}
 
 

@@ -227,7 +227,7 @@ class Catalog:
     def _busy(self) -> bool:
         return self._refreshing is not None and not self._refreshing.done()
 
-    async def renew(self) -> None:
+    async def reload(self) -> None:
         """Take a snapshot that begins now, configs included, after a change of Triton's models."""
         if self._busy:
             # It may have read the index before the change.

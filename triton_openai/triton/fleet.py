@@ -345,22 +345,22 @@ class Fleet:
             raise ConfigurationError("To serve several Tritons in place of one, or one in place of several, restart.")
         listed = await asyncio.to_thread(endpoints, settings)
 
-        async def take_over() -> None:
+        async def apply_settings() -> None:
             self._settings = settings
             self._budget.share = settings.failover.budget
             self._update_pools(list(self._pools))
             await self._discovery.replace(settings, listed)
 
-        return take_over
+        return apply_settings
 
     async def refresh(self) -> None:
         """Look at the models of all now."""
         await self._find()
         await self._of_all(lambda member: member.catalog.refresh())
 
-    async def renew(self) -> None:
+    async def reload(self) -> None:
         """Look at the models of all, beginning now, configs included, after a change."""
-        await self._of_all(lambda member: member.catalog.renew())
+        await self._of_all(lambda member: member.catalog.reload())
 
     async def refresh_on_miss(self) -> None:
         """Look at the models of all after a request for an unknown model, at most twice a second."""

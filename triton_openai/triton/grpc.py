@@ -30,7 +30,7 @@ from triton_openai.tasks import cancel, spawn
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
 from triton_openai.triton.connection import ConnectionSettings, GrpcFiles
 from triton_openai.triton.http2 import LOST, UNREACHABLE, Call, Channel, varint
-from triton_openai.triton.status import classify, cut_off, no_answer, unreachable
+from triton_openai.triton.status import classify, cut_off_error, no_answer_error, unreachable
 from triton_openai.triton.tensors import (
     BinaryResponse,
     InferRequest,
@@ -172,13 +172,13 @@ def translate(code: str, details: str, model: str) -> ServiceError:
     if code == UNREACHABLE:
         return unreachable(details)
     if code == LOST:
-        return cut_off(details)
+        return cut_off_error(details)
     if code == "UNAVAILABLE":
         # grpc.aio's own texts, the more specific first: "failed to connect … Connection reset by peer" is the former.
         if "failed to connect" in details or "resolution" in details.lower():
             return unreachable(details)
         if "Socket closed" in details or "reset by peer" in details or "GOAWAY" in details:
-            return cut_off()
+            return cut_off_error()
     return classify(details, model, code)
 
 
@@ -383,7 +383,7 @@ class GrpcClient:
         answer = await self._unary("ModelInfer", message, model=request.model, limited=False, headers=request.headers)
         if not answer.outputs:
             # Triton's status is OK even if the model ended without a response.
-            raise no_answer(request.model)
+            raise no_answer_error(request.model)
         return decode_response(answer)
 
     def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:

@@ -21,7 +21,7 @@ from triton_openai.errors import UpstreamError, UpstreamTimeout
 from triton_openai.triton.client import IndexEntry, Receiver, ServerInfo
 from triton_openai.triton.connection import ConnectionSettings, Header
 from triton_openai.triton.http_stream import ConnectionPool, HttpCall, HttpStream, refusal
-from triton_openai.triton.status import no_answer
+from triton_openai.triton.status import no_answer_error
 from triton_openai.triton.tensors import (
     BinaryResponse,
     InferRequest,
@@ -99,7 +99,7 @@ def parse_infer(body: bytes, header_length: int, model: str) -> BinaryResponse:
     except msgspec.MsgspecError as error:
         raise UpstreamError("Triton sent an answer that cannot be read.", detail=str(error)) from error
     if not header.outputs:
-        raise no_answer(model)
+        raise no_answer_error(model)
     contents = []
     offset = header_length
     for output in header.outputs:

@@ -30,7 +30,7 @@ from triton_openai.config.tls import PERHAPS_REFUSED, failure_reason
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.triton.client import Receiver
 from triton_openai.triton.connection import ConnectionSettings, detect_dead_peer
-from triton_openai.triton.status import classify, cut_off, unreachable
+from triton_openai.triton.status import classify, cut_off_error, unreachable
 from triton_openai.triton.tensors import InferRequest, InferResponse, JsonOutputs, JsonResponse
 
 # The most that is read of an error that does not come from Triton.
@@ -261,7 +261,7 @@ class Connection(asyncio.Protocol):
             stream.lose(unreachable(failure_reason(error) if isinstance(error, ssl.SSLError) else PERHAPS_REFUSED))
         else:
             answers = self._used or stream.status or (self._bare and not data)
-            stream.lose(cut_off(None if answers else _spoken(data)))
+            stream.lose(cut_off_error(None if answers else _spoken(data)))
 
 
 def _spoken(data: bytes) -> str:
@@ -512,7 +512,7 @@ class HttpStream:
         if not self.events:
             self._refuse()
         else:
-            self._end(cut_off() if b"".join(self._parts).strip() else None, whole=True)
+            self._end(cut_off_error() if b"".join(self._parts).strip() else None, whole=True)
 
     def lose(self, error: ServiceError | None) -> None:
         """Take the loss of the connection before the end of the body; without an *error* the request is sent again."""

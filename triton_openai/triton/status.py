@@ -213,27 +213,27 @@ def classify(text: str, model: str, status: str = "") -> ServiceError:
     # A text that no rule knows is shown to clients only if nothing has to be removed from it.
     said = text[wrapping.end() :] if (wrapping := _WRAPPING.match(text)) else text
     private = "\n" in said.strip() or _STACK.search(said) or _PRIVATE.search(said)
-    return model_failed(None if private else public_reason(said), detail=text)
+    return model_failed_error(None if private else public_reason(said), detail=text)
 
 
-def model_failed(said: str | None, *, detail: str | None) -> UpstreamError:
+def model_failed_error(said: str | None, *, detail: str | None) -> UpstreamError:
     """Return the error for a model that failed; *said* is the public part of the reason."""
     message = f"The model failed: {said}" if said else "The model failed to answer the request."
     return UpstreamError(message, detail=detail)
 
 
-def failed_midway(error: errors.InvalidRequest) -> UpstreamError:
+def failed_midway_error(error: errors.InvalidRequest) -> UpstreamError:
     """Return *error* as the model's fault: a backend that has begun to answer had accepted the request."""
     said = error.said if isinstance(error, errors.RequestRefused) else error.message
-    return model_failed(said, detail=error.detail)
+    return model_failed_error(said, detail=error.detail)
 
 
-def no_answer(model: str) -> ServiceError:
+def no_answer_error(model: str) -> ServiceError:
     """Return the error for a stream that ended without a single response, which Triton itself does not report."""
     return UpstreamError("The model ended without an answer.", detail=f"model {model!r} sent no response")
 
 
-def cut_off(reason: str | None = None) -> ServiceError:
+def cut_off_error(reason: str | None = None) -> ServiceError:
     """Return the error for a connection that broke before the answer was complete; *reason* goes to the log."""
     message = "The connection to Triton was lost before the answer was complete."
     return UpstreamError(message, code="upstream_disconnected", detail=reason)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from triton_openai.access.guard import Guard
+from triton_openai.access.authorizer import Authorizer
 from triton_openai.access.keys import Keyring, Keys, identify, read_keys, sha256
 from triton_openai.access.rate_limits import RateLimit
 from triton_openai.config.sources import load_settings
@@ -171,17 +171,17 @@ async def test_rotation(tmp_path: Path) -> None:
 
 async def test_new_settings(tmp_path: Path) -> None:
     """New settings are read at once and hold when they are taken; those that cannot be used change nothing."""
-    guard = Guard(AccessSettings(api_key=("one",)))
+    authorizer = Authorizer(AccessSettings(api_key=("one",)))
 
     def known() -> list[str]:
-        return [key for key in ("one", "two") if sha256(key) in (guard.keys.ring or ())]
+        return [key for key in ("one", "two") if sha256(key) in (authorizer.keys.ring or ())]
 
-    take = guard.prepare(AccessSettings(api_key=("two",)))
+    take = authorizer.prepare(AccessSettings(api_key=("two",)))
     assert ["one"] == known()
     take()
     assert ["two"] == known()
     with pytest.raises(ConfigurationError):
-        guard.prepare(AccessSettings(api_keys_file=tmp_path / "nothing"))
+        authorizer.prepare(AccessSettings(api_keys_file=tmp_path / "nothing"))
     assert ["two"] == known()
 
 

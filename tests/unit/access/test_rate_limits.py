@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triton_openai.access.rate_limits import Account, RateLimit, RateLimits, Ticket
+from triton_openai.access.rate_limits import Account, RateLimit, RateLimits, Reservation
 
 
 class Clock:
@@ -33,9 +33,9 @@ def limits(clock: Clock) -> RateLimits:
     return RateLimits(clock)
 
 
-def admit(limits: RateLimits, name: str, limit: RateLimit) -> Ticket:
+def admit(limits: RateLimits, name: str, limit: RateLimit) -> Reservation:
     """Ask for a request of the key *name*."""
-    return Ticket(limits, name, limits.decide(name, limit))
+    return Reservation(limits, name, limits.decide(name, limit))
 
 
 # Moves of the clock: bursts, rests, and what falls on the edges of ticks and minutes.

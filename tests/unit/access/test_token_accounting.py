@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from triton_openai.access.rate_limits import tokens_charged
-from triton_openai.generation import Generation, Progress, Sampling, Usage, tokens_in, tokens_in_pieces
-from triton_openai.telemetry.observation import Observation
+from triton_openai.generation import AnswerState, Generation, Sampling, Usage, tokens_in, tokens_in_pieces
+from triton_openai.telemetry.request_record import RequestRecord
 
 _KNOWN = Usage(prompt_tokens=10, completion_tokens=5)
 
 
-def answer(counted: Usage | None, *, sent: bool = True, begun: bool = True) -> Progress:
+def answer(counted: Usage | None, *, sent: bool = True, begun: bool = True) -> AnswerState:
     """Return an answer with *counted* tokens, else with an estimate of 8 and 4."""
-    found = Progress(Generation(id="a", prompt="", prompt_tokens=8, sampling=Sampling(max_tokens=9)))
+    found = AnswerState(Generation(id="a", prompt="", prompt_tokens=8, sampling=Sampling(max_tokens=9)))
     found.usage, found.pieces = counted, [*"abcd"]
     found.sent = 1.0 if sent else None
     found.first = 2.0 if begun else None
@@ -36,27 +36,27 @@ def answer(counted: Usage | None, *, sent: bool = True, begun: bool = True) -> P
         ([answer(_KNOWN)] * 4, False, 40),
     ],
 )
-def test_answers(answers: list[Progress], cut_short: bool, tokens: int) -> None:
+def test_answers(answers: list[AnswerState], cut_short: bool, tokens: int) -> None:
     """What is counted is charged, and an estimate for the rest."""
-    observation = Observation(request_id="a", method="POST", path="/v1/completions")
-    observation.identify("text_completion", model="m", adapter="a")
-    observation.answers, observation.n, observation.body_size = answers, 2, 400
+    record = RequestRecord(request_id="a", method="POST", path="/v1/completions")
+    record.identify("text_completion", model="m", adapter="a")
+    record.answers, record.n, record.body_size = answers, 2, 400
 
-    assert tokens == tokens_charged(observation, served=not cut_short, cut_short=cut_short)
+    assert tokens == tokens_charged(record, served=not cut_short, cut_short=cut_short)
 
 
 def test_inputs() -> None:
     """Vectors and scores cost what they were counted to, else what a body that was answered has of bytes."""
-    observation = Observation(request_id="a", method="POST", path="/v1/embeddings")
-    observation.identify("embeddings", model="m", adapter="a")
-    assert 0 == tokens_charged(observation, served=True, cut_short=False)
-    observation.body_size = 400
-    assert [100, 0] == [tokens_charged(observation, served=served, cut_short=False) for served in (True, False)]
-    observation.input_tokens = 7
-    assert 7 == tokens_charged(observation, served=True, cut_short=False)
+    record = RequestRecord(request_id="a", method="POST", path="/v1/embeddings")
+    record.identify("embeddings", model="m", adapter="a")
+    assert 0 == tokens_charged(record, served=True, cut_short=False)
+    record.body_size = 400
+    assert [100, 0] == [tokens_charged(record, served=served, cut_short=False) for served in (True, False)]
+    record.input_tokens = 7
+    assert 7 == tokens_charged(record, served=True, cut_short=False)
     # What no model answers, such as the count of a text's tokens, costs nothing.
-    observation = Observation(request_id="a", method="POST", path="/tokenize", body_size=400)
-    assert 0 == tokens_charged(observation, served=True, cut_short=False)
+    record = RequestRecord(request_id="a", method="POST", path="/tokenize", body_size=400)
+    assert 0 == tokens_charged(record, served=True, cut_short=False)
 
 
 def test_estimates() -> None:

@@ -12,7 +12,7 @@ from tests.unit.adapters.test_cross_encoder import IDS, config
 from triton_openai.adapters._common.registry import Registry
 from triton_openai.adapters.classifier import Classifier
 from triton_openai.errors import ConfigurationError, ContextLengthExceeded, UpstreamError
-from triton_openai.generation import Interface
+from triton_openai.generation import TensorMapping
 from triton_openai.jobs import ClassificationJob
 from triton_openai.triton.tensors import EnsembleStep, JsonResponse, ModelConfig
 
@@ -85,7 +85,7 @@ def test_described() -> None:
     model = config(["T BYTES 1", "LANG BYTES 1"], ["OUT FP32 3"])
     inputs = {"text": "T"}
     adapter = Classifier(
-        model, {}, Interface(inputs=inputs, constants={"LANG": "en"}, outputs={"probabilities": "OUT"})
+        model, {}, TensorMapping(inputs=inputs, constants={"LANG": "en"}, outputs={"probabilities": "OUT"})
     )
     (request,) = adapter.encode(job("a", "b"))
     assert not adapter.capabilities.logits
@@ -93,14 +93,22 @@ def test_described() -> None:
         (tensor.name, tensor.shape, tensor.values) for tensor in request.inputs
     ]
     ids = config(["a INT32 -1", "b INT32 -1"], ["OUT FP32 3"])
-    by_ids = Classifier(ids, {}, Interface(inputs={"input_ids": "a", "attention_mask": "b"}, outputs={"logits": "OUT"}))
+    by_ids = Classifier(
+        ids, {}, TensorMapping(inputs={"input_ids": "a", "attention_mask": "b"}, outputs={"logits": "OUT"})
+    )
     (request,) = by_ids.encode(job([5, 6], [7], pad_id=9))
     assert [("a", [5, 6, 7, 9]), ("b", [1, 1, 1, 0])] == [(tensor.name, tensor.values) for tensor in request.inputs]
-    wrong: list[tuple[Interface | None, str]] = [
-        (Interface(inputs=inputs, outputs={"logits": "OUT"}), "requires the input 'LANG'"),
-        (Interface(inputs=inputs, outputs={"scores": "OUT"}), "'outputs.scores', which is unknown"),
-        (Interface(inputs=inputs, outputs={"logits": "OUT", "probabilities": "OUT"}), "'outputs.logits', which is unk"),
-        (Interface(inputs={"text": "T", "input_ids": "T"}, outputs={"logits": "OUT"}), "'inputs.text', which is unkn"),
+    wrong: list[tuple[TensorMapping | None, str]] = [
+        (TensorMapping(inputs=inputs, outputs={"logits": "OUT"}), "requires the input 'LANG'"),
+        (TensorMapping(inputs=inputs, outputs={"scores": "OUT"}), "'outputs.scores', which is unknown"),
+        (
+            TensorMapping(inputs=inputs, outputs={"logits": "OUT", "probabilities": "OUT"}),
+            "'outputs.logits', which is unk",
+        ),
+        (
+            TensorMapping(inputs={"text": "T", "input_ids": "T"}, outputs={"logits": "OUT"}),
+            "'inputs.text', which is unkn",
+        ),
         (None, "describe its tensors"),
     ]
     for given, message in wrong:

@@ -14,8 +14,8 @@ from tokenizers import models, pre_tokenizers, processors
 from tests.cases import every_case
 from tests.unit.adapters.test_encode import TEXT, specs
 from tests.unit.prompts.test_template_support import save
-from triton_openai.adapters._common.interface import id_batches
 from triton_openai.adapters._common.registry import Registry
+from triton_openai.adapters._common.tensor_mapping import id_batches
 from triton_openai.adapters.cross_encoder import CrossEncoder
 from triton_openai.errors import ConfigurationError, ContextLengthExceeded, UpstreamError
 from triton_openai.jobs import ScoreJob, TokenPair

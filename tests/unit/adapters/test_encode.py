@@ -12,8 +12,8 @@ import pytest
 from tests.cases import every_case
 from tests.unit.adapters.encoding import request_of
 from triton_openai.adapters._common import registry
-from triton_openai.adapters._common.base import Adapter, Hints, Rule
-from triton_openai.adapters._common.trtllm import adds_special_tokens
+from triton_openai.adapters._common.base import Adapter, ModelMetadata, Rule
+from triton_openai.adapters._common.trtllm_family import adds_special_tokens
 from triton_openai.adapters.embeddings import Embeddings
 from triton_openai.adapters.trtllm_bls import TrtllmBls
 from triton_openai.adapters.trtllm_ensemble import TrtllmEnsemble
@@ -196,11 +196,11 @@ def test_an_answer_is_asked_for_as_the_client_wants_it(change, expected):
     wanted = msgspec.structs.replace(generation(), **change)
     bls = msgspec.structs.replace(TEXT, platform="", backend="python", inputs=inputs)
     for adapter in (TrtllmEnsemble(msgspec.structs.replace(TEXT, inputs=inputs), {}), TrtllmBls(bls, {})):
-        assert expected == adapter.at_once(wanted)
+        assert expected == adapter.returns_whole(wanted)
         if wanted.sampling.logprobs is None:
             assert [not expected] == values(request_of(adapter, wanted))["stream"]
     plain = TrtllmEnsemble(msgspec.structs.replace(TEXT, inputs=inputs, decoupled=False), {})
-    assert plain.at_once(wanted)
+    assert plain.returns_whole(wanted)
 
 
 def test_an_echo_that_cannot_be_taken_out_is_not_asked_for():
@@ -209,10 +209,10 @@ def test_an_echo_that_cannot_be_taken_out_is_not_asked_for():
     known = msgspec.structs.replace(generation(), prompt_echo="Hi")
     old = msgspec.structs.replace(TEXT, platform="", backend="python", parameters={"accumulate_tokens": "true"})
 
-    assert not TrtllmEnsemble(TEXT, {"engine": engine}).at_once(generation())
-    assert TrtllmEnsemble(TEXT, {"engine": engine}).at_once(known)
-    assert not TrtllmEnsemble(TEXT, {"engine": ENGINE}).at_once(known), "0.5 fills answers up with special tokens"
-    assert not TrtllmBls(old, {"tensorrt_llm": engine}).at_once(known), "its streams have every character"
+    assert not TrtllmEnsemble(TEXT, {"engine": engine}).returns_whole(generation())
+    assert TrtllmEnsemble(TEXT, {"engine": engine}).returns_whole(known)
+    assert not TrtllmEnsemble(TEXT, {"engine": ENGINE}).returns_whole(known), "0.5 fills answers up with special tokens"
+    assert not TrtllmBls(old, {"tensorrt_llm": engine}).returns_whole(known), "its streams have every character"
 
 
 @every_case(
@@ -267,23 +267,26 @@ def test_an_engine_that_is_not_known_may_repeat_the_prompt():
 @every_case(
     "parameters, expected",
     [
-        ({"tokenizer_dir": "/models/t"}, Hints(tokenizer_dir="/models/t")),
+        ({"tokenizer_dir": "/models/t"}, ModelMetadata(tokenizer_dir="/models/t")),
         (
             {"tokenizer_dir": "/models/t", "add_special_tokens": "False"},
-            Hints(tokenizer_dir="/models/t", adds_bos=False),
+            ModelMetadata(tokenizer_dir="/models/t", adds_bos=False),
         ),
-        ({"tokenizer_dir": "${tokenizer_dir}", "add_special_tokens": "y"}, Hints(tokenizer_dir=None, adds_bos=True)),
-        ({}, Hints(tokenizer_dir=None)),
+        (
+            {"tokenizer_dir": "${tokenizer_dir}", "add_special_tokens": "y"},
+            ModelMetadata(tokenizer_dir=None, adds_bos=True),
+        ),
+        ({}, ModelMetadata(tokenizer_dir=None)),
     ],
 )
 def test_hints_come_from_the_tokenizing_step(parameters, expected):
     """Whatever the steps are called, the one that takes a query has the tokenizer; unfilled templates are nothing."""
     step = msgspec.structs.replace(TOKENIZE, parameters=parameters)
 
-    assert expected == TrtllmEnsemble(TEXT, {"tokenize": step}).hints
+    assert expected == TrtllmEnsemble(TEXT, {"tokenize": step}).metadata
     bls = TrtllmBls(msgspec.structs.replace(TEXT, platform="", backend="python"), {"preprocessing": step})
-    assert expected == bls.hints
-    assert Hints() == TrtllmEnsemble(TEXT, {}).hints
+    assert expected == bls.metadata
+    assert ModelMetadata() == TrtllmEnsemble(TEXT, {}).metadata
 
 
 @every_case(
@@ -538,7 +541,7 @@ def test_the_base_refuses_everything():
     with pytest.raises(InvalidRequest, match="does not make embeddings"):
         adapter.encode(EmbeddingJob(id="j", inputs=["a"]))
     assert None is adapter.cancel(generation())
-    assert (Hints(), ()) == (adapter.hints, adapter.parameters)
+    assert (ModelMetadata(), ()) == (adapter.metadata, adapter.parameters)
 
 
 def test_every_built_in_adapter_is_found_by_its_name():

@@ -17,7 +17,7 @@ from triton_openai.adapters.vllm import Vllm
 from triton_openai.config.tree import LoraSettings, ModelSettings
 from triton_openai.errors import ConfigurationError, PromptRefused, UpstreamError
 from triton_openai.generation import Lora
-from triton_openai.models.lora.files import find_loras
+from triton_openai.models.lora.lora_files import find_loras
 from triton_openai.triton.tensors import TensorSpec
 
 RELEASES = {"P19": "0.19", "P20": "0.20 or 0.21", "P100": "1.0 to 1.2", "P121V": "1.0 to 1.2", "P130": "1.3 or newer"}
@@ -52,7 +52,7 @@ def test_releases(release: str) -> None:
     without = type(found)(msgspec.structs.replace(found.config, inputs=inputs), {})
     assert "" == without.decoder(generation(MINIMAL, without)).flush()
     assert ("path" if newest else None) == found.capabilities.lora
-    assert newest is not found.at_once(generation(MINIMAL))
+    assert newest is not found.returns_whole(generation(MINIMAL))
     assert newest is (found.notes == ())
     assert newest is (found.cause_of_silence(generation(MINIMAL)) is not None)
     assert request.prefers_grpc
@@ -139,6 +139,6 @@ def test_adapters_that_the_model_reads(tmp_path: Path) -> None:
 )
 def test_what_model_yaml_says(text: str, expected: Mapping[str, object]) -> None:
     """Limits, LoRA adapters and images."""
-    hints = adapter("P130").hints_with(lambda model, file: text.encode() if file == "model.yaml" else None)
+    metadata = adapter("P130").metadata_with(lambda model, file: text.encode() if file == "model.yaml" else None)
 
-    assert expected == {name: getattr(hints, name) for name in expected}
+    assert expected == {name: getattr(metadata, name) for name in expected}

@@ -272,4 +272,4 @@ def test_the_longest_prompt_of_an_engine(
         found = repository.setdefault(name, profiles()[f"inflight_batcher_llm/{name}@{profile}"])
         claim = Registry().claim(found)
         assert claim is not None
-        assert limit == claim.adapter(found, repository).hints_with(lambda model, file: None).max_prompt_len, name
+        assert limit == claim.adapter(found, repository).metadata_with(lambda model, file: None).max_prompt_len, name

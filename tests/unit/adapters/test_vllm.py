@@ -44,9 +44,9 @@ INPUTS = {
 def test_what_model_json_says(written: Mapping[str, object], expected: Mapping[str, object]) -> None:
     """The tokenizer at its revision, limits, LoRA adapters, and what the model is for."""
     adapter = Vllm(ModelConfig(name="m"), {})
-    hints = adapter.hints_with(lambda model, file: json.dumps(written).encode() if file == "model.json" else None)
+    metadata = adapter.metadata_with(lambda model, file: json.dumps(written).encode() if file == "model.json" else None)
 
-    assert expected == {name: getattr(hints, name) for name in expected}
+    assert expected == {name: getattr(metadata, name) for name in expected}
 
 
 def test_the_release_without_guides() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cases import every_case
-from triton_openai.adapters._common.base import Adapter, Capabilities, Hints
+from triton_openai.adapters._common.base import Adapter, Capabilities, ModelMetadata
 from triton_openai.adapters._common.decoding import TextDecoder
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.prepare import GenerationSpec, Prompt, nth_seed, prepare
@@ -21,7 +21,7 @@ from triton_openai.models.loading import LazyPrompter
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import Background
-from triton_openai.telemetry.observation import Upstream
+from triton_openai.telemetry.request_record import Upstream
 from triton_openai.triton.tensors import ModelConfig
 
 TOKENIZER = Tokenizer.load(str(Path(__file__).parents[3] / "triton_openai" / "demo" / "tokenizer"))
@@ -36,7 +36,7 @@ class Texts(Adapter):
     def __init__(self, *, adds_bos: bool = False, **able: Any) -> None:
         super().__init__(ModelConfig(name="m"), {})
         self.capabilities = Capabilities(**able)
-        self.hints = Hints(adds_bos=adds_bos)
+        self.metadata = ModelMetadata(adds_bos=adds_bos)
 
     def decoder(self, generation: Generation) -> TextDecoder:
         return TextDecoder()

@@ -25,13 +25,13 @@ from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.run import Run, Sender
 from triton_openai.config.tree import FailoverSettings, TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout, UpstreamUnavailable
-from triton_openai.generation import Delta, FinishReason, Generation, Logits, Progress, Sampling, Usage, total_usage
+from triton_openai.generation import AnswerState, Delta, FinishReason, Generation, Logits, Sampling, Usage, total_usage
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import Background
-from triton_openai.telemetry.observation import Upstream
+from triton_openai.telemetry.request_record import Upstream
 from triton_openai.triton.client import Receiver
 from triton_openai.triton.fleet import Fleet, Route
-from triton_openai.triton.status import cut_off
+from triton_openai.triton.status import cut_off_error
 from triton_openai.triton.tensors import InferRequest, JsonResponse, ModelConfig
 
 TOKENIZER = Tokenizer.load(str(Path(__file__).parents[3] / "triton_openai" / "demo" / "tokenizer"))
@@ -73,8 +73,8 @@ class Backend(Adapter):
 
     name = "test"
 
-    def __init__(self, decoder: Decoder, *, at_once: bool = False, cause: str | None = None, **able: Any) -> None:
-        super().__init__(ModelConfig(name="m", decoupled=not at_once), {})
+    def __init__(self, decoder: Decoder, *, returns_whole: bool = False, cause: str | None = None, **able: Any) -> None:
+        super().__init__(ModelConfig(name="m", decoupled=not returns_whole), {})
         self.capabilities = Capabilities(streaming=True, **able)
         self.refusal: Exception | None = None
         self._decoder, self._cause = decoder, cause
@@ -223,7 +223,7 @@ async def test_a_request_that_reached_no_model() -> None:
 async def test_a_connection_that_is_lost_before_the_first_answer() -> None:
     """The engine may work on, so it is told to stop."""
     answer = Answer()
-    answer.engine.receiver.end(cut_off("reset"))
+    answer.engine.receiver.end(cut_off_error("reset"))
     answer.run.close()
     await answer.background.close()
 
@@ -260,7 +260,7 @@ async def test_a_run_that_begins_again() -> None:
     first, second = sorted(engines, key=lambda engine: engine.receiver is None)
     assert running(fleet) == [0, 1]
     answer.run.pause()
-    first.receiver.end(cut_off("reset"))
+    first.receiver.end(cut_off_error("reset"))
     assert (False, True, [0, 1]) == (answer.run.over, second.paused, running(fleet))
     answer.run.resume()
     assert not second.paused
@@ -505,7 +505,7 @@ async def test_left_while_logits_are_read() -> None:
     assert not answer.deltas
 
 
-async def answered(*texts: str, limit: int, tokenizer: Tokenizer | None = TOKENIZER, **decoding: Any) -> Progress:
+async def answered(*texts: str, limit: int, tokenizer: Tokenizer | None = TOKENIZER, **decoding: Any) -> AnswerState:
     """Return how an answer of *texts* ended, one response each, whose backend tells neither counts nor reasons."""
     answer = Answer(decoder=TextDecoder(**decoding), tokenizer=tokenizer, sampling=Sampling(max_tokens=limit))
     for text in texts:
@@ -632,7 +632,7 @@ async def test_what_the_backend_counts(
 @every_case("reason, ids, expected", [(STOP, (8, 7), 7), (STOP, (7, 8), None), (LENGTH, (7,), None), (STOP, (), None)])
 def test_the_stop_token(reason: FinishReason, ids: tuple[int, ...], expected: int | None) -> None:
     """The stop token is the last one, of those that were asked for; what later steps leave out stays known."""
-    progress = Progress(Generation(id="1", prompt="Hello", sampling=Sampling(max_tokens=9, stop_token_ids=(7,))))
+    progress = AnswerState(Generation(id="1", prompt="Hello", sampling=Sampling(max_tokens=9, stop_token_ids=(7,))))
     progress.now = 2.5
     progress.add(Delta(text="one", tokens=2, prompt_tokens=5, cumulative_logprob=-1.5))
     assert Usage(prompt_tokens=5, completion_tokens=2) == progress.usage_so_far
@@ -650,7 +650,7 @@ def test_the_stop_token(reason: FinishReason, ids: tuple[int, ...], expected: in
 )
 def test_estimates(generation: dict[str, Any], prompt: int) -> None:
     """What is known counts, and texts for the rest."""
-    progress = Progress(Generation(id="1", prompt="Hello", sampling=Sampling(max_tokens=9), **generation))
+    progress = AnswerState(Generation(id="1", prompt="Hello", sampling=Sampling(max_tokens=9), **generation))
     assert progress.usage_so_far is None
     progress.add(Delta(text="one two three", tokens=3))
     assert Usage(prompt_tokens=prompt, completion_tokens=3) == progress.usage_estimate
@@ -684,12 +684,12 @@ async def test_times(monkeypatch: pytest.MonkeyPatch) -> None:
     await answer.background.close()
 
 
-@every_case("at_once, total, over", [(True, 60, False), (False, 60, True), (True, None, True)])
+@every_case("returns_whole, total, over", [(True, 60, False), (False, 60, True), (True, None, True)])
 async def test_silence_before_an_answer_that_comes_as_a_whole(
-    at_once: bool, total: float | None, over: bool, clock: Clock
+    returns_whole: bool, total: float | None, over: bool, clock: Clock
 ) -> None:
     """Silence before an answer that comes as a whole is no fault if the whole answer has a limit."""
-    answer = Answer(at_once=at_once, limits=TimeLimits(first_token=10, idle=5, total=total))
+    answer = Answer(returns_whole=returns_whole, limits=TimeLimits(first_token=10, idle=5, total=total))
     clock.advance(11)
     answer.run.check(clock())
 

@@ -41,10 +41,10 @@ def test_any_cutting_gives_what_the_reference_gives(pieces, stops):
 @given(text=LETTERS, stops=STOPS)
 def test_one_character_at_a_time_is_the_same_as_all_at_once(text, stops):
     """The extremes of cutting agree."""
-    at_once, matched = passed([text], stops)
+    returns_whole, matched = passed([text], stops)
     singly, matched_singly = passed(list(text), stops)
 
-    assert ("".join(at_once), matched) == ("".join(singly), matched_singly)
+    assert ("".join(returns_whole), matched) == ("".join(singly), matched_singly)
 
 
 @given(pieces=st.lists(LETTERS, max_size=8), stops=STOPS)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.cases import every_case
 from tests.described import check
 from triton_openai.api.bodies import read_within
-from triton_openai.api.messages.events import MessageEvents, envelope, stop_of
-from triton_openai.api.messages.reader import Reading, read
+from triton_openai.api.messages.message_events import MessageEvents, envelope, stop_of
+from triton_openai.api.messages.message_reader import Reading, read
 from triton_openai.api.messages.types import Block, CountTokensRequest, MessagesRequest
 from triton_openai.app import create_app
 from triton_openai.config.tree import AccessSettings, LimitSettings, ServerSettings, Settings
@@ -293,14 +293,14 @@ def test_blame() -> None:
         ("tools", "tools"),
     ):
         error = InvalidValue(f"'{param}' is wrong.", param)
-        found.blame(error)
+        found.relabel_param(error)
         assert expected == error.param
     error = InvalidValue("'stop' takes at most 4 strings.", "stop")
-    found.blame(error)
+    found.relabel_param(error)
     assert "'stop_sequences' takes at most 4 strings." == error.message
 
 
-class Progress:
+class AnswerState:
     """What a run tells of itself."""
 
     def __init__(self, reason: FinishReason | None = FinishReason.STOP, stop: str | int | None = None) -> None:
@@ -328,7 +328,7 @@ class Parser:
 def blocks_of(events: Sequence[Event], *, omits_thinking: bool) -> list[Block]:
     """Return the blocks of a whole message."""
     parser: Any = Parser([events])
-    run: Any = Progress()
+    run: Any = AnswerState()
     made: Any = MessageEvents(
         "m", "m", run, parser, limited=False, omits_thinking=omits_thinking, request_id="r", whole=True
     )
@@ -339,7 +339,7 @@ def blocks_of(events: Sequence[Event], *, omits_thinking: bool) -> list[Block]:
 def stream(pieces: Sequence[Sequence[Event]], *, omits: bool = False, pings: bool = False) -> list[dict[str, Any]]:
     """Return the events of a stream; the last piece comes at its end."""
     parser: Any = Parser(pieces)
-    run: Any = Progress()
+    run: Any = AnswerState()
     events = MessageEvents("msg_1", "m", run, parser, limited=False, omits_thinking=omits, request_id="r")
     data = events.keep_alive() if pings else b""
     data += events.opening() + b"".join(events.piece(0, Delta("x")) for _ in pieces[:-1])
@@ -475,15 +475,15 @@ def test_stop_reasons() -> None:
     plain: Any = AnswerParser(None, None)
     call, cut = Parser([[ToolCallStart(0, "i", "f")]]), Parser([[ToolCallStart(0, "i", "f")]], cut=True)
     for progress, parser, limited, expected in (
-        (Progress(), plain, False, ("end_turn", None)),
-        (Progress(), call, False, ("tool_use", None)),
-        (Progress(), cut, False, ("end_turn", None)),
-        (Progress(FinishReason.LENGTH), call, False, ("max_tokens", None)),
-        (Progress(FinishReason.LENGTH), plain, True, ("model_context_window_exceeded", None)),
-        (Progress(stop="END"), plain, False, ("stop_sequence", "END")),
-        (Progress(stop=7), plain, False, ("end_turn", None)),
-        (Progress(None), plain, False, (None, None)),
-        (Progress(None), call, False, ("tool_use", None)),
+        (AnswerState(), plain, False, ("end_turn", None)),
+        (AnswerState(), call, False, ("tool_use", None)),
+        (AnswerState(), cut, False, ("end_turn", None)),
+        (AnswerState(FinishReason.LENGTH), call, False, ("max_tokens", None)),
+        (AnswerState(FinishReason.LENGTH), plain, True, ("model_context_window_exceeded", None)),
+        (AnswerState(stop="END"), plain, False, ("stop_sequence", "END")),
+        (AnswerState(stop=7), plain, False, ("end_turn", None)),
+        (AnswerState(None), plain, False, (None, None)),
+        (AnswerState(None), call, False, ("tool_use", None)),
     ):
         found: Any = stop_of(progress, parser, limited=limited)  # type: ignore[arg-type]
         assert expected == found
@@ -513,7 +513,7 @@ def test_errors() -> None:
     ):
         found = json.loads(envelope(error, "r"))
         assert {"type": "error", "error": {"type": kind, "message": message}, "request_id": "r"} == found
-    run: Any = Progress()
+    run: Any = AnswerState()
     events = MessageEvents("m", "m", run, AnswerParser(None, None), limited=False, omits_thinking=False, request_id="r")
     assert events.failed(ServiceError("Bad.")).startswith(
         b'event: error\ndata: {"type":"error","error":{"type":"api_error"'

@@ -16,7 +16,7 @@ from tests.described import check, document
 from triton_openai import __version__
 from triton_openai.api.parameters import neutral_values
 from triton_openai.api.routes import OPERATIONS, describe, prose
-from triton_openai.app import create_app, take_over
+from triton_openai.app import apply_settings, create_app
 from triton_openai.config.tree import AccessSettings, ApiSettings, RestrictedApi, ServerSettings, Settings
 
 Json = dict[str, Any]
@@ -143,7 +143,7 @@ async def test_the_description_is_made_again_when_settings_have_changed() -> Non
     async with TestClient(TestServer(app)) as client:
         before = await (await client.get("/openapi.json")).json()
         settings = Settings(access=AccessSettings(api_key=("a-key",)), api=ApiSettings(strict_parameters=True))
-        await take_over(app, settings, False)
+        await apply_settings(app, settings, False)
         after = await (await client.get("/openapi.json", headers={"api-key": "a-key"})).json()
 
     assert "securitySchemes" not in before["components"]
@@ -205,7 +205,7 @@ async def test_the_description_follows_the_settings() -> None:
     app = create_app(Settings())
     async with TestClient(TestServer(app)) as client:
         before = await (await client.get("/openapi.json")).json()
-        await take_over(app, Settings(api=ApiSettings(strict_parameters=True)), False)
+        await apply_settings(app, Settings(api=ApiSettings(strict_parameters=True)), False)
         after = await (await client.get("/openapi.json")).json()
 
     for found, closed in ((before, None), (after, False)):

@@ -24,7 +24,7 @@ from triton_openai.jobs import (
 )
 from triton_openai.models.served import ServedModel
 from triton_openai.serving.admission import Admission
-from triton_openai.telemetry.observation import Observation
+from triton_openai.telemetry.request_record import RequestRecord
 from triton_openai.triton.fleet import Fleet
 from triton_openai.triton.tensors import ModelConfig
 
@@ -83,9 +83,9 @@ def context_of(text_level: type[Adapter] | None) -> RequestContext[Any]:
     fleet = Fleet(TritonSettings(), connect=lambda _: client)
     service: Any = SimpleNamespace(admission=admission, fleet=fleet, background=None, settings=settings)
     body: Any = SimpleNamespace(model="m", truncate_prompt_tokens=None, use_activation=None)
-    observation = Observation(request_id="r", method="POST", path="/")
+    record = RequestRecord(request_id="r", method="POST", path="/")
     limits = TimeLimits(first_token=1, idle=1, total=None)
-    return RequestContext(SimpleNamespace(), service, body, model, observation, limits)  # type: ignore[arg-type]
+    return RequestContext(SimpleNamespace(), service, body, model, record, limits)  # type: ignore[arg-type]
 
 
 async def test_the_model_itself_takes_what_its_engine_does_not() -> None:

@@ -37,7 +37,7 @@ from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, Generation, Sampling
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.serving.server import HttpServer
-from triton_openai.telemetry.observation import OBSERVATION, Observation
+from triton_openai.telemetry.request_record import RECORD, RequestRecord
 
 HEAD = b"POST / HTTP/1.%d\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
 
@@ -161,7 +161,7 @@ class Served:
         self, count: int, *, heartbeat: float = 60, timeout: float | None = None, tls: ssl.SSLContext | None = None
     ) -> None:
         self.runs = [ScriptedRun() for _ in range(count)]
-        self.observation = Observation(request_id="r", method="POST", path="/")
+        self.record = RequestRecord(request_id="r", method="POST", path="/")
         self.draining = Draining()
         self.port = 0
         self._heartbeat, self._timeout, self._tls = heartbeat, timeout, tls
@@ -182,12 +182,12 @@ class Served:
                 await server.close()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        request[OBSERVATION] = self.observation
+        request[RECORD] = self.record
         task = self.draining.enter()
         runs: Any = self.runs
         context: Any = SimpleNamespace(
             request=request,
-            observation=self.observation,
+            record=self.record,
             model=SimpleNamespace(name="m"),
             limits=SimpleNamespace(total=self._timeout),
             service=SimpleNamespace(settings=Settings(server=ServerSettings(heartbeat_interval=self._heartbeat))),
@@ -293,7 +293,7 @@ async def test_each_token_leaves_at_once() -> None:
         assert b"data: 0)\n\ndata: [DONE]\n\n" == await anext(chunks)
         assert [] == [chunk async for chunk in chunks]
         await run.until(lambda: run.closed)
-    assert not served.observation.client_left
+    assert not served.record.client_left
 
 
 @every_case("begun", [True, False])
@@ -312,7 +312,7 @@ async def test_a_failure_is_told_by_status_or_event(begun: bool) -> None:
 
     assert body.startswith(b'data: 0(\n\ndata: 1(\n\ndata: 1a\n\nevent: error\ndata: {"error":{"message":"no",')
     assert body.endswith(b"}\n\n")
-    assert isinstance(served.observation.error, UpstreamError)
+    assert isinstance(served.record.error, UpstreamError)
     assert all(run.closed for run in served.runs)
 
 

@@ -11,9 +11,9 @@ from unittest.mock import Mock
 import pytest
 from structlog.testing import capture_logs
 
-from triton_openai.access.guard import GUARD, Guard
+from triton_openai.access.authorizer import AUTHORIZER, Authorizer
 from triton_openai.access.keys import sha256
-from triton_openai.app import create_app, take_over
+from triton_openai.app import apply_settings, create_app
 from triton_openai.config import reload
 from triton_openai.config.files import FileWatch
 from triton_openai.config.reload import Reloader, Source
@@ -31,12 +31,12 @@ class Service:
         self.refusal: str | None = None
         self.mistake: Exception | None = None
 
-    async def take_over(self, settings: Settings, renew: bool) -> None:
+    async def apply_settings(self, settings: Settings, reload: bool) -> None:
         if self.mistake is not None:
             raise self.mistake
         if self.refusal is not None:
             raise ConfigurationError(self.refusal)
-        self.taken.append((settings, renew))
+        self.taken.append((settings, reload))
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ class CountingWatch(FileWatch):
 async def reloading(file: Path, service: Service):
     source = Source(lambda: load_settings({"config": str(file)}, {}), file)
     source.watch = CountingWatch([file], problem="refused")
-    reloader = Reloader(source.load(), source, service.take_over)
+    reloader = Reloader(source.load(), source, service.apply_settings)
     task = asyncio.create_task(reloader.run())
     try:
         with capture_logs() as logs:
@@ -99,10 +99,10 @@ async def test_nothing_to_watch_takes_no_thread(monkeypatch: pytest.MonkeyPatch)
     """A service without files looks at none."""
     monkeypatch.setattr("asyncio.to_thread", Mock(side_effect=AssertionError))
     monkeypatch.setattr(reload, "LOOK_SECONDS", 0)
-    reloader = Reloader(Settings(), Source(Settings), Service().take_over)
-    guard = Guard(AccessSettings())
-    monkeypatch.setattr("triton_openai.access.guard.LOOK_SECONDS", 0)
-    for watch in (reloader.run(), guard.watch()):
+    reloader = Reloader(Settings(), Source(Settings), Service().apply_settings)
+    authorizer = Authorizer(AccessSettings())
+    monkeypatch.setattr("triton_openai.access.authorizer.LOOK_SECONDS", 0)
+    for watch in (reloader.run(), authorizer.watch()):
         task = asyncio.create_task(watch)
         for _ in range(20):
             await asyncio.sleep(0)
@@ -117,8 +117,8 @@ async def test_a_changed_file_is_read(file: Path) -> None:
         write(file, "api: {default_max_tokens: 2}")
         await until(lambda: logs)
 
-    ((settings, renew),) = service.taken
-    assert (2, False) == (settings.api.default_max_tokens, renew)
+    ((settings, reload),) = service.taken
+    assert (2, False) == (settings.api.default_max_tokens, reload)
     assert settings == reloader.settings
     assert ["api.default_max_tokens"] == logs[-1]["changed"]
 
@@ -319,12 +319,12 @@ async def test_refused_settings_wait_for_the_next_change(file: Path) -> None:
     service.refusal = "There is no such template."
     attempts = 0
 
-    async def take_over(settings: Settings, renew: bool) -> None:
+    async def apply_settings(settings: Settings, reload: bool) -> None:
         nonlocal attempts
         attempts += 1
-        await Service.take_over(service, settings, renew)
+        await Service.apply_settings(service, settings, reload)
 
-    service.take_over = take_over  # type: ignore[method-assign]
+    service.apply_settings = apply_settings  # type: ignore[method-assign]
     async with reloading(file, service) as (_, logs, watch):
         write(file, "api: {default_max_tokens: 9}")
         await until(lambda: logs)
@@ -348,12 +348,12 @@ async def test_refused_settings_leave_the_keys_and_restrictions(
     async def refuse(*_: object, **__: object) -> None:
         raise ConfigurationError("A template is wrong.")
 
-    monkeypatch.setattr(Models, "take_over", refuse)
+    monkeypatch.setattr(Models, "apply_settings", refuse)
     files[0].unlink()
     with pytest.raises(ConfigurationError, match="A template is wrong"):
-        await take_over(app, new, False)
+        await apply_settings(app, new, False)
 
-    guard = app[GUARD]
-    assert guard.keys.ring is not None
-    assert [True, False] == [sha256(one.name) in guard.keys.ring for one in files]
-    assert not guard.restrictions.groups
+    authorizer = app[AUTHORIZER]
+    assert authorizer.keys.ring is not None
+    assert [True, False] == [sha256(one.name) in authorizer.keys.ring for one in files]
+    assert not authorizer.restrictions.groups

@@ -28,13 +28,13 @@ from triton_openai.errors import ConfigurationError
 
 
 @pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def returns_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Changed files are noticed at once."""
     monkeypatch.setattr(watched_files, "LOOK_SECONDS", 0.0)
 
 
 @pytest.fixture
-def authority(tmp_path: Path, at_once: None) -> Authority:
+def authority(tmp_path: Path, returns_whole: None) -> Authority:
     """An authority; changed files are noticed at once."""
     return Authority(tmp_path)
 
@@ -190,7 +190,7 @@ async def test_a_bad_file_changes_nothing(authority: Authority, capsys: pytest.C
 
 
 def test_a_file_that_could_not_be_read_is_tried_again(
-    tmp_path: Path, at_once: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, returns_whole: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing of it changes when descriptors are free again, or its rights have been mended; it is told once."""
     file = tmp_path / "token"
@@ -210,7 +210,7 @@ def test_a_file_that_could_not_be_read_is_tried_again(
     assert 2 == capsys.readouterr().out.count("changed files not used")
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path, at_once: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_is_not_waited_for(tmp_path: Path, returns_whole: None, capsys: pytest.CaptureFixture[str]) -> None:
     """The event loop would stand still until somebody writes into it."""
     file = tmp_path / "token"
     file.write_text("old")

@@ -21,7 +21,7 @@ from triton_openai.errors import UpstreamError, UpstreamTimeout
 from triton_openai.models import canary as canary_module
 from triton_openai.models.canary import CANARY, FAILURES, Canary
 from triton_openai.telemetry.metrics import Metrics
-from triton_openai.telemetry.observation import Observation
+from triton_openai.telemetry.request_record import RequestRecord
 
 DEAD = "Error generating stream: EngineCore encountered an issue. See stack trace (above) for the root cause."
 EMBEDS = config_of("embedder", inputs=("text BYTES 1",), outputs=("embedding FP32 4",), backend="python")
@@ -115,7 +115,7 @@ async def test_a_model_that_answers_only_small_requests(capsys: pytest.CaptureFi
     canary = Canary(models, answers, Metrics(Worker()))
 
     def end(error: UpstreamError | None) -> None:
-        canary.ended(Observation(request_id="r", method="POST", path="/", operation="chat", model="m", error=error))
+        canary.ended(RequestRecord(request_id="r", method="POST", path="/", operation="chat", model="m", error=error))
 
     silence = UpstreamTimeout("The model sent no answer for 9 seconds.", code="upstream_silent")
     for error in (silence, silence, None, silence, silence):
@@ -159,16 +159,16 @@ async def test_clients_that_waited_in_vain() -> None:
     """A client that leaves without a token counts if it has waited for long."""
     async with in_front_of(config_of("m")) as (_, _, canary):
 
-        def left(*, after: float, first: float | None = None) -> Observation:
-            observation = Observation(request_id="1", method="POST", path="/")
-            observation.identify("chat", model="m", adapter="a")
-            observation.answers = [Mock(first=first)]
-            observation.client_left = True
-            observation.ended = observation.began + after
-            return observation
+        def left(*, after: float, first: float | None = None) -> RequestRecord:
+            record = RequestRecord(request_id="1", method="POST", path="/")
+            record.identify("chat", model="m", adapter="a")
+            record.answers = [Mock(first=first)]
+            record.client_left = True
+            record.ended = record.began + after
+            return record
 
-        for observation in (left(after=29), left(after=29), left(after=29), left(after=31), left(after=31)):
-            canary.ended(observation)
+        for record in (left(after=29), left(after=29), left(after=29), left(after=31), left(after=31)):
+            canary.ended(record)
         assert not canary.asking
         canary.ended(left(after=31, first=time.monotonic()))
         canary.ended(left(after=31))
@@ -194,7 +194,7 @@ async def test_a_model_that_goes() -> None:
         await ask(proxy, times=3)
         await until(lambda: "m" in canary.not_answering)
         del triton.models["m"]
-        await proxy.models.fleet.renew()
+        await proxy.models.fleet.reload()
         await until(lambda: not canary.not_answering)
         assert {"status": "ready"} == (await proxy.get("/health/ready")).json
 

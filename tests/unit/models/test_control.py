@@ -71,12 +71,12 @@ def control(
 ) -> ModelControl:
     """Return what controls the models of *triton*, of which *configs* are loaded and served."""
 
-    async def renew() -> None:
+    async def reload() -> None:
         """Do nothing: the snapshot stays."""
 
     snapshot = SimpleNamespace(configs=configs, waiting={}, error=None)
     models: Any = SimpleNamespace(
-        fleet=SimpleNamespace(renew=renew, snapshot=snapshot),
+        fleet=SimpleNamespace(reload=reload, snapshot=snapshot),
         served={name: SimpleNamespace(lora=None) for name in configs},
         unserved=[],
         triton_model=lambda name: name,

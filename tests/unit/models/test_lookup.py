@@ -41,17 +41,19 @@ async def test_settings_that_take_a_model_away_change_nothing() -> None:
             await proxy.ready()
             wrong = replace(settings, models={"m": ModelSettings(adapter="embeddings")})
             with pytest.raises(ConfigurationError, match=r"m: .*'embeddings' needs"):
-                await proxy.models.take_over(wrong, renew=False)
+                await proxy.models.apply_settings(wrong, reload=False)
             triton.models["n"] = {**triton.models["m"], "name": "n"}
-            await proxy.models.fleet.renew()
+            await proxy.models.fleet.reload()
             assert {"m", "n"} == proxy.models.served.keys()
             assert "vllm" == proxy.models.served["m"].adapter.name
 
-            await proxy.models.take_over(replace(settings, models={"m": ModelSettings(aliases=("a",))}), renew=False)
+            await proxy.models.apply_settings(
+                replace(settings, models={"m": ModelSettings(aliases=("a",))}), reload=False
+            )
             assert "m" == (await proxy.models.find("a")).triton_model
 
             patterns = {"m": ModelSettings(aliases=("gpt-*",)), "n": ModelSettings(aliases=("gpt-5*",))}
-            await proxy.models.take_over(replace(settings, models=patterns), renew=False)
+            await proxy.models.apply_settings(replace(settings, models=patterns), reload=False)
             for name, owner in (("gpt-4", "m"), ("gpt-5.5", "n"), ("m", "m")):
                 found = await proxy.models.find(name)
                 assert (owner, owner) == (found.triton_model, found.name)
@@ -94,7 +96,7 @@ async def test_a_model_that_is_gone() -> None:
             if new == "n":
                 proxy.models.fleet.snapshot = Snapshot(error=UpstreamUnavailable("It is away."))
             else:
-                await proxy.models.fleet.renew()
+                await proxy.models.fleet.reload()
             with pytest.raises(ModelNotFound):
                 await proxy.models.find(old)
             assert new == (await proxy.models.find(new)).triton_model

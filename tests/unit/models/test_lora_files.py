@@ -20,7 +20,7 @@ from tests.lora_files import write_lora
 from triton_openai.config.tree import LoraSettings, ModelSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.generation import LoraFormat
-from triton_openai.models.lora.files import (
+from triton_openai.models.lora.lora_files import (
     CONFIG,
     WEIGHTS,
     check,

@@ -14,11 +14,11 @@ from triton_openai.api.chat import ToolCall, make_parser, message_of
 from triton_openai.api.tools import NamedFunction, NamedTool, ToolChoice, plan_tools
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from triton_openai.parsers.parser_registry import TOOL_PARSERS, Parsers
 from triton_openai.parsers.reasoning import Hunyuan, Think
-from triton_openai.parsers.registry import TOOL_PARSERS, Parsers
-from triton_openai.parsers.tools.base import ToolParser
 from triton_openai.parsers.tools.json_calls import Hermes, Llama3Json, Mistral
 from triton_openai.parsers.tools.pythonic import Pythonic
+from triton_openai.parsers.tools.tool_parser import ToolParser
 
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
 NAMED = NamedTool(function=NamedFunction(name="now"))

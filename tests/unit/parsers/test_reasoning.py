@@ -14,7 +14,7 @@ from tests.cases import every_case
 from tests.unit.parsers.tool_parser_cases import CASES, LOOKS, TOOLS
 from triton_openai.parsers.events import Content, Event, Reasoning
 from triton_openai.parsers.grammar import Grammar
-from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 
 
 class Case(msgspec.Struct, frozen=True):

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from tests.cases import every_case
 from triton_openai.errors import ConfigurationError
 from triton_openai.parsers.events import Event
+from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, Registry, detect
 from triton_openai.parsers.reader import Ended, Malformed, Markers, Reader
-from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, Registry, detect
 from triton_openai.parsers.tools import json_text
-from triton_openai.parsers.tools.base import ToolParser, Tools
 from triton_openai.parsers.tools.json_calls import Hermes
 from triton_openai.parsers.tools.literals import to_json
 from triton_openai.parsers.tools.schema import Parameters
+from triton_openai.parsers.tools.tool_parser import ToolParser, Tools
 from triton_openai.prompts import prompter
 
 
@@ -54,7 +54,7 @@ def test_an_unknown_name() -> None:
 
 def _points(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
     points = [EntryPoint(name, value, "triton_openai.tool_parsers") for name, value in values.items()]
-    monkeypatch.setattr("triton_openai.parsers.registry.entry_points", lambda group: points)
+    monkeypatch.setattr("triton_openai.parsers.parser_registry.entry_points", lambda group: points)
 
 
 def test_a_third_party(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,11 @@ def test_a_third_party(monkeypatch: pytest.MonkeyPatch) -> None:
     "name,value,message",
     [
         ("mine", "no_such_module:Parser", "cannot be loaded"),
-        ("mine", "json:loads", "is not a class that is derived from triton_openai.parsers.tools.base.ToolParser"),
+        (
+            "mine",
+            "json:loads",
+            "is not a class that is derived from triton_openai.parsers.tools.tool_parser.ToolParser",
+        ),
         ("hermes2", "json:JSONDecoder", "is not a class that is derived from"),
         ("mine", "tests.unit.parsers.test_tools_in_parts:Unfinished", "cannot be made: TypeError: .*abstract.* '?feed"),
         ("mine", "tests.unit.parsers.test_tools_in_parts:Stubborn", "cannot be made: TypeError: .*new_id"),
@@ -101,7 +105,7 @@ class Stubborn(Unfinished):
 def test_a_broken_reasoning_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken reasoning parser is told by the same registry, with the base of its own kind."""
     points = [EntryPoint("mine", "tests.unit.parsers.test_tools_in_parts:Stubborn", "triton_openai.reasoning_parsers")]
-    monkeypatch.setattr("triton_openai.parsers.registry.entry_points", lambda group: points)
+    monkeypatch.setattr("triton_openai.parsers.parser_registry.entry_points", lambda group: points)
 
     with pytest.raises(ConfigurationError, match=r"reasoning.ReasoningParser"):
         REASONING_PARSERS.load("mine")

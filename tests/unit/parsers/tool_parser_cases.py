@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from triton_openai.parsers.registry import TOOL_PARSERS
+from triton_openai.parsers.parser_registry import TOOL_PARSERS
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {

@@ -366,10 +366,10 @@ async def test_only_what_changes_is_found_anew(template: Path) -> None:
     after = both(str(template), b=ModelSettings(chat_template="plain"))
     prompters = Prompters()
     old = {name: prompters.of(name, before.model(name), None) for name in "ab"}
-    renewed = await prompters.renewed(after, renew=False)
+    reloaded = await prompters.reloaded(after, reload=False)
 
-    assert "first" == await rendered(renewed, after)
-    assert renewed.of("b", after.model("b"), None) is old["b"]
+    assert "first" == await rendered(reloaded, after)
+    assert reloaded.of("b", after.model("b"), None) is old["b"]
     # Who asked before is served by what was right then.
     assert old["a"] is prompters.of("a", before.model("a"), None)
 
@@ -380,8 +380,8 @@ async def test_renewing_reads_the_same_file_again(template: Path) -> None:
     assert "first" == await rendered(prompters, given)
     write(template, "second")
 
-    assert "first" == await rendered(await prompters.renewed(given, renew=False), given)
-    assert "second" == await rendered(await prompters.renewed(given, renew=True), given)
+    assert "first" == await rendered(await prompters.reloaded(given, reload=False), given)
+    assert "second" == await rendered(await prompters.reloaded(given, reload=True), given)
 
 
 async def test_what_cannot_be_renewed_stays(template: Path) -> None:
@@ -390,7 +390,7 @@ async def test_what_cannot_be_renewed_stays(template: Path) -> None:
     assert "first" == await rendered(prompters, given)
     write(template, "{% broken")
 
-    assert "first" == await rendered(await prompters.renewed(given, renew=True), given)
+    assert "first" == await rendered(await prompters.reloaded(given, reload=True), given)
 
 
 async def test_what_was_changed_has_to_work(template: Path) -> None:
@@ -399,7 +399,7 @@ async def test_what_was_changed_has_to_work(template: Path) -> None:
     assert "first" == await rendered(prompters, given)
 
     with pytest.raises(ConfigurationError, match=r"a: '/nowhere\.jinja' given by --chat-template"):
-        await prompters.renewed(both("/nowhere.jinja"), renew=False)
+        await prompters.reloaded(both("/nowhere.jinja"), reload=False)
 
 
 KEYS = st.sampled_from(

@@ -13,8 +13,8 @@ from triton_openai.config.tree import ServerSettings
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ServiceOverloaded
 from triton_openai.serving.admission import Admission
-from triton_openai.telemetry.observation import Observation, Observer
 from triton_openai.telemetry.process import LoopLag
+from triton_openai.telemetry.request_record import Observer, RequestRecord
 
 
 class Seen(Observer):
@@ -24,11 +24,11 @@ class Seen(Observer):
         self.waiting = 0
         self.most = 0
 
-    def queued(self, observation: Observation) -> None:
+    def queued(self, observation: RequestRecord) -> None:
         self.waiting += 1
         self.most = max(self.most, self.waiting)
 
-    def admitted(self, observation: Observation) -> None:
+    def admitted(self, observation: RequestRecord) -> None:
         self.waiting -= 1
 
 
@@ -37,9 +37,9 @@ def gate(*, lag: float = 0.0, observer: Observer | None = None, **limits: int | 
     return Admission(ServerSettings(**limits), lambda: lag, observer=observer)  # type: ignore[arg-type]
 
 
-def observation() -> Observation:
+def observation() -> RequestRecord:
     """Return the record of some request."""
-    return Observation(request_id="r", method="POST", path="/")
+    return RequestRecord(request_id="r", method="POST", path="/")
 
 
 class Visitor:
@@ -194,7 +194,7 @@ async def test_who_gives_up_is_not_turned_away() -> None:
     first, second = Visitor(admission), Visitor(admission)
     await settled()
     second.task.cancel()
-    admission.turn_away("m")
+    admission.reject_queued("m")
 
     with pytest.raises(asyncio.CancelledError):
         await second.task

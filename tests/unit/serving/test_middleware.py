@@ -9,15 +9,15 @@ from triton_openai.app import create_app
 from triton_openai.config.tree import Settings
 from triton_openai.draining import DRAINING, Draining
 from triton_openai.serving.middleware import Observed
-from triton_openai.telemetry.observation import OBSERVERS, Observation
+from triton_openai.telemetry.request_record import OBSERVERS, RequestRecord
 
 
 async def test_all_observers_see_the_same_duration() -> None:
     """All observers see the same duration, however long one of them takes."""
     seen: list[float] = []
-    observers = Mock(ended=lambda observation: seen.extend((observation.duration, observation.duration)))
+    observers = Mock(ended=lambda record: seen.extend((record.duration, record.duration)))
     app: Any = {DRAINING: Draining(), OBSERVERS: observers}
-    with Observed(app, Observation(request_id="r", method="POST", path="/")):
+    with Observed(app, RequestRecord(request_id="r", method="POST", path="/")):
         pass
 
     assert 1 == len(set(seen))

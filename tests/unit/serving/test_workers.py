@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.clock import Clock, turns
-from triton_openai.cli import worker as worker_command
+from triton_openai.cli import worker_process as worker_command
 from triton_openai.config.tree import (
     ApiSettings,
     DefaultParameters,
@@ -84,7 +84,7 @@ class Member(WorkerProcess):
         self.banners.append(asyncio.get_running_loop().create_future())
         return self.banners[-1]
 
-    async def take_over(self, settings: Settings, *, renew: bool) -> str | None:
+    async def apply_settings(self, settings: Settings, *, reload: bool) -> str | None:
         self.settings = settings
         if self.refuses is None:
             self.held.append(settings)
@@ -230,7 +230,7 @@ async def test_new_settings_reach_everybody() -> None:
     """New settings reach every worker, also one that is started later."""
     factory = Factory()
     async with running(factory) as pool:
-        await pool.take_over(_NEW, renew=True)
+        await pool.apply_settings(_NEW, reload=True)
         factory.members[0].end(-9)
         await until(lambda: len(factory.members) == 3)
 
@@ -243,7 +243,7 @@ async def test_settings_that_one_refuses_hold_nowhere() -> None:
     async with running(factory, 3) as pool:
         factory.members[1].refuses = "There is no such template."
         with pytest.raises(ConfigurationError, match="There is no such template"):
-            await pool.take_over(_NEW, renew=False)
+            await pool.apply_settings(_NEW, reload=False)
         factory.members[0].end(-9)
         await until(lambda: len(factory.members) == 4)
 
@@ -257,7 +257,7 @@ async def test_who_is_being_started_meanwhile_gets_new_settings_too() -> None:
         goes_on = factory.hold = asyncio.Event()
         factory.members[0].end(-9)
         await until(lambda: len(factory.members) == 3)
-        await pool.take_over(_NEW, renew=False)
+        await pool.apply_settings(_NEW, reload=False)
         goes_on.set()
         await until(lambda: factory.members[2].held == [Settings(), _NEW])
 
@@ -269,7 +269,7 @@ async def test_who_keeps_other_settings_is_told_to_the_operator() -> None:
         async with running(factory) as pool:
             factory.members[1].refuses = "It did not answer."
             with pytest.raises(ConfigurationError, match="It did not answer"):
-                await pool.take_over(_NEW, renew=False)
+                await pool.apply_settings(_NEW, reload=False)
 
     assert [101] == [entry["pid"] for entry in logs if entry["log_level"] == "error" and "settings" in entry["event"]]
     assert [Settings(), _NEW, Settings()] == factory.members[0].held
@@ -300,7 +300,7 @@ async def test_silence_is_no_consent(clock: Clock) -> None:
     asked: list[Settings] = []
     answered = asyncio.Event()
 
-    async def take_over(settings: Settings, renew: bool) -> str | None:
+    async def apply_settings(settings: Settings, reload: bool) -> str | None:
         asked.append(settings)
         if settings == _NEW:
             await answered.wait()
@@ -308,26 +308,26 @@ async def test_silence_is_no_consent(clock: Clock) -> None:
         return "No such file."
 
     async with conversation() as one:
-        one.far.methods["take_over"] = take_over
-        asking = asyncio.create_task(one.worker.take_over(_NEW, renew=False))
+        one.far.methods["apply_settings"] = apply_settings
+        asking = asyncio.create_task(one.worker.apply_settings(_NEW, reload=False))
         await until(lambda: asked)
         clock.advance(pool_module._TAKE_OVER_SECONDS)
         assert "did not answer" in (await asking or "")
 
         answered.set()
-        assert "No such file." == await one.worker.take_over(_RICH, renew=False)
+        assert "No such file." == await one.worker.apply_settings(_RICH, reload=False)
     assert [_NEW, _RICH] == asked
 
 
 async def test_a_worker_that_ends_is_not_waited_for() -> None:
     """A worker that ends is not waited for: its successor gets the new settings."""
     async with conversation() as one:
-        asking = asyncio.create_task(one.worker.take_over(_NEW, renew=False))
+        asking = asyncio.create_task(one.worker.apply_settings(_NEW, reload=False))
         await asyncio.sleep(0)
         one.running.cancel()
         async with asyncio.timeout(10):
             assert await asking is None
-            assert await one.worker.take_over(_NEW, renew=False) is None
+            assert await one.worker.apply_settings(_NEW, reload=False) is None
 
 
 async def test_what_a_worker_says_of_itself() -> None:
@@ -367,7 +367,7 @@ async def test_settings_are_taken_over_in_the_order_in_which_they_came(monkeypat
     taken: list[Settings] = []
     slow = asyncio.Event()
 
-    async def take_over(app: object, settings: Settings, renew: bool) -> None:
+    async def apply_settings(app: object, settings: Settings, reload: bool) -> None:
         if settings == _NEW:
             await slow.wait()
             raise ConfigurationError("No such file.")
@@ -375,9 +375,9 @@ async def test_settings_are_taken_over_in_the_order_in_which_they_came(monkeypat
             raise KeyError("a bug")
         taken.append(settings)
 
-    monkeypatch.setattr(worker_command, "take_over", take_over)
+    monkeypatch.setattr(worker_command, "apply_settings", apply_settings)
     async with controlled(Mock()) as parent:
-        answers = [parent.call("take_over", settings, False) for settings in (_NEW, _RICH, Settings())]
+        answers = [parent.call("apply_settings", settings, False) for settings in (_NEW, _RICH, Settings())]
         await turns(10)
         assert [] == taken
         slow.set()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from triton_openai.generation import Generation, Progress, Sampling, Usage
+from triton_openai.generation import AnswerState, Generation, Sampling, Usage
 
 
-class FakeAnswer(Progress):
+class FakeAnswer(AnswerState):
     """An answer with these *fields*; *partial* is the usage of one that was cut off."""
 
     def __init__(self, *, text: str = "", steps: int = 2, partial: Usage | None = None, **fields: Any) -> None:

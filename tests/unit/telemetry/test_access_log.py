@@ -12,13 +12,13 @@ from triton_openai.api.completions import CompletionRequest
 from triton_openai.errors import ServiceError
 from triton_openai.generation import FinishReason, Usage
 from triton_openai.telemetry.access_log import AccessLog, ContentLog
-from triton_openai.telemetry.observation import Observation
+from triton_openai.telemetry.request_record import RequestRecord
 
 
-def observed(method: str = "POST", **fields: Any) -> Observation:
+def observed(method: str = "POST", **fields: Any) -> RequestRecord:
     """Return a request that took a little over a tenth of a second."""
     fields = {"request_id": "1", "path": "/x", "began": 100.0, "ended": 100.12346, "status": 200, **fields}
-    return Observation(method=method, **fields)
+    return RequestRecord(method=method, **fields)
 
 
 @every_case(
@@ -64,10 +64,10 @@ USAGE = Usage(prompt_tokens=5, completion_tokens=2)
 )
 def test_a_request_for_a_model(answers: list[FakeAnswer], fields: dict[str, Any], told: dict[str, Any]) -> None:
     """The line of a request has the model, and of the answers what is known."""
-    observation = observed(answers=answers, **fields)
-    observation.identify("chat", model="m", adapter="a", stream=True)
+    record = observed(answers=answers, **fields)
+    record.identify("chat", model="m", adapter="a", stream=True)
     with capture_logs() as lines:
-        AccessLog().ended(observation)
+        AccessLog().ended(record)
 
     (line,) = lines
     assert {"model": "m", "adapter": "a", "stream": True, **told} == {
@@ -79,11 +79,11 @@ def test_a_request_for_a_model(answers: list[FakeAnswer], fields: dict[str, Any]
 
 def test_the_content_of_a_request() -> None:
     """Only a request for a model has one; each text is cut."""
-    observation = observed(parameters=CompletionRequest(prompt="Hello"), answers=[FakeAnswer(text="Hi!")])
+    record = observed(parameters=CompletionRequest(prompt="Hello"), answers=[FakeAnswer(text="Hi!")])
     with capture_logs() as lines:
-        ContentLog(2).ended(observation)
-        observation.identify("text_completion", model="m", adapter="a")
-        ContentLog(2).ended(observation)
+        ContentLog(2).ended(record)
+        record.identify("text_completion", model="m", adapter="a")
+        ContentLog(2).ended(record)
 
     (line,) = lines
     assert ("content", "1", "m") == (line["event"], line["request_id"], line["model"])

@@ -38,14 +38,14 @@ from triton_openai.telemetry.metrics import (
     forget_worker,
     outcome_of,
 )
-from triton_openai.telemetry.observation import Observation
+from triton_openai.telemetry.request_record import RequestRecord
 
 SERVED = {"model": "m", "adapter": "a"}
 
 
-def observed(metrics: Metrics, *answers: FakeAnswer, operation: str = "chat", **fields: Any) -> Observation:
+def observed(metrics: Metrics, *answers: FakeAnswer, operation: str = "chat", **fields: Any) -> RequestRecord:
     """Have *metrics* see a request for the model ``m`` from beginning to end."""
-    observation = Observation(request_id="r", method="POST", path="/v1/chat/completions")
+    observation = RequestRecord(request_id="r", method="POST", path="/v1/chat/completions")
     observation.began = 0.0
     metrics.started(observation)
     observation.identify(operation, model=fields.pop("model", "m"), adapter="a")
@@ -252,7 +252,7 @@ def test_running_and_queued(metrics: Metrics) -> None:
             "triton_openai_requests_queued", **SERVED
         )
 
-    observation = Observation(request_id="r", method="POST", path="/")
+    observation = RequestRecord(request_id="r", method="POST", path="/")
     metrics.started(observation)
     observation.identify("chat", model="m", adapter="a")
     metrics.identified(observation)
@@ -268,7 +268,7 @@ def test_running_and_queued(metrics: Metrics) -> None:
 def test_labels_are_bounded(metrics: Metrics) -> None:
     """Ten thousand made-up names and paths make one series."""
     for number in range(10_000):
-        observation = Observation(request_id=str(number), method="POST", path=f"/v1/{number}")
+        observation = RequestRecord(request_id=str(number), method="POST", path=f"/v1/{number}")
         metrics.started(observation)
         observation.status, observation.error, observation.ended = 404, ModelNotFound(f"model-{number}"), 1.0
         metrics.ended(observation)
@@ -291,7 +291,7 @@ def test_two_services_in_one_process() -> None:
 def test_workers_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scrape has the counts of all workers, and the gauges of those that live; one that replaces another goes on."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    running = Observation(request_id="r", method="POST", path="/")
+    running = RequestRecord(request_id="r", method="POST", path="/")
     running.identify("chat", model="m", adapter="a")
     for index in (0, 1, 1):
         worker = Metrics(Worker(index=index, count=2, directory=tmp_path))

@@ -41,7 +41,7 @@ from triton_openai.errors import ConfigurationError, InvalidRequest, UpstreamErr
 from triton_openai.generation import FinishReason, Usage
 from triton_openai.telemetry import otlp
 from triton_openai.telemetry.logging import configure_logging
-from triton_openai.telemetry.observation import CLIENT_CLOSED_REQUEST, Observation
+from triton_openai.telemetry.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
 from triton_openai.telemetry.tracing import Tracing
 from triton_openai.triton.tensors import InferRequest
 
@@ -71,19 +71,21 @@ class Recorder:
         self.tracing = Tracing(**options)
         self.tracing.spans = otlp.SdkSpans(provider, self.exporter, SimpleSpanProcessor)
 
-    def begin(self, *, method: str = "POST", headers: Any = None) -> Observation:
+    def begin(self, *, method: str = "POST", headers: Any = None) -> RequestRecord:
         """Let a request come."""
-        observation = Observation(request_id="r", method=method, path="/v1/chat/completions", request=_request(headers))
+        observation = RequestRecord(
+            request_id="r", method=method, path="/v1/chat/completions", request=_request(headers)
+        )
         self.tracing.started(observation)
         return observation
 
-    def identify(self, observation: Observation, body: object = None, *, operation: str = "chat") -> None:
+    def identify(self, observation: RequestRecord, body: object = None, *, operation: str = "chat") -> None:
         """Say what it asks for."""
         observation.identify(operation, model="m", adapter="a", stream=True)
         self.tracing.identified(observation)
         observation.parameters = body
 
-    def end(self, observation: Observation, **fields: Any) -> dict[str, ReadableSpan]:
+    def end(self, observation: RequestRecord, **fields: Any) -> dict[str, ReadableSpan]:
         """End it, and return its spans by their names."""
         for name, value in {"status": 200, **fields}.items():
             setattr(observation, name, value)
@@ -297,7 +299,7 @@ def test_stages_and_calls_lie_under_the_request(recorder: Recorder) -> None:
 
 def test_a_span_begins_with_its_request(recorder: Recorder) -> None:
     """A span begins with its request, however late it is made: all times of the record lie within it."""
-    observation = Observation(request_id="r", method="POST", path="/", began=time.monotonic() - 5)
+    observation = RequestRecord(request_id="r", method="POST", path="/", began=time.monotonic() - 5)
     recorder.tracing.started(observation)
     (span,) = recorder.end(observation).values()
 
@@ -393,7 +395,7 @@ def test_what_is_not_recorded_is_not_carried() -> None:
 
 def test_headers_are_handed_on() -> None:
     """Those of a trace that is recorded, and the request's id always."""
-    observation = Observation(
+    observation = RequestRecord(
         request_id="r",
         method="POST",
         path="/",
@@ -408,7 +410,7 @@ def test_headers_are_handed_on() -> None:
 
 def passed_on(headers: Any) -> dict[str, str]:
     """Return the trace context that goes to Triton where no spans are made."""
-    observation = Observation(request_id="r", method="POST", path="/", request=_request(headers))
+    observation = RequestRecord(request_id="r", method="POST", path="/", request=_request(headers))
     Tracing().started(observation)
     sent = observation.upstream.begin(REQUEST, FakeAnswer(), TRITON).headers
     return {name: value for name, value in sent.items() if name != "x-request-id"}

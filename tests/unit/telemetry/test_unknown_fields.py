@@ -16,7 +16,7 @@ from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.config.worker import Worker
 from triton_openai.telemetry.access_log import UnknownFields
 from triton_openai.telemetry.metrics import Metrics
-from triton_openai.telemetry.observation import Observation
+from triton_openai.telemetry.request_record import RequestRecord
 
 COUNTED = "triton_openai_unknown_fields_total"
 
@@ -50,10 +50,10 @@ def test_names_that_clients_make_up_are_bounded() -> None:
     unknown = UnknownFields(metrics)
 
     def request(*names: str) -> None:
-        observation = Observation(request_id="1", method="POST", path="/")
-        observation.identify("chat", model="m", adapter="a")
-        observation.unknown_fields = names
-        unknown.ended(observation)
+        record = RequestRecord(request_id="1", method="POST", path="/")
+        record.identify("chat", model="m", adapter="a")
+        record.unknown_fields = names
+        unknown.ended(record)
 
     with structlog.testing.capture_logs() as logs:
         request("sk-secret key", "x" * 41, "ünï", "", "1a")
@@ -78,10 +78,10 @@ def test_each_model_is_told_of_once() -> None:
     unknown = UnknownFields(Metrics(Worker()))
     with structlog.testing.capture_logs() as logs:
         for model in ("a", "b", "a"):
-            observation = Observation(request_id="1", method="POST", path="/", parameters=Body())
-            observation.identify("chat", model=model, adapter="a")
-            observation.unknown_fields = ("typ", "size")
-            unknown.ended(observation)
+            record = RequestRecord(request_id="1", method="POST", path="/", parameters=Body())
+            record.identify("chat", model=model, adapter="a")
+            record.unknown_fields = ("typ", "size")
+            unknown.ended(record)
 
     assert [("a", "typ", "type"), ("a", "size", None), ("b", "typ", "type"), ("b", "size", None)] == [
         (line["model"], line["field"], line.get("similar")) for line in logs

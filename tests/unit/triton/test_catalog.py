@@ -135,7 +135,7 @@ async def test_what_triton_says_of_itself():
     assert (None, ["a"]) == (catalog.snapshot.server, list(catalog.snapshot.configs))
 
     client.version = "2.60.0"
-    await catalog.renew()
+    await catalog.reload()
     assert ServerInfo(name="triton", version="2.60.0") == catalog.snapshot.server
 
     client.error = UpstreamUnavailable("gone")

@@ -27,7 +27,7 @@ from triton_openai.errors import (
 from triton_openai.triton.catalog import Snapshot, kind_of, merge
 from triton_openai.triton.client import IndexEntry, gather
 from triton_openai.triton.fleet import Fleet, Route
-from triton_openai.triton.status import classify, cut_off
+from triton_openai.triton.status import classify, cut_off_error
 from triton_openai.triton.tensors import EnsembleStep, InferRequest, ModelConfig
 
 
@@ -178,7 +178,7 @@ def test_variants_are_told_by_what_changes_an_answer():
     "failure",
     [
         UpstreamUnavailable("away"),
-        cut_off("reset"),
+        cut_off_error("reset"),
         classify("Request for unknown model: 'm' is not found", "m"),
         classify("Exceeds maximum queue size", "m"),
         classify("Socket closed", "m", "UNAVAILABLE"),
@@ -211,7 +211,7 @@ async def test_what_a_model_refused_goes_nowhere_else(fleets, failure):
 
 async def test_attempts_are_bounded_and_no_request_kills_three(fleets):
     """A request reaches as many Tritons as the settings allow, and two at most if it may be what ends them."""
-    for failure, reached in ((UpstreamUnavailable("away"), 3), (cut_off("reset"), 2)):
+    for failure, reached in ((UpstreamUnavailable("away"), 3), (cut_off_error("reset"), 2)):
         tritons = {name: Triton("m") for name in "abcd"}
         fleet = await fleets(tritons=tritons, failover=FailoverSettings(attempts=3))
         for triton in tritons.values():
@@ -348,12 +348,12 @@ async def test_what_a_triton_takes_with_it_may_go_elsewhere(fleets):
     leases = [fleet.lease("m", at="a") for _ in range(30)]
     gone = []
     for lease in leases:
-        gone.append(fleet.again(lease, cut_off("reset"), ["a"], among=()))
-        lease.close(cut_off("reset"))
+        gone.append(fleet.again(lease, cut_off_error("reset"), ["a"], among=()))
+        lease.close(cut_off_error("reset"))
     assert gone == [True] * 30
     later = fleet.lease("m", at="a")
-    assert [fleet.again(later, cut_off("reset"), ["a"], among=()) for _ in range(4)] == [True, True, True, False]
-    later.close(cut_off("reset"))
+    assert [fleet.again(later, cut_off_error("reset"), ["a"], among=()) for _ in range(4)] == [True, True, True, False]
+    later.close(cut_off_error("reset"))
 
 
 async def test_a_triton_that_fails_for_a_moment_takes_requests_again(fleets):
@@ -451,7 +451,7 @@ async def test_other_settings_hold_at_once(fleets):
     turns = [fleet.lease("m").endpoint for _ in range(6)]
     assert turns == turns[:3] * 2
     lease = fleet.lease("m", at="a")
-    assert not fleet.again(lease, cut_off("reset"), ["a"], among=())
+    assert not fleet.again(lease, cut_off_error("reset"), ["a"], among=())
     lease.close(UpstreamError("The model failed."))
     assert {fleet.lease("m").endpoint for _ in range(9)} == {"b", "c"}
 

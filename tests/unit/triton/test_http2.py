@@ -344,7 +344,7 @@ async def test_the_end_of_a_call(data: bytes, code: str, details: str) -> None:
 
 
 async def test_headers_that_are_not_the_last_word(wire):
-    """Early hints are passed over."""
+    """Early metadata are passed over."""
     call = wire.call()
     wire.feed(frame(HEADERS, END_HEADERS, 1, header_block([(":status", "103")])) + answer(1, b"one"))
 

@@ -25,7 +25,7 @@ from triton_openai.errors import (
     UpstreamUnavailable,
 )
 from triton_openai.telemetry.logging import warn
-from triton_openai.triton.status import classify, cut_off, no_answer, public_reason, unreachable
+from triton_openai.triton.status import classify, cut_off_error, no_answer_error, public_reason, unreachable
 
 TRACEBACK = (
     "Traceback (most recent call last):\n"
@@ -240,7 +240,7 @@ def test_what_may_be_shown(text, expected):
     assert expected == public_reason(text)
 
 
-@every_case("error", [no_answer("m"), cut_off(), unreachable("ConnectionRefusedError: ('127.0.0.1', 1)")])
+@every_case("error", [no_answer_error("m"), cut_off_error(), unreachable("ConnectionRefusedError: ('127.0.0.1', 1)")])
 def test_errors_without_a_text_give_nothing_away(error):
     """What the transports find out themselves names no address."""
     assert isinstance(error, UpstreamError)

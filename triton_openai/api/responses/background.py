@@ -11,7 +11,7 @@ import msgspec
 import structlog
 
 from triton_openai import errors
-from triton_openai.access.rate_limits import TICKET, tokens_charged
+from triton_openai.access.rate_limits import RESERVATION, tokens_charged
 from triton_openai.answer.fan_out import collect
 from triton_openai.api.chat import ChatRequest, Turn
 from triton_openai.api.responses.event_log import EVENTS, EventLog
@@ -26,7 +26,7 @@ from triton_openai.generation import Delta
 from triton_openai.serving.middleware import Observed
 from triton_openai.storage.store import Row
 from triton_openai.telemetry.logging import warn
-from triton_openai.telemetry.observation import OBSERVERS, Observation
+from triton_openai.telemetry.request_record import OBSERVERS, RequestRecord
 
 _log = structlog.get_logger(__name__)
 # Bytes and rows that are read at once.
@@ -36,9 +36,9 @@ _PAGE_ROWS = 100
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0
 
 
-def observation_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -> Observation:
+def observation_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -> RequestRecord:
     """
-    Return the observation of a response that is to be made in the background, beside that of the request for it.
+    Return the record of a response that is to be made in the background, beside that of the request for it.
 
     Raises :class:`InvalidValue` for one that is not stored, and :class:`ServiceOverloaded` for too many.
     """
@@ -49,7 +49,7 @@ def observation_of(context: RequestContext[ResponsesRequest], made: StoredRespon
         raise errors.ServiceOverloaded("Too many responses are being made in the background already.", retry_after=10)
     context.service.admission.check(context.model.triton_model)
     return msgspec.structs.replace(
-        context.observation, request=None, began=time.monotonic(), stages=[], unknown_fields=(), stream=True, status=200
+        context.record, request=None, began=time.monotonic(), stages=[], unknown_fields=(), stream=True, status=200
     )
 
 
@@ -69,7 +69,7 @@ async def start(
     """
     made.response.status = "queued"
     await made.announce()
-    ticket = context.request.pop(TICKET, None)
+    reservation = context.request.pop(RESERVATION, None)
     log = made.log = EventLog(made.state.store(), made.response, made.owner)
     log.add(events.queued())
     kept = held.pop_all()
@@ -78,9 +78,9 @@ async def start(
         try:
             await _make(context, made, log, turn, events, again, kept)
         finally:
-            if ticket is not None:
-                observed = context.observation
-                ticket.close(tokens_charged(observed, served=observed.error is None, cut_short=False))
+            if reservation is not None:
+                observed = context.record
+                reservation.close(tokens_charged(observed, served=observed.error is None, cut_short=False))
 
     log.task = asyncio.create_task(work())
     made.state.live[made.response.id] = log
@@ -95,7 +95,7 @@ async def _make(
     again: Callable[[RequestContext[ChatRequest]], Awaitable[Turn]],
     held: AsyncExitStack,
 ) -> None:
-    app, observation = context.request.app, context.observation
+    app, record = context.request.app, context.record
     failure: errors.ServiceError | None = None
     turns = [prepared]
 
@@ -114,8 +114,8 @@ async def _make(
         await collect(turn.runs, timeout=context.limits.total, push=push)
         log.add(events.last(0))
 
-    with Observed(app, observation):
-        app[OBSERVERS].identified(observation)
+    with Observed(app, record):
+        app[OBSERVERS].identified(record)
         log.start()
         try:
             try:
@@ -132,10 +132,10 @@ async def _make(
             except errors.ServiceError as error:
                 failure = error
             except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
-                _log.exception("response failed", request_id=observation.request_id, response=made.response.id)
+                _log.exception("response failed", request_id=record.request_id, response=made.response.id)
                 failure = errors.ServiceError("The service failed to answer the request.")
             if failure is not None:
-                observation.error = failure
+                record.error = failure
                 log.add(events.concluded(failure))
                 await made.keep()
         finally:

@@ -24,7 +24,7 @@ from triton_openai.api.responses.stored import STATE, ResponseStore
 from triton_openai.api.service import key_of, now
 from triton_openai.storage.store import Place, Row
 from triton_openai.telemetry.logging import warn
-from triton_openai.telemetry.observation import OBSERVATION
+from triton_openai.telemetry.request_record import RECORD
 
 _log = structlog.get_logger(__name__)
 # As many as OpenAI takes at once.
@@ -112,7 +112,7 @@ async def _rows(request: web.Request, items: Sequence[Item]) -> Sequence[Row]:
         check_items(items)
         return rows_of(items, token_hex(16), "items", name="items")
 
-    return await offload.run(rows, cost=offload.json_cost(request[OBSERVATION].body_size or 0))
+    return await offload.run(rows, cost=offload.json_cost(request[RECORD].body_size or 0))
 
 
 async def create(request: web.Request) -> web.Response:

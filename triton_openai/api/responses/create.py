@@ -100,7 +100,7 @@ async def _chat(
             conversation = response.conversation["id"]
             await stack.enter_async_context(claimed(made.state, conversation, made.owner, response.id))
         reading = await _read(context, made)
-        context.observation.parameters = reading.chat
+        context.record.parameters = reading.chat
         try:
             yield context.about(reading.chat), reading
         except errors.ServiceError as error:
@@ -115,7 +115,7 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
     if response.conversation is not None:
         source, param = response.conversation["id"], "conversation"
     sources = Sources(made.state, made.owner, settings)
-    suffix, size = f"{response.id.removeprefix('resp_')}i", context.observation.body_size or 0
+    suffix, size = f"{response.id.removeprefix('resp_')}i", context.record.body_size or 0
     await sources.gather(input_items(body), source=source, suffix=suffix, size=size)
     made.input = sources.rows
     # The response says whether it is used.
@@ -137,11 +137,11 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
         except errors.InvalidRequest as error:
             reading.relabel_param(error)
             raise too_long(error.message, error.param) from error
-    agents.tell_left_out(context.observation, reading.tools.left_out)
+    agents.tell_left_out(context.record, reading.tools.left_out)
     if effort is None and wanted is not None:
-        tell_ignored(context.observation, ["reasoning.effort"])
+        tell_ignored(context.record, ["reasoning.effort"])
     if body.text is not None and body.text.verbosity in ("low", "high"):
-        tell_ignored(context.observation, ["text.verbosity"])
+        tell_ignored(context.record, ["text.verbosity"])
     response.tools = reading.tools.shown
     response.reasoning = {**response.reasoning, "effort": effort}
     return reading
@@ -188,15 +188,15 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
 
     Whatever can be wrong with the request is found out before. Raises :class:`ServiceError`.
     """
-    observation = background.observation_of(context, made)
+    record = background.observation_of(context, made)
     made.state.beginning += 1
     try:
         async with AsyncExitStack() as stack:
-            asked, reading = await stack.enter_async_context(_chat(replace(context, observation=observation), made))
+            asked, reading = await stack.enter_async_context(_chat(replace(context, record=record), made))
             turn_of = partial(_turn_of, made=made, reading=reading)
             turn = await asked.admitted(turn_of, param="messages", runs=False)
             # What is ignored was found out meanwhile.
-            context.observation.headers = observation.headers
+            context.record.headers = record.headers
             events = _events(made, reading, turn)
             await background.start(asked, made, turn, events, turn_of, stack)
     finally:
@@ -218,7 +218,7 @@ async def compact(request: web.Request) -> web.Response:
     body = ResponsesRequest(
         model=given.model,
         max_output_tokens=limit,
-        temperature=0.0 if "temperature" in adapter.honoured else None,
+        temperature=0.0 if "temperature" in adapter.supported else None,
         input=[*items, {"role": "user", "content": _SUMMARIZE}],
         instructions=given.instructions,
         previous_response_id=given.previous_response_id,

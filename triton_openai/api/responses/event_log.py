@@ -15,7 +15,7 @@ from triton_openai.api.responses.objects import ResponseObject, ResponseStatus
 from triton_openai.api.sse import event_count, without_events
 from triton_openai.errors import StoreUnavailable
 from triton_openai.storage.store import Row, Store
-from triton_openai.tasks import first_of
+from triton_openai.tasks import wait_any
 from triton_openai.telemetry.logging import warn
 
 _log = structlog.get_logger(__name__)
@@ -134,8 +134,8 @@ class EventLog:
     async def _keep_storing(self) -> None:
         pause = _BATCH_SECONDS
         while not self._closed.is_set():
-            await first_of(self._work, self._closed, timeout=RENEW_SECONDS)
-            await first_of(self._closed, timeout=pause)
+            await wait_any(self._work, self._closed, timeout=RENEW_SECONDS)
+            await wait_any(self._closed, timeout=pause)
             if self._closed.is_set():
                 return
             rows = self.rows()

@@ -105,7 +105,7 @@ async def page_of(request: web.Request, key: str, name: str) -> ItemList:
         store = request.app[STATE].store()
         page = await store.page(key, name, after=after, limit=limit, most_size=most, reverse=order == "desc")
     if page is None:
-        raise agents.unknown_place("after")
+        raise agents.unknown_place_error("after")
     return list_of(page.rows, more=page.more)
 
 

@@ -12,7 +12,7 @@ import structlog
 from triton_openai.config.tree import Settings
 from triton_openai.generation import Lora, LoraFormat
 from triton_openai.models.lora.delivery import LoraDeliveries
-from triton_openai.models.lora.files import FoundLora, find_loras, names_of, served_name
+from triton_openai.models.lora.lora_files import FoundLora, find_loras, names_of, served_name
 from triton_openai.models.served import ServedModel
 from triton_openai.triton.catalog import Snapshot
 
@@ -82,12 +82,12 @@ class LoraModels:
 def _only_backend_knows(model: ServedModel, settings: Settings) -> bool:
     """Return whether only the backend of *model* can tell its LoRA adapters: it takes them by name, from its files."""
     repositories = settings.triton.readable_repositories
-    by_name = model.adapter.capabilities.lora == "name" and model.hints.loras
+    by_name = model.adapter.capabilities.lora == "name" and model.metadata.loras
     return by_name and not any((path / model.name).is_dir() for path in repositories)
 
 
 def _found(model: ServedModel, settings: Settings, over_grpc: bool) -> tuple[list[FoundLora], list[str]]:
-    if not model.hints.loras:
+    if not model.metadata.loras:
         why = "Its engine takes no LoRA adapters, as the model's files say."
         return [], [why] if model.settings.loras else []
     triton, capabilities = settings.triton, model.adapter.capabilities

@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from triton_openai.parsers.reader import Ended, Malformed, Markers, Reader, Sink, Step, markers
 from triton_openai.parsers.tools import json_text
-from triton_openai.parsers.tools.base import MarkedCalls
 from triton_openai.parsers.tools.json_text import quote
 from triton_openai.parsers.tools.literals import Literals
+from triton_openai.parsers.tools.tool_parser import MarkedCalls
 
 _KEY = re.compile(r"[^\s:,{}\[\]<>\"]*")
 _BARE = re.compile(r"[^,{}\[\]<>\"]*")

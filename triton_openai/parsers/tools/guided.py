@@ -6,8 +6,8 @@ import re
 
 from triton_openai.parsers.events import Content, Event, ToolCallStart
 from triton_openai.parsers.reader import SPACE, Step
-from triton_openai.parsers.tools.base import CallGrammar, NewId, ToolParser
 from triton_openai.parsers.tools.json_calls import JsonCalls
+from triton_openai.parsers.tools.tool_parser import CallGrammar, NewId, ToolParser
 
 _REST = re.compile(r".*", re.DOTALL)
 
@@ -42,7 +42,7 @@ class ForcedCall(CallGrammar):
         yield from self._reader.run(_REST, self._output.content)
 
 
-class HeldCalls(ToolParser):
+class ConstrainedCalls(ToolParser):
     """
     The stage for an answer that the backend was to be held to calls: *held* reads it.
 

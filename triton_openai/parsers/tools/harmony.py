@@ -15,7 +15,7 @@ import re
 
 from triton_openai.parsers.reader import Malformed, Markers, Step
 from triton_openai.parsers.reasoning import ReasoningParser
-from triton_openai.parsers.tools.base import CallGrammar
+from triton_openai.parsers.tools.tool_parser import CallGrammar
 
 _ALL = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _BETWEEN = Markers(*_ALL)

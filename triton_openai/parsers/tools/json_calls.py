@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from triton_openai.parsers.reader import Malformed, Markers, Sink, Step, discard
 from triton_openai.parsers.tools import json_text
-from triton_openai.parsers.tools.base import ListedCalls
+from triton_openai.parsers.tools.tool_parser import ListedCalls
 
 #: Llama writes the second.
 _ARGUMENTS = frozenset({"arguments", "parameters"})

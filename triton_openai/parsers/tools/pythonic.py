@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from triton_openai.parsers.reader import Malformed, Markers, Step
-from triton_openai.parsers.tools.base import ListedCalls
 from triton_openai.parsers.tools.json_text import quote
 from triton_openai.parsers.tools.literals import PythonLiterals
+from triton_openai.parsers.tools.tool_parser import ListedCalls
 
 _KEY = re.compile(r"\w*")
 _LONGEST_KEY = 256

@@ -8,8 +8,8 @@ from abc import abstractmethod
 from typing import ClassVar
 
 from triton_openai.parsers.reader import SPACE, Malformed, Markers, Step, discard, markers
-from triton_openai.parsers.tools.base import MarkedCalls
 from triton_openai.parsers.tools.tagged_calls import TaggedCalls
+from triton_openai.parsers.tools.tool_parser import MarkedCalls
 
 _ATTRIBUTE_NAME = re.compile(r"[a-z]*")
 _ATTRIBUTE = re.compile(r'[^"<>\n]*')

@@ -6,9 +6,9 @@ import re
 from typing import ClassVar
 
 from triton_openai.parsers.reader import Ended, Malformed, Markers, Sink, Step, discard, markers
-from triton_openai.parsers.tools.base import MarkedCalls
 from triton_openai.parsers.tools.json_text import escape, quote
 from triton_openai.parsers.tools.schema import Parameters
+from triton_openai.parsers.tools.tool_parser import MarkedCalls
 
 #: A parameter's name is held back until its end.
 _LONGEST_KEY = 1_000

@@ -21,7 +21,7 @@ from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.serving.workers.channel import Channel
 from triton_openai.serving.workers.shared import SharedState
-from triton_openai.tasks import Backoff, first_of
+from triton_openai.tasks import Backoff, wait_any
 
 log = structlog.get_logger(__name__)
 
@@ -88,7 +88,7 @@ class WorkerProcess:
         with theirs:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "triton_openai.cli.worker", str(theirs.fileno())),
+                    *(sys.executable, "-m", "triton_openai.cli.worker_process", str(theirs.fileno())),
                     env=environment,
                     stdin=PIPE,
                     pass_fds=(theirs.fileno(), *numbers),
@@ -110,7 +110,7 @@ class WorkerProcess:
         await self._running
         return status
 
-    async def take_over(self, settings: Settings, *, renew: bool) -> str | None:
+    async def apply_settings(self, settings: Settings, *, reload: bool) -> str | None:
         """
         Give it new *settings*. Return why it does not use them: it refuses, or does not answer in time.
 
@@ -119,7 +119,7 @@ class WorkerProcess:
         self.settings = settings
         try:
             async with asyncio.timeout(_TAKE_OVER_SECONDS):
-                refusal: str | None = await self.channel.call("take_over", settings, renew)
+                refusal: str | None = await self.channel.call("apply_settings", settings, reload)
         except TimeoutError:
             return f"The worker with process id {self.pid} did not answer within {_TAKE_OVER_SECONDS:g} seconds."
         return refusal
@@ -213,14 +213,14 @@ class Pool:
         if self._launched is not None and not self.banner.done():
             member.channel.call("banner", self._launched).add_done_callback(answered)
 
-    async def take_over(self, settings: Settings, renew: bool) -> None:
+    async def apply_settings(self, settings: Settings, reload: bool) -> None:
         """
-        Give all workers new *settings*, see :data:`triton_openai.config.reload.TakeOver`.
+        Give all workers new *settings*, see :data:`triton_openai.config.reload.ApplySettings`.
 
         Raises :class:`ConfigurationError` where one refuses them or does not answer; then all have those from before.
         """
         members = list(self._members.values())
-        answers = await asyncio.gather(*(member.take_over(settings, renew=renew) for member in members))
+        answers = await asyncio.gather(*(member.apply_settings(settings, reload=reload) for member in members))
         reason = next((answer for answer in answers if answer is not None), None)
         if reason is None:
             self.settings = settings
@@ -233,7 +233,7 @@ class Pool:
         """Give *member* the settings of the service if it has been given others."""
         if member.settings is self.settings:
             return
-        reason = await member.take_over(self.settings, renew=False)
+        reason = await member.apply_settings(self.settings, reload=False)
         if reason is not None:
             log.error("worker does not use the settings of the others", pid=member.pid, reason=reason)
 
@@ -248,10 +248,10 @@ class Pool:
             server = self.settings.server
             self._notify("end", notice)
             seconds = (server.shutdown_delay if notice else 0) + server.shutdown_grace + _END_SECONDS
-            await first_of(self._all_ended, hurried, timeout=seconds)
+            await wait_any(self._all_ended, hurried, timeout=seconds)
             if not self._all_ended.is_set():
                 self._notify("hurry")
-                await first_of(self._all_ended, timeout=_END_SECONDS)
+                await wait_any(self._all_ended, timeout=_END_SECONDS)
         finally:
             for index, member in self._members.items():
                 log.warning("worker is killed, it did not end in time", worker=index, pid=member.pid)
@@ -281,7 +281,7 @@ class Pool:
                 await self._supervise(index, member)
                 pause = self._backoffs[index].after(time.monotonic() - began)
             if not self._ending.is_set():
-                await first_of(self._ending, timeout=pause)
+                await wait_any(self._ending, timeout=pause)
 
     async def _supervise(self, index: int, member: WorkerProcess) -> None:
         """Supervise *member* until it has ended."""

@@ -18,7 +18,7 @@ import sys
 import structlog
 from aiohttp import web
 
-from triton_openai.app import take_over
+from triton_openai.app import apply_settings
 from triton_openai.cli.banner import banner_of, render_banner
 from triton_openai.cli.serve import Stop, listening, run_loop, stopped_by_signals
 from triton_openai.config.tree import Settings
@@ -77,10 +77,10 @@ async def _controlled(start: Start, app: web.Application, stop: Stop, channel: C
     # One after the other, so that the last settings win.
     taking_over = asyncio.Lock()
 
-    async def take(settings: Settings, renew: bool) -> str | None:
+    async def take(settings: Settings, reload: bool) -> str | None:
         try:
             async with taking_over:
-                await take_over(app, settings, renew)
+                await apply_settings(app, settings, reload)
         except ConfigurationError as error:
             return error.message
         except Exception:
@@ -100,7 +100,7 @@ async def _controlled(start: Start, app: web.Application, stop: Stop, channel: C
     def end(notice: bool) -> None:
         stop.ask("the parent process asks for it", notice=notice)
 
-    channel.methods |= {"take_over": take, "banner": make_banner, "end": end, "hurry": stop.hurry}
+    channel.methods |= {"apply_settings": take, "banner": make_banner, "end": end, "hurry": stop.hurry}
     channel.notify("listening")
     heartbeats = asyncio.create_task(send_heartbeats())
     try:

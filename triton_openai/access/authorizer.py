@@ -14,7 +14,7 @@ from aiohttp import web
 from multidict import CIMultiDictProxy
 
 from triton_openai.access.keys import ApiKey, Keys, Restrictions, RouteGroup, identify, sha256
-from triton_openai.access.rate_limits import LimitStore, RateLimit, RateLimits, Ticket
+from triton_openai.access.rate_limits import LimitStore, RateLimit, RateLimits, Reservation
 from triton_openai.config.files import LOOK_SECONDS
 from triton_openai.config.tree import AccessSettings
 from triton_openai.errors import (
@@ -34,7 +34,7 @@ def gateway_header(headers: Mapping[str, str], what: Literal["objective", "fairn
     return next((headers[name] for prefix in _PREFIXES if (name := prefix + what) in headers), "")
 
 
-class Guard:
+class Authorizer:
     """
     Authenticates clients. *limits* counts the requests of keys.
 
@@ -87,9 +87,9 @@ class Guard:
         limit = RateLimit(**{name: getattr(gateway, name) for name in RateLimit.__struct_fields__})
         return msgspec.structs.replace(key, limit=limit)
 
-    async def admit(self, key: ApiKey) -> Ticket:
-        """Count a request of *key* as running; the ticket's ``refusal`` is set if the key's limits forbid it."""
-        return Ticket(self.limits, key.name, await self.limits.admit(key.name, key.limit))
+    async def admit(self, key: ApiKey) -> Reservation:
+        """Count a request of *key* as running; the reservation's ``refusal`` is set if the key's limits forbid it."""
+        return Reservation(self.limits, key.name, await self.limits.admit(key.name, key.limit))
 
     def prepare(self, settings: AccessSettings) -> Callable[[], None]:
         """Return what puts new *settings* of keys and restrictions in force. Raises :class:`ConfigurationError`."""
@@ -109,4 +109,4 @@ class Guard:
             await self.keys.look()
 
 
-GUARD: web.AppKey[Guard] = web.AppKey("guard", Guard)
+AUTHORIZER: web.AppKey[Authorizer] = web.AppKey("authorizer", Authorizer)

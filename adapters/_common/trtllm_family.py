@@ -14,7 +14,15 @@ from typing import Any
 
 import msgspec
 
-from triton_openai.adapters._common.base import Adapter, Capabilities, Hints, ModelFiles, Parameter, Rule, check_range
+from triton_openai.adapters._common.base import (
+    Adapter,
+    Capabilities,
+    ModelFiles,
+    ModelMetadata,
+    Parameter,
+    Rule,
+    check_range,
+)
 from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, Reader, TextStage, cumulative_logprob
 from triton_openai.errors import ConfigurationError, UpstreamError
 from triton_openai.generation import Delta, Generation, Guide, Lora, LoraFormat
@@ -100,9 +108,9 @@ class TrtllmAdapter(Adapter):
     def default_sampling(self) -> str:
         return super().default_sampling if self._samples else "the engine's own (decoding_mode)"
 
-    def hints_with(self, files: ModelFiles) -> Hints:
+    def metadata_with(self, files: ModelFiles) -> ModelMetadata:
         """Return what the engine's config and files say of the longest prompt, too."""
-        return msgspec.structs.replace(self.hints, max_prompt_len=_prompt_limit(self.engine))
+        return msgspec.structs.replace(self.metadata, max_prompt_len=_prompt_limit(self.engine))
 
     def generation_request(
         self, generation: Generation, inputs: Sequence[Tensor], outputs: Sequence[str], *, cancellable: bool = True
@@ -123,7 +131,7 @@ class TrtllmAdapter(Adapter):
 
     def text_stage(self, generation: Generation) -> TextStage | None:
         """Return what makes new text of the responses, ``None`` where they are just that."""
-        if not self.at_once(generation):
+        if not self.returns_whole(generation):
             return CumulativeText() if self.cumulative else None
         return PromptEcho(generation.prompt, generation.prompt_echo) if self.capabilities.echoes else None
 
@@ -196,12 +204,12 @@ def truthy(value: str | None) -> bool:
     return value is not None and value.lower() in ("true", "1")
 
 
-def tokenizing_hints(steps: Iterable[ModelConfig | None]) -> Hints | None:
+def tokenizing_metadata(steps: Iterable[ModelConfig | None]) -> ModelMetadata | None:
     """Return what the first of *steps* that tokenizes says, ``None`` where there is none."""
     step = next((each for each in steps if each is not None and "QUERY" in each.inputs), None)
     if step is None:
         return None
-    return Hints(tokenizer_dir=step.parameter("tokenizer_dir"), adds_bos=adds_special_tokens(step))
+    return ModelMetadata(tokenizer_dir=step.parameter("tokenizer_dir"), adds_bos=adds_special_tokens(step))
 
 
 def adds_special_tokens(preprocessing: ModelConfig) -> bool:

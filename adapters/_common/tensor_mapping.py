@@ -1,6 +1,6 @@
 """
 Tensors whose names follow no standard: finds and fills a model's inputs, and checks an operator's description of them
-(:class:`Interface`) against the model's config.
+(:class:`TensorMapping`) against the model's config.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from triton_openai.adapters._common.base import Adapter
 from triton_openai.errors import ConfigurationError, ContextLengthExceeded
-from triton_openai.generation import Interface
+from triton_openai.generation import TensorMapping
 from triton_openai.jobs import TokenPair
 from triton_openai.triton.tensors import INTEGER_RANGES, ModelConfig, Tensor, TensorSpec
 
@@ -25,20 +25,20 @@ class DescribedAdapter(Adapter):
     """Base of the adapters whose models' tensors the operator may describe. A subclass takes them up in `_bind`."""
 
     def __init__(
-        self, config: ModelConfig, repository: Mapping[str, ModelConfig], interface: Interface | None = None
+        self, config: ModelConfig, repository: Mapping[str, ModelConfig], mapping: TensorMapping | None = None
     ) -> None:
         super().__init__(config, repository)
-        self._bind(interface)
+        self._bind(mapping)
 
-    def _bind(self, interface: Interface | None) -> None:
-        """Use the tensors of *interface*, or those that the config shows by itself."""
+    def _bind(self, mapping: TensorMapping | None) -> None:
+        """Use the tensors of *mapping*, or those that the config shows by itself."""
         raise NotImplementedError
 
     @classmethod
     def described(
-        cls, config: ModelConfig, repository: Mapping[str, ModelConfig], interface: Interface | None
+        cls, config: ModelConfig, repository: Mapping[str, ModelConfig], mapping: TensorMapping | None
     ) -> Adapter:
-        return cls(config, repository, interface)
+        return cls(config, repository, mapping)
 
 
 def text_input(config: ModelConfig) -> TensorSpec | None:
@@ -132,18 +132,18 @@ def fits(kind: Kind, datatype: str) -> bool:
 
 def named_tensors(
     config: ModelConfig,
-    interface: Interface,
+    mapping: TensorMapping,
     setting: Literal["inputs", "outputs"],
     kinds: Mapping[str, Kind],
     *,
     required: str,
 ) -> dict[str, TensorSpec]:
     """
-    Return the tensors that a *setting* of *interface* names, by their uses.
+    Return the tensors that a *setting* of *mapping* names, by their uses.
 
     *kinds* are the uses that it may name, *required* the one that it must. Raises :class:`ConfigurationError`.
     """
-    named: Mapping[str, str] = getattr(interface, setting)
+    named: Mapping[str, str] = getattr(mapping, setting)
     specs: Mapping[str, TensorSpec] = getattr(config, setting)
     label = f"The settings of the model '{config.name}'"
     for use, name in named.items():
@@ -163,7 +163,7 @@ def named_tensors(
     return {use: specs[name] for use, name in named.items()}
 
 
-def constants(config: ModelConfig, interface: Interface | None, *, filled: Collection[str]) -> dict[str, list[Any]]:
+def constants(config: ModelConfig, mapping: TensorMapping | None, *, filled: Collection[str]) -> dict[str, list[Any]]:
     """
     Return the values of the inputs that every request gets: the operator's, as lists.
 
@@ -171,7 +171,7 @@ def constants(config: ModelConfig, interface: Interface | None, *, filled: Colle
     input cannot hold, and for a required input that has none.
     """
     values: dict[str, list[Any]] = {}
-    for name, value in (interface.constants if interface is not None else {}).items():
+    for name, value in (mapping.constants if mapping is not None else {}).items():
         if name not in config.inputs:
             raise ConfigurationError(
                 f"The settings of the model '{config.name}' name '{name}' under 'constants', which the model does not "

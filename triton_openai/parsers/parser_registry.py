@@ -17,7 +17,7 @@ import msgspec
 from triton_openai.config.tree import AUTO, NONE
 from triton_openai.errors import ConfigurationError
 from triton_openai.parsers.reasoning import ReasoningParser
-from triton_openai.parsers.tools.base import ToolParser
+from triton_openai.parsers.tools.tool_parser import ToolParser
 
 _Parser = TypeVar("_Parser")
 

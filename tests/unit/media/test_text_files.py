@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
-from triton_openai.media.files import read, shown
+from triton_openai.media.text_files import read, shown
 
 
 def encoded(data: bytes) -> str:

@@ -18,7 +18,7 @@ from triton_openai.api.messages import types
 from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema
 from triton_openai.api.tools import NamedFunction, NamedTool, Tool, ToolChoice
 from triton_openai.errors import ServiceError, UnsupportedParameter, missing, printable
-from triton_openai.media import files
+from triton_openai.media import text_files as files
 from triton_openai.prompts import messages
 
 # Claude Code's first block: it says which release asks, changes with it, and is not for the model.
@@ -48,7 +48,7 @@ class Reading(msgspec.Struct, frozen=True):
     origins: Sequence[str]
     left_out: list[str]
 
-    def blame(self, error: ServiceError) -> None:
+    def relabel_param(self, error: ServiceError) -> None:
         """Name the request's own fields in an *error* of the chat."""
         param = error.param or ""
         for index, origin in enumerate(self.origins if param.startswith("messages[") else ()):

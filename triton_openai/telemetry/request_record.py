@@ -21,7 +21,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from triton_openai.errors import ServiceError, holds_key, printable
-from triton_openai.generation import Progress, Usage, total_usage
+from triton_openai.generation import AnswerState, Usage, total_usage
 
 #: The stages in which a prompt is made.
 RENDER, TOKENIZE = "render prompt", "tokenize prompt"
@@ -65,7 +65,7 @@ class Upstream:
     def __init__(self, headers: Mapping[str, str] = _NOTHING) -> None:
         self.headers = headers
 
-    def begin(self, request: Request, answer: Progress, to: Destination, *, lora: str | None = None) -> Request:
+    def begin(self, request: Request, answer: AnswerState, to: Destination, *, lora: str | None = None) -> Request:
         """Return *request* as it is sent. *answer* knows its own end; *lora* is the name of its LoRA adapter."""
         return replace(request, headers=self.headers) if self.headers else request
 
@@ -102,7 +102,7 @@ def _shown(method: str, path: str) -> tuple[str, str]:
     return printable(method, _MAX_METHOD_CHARS), printable(path, _MAX_PATH_CHARS)
 
 
-class Observation(msgspec.Struct, eq=False, kw_only=True):
+class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     """One request."""
 
     # The request
@@ -147,7 +147,7 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
     reasoning_tokens: Callable[[], int | None] = lambda: None
     stages: list[Stage] = []
     #: :attr:`n` answers for each prompt.
-    answers: Sequence[Progress] = ()
+    answers: Sequence[AnswerState] = ()
     #: The name of the template that rendered the prompt.
     chat_template: str | None = None
     input_tokens: int | None = None
@@ -218,19 +218,19 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
 class Observer:
     """Observes the requests of a service. Called in the event loop; must not block or raise."""
 
-    def started(self, observation: Observation) -> None:
+    def started(self, record: RequestRecord) -> None:
         """Observe a request whose head has come."""
 
-    def identified(self, observation: Observation) -> None:
+    def identified(self, record: RequestRecord) -> None:
         """Observe the operation and the model."""
 
-    def queued(self, observation: Observation) -> None:
+    def queued(self, record: RequestRecord) -> None:
         """Observe the beginning of a wait in the queue."""
 
-    def admitted(self, observation: Observation) -> None:
+    def admitted(self, record: RequestRecord) -> None:
         """Observe the end of the wait: the request runs, or gives up."""
 
-    def ended(self, observation: Observation) -> None:
+    def ended(self, record: RequestRecord) -> None:
         """Observe the end: the last byte was sent, or the client left."""
 
 
@@ -244,12 +244,12 @@ class Observers(Observer):
             setattr(self, event, own[0] if len(own) == 1 else partial(_call, own))
 
 
-def _call(observe: Sequence[Callable[[Observation], None]], observation: Observation) -> None:
+def _call(observe: Sequence[Callable[[RequestRecord], None]], record: RequestRecord) -> None:
     for one in observe:
-        one(observation)
+        one(record)
 
 
-OBSERVATION: web.RequestKey[Observation] = web.RequestKey("observation", Observation)
+RECORD: web.RequestKey[RequestRecord] = web.RequestKey("record", RequestRecord)
 OBSERVERS: web.AppKey[Observers] = web.AppKey("observers", Observers)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 

@@ -17,17 +17,17 @@ from triton_openai.api.agents import seal
 from triton_openai.api.messages import types
 from triton_openai.api.sse import Renderer, event
 from triton_openai.errors import ContextLengthExceeded, Overloaded, RateLimited, ServiceError, ServiceOverloaded
-from triton_openai.generation import Delta, FinishReason, Progress
+from triton_openai.generation import AnswerState, Delta, FinishReason
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallStart
-from triton_openai.telemetry.observation import OBSERVATION, Observation
+from triton_openai.telemetry.request_record import RECORD, RequestRecord
 
 _encode = msgspec.json.Encoder().encode
 _MEMBER = re.compile(r'\s*[{,]\s*("(?:[^"\\]|\\.)*")\s*:\s*', re.DOTALL)
 _MEMBER_END = re.compile(r"\s*[,}]")
 
 
-def message_usage(progress: Progress) -> types.MessageUsage:
+def message_usage(progress: AnswerState) -> types.MessageUsage:
     """Return the tokens up to now. Clients need numbers: an estimate is better than none."""
     usage = progress.usage_so_far or progress.usage_estimate
     return types.MessageUsage(
@@ -38,7 +38,9 @@ def message_usage(progress: Progress) -> types.MessageUsage:
     )
 
 
-def stop_of(progress: Progress, parser: AnswerParser, *, limited: bool) -> tuple[types.StopReason | None, str | None]:
+def stop_of(
+    progress: AnswerState, parser: AnswerParser, *, limited: bool
+) -> tuple[types.StopReason | None, str | None]:
     """
     Return why the answer ended, and the stop sequence that ended it.
 
@@ -266,15 +268,15 @@ def envelope(error: ServiceError, request_id: str) -> bytes:
     return _encode(found)
 
 
-def add_request_id(observation: Observation) -> None:
+def add_request_id(record: RequestRecord) -> None:
     """Let the answer have the header ``request-id``, which Anthropic's clients read."""
-    observation.headers = {**observation.headers, "request-id": observation.request_id}
+    record.headers = {**record.headers, "request-id": record.request_id}
 
 
 def error_body(request: web.Request, error: ServiceError) -> tuple[int, bytes] | None:
     """Return the status and the body of *error* for a request of Anthropic's API; ``None`` for other requests."""
     if not asks_anthropic(request):
         return None
-    observation = request[OBSERVATION]
-    add_request_id(observation)
-    return status_of(type(error)), envelope(error, observation.request_id)
+    record = request[RECORD]
+    add_request_id(record)
+    return status_of(type(error)), envelope(error, record.request_id)
