@@ -274,8 +274,9 @@ async def apply_settings(app: web.Application, settings: Settings, reload: bool)
     service, authorizer = app[SERVICE], app[AUTHORIZER]
     # Whatever can refuse the settings comes first.
     take_access = authorizer.prepare(settings.access)
-    await service.fleet.replace(settings.triton)
+    take_endpoints = await service.fleet.prepare(settings.triton)
     await service.models.apply_settings(settings, reload=reload)
+    await take_endpoints()
     take_access()
     app[CORS].replace(settings.access)
     service.admission.replace(settings.server)

@@ -149,8 +149,10 @@ class LogitsReader:
                 run.receive((delta,))
         except Exception as error:  # noqa: BLE001 - the run ends with any error
             self._end = (error,)
-        self._task = None
-        run.resume()
+        finally:
+            # Also when closed: the run may go on at another Triton.
+            self._task = None
+            run.resume()
         if self._end is not None:
             run.end(*self._end)
 

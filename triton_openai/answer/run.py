@@ -19,7 +19,7 @@ from triton_openai.adapters._common.base import Adapter, Decoder
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.logits_reader import LogitsReader
 from triton_openai.answer.stages import Pipeline
-from triton_openai.errors import InvalidRequest, ServiceError, UpstreamTimeout, UpstreamUnavailable
+from triton_openai.errors import InvalidRequest, Overloaded, ServiceError, UpstreamTimeout, UpstreamUnavailable
 from triton_openai.generation import AnswerState, Delta, FinishReason, Generation, Lora, TokenLogprob, Usage
 from triton_openai.models.lora.delivery import LoraAnswers, LoraDeliveries
 from triton_openai.prompts.tokenizer import Tokenizer, count_pieces
@@ -155,13 +155,19 @@ class Run:
             self._stream.pause()
 
     def _begin_again(self, error: Exception) -> bool:
-        """Return whether the request, which has failed by *error* without a token, goes on at another Triton."""
-        lease, self._lease = self._lease, None
-        if lease is None:
+        """
+        Send the request, which has failed by *error*, to another Triton, and return ``False`` if it may not go on.
+
+        If that fails too, the run ends with *error*: it tells more than that there is no other Triton.
+        """
+        lease = self._lease
+        if lease is None or self.progress.steps or not self._sender.route.again(lease, error, self._tried):
             return False
-        lease.close(error, answered=False)
-        if self.progress.steps or not self._sender.route.again(lease, error, self._tried):
-            return False
+        if isinstance(error, (UpstreamUnavailable, Overloaded)):
+            # The request has not reached the model.
+            self._stream = None
+        self._stop(silent=True)
+        self._release(error)
         if self._logits is not None:
             self._logits.close()
         self._decoder = self._adapter.decoder(self.generation)
@@ -169,19 +175,14 @@ class Run:
         try:
             self._begin()
         except ServiceError as failure:
-            # What the first one said tells more than that there is no other.
             self._release(failure)
-            return False
+            self._abort(error)
         return True
 
     def _lose(self) -> None:
-        """Take it that the Triton has stopped answering; what has a token may still get the others."""
-        if self.over or self.progress.steps:
-            return
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.close(silent=True)
-        self.end(cut_off_error("Triton has stopped answering"))
+        """Take it that the Triton has stopped answering; what cannot go on elsewhere waits."""
+        if not self.over:
+            self._begin_again(cut_off_error("Triton has stopped answering"))
 
     def _release(self, error: Exception | None) -> None:
         lease, self._lease = self._lease, None
@@ -252,11 +253,8 @@ class Run:
             # Its traceback would keep the request in a cycle.
             midway.__cause__ = error.with_traceback(None)
             error = midway
-        if error is not None and not self.progress.steps:
-            stream, self._stream = self._stream, None
-            if self._begin_again(error):
-                return
-            self._stream = stream
+        if error is not None and self._begin_again(error):
+            return
         if error is None or (isinstance(error, UpstreamUnavailable) and not self.progress.steps):
             # Nothing is left to be stopped, or the request has not reached the model.
             self._stream = None
@@ -349,12 +347,8 @@ class Run:
         what = "no further token" if self.progress.steps else "no answer"
         message = f"The model sent {what} for {self._silence_limit:g} seconds.{self.cause_of_silence}"
         error = UpstreamTimeout(message, code="upstream_silent")
-        if not self.progress.steps:
-            # The old request is cancelled first.
-            self._stop(silent=True)
-            if self._begin_again(error):
-                return
-        self._abort(error, silent=True)
+        if not self._begin_again(error):
+            self._abort(error, silent=True)
 
     def _abort(self, error: Exception | None, *, silent: bool = False) -> None:
         """End with *error* before the backend has."""

@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from triton_openai.config.files import read_yaml
-from triton_openai.config.tree import EndpointSettings, TritonSettings
+from triton_openai.config.tree import ENDPOINT_NAME, EndpointSettings, TritonSettings
 from triton_openai.errors import ConfigurationError
 
 _DNS = "dns+"
@@ -82,12 +82,13 @@ def check_endpoints(entries: Sequence[_Entry], origin: str) -> list[EndpointSett
 
 def _from_text(text: str) -> EndpointSettings:
     # A URL may have "=" in its path, and its scheme ends with "+" only where each address is meant.
+    name: str | None
     name, equals, urls = text.partition("=")
     if not equals or "://" in name:
-        name, urls = "", text
+        name, urls = None, text
     dns = urls.startswith(_DNS)
     addresses = re.split(r"\+(?=\w+://)", urls.removeprefix(_DNS))
-    return EndpointSettings(url=tuple(addresses), name=name or None, dns=dns)
+    return EndpointSettings(url=tuple(addresses), name=name, dns=dns)
 
 
 def _named(endpoint: EndpointSettings, origin: str) -> EndpointSettings:
@@ -96,6 +97,12 @@ def _named(endpoint: EndpointSettings, origin: str) -> EndpointSettings:
     if endpoint.dns and len(hosts) > 1:
         raise ConfigurationError(f"{origin}: the addresses of an endpoint with dns have one host, not {sorted(hosts)}.")
     if endpoint.name is not None:
+        # A name in short form has not been checked.
+        if not re.match(ENDPOINT_NAME, endpoint.name):
+            raise ConfigurationError(
+                f"{origin}: an endpoint's name has up to 64 of the characters A-Z a-z 0-9 . _ : [ ] -, unlike "
+                f"{endpoint.name[:100]!r}."
+            )
         return endpoint
     return msgspec.structs.replace(endpoint, name=urlsplit(endpoint.url[0]).netloc)
 

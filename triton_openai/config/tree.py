@@ -210,13 +210,17 @@ class EjectionSettings(_Group, frozen=True):
     max_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
 
 
+#: The name of an endpoint.
+ENDPOINT_NAME = r"^[A-Za-z0-9._:\[\]-]{1,64}$"
+
+
 class EndpointSettings(_Group, frozen=True):
     """One of several Tritons."""
 
     #: Its HTTP address, its gRPC address, or both.
     url: tuple[Text, ...]
     #: By default host and port of its first address.
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:\[\]-]{1,64}$")] | None = None
+    name: Annotated[str, Meta(pattern=ENDPOINT_NAME)] | None = None
     #: Its share of the requests; 0 takes none.
     weight: Annotated[float, Meta(ge=0, le=1000)] = 1.0
     #: Whether each address of the host is a Triton.

@@ -27,6 +27,8 @@ _log = structlog.get_logger(__name__)
 _CONFIGS_FRESH = 10.0
 # Config calls in flight at a time, so that a repository of hundreds of models does not open hundreds of connections.
 _PARALLEL_CONFIGS = 16
+# Between two looks for requests that did not find their model.
+_MISS_SECONDS = 0.5
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +119,8 @@ def merge(snapshots: Mapping[str, Snapshot]) -> Snapshot:
     Tritons is in ``configs``.
     """
     reached = {name: each for name, each in snapshots.items() if each.reachable}
+    if not snapshots:
+        return Snapshot(error=UpstreamUnavailable("No Triton is known.", retry_after=2))
     if len(snapshots) == 1 or not reached:
         return next(iter(snapshots.values()))
     index: dict[tuple[str, str], IndexEntry] = {}
@@ -195,6 +199,7 @@ class Catalog:
         self._log = _log if name is None else _log.bind(endpoint=name)
         self._refreshing: asyncio.Task[None] | None = None
         self._last_miss = float("-inf")
+        self._doubted = False
         self._configs_read = float("-inf")
         self.snapshot = Snapshot(error=UpstreamUnavailable("Triton has not been asked yet.", retry_after=1))
         self.first = asyncio.Event()
@@ -238,10 +243,19 @@ class Catalog:
         """
         now = asyncio.get_running_loop().time()
         if not self._busy:
-            if now - self._last_miss < 0.5:
+            if now - self._last_miss < _MISS_SECONDS:
                 return
             self._last_miss = now
         await self.refresh()
+
+    async def doubt(self) -> None:
+        """Look soon, and tell of the snapshot also if it is the same: a request has found otherwise."""
+        self._doubted = True
+        await self.refresh_on_miss()
+        if self._doubted:
+            # A look had begun before, or was just made.
+            await asyncio.sleep(_MISS_SECONDS)
+            await self.refresh_on_miss()
 
     async def close(self) -> None:
         """Stop a refresh in flight."""
@@ -251,6 +265,7 @@ class Catalog:
     async def _refresh(self) -> None:
         now = asyncio.get_running_loop().time()
         before = self.snapshot
+        doubted, self._doubted = self._doubted, False
         reuse = now - self._configs_read < _CONFIGS_FRESH
         snapshot = await take_snapshot(self._client, previous=before if reuse else None)
         if snapshot is not before:
@@ -263,7 +278,11 @@ class Catalog:
                 assert snapshot.error is not None
                 self._log.warning("Triton does not answer", reason=snapshot.error.reason)
         parts = ("configs", "waiting", "index", "reachable")
-        if not self.first.is_set() or any(getattr(snapshot, part) != getattr(before, part) for part in parts):
+        if (
+            doubted
+            or not self.first.is_set()
+            or any(getattr(snapshot, part) != getattr(before, part) for part in parts)
+        ):
             try:
                 await self._changed(snapshot)
             except Exception:  # noqa: BLE001 - an adapter's mistake about one model must not end all discovery

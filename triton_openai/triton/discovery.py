@@ -47,15 +47,14 @@ class Discovery:
         self._failed = failed
         self._watch = FileWatch([triton.endpoints_file], problem="the file of endpoints is not used, the old ones stay")
         #: As the settings have them; raises :class:`ConfigurationError`.
-        self.listed = endpoints(triton)
+        self.listed: Sequence[EndpointSettings] = endpoints(triton)
         self._addresses: dict[str, frozenset[str]] = {}
         self._failing: set[str] = set()
         self._applied: Sequence[EndpointSettings] | None = None
 
-    async def replace(self, triton: TritonSettings) -> None:
-        """Take other settings. Raises :class:`ConfigurationError`, and nothing has changed then."""
-        self.listed = await asyncio.to_thread(endpoints, triton)
-        self._triton = triton
+    async def replace(self, triton: TritonSettings, listed: Sequence[EndpointSettings]) -> None:
+        """Take other settings, which name the Tritons *listed*."""
+        self._triton, self.listed = triton, listed
         await self.look()
 
     async def run(self) -> None:
@@ -93,8 +92,9 @@ class Discovery:
         try:
             addresses = frozenset(await self._lookup(host))
             reason = "it has no addresses"
-        except OSError as error:
-            addresses, reason = frozenset(), error.strerror or str(error)
+        except (OSError, UnicodeError) as error:
+            # UnicodeError: a part of the name is empty or too long.
+            addresses, reason = frozenset(), getattr(error, "strerror", None) or str(error)
         if addresses:
             self._addresses[host] = addresses
             self._failing.discard(host)

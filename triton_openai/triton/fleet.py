@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 import msgspec
 import structlog
 
+from triton_openai.config.addresses import endpoints
 from triton_openai.config.tree import EndpointSettings, Policy, TritonAccess, TritonSettings
 from triton_openai.errors import (
     ConfigurationError,
@@ -93,6 +94,10 @@ class Member:
         self.catalog: Catalog
         #: By Triton model.
         self.targets: dict[str, Target] = {}
+        #: Those of models that it has not had ready for a request, until the next look at its list.
+        self.doubted: dict[str, Target] = {}
+        #: What finds out whether it answers again.
+        self.probes: set[asyncio.Task[None]] = set()
         #: Those that have not ended.
         self.leases: set[Lease] = set()
         #: Set when there are none.
@@ -108,7 +113,7 @@ class Member:
         Those that ran when the first one was lost may: a Triton that ends must not cost more than the budget has.
         """
         if now >= self._credit_until:
-            self._credit, self._credit_until = len(self.leases) + 1, now + _CREDIT_SECONDS
+            self._credit, self._credit_until = len(self.leases), now + _CREDIT_SECONDS
         self._credit -= 1
         return self._credit >= 0
 
@@ -154,6 +159,8 @@ class Lease:
         says nothing about the Triton.
         """
         target, self._target = self._target, None
+        # Breaks a reference cycle.
+        self.lost = None
         if target is not None:
             self._fleet.end(self, target, error, answered=answered)
 
@@ -199,7 +206,7 @@ class Route:
         if self._fleet.several and at is None:
             policy = self._fleet.policy(self.model)
             if prompt is not None and prompt == self._prompt and not tried and policy != "round_robin":
-                at = self.endpoint
+                at = self.endpoint if self._fleet.takes(self.model, self.endpoint) else None
             if key is None and policy == "affinity" and prompt is not None:
                 key = self._fleet.prefix_key(self.model, self._lora, prompt)
         lease = self._fleet.lease(self.model, among=self._among, key=key, avoid=tried, at=at)
@@ -212,7 +219,11 @@ class Route:
         return self.endpoint if self._fleet.listed else None
 
     def again(self, lease: Lease, error: Exception, tried: Collection[str]) -> bool:
-        """Return whether a request that got nothing at *lease*, but *error*, may go on to another one than *tried*."""
+        """
+        Return whether a request that got nothing at *lease*, but *error*, may go on to another one than *tried*.
+
+        Ask before the lease is closed.
+        """
         return self._at is None and self._fleet.again(lease, error, tried, among=self._among)
 
     async def ask(self, work: Callable[[Lease], Awaitable[_T]]) -> _T:
@@ -224,8 +235,9 @@ class Route:
             try:
                 result = await work(lease)
             except ServiceError as error:
+                again = self.again(lease, error, tried)
                 lease.close(error)
-                if not self.again(lease, error, tried):
+                if not again:
                     raise
             except BaseException:
                 lease.close(answered=False)
@@ -319,25 +331,27 @@ class Fleet:
             self.first.set()
             await asyncio.Event().wait()
         finally:
-            await cancel(*self._looks.values(), *self._tasks)
+            probes = [probe for member in self.members.values() for probe in member.probes]
+            await cancel(*self._looks.values(), *self._tasks, *probes)
 
     async def _find(self) -> None:
         if not self._looked:
             self._looked = True
             await self._discovery.look()
 
-    async def replace(self, settings: TritonSettings) -> None:
-        """Take other *settings*. Raises :class:`ConfigurationError`, and nothing has changed then."""
-        before, self._settings = self._settings, settings
-        try:
-            await self._discovery.replace(settings)
-        except ConfigurationError:
-            self._settings = before
-            raise
-        self._budget.share = settings.failover.budget
-        for model in list(self._pools):
-            del self._pools[model]
-        await self._merge({model for member in self.members.values() for model in member.targets})
+    async def prepare(self, settings: TritonSettings) -> Callable[[], Awaitable[None]]:
+        """Return what takes other *settings* over. Raises :class:`ConfigurationError`."""
+        if self.listed != bool(settings.endpoints or settings.endpoints_file):
+            raise ConfigurationError("To serve several Tritons in place of one, or one in place of several, restart.")
+        listed = await asyncio.to_thread(endpoints, settings)
+
+        async def apply_settings() -> None:
+            self._settings = settings
+            self._budget.share = settings.failover.budget
+            self._update_pools(list(self._pools))
+            await self._discovery.replace(settings, listed)
+
+        return apply_settings
 
     async def refresh(self) -> None:
         """Look at the models of all now."""
@@ -384,6 +398,8 @@ class Fleet:
 
     async def _take(self, member: Member, snapshot: Snapshot) -> None:
         """Take the new *snapshot* of a Triton."""
+        if member.draining:
+            return
         lost = member.snapshot.reachable and not snapshot.reachable
         if self._observer is not None and member.snapshot.reachable != snapshot.reachable:
             self._observer.up(member.label, -1 if lost else 1)
@@ -392,11 +408,15 @@ class Fleet:
         was, member.targets = member.targets, {}
         for model in snapshot.configs:
             target = was.get(model)
+            if target is None and model in member.doubted:
+                target = member.doubted[model]
+                target.since = now
             if target is None:
                 # A Triton that was there from the start needs no time to warm up.
                 since = now if member.catalog.first.is_set() else -math.inf
                 target = Target(member.name, member.settings.weight, since=since)
             member.targets[model] = target
+        member.doubted.clear()
         await self._merge(was.keys() | member.targets.keys())
         if lost and self.several:
             # It has not answered a simple question: what has no token yet is better off elsewhere.
@@ -426,20 +446,15 @@ class Fleet:
         """Prepare the choice for *models*."""
         routing = self._settings.routing
         for model in models:
-            members = [each for each in self.members.values() if model in each.targets and not each.draining]
-            targets = [each.targets[model] for each in members if not each.ejected] or [
-                each.targets[model] for each in members
-            ]
+            members = [each for each in self.members.values() if model in each.targets]
+            targets = [each.targets[model] for each in members]
             pool = self._pools.get(model)
             if pool is None:
-                pool = self._pools[model] = Pool(
-                    self.policy(model),
-                    max_ejected=self._settings.ejection.max_share if self.several else 0.0,
-                    load_factor=routing.load_factor,
-                )
-            panicked = pool.panics
-            pool.update(targets)
-            if pool.panics != panicked and self.several:
+                pool = self._pools[model] = Pool(self.policy(model), max_ejected=0.0, load_factor=1.0)
+            panicked, pool.policy, pool.load_factor = pool.panics, self.policy(model), routing.load_factor
+            pool.max_ejected = self._settings.ejection.max_share if self.several else 0.0
+            pool.update(targets, ejected=[each.name for each in members if each.ejected])
+            if pool.panics != panicked:
                 if self._observer is not None:
                     self._observer.panics(model, 1 if pool.panics else -1)
                 if pool.panics:
@@ -478,6 +493,12 @@ class Fleet:
         """Return the names of the Tritons that answer and do not have *model* ready."""
         return [name for name, one in self.members.items() if one.snapshot.reachable and model not in one.targets]
 
+    def takes(self, model: str, endpoint: str | None) -> bool:
+        """Return whether the Triton called *endpoint* takes requests to *model*."""
+        member = self.members.get(endpoint or "")
+        target = None if member is None or member.ejected else member.targets.get(model)
+        return target is not None and target.weight > 0 and target.ejected_until is None
+
     def choose(self, model: str) -> str | None:
         """Return the name of the Triton that a request to *model* would get now, ``None`` if there is none."""
         pool = self._pools.get(model)
@@ -502,6 +523,7 @@ class Fleet:
         """
         if self.alone is not None:
             return self.alone
+        first = not avoid
         if at is not None:
             member = self.members.get(at)
             target = None if member is None else member.targets.get(model)
@@ -512,7 +534,7 @@ class Fleet:
         else:
             pool = self._pools.get(model)
             if among and pool is not None:
-                avoid = {*avoid, *(one.endpoint for one in pool.targets if one.endpoint not in among)}
+                avoid = {*avoid, *(one.endpoint for one in pool.candidates if one.endpoint not in among)}
             target = None if pool is None else pool.choose(time.monotonic(), key=key, avoid=avoid)
             member = None if target is None else self.members.get(target.endpoint)
         if member is None or target is None:
@@ -522,7 +544,7 @@ class Fleet:
         member.leases.add(lease)
         if self._observer is not None:
             self._observer.leased(member.label, model, 1)
-        if not avoid:
+        if first:
             self._budget.count(time.monotonic())
         return lease
 
@@ -546,17 +568,18 @@ class Fleet:
             # Whoever refuses a request has answered.
             outcome = "failed" if failed else "answered" if answered or error is not None else "cancelled"
             self._observer.ended(member.label, lease.model, outcome)
-        if not self.several:
+        if not self.several or member.draining:
             return
         if not failed and (answered or error is not None):
             target.succeed()
         elif failed and target.fail(now, self._settings.ejection):
             assert isinstance(error, ServiceError)
             self._eject(member, lease.model, target, error)
-        if not_there(error) and member.targets.get(lease.model) is target:
-            # Until the next look at its models.
-            del member.targets[lease.model]
+        if not_there(error) and target.ejected_until is None and member.targets.get(lease.model) is target:
+            # Until the next look at its models, which is now: this may have been for a moment, or it has ended.
+            member.doubted[lease.model] = member.targets.pop(lease.model)
             self._update_pools([lease.model])
+            spawn(member.catalog.doubt(), member.probes)
 
     def again(self, lease: Lease, error: Exception, tried: Collection[str], *, among: Collection[str]) -> bool:
         """
@@ -571,7 +594,7 @@ class Fleet:
         if len(tried) > 1 and isinstance(error, ServiceError) and error.code == "upstream_disconnected":
             return False
         pool = self._pools.get(lease.model)
-        others = [] if pool is None else [one.endpoint for one in pool.targets if one.endpoint not in tried]
+        others = [] if pool is None else [one.endpoint for one in pool.candidates if one.endpoint not in tried]
         if not [name for name in others if not among or name in among]:
             return False
         now, lost = time.monotonic(), getattr(error, "code", "") in ("upstream_disconnected", "upstream_unavailable")
@@ -591,21 +614,23 @@ class Fleet:
         if self._observer is not None:
             self._observer.ejected(member.label, model, 1, error.code)
         self._update_pools(member.targets if member.ejected else [model])
-        spawn(self._bring_back(member, model, target), self._tasks)
+        spawn(self._bring_back(member, model, target), member.probes)
 
     async def _bring_back(self, member: Member, model: str, target: Target) -> None:
         """Ask an ejected Triton after its time, until it answers or is gone."""
-        while member.targets.get(model) is target and target.ejected_until is not None:
-            await asyncio.sleep(target.ejected_until - time.monotonic())
-            if not await self._answers(member, model):
-                target.eject(time.monotonic(), self._settings.ejection)
-                continue
-            was_out = member.ejected
-            target.restore(time.monotonic())
-            _log.info("a Triton takes requests again", endpoint=member.name, model=model)
-            self._update_pools(member.targets if was_out else [model])
-        if self._observer is not None:
-            self._observer.ejected(member.label, model, -1, "")
+        try:
+            while member.targets.get(model) is target and target.ejected_until is not None:
+                await asyncio.sleep(target.ejected_until - time.monotonic())
+                if not await self._answers(member, model):
+                    target.eject(time.monotonic(), self._settings.ejection)
+                    continue
+                was_out = member.ejected
+                target.restore(time.monotonic())
+                _log.info("a Triton takes requests again", endpoint=member.name, model=model)
+                self._update_pools(member.targets if was_out else [model])
+        finally:
+            if self._observer is not None:
+                self._observer.ejected(member.label, model, -1, "")
 
     async def _answers(self, member: Member, model: str) -> bool:
         """Return whether *model* answers a small request at *member*. Whoever refuses one is there."""
@@ -621,9 +646,9 @@ class Fleet:
 
     # Changes
 
-    async def _apply(self, endpoints: Sequence[EndpointSettings]) -> None:
-        """Take *endpoints* in place of those that there are. What leaves may finish its requests for a time."""
-        wanted = {each.name or "": each for each in endpoints}
+    async def _apply(self, found: Sequence[EndpointSettings]) -> None:
+        """Take *found* in place of those that there are. What leaves may finish its requests for a time."""
+        wanted = {each.name or "": each for each in found}
         for name, member in list(self.members.items()):
             new = wanted.get(name)
             if new is None or msgspec.structs.replace(new, weight=1.0) != msgspec.structs.replace(
@@ -647,16 +672,19 @@ class Fleet:
     async def _remove(self, member: Member) -> None:
         """Let the requests of *member* finish, for a time, and close its connections."""
         member.draining = True
-        look = self._looks.pop(member, None)
-        if look is not None:
-            await cancel(look)
-        if member.leases:
-            member.idle.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._grace):
-                    await member.idle.wait()
-        await member.catalog.close()
-        await member.client.close()
+        if self._observer is not None and member.snapshot.reachable:
+            self._observer.up(member.label, -1)
+        try:
+            look = self._looks.pop(member, None)
+            await cancel(*member.probes, *([] if look is None else [look]))
+            if member.leases:
+                member.idle.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._grace):
+                        await member.idle.wait()
+        finally:
+            await member.catalog.close()
+            await member.client.close()
 
 
 def not_there(error: Exception | None) -> bool:

@@ -82,11 +82,14 @@ class Pool:
     """The targets of one model. *targets* and their ejections change seldom: :meth:`update` prepares the choice."""
 
     def __init__(self, policy: Policy, *, max_ejected: float, load_factor: float, seed: int | None = None) -> None:
+        #: These three take effect with the next :meth:`update`.
         self.policy = policy
-        self._max_ejected = max_ejected
-        self._load_factor = load_factor
+        self.max_ejected = max_ejected
+        self.load_factor = load_factor
         self._random = random.Random(seed)
-        self._targets: Sequence[Target] = ()
+        #: All targets, those included that take no requests.
+        self.targets: Sequence[Target] = ()
+        self._counted: Collection[Target] = frozenset()
         self._candidates: Sequence[Target] = ()
         #: Requests of all targets that have not ended.
         self.running = 0
@@ -98,17 +101,17 @@ class Pool:
         self._owners: Sequence[Target] = ()
 
     @property
-    def targets(self) -> Sequence[Target]:
-        """All targets, those included that take no requests."""
-        return self._targets
+    def candidates(self) -> Sequence[Target]:
+        """The targets that take requests."""
+        return self._candidates
 
-    def update(self, targets: Sequence[Target]) -> None:
-        """Take *targets* as they are now."""
-        self._targets = targets
+    def update(self, targets: Sequence[Target], *, ejected: Collection[str] = ()) -> None:
+        """Take *targets* as they are now; *ejected* are Tritons that are ejected for all models."""
+        self.targets, self._counted = targets, frozenset(targets)
         self.running = sum(target.running for target in targets)
         active = [target for target in targets if target.weight > 0]
-        sound = [target for target in active if target.ejected_until is None]
-        self.panics = bool(active) and len(active) - len(sound) > self._max_ejected * len(active)
+        sound = [target for target in active if target.ejected_until is None and target.endpoint not in ejected]
+        self.panics = bool(active) and len(active) - len(sound) > self.max_ejected * len(active)
         self._candidates = active if self.panics else sound
         self._weights = list(accumulate(target.weight for target in self._candidates))
         self._turns, self._ring, self._owners = [], (), ()
@@ -120,9 +123,10 @@ class Pool:
             self._ring, self._owners = [value for value, _ in points], [owner for _, owner in points]
 
     def count(self, target: Target, number: int) -> None:
-        """Count *number* more requests of *target*, which may be -1."""
+        """Count *number* more requests of *target*, which may be -1, and which may have left the pool."""
         target.running += number
-        self.running += number
+        if target in self._counted:
+            self.running += number
 
     def choose(
         self, now: float, *, key: bytes | None = None, avoid: Collection[str] = (), limit: float = math.inf
@@ -142,12 +146,14 @@ class Pool:
         if self.policy == "round_robin":
             return self._next(fits)
         if self._ring and key is not None:
-            return self._nearest(key, fits)
-        if len(self._candidates) > _FEW:
+            nearest = self._nearest(key, fits)
+            if nearest is not None:
+                return nearest
+        elif len(self._candidates) > _FEW:
             found = [one for one in (self._sample(now), self._sample(now)) if one is not None and fits(one)]
             if found:
                 return min(found, key=lambda target: target.running / target.share(now))
-        # Few, or both are full or have failed: that is seldom, and then all are looked at.
+        # Few, or those that were looked at are full or have failed: that is seldom, and then all are looked at.
         return self._least([one for one in self._candidates if fits(one)], now)
 
     def _least(self, targets: Sequence[Target], now: float) -> Target | None:
@@ -186,7 +192,7 @@ class Pool:
         Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2018): no target runs more than the load
         factor times its share of all requests, so a key moves on only while its own target has too much.
         """
-        bound = self._load_factor * (self.running + 1) / self._weights[-1]
+        bound = self.load_factor * (self.running + 1) / self._weights[-1]
         start = bisect_right(self._ring, _point(key))
         for step in range(len(self._owners)):
             target = self._owners[(start + step) % len(self._owners)]

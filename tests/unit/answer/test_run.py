@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,12 +17,13 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from tests.clock import Clock
+from tests.unit.triton.test_catalog import FakeClient
 from triton_openai import offload
 from triton_openai.adapters._common.base import Adapter, Capabilities, Decoder
 from triton_openai.adapters._common.decoding import CumulativeText, TextDecoder
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.run import Run, Sender
-from triton_openai.config.tree import TritonSettings
+from triton_openai.config.tree import FailoverSettings, TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout, UpstreamUnavailable
 from triton_openai.generation import AnswerState, Delta, FinishReason, Generation, Logits, Sampling, Usage, total_usage
 from triton_openai.prompts.tokenizer import Tokenizer
@@ -29,6 +31,7 @@ from triton_openai.tasks import Background
 from triton_openai.telemetry.request_record import Upstream
 from triton_openai.triton.client import Receiver
 from triton_openai.triton.fleet import Fleet, Route
+from triton_openai.triton.status import cut_off_error
 from triton_openai.triton.tensors import InferRequest, JsonResponse, ModelConfig
 
 TOKENIZER = Tokenizer.load(str(Path(__file__).parents[3] / "triton_openai" / "demo" / "tokenizer"))
@@ -119,6 +122,7 @@ class Answer:
         sampling: Sampling = Sampling(max_tokens=9),  # noqa: B008 - immutable
         context: int | None = None,
         generation: Mapping[str, Any] = MappingProxyType({}),
+        fleet: Fleet | None = None,
         **backend: Any,
     ) -> None:
         self.engine = Engine()
@@ -127,7 +131,7 @@ class Answer:
         self.told = 0
         self.over = asyncio.Event()
         self.backend = Backend(decoder or TextDecoder(), **backend)
-        fleet = Fleet(TritonSettings(), connect=lambda _: self.engine)  # type: ignore[arg-type, return-value]
+        fleet = fleet or Fleet(TritonSettings(), connect=lambda _: self.engine)  # type: ignore[arg-type, return-value]
         self.run = Run(
             Generation(id="1", prompt="Hello", sampling=sampling, **generation),
             adapter=self.backend,
@@ -214,6 +218,103 @@ async def test_a_request_that_reached_no_model() -> None:
 
         assert orders == len(answer.engine.orders)
         assert UpstreamUnavailable is type(answer.run.failure)
+
+
+async def test_a_connection_that_is_lost_before_the_first_answer() -> None:
+    """The engine may work on, so it is told to stop."""
+    answer = Answer()
+    answer.engine.receiver.end(cut_off_error("reset"))
+    answer.run.close()
+    await answer.background.close()
+
+    assert 3 == len(answer.engine.orders)
+
+
+class Listed(Engine, FakeClient):  # type: ignore[misc]
+    """An engine of a Triton that lists its model."""
+
+    def __init__(self) -> None:
+        Engine.__init__(self)
+        FakeClient.__init__(self, "m")
+
+
+async def several(*engines: Listed, **failover: Any) -> Fleet:
+    """Return a fleet of *engines* that has looked at their models."""
+    tritons = {f"t{place}": engine for place, engine in enumerate(engines)}
+    endpoints = tuple([f"{name}=http://{name}:8000" for name in tritons])
+    settings = TritonSettings(endpoints=endpoints, failover=FailoverSettings(**failover))
+    fleet = Fleet(settings, connect=lambda each: tritons[each.name or ""])  # type: ignore[arg-type, return-value]
+    await fleet.refresh()
+    return fleet
+
+
+def running(fleet: Fleet) -> list[int]:
+    return sorted(member.targets["m"].running for member in fleet.members.values())
+
+
+async def test_a_run_that_begins_again() -> None:
+    """The first engine is told to stop, a pause holds for the second one, and every lease ends."""
+    engines = [Listed(), Listed()]
+    fleet = await several(*engines)
+    answer = Answer(fleet=fleet)
+    first, second = sorted(engines, key=lambda engine: engine.receiver is None)
+    assert running(fleet) == [0, 1]
+    answer.run.pause()
+    first.receiver.end(cut_off_error("reset"))
+    assert (False, True, [0, 1]) == (answer.run.over, second.paused, running(fleet))
+    answer.run.resume()
+    assert not second.paused
+    second.bring("one")
+    second.receiver.end(None)
+    await answer.background.close()
+
+    assert ("one", None, [0, 0]) == (answer.text, answer.run.failure, running(fleet))
+    assert (3, 0) == (len(first.orders), len(second.orders))
+    answer.run.close()
+    assert answer.run.progress.sent is not None
+    reference = weakref.ref(answer.run)
+    del answer
+    first.receiver = second.receiver = None
+    assert reference() is None
+
+
+@every_case("attempts", [1, 2])
+async def test_a_triton_that_stops_answering(attempts: int) -> None:
+    """What has no token goes on elsewhere, and waits where it may not; no lease is left."""
+    engines = [Listed(), Listed()]
+    fleet = await several(*engines, attempts=attempts)
+    answer = Answer(fleet=fleet)
+    first, second = sorted(engines, key=lambda engine: engine.receiver is None)
+    first.error = UpstreamTimeout("frozen")
+    await fleet.refresh()
+    assert (attempts == 2) == (second.receiver is not None)
+    assert not answer.run.over
+    answer.run.close()
+    await answer.background.close()
+    assert not [member.leases for member in fleet.members.values() if member.leases]
+
+
+async def test_a_triton_that_stops_answering_while_logits_are_read() -> None:
+    """The answer that begins again is not paused for ever."""
+    held = threading.Event()
+    others = asyncio.gather(*(offload.run(held.wait, cost=offload.INLINE + 1) for _ in range(8)))
+    engines = [Listed(), Listed()]
+    fleet = await several(*engines)
+    answer = Answer(fleet=fleet, decoder=Scored(WIDE), tokens=True, sampling=Sampling(max_tokens=9, logprobs=1))
+    first, second = sorted(engines, key=lambda engine: engine.receiver is None)
+    first.bring("1")
+    await asyncio.sleep(0)
+    first.error = UpstreamTimeout("frozen")
+    await fleet.refresh()
+    held.set()
+    await others
+    assert second.receiver is not None
+    second.bring("2")
+    second.receiver.end(None)
+    await asyncio.wait_for(answer.over.wait(), 10)
+    assert not second.paused
+    assert [2] == [entry.id for delta in answer.deltas for entry in delta.logprobs]
+    answer.run.close()
 
 
 @given(

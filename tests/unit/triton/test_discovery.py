@@ -3,6 +3,7 @@
 import pytest
 import structlog
 
+from triton_openai.config.addresses import endpoints
 from triton_openai.config.tree import EndpointSettings, TritonAccess, TritonSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.triton.discovery import Discovery, lookup
@@ -18,6 +19,8 @@ class Names:
         found = self.hosts.get(host)
         if found is None:
             raise OSError(-2, "Name or service not known")
+        if isinstance(found, Exception):
+            raise found
         return found
 
 
@@ -51,7 +54,7 @@ async def test_a_lookup_that_fails_keeps_the_old_addresses():
     discovery, applied = discovery_of(TritonSettings(endpoints=("dns+http://tritons:8000",)), names)
     await discovery.look()
     with structlog.testing.capture_logs() as lines:
-        for hosts in (None, (), None):
+        for hosts in (None, (), UnicodeError("label too long")):
             names.hosts = {"tritons": hosts}
             await discovery.look()
     assert len(applied) == 1
@@ -83,7 +86,7 @@ async def test_a_file_adds_endpoints(tmp_path):
     ):
         file.write_text(text)
         with pytest.raises(ConfigurationError, match=problem):
-            await discovery.replace(triton)
+            endpoints(triton)
     file.write_text("[]")
-    await discovery.replace(triton)
+    await discovery.replace(triton, endpoints(triton))
     assert [one.name for one in applied[-1]] == ["c"]

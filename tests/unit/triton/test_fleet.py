@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 import structlog
 
@@ -15,7 +16,14 @@ from triton_openai.config.tree import (
     RoutingSettings,
     TritonSettings,
 )
-from triton_openai.errors import InvalidRequest, Overloaded, UpstreamError, UpstreamTimeout, UpstreamUnavailable
+from triton_openai.errors import (
+    ConfigurationError,
+    InvalidRequest,
+    Overloaded,
+    UpstreamError,
+    UpstreamTimeout,
+    UpstreamUnavailable,
+)
 from triton_openai.triton.catalog import Snapshot, kind_of, merge
 from triton_openai.triton.client import IndexEntry, gather
 from triton_openai.triton.fleet import Fleet, Route
@@ -340,9 +348,137 @@ async def test_what_a_triton_takes_with_it_may_go_elsewhere(fleets):
     leases = [fleet.lease("m", at="a") for _ in range(30)]
     gone = []
     for lease in leases:
-        lease.close(cut_off_error("reset"))
         gone.append(fleet.again(lease, cut_off_error("reset"), ["a"], among=()))
+        lease.close(cut_off_error("reset"))
     assert gone == [True] * 30
     later = fleet.lease("m", at="a")
-    later.close(cut_off_error("reset"))
     assert [fleet.again(later, cut_off_error("reset"), ["a"], among=()) for _ in range(4)] == [True, True, True, False]
+    later.close(cut_off_error("reset"))
+
+
+async def test_a_triton_that_fails_for_a_moment_takes_requests_again(fleets):
+    """What it did not have ready once, it has at the next look, which is at once, though its list is the same."""
+    a, b = Triton("m"), Triton("m")
+    fleet = await fleets(tritons={"a": a, "b": b})
+    held = fleet.lease("m", at="a")
+    fleet.lease("m", at="a").close(UpstreamUnavailable("restarts"))
+    assert {fleet.lease("m").endpoint for _ in range(30)} == {"b"}
+    await until(lambda: fleet.takes("m", "a"))
+    assert fleet.members["a"].targets["m"].running == 1
+    held.close()
+    assert fleet.members["a"].targets["m"].running == 0
+
+
+async def test_a_triton_that_takes_no_connections_is_ejected(fleets, monkeypatch):
+    """Though its list has the model: failures count over the looks in between."""
+    monkeypatch.setattr("triton_openai.triton.catalog._MISS_SECONDS", 0.0)
+    answers = asyncio.Event()
+
+    async def ask(model, endpoint):
+        await answers.wait()
+
+    fleet = await fleets(ask, tritons={"a": Triton("m"), "b": Triton("m")}, ejection=EjectionSettings(time=0.001))
+    for _ in range(5):
+        await until(lambda: fleet.takes("m", "a"))
+        fleet.lease("m", at="a").close(UpstreamUnavailable("refused"))
+    assert fleet._observer.events["a", "ejected now"] == 1
+    answers.set()
+    await until(lambda: fleet.takes("m", "a"))
+    assert fleet._observer.events["a", "ejected now"] == 0
+
+
+async def test_no_tritons_are_an_outage(fleets):
+    """A list without Tritons answers requests with an error, until there is one."""
+    fleet = await fleets(tritons={"a": Triton("m"), "b": Triton("m")})
+    both = [EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in "ab"]
+    await fleet._apply([])
+    assert not fleet.snapshot.reachable
+    with pytest.raises(UpstreamUnavailable):
+        fleet.lease("m")
+    await fleet._apply(both)
+    await until(lambda: fleet.snapshot.reachable)
+
+
+async def test_a_triton_that_leaves_is_not_counted(fleets):
+    """Its metrics do not stay: neither that it answers, nor that it is ejected; nobody asks it any more."""
+    fleet = await fleets(tritons={name: Triton("m") for name in "abc"})
+    for _ in range(5):
+        fleet.lease("m", at="a").close(UpstreamError("The model failed."))
+    events = fleet._observer.events
+    assert (events["a", "up"], events["a", "ejected now"]) == (1, 1)
+    await fleet._apply([EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in "bc"])
+    await until(lambda: not events["a", "ejected now"])
+    assert (events["a", "up"], events["b", "up"]) == (0, 1)
+
+
+async def test_ejection_holds_for_tritons_that_came_later(fleets):
+    """Beside a Triton that was alone, as the addresses of a name may be, others are ejected as well."""
+    tritons = {"a": Triton("m")}
+    fleet = await fleets(tritons=tritons)
+    tritons["b"] = Triton("m")
+    await fleet._apply([EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in "ab"])
+    await until(lambda: fleet.takes("m", "b"))
+    for _ in range(5):
+        fleet.lease("m", at="b").close(UpstreamError("The model failed."))
+    assert {fleet.lease("m").endpoint for _ in range(30)} == {"a"}
+
+
+async def test_all_are_used_when_too_many_are_ejected_altogether(fleets):
+    """Tritons that are ejected for all models count for the largest share that may be."""
+    models = ("m", "n", "o", "p")
+    fleet = await fleets(tritons={name: Triton(*models) for name in "abc"})
+    for name in "ab":
+        for model in models[:3]:
+            for _ in range(5):
+                fleet.lease(model, at=name).close(UpstreamError("The model failed."))
+    assert fleet._observer.events["panics", "p"] == 1
+    assert {fleet.lease("p").endpoint for _ in range(60)} == {"a", "b", "c"}
+
+
+async def test_other_settings_hold_at_once(fleets):
+    """Policies, ejection and failover change under requests, none of which finds no Triton meanwhile."""
+    fleet = await fleets(tritons={name: Triton("m") for name in "abc"})
+    changed = msgspec.structs.replace(
+        fleet._settings,
+        routing=RoutingSettings(policy="round_robin"),
+        failover=FailoverSettings(attempts=1),
+        ejection=EjectionSettings(failures=1),
+    )
+    changing = asyncio.create_task((await fleet.prepare(changed))())
+    while not changing.done():
+        fleet.lease("m").close()
+        await asyncio.sleep(0)
+    turns = [fleet.lease("m").endpoint for _ in range(6)]
+    assert turns == turns[:3] * 2
+    lease = fleet.lease("m", at="a")
+    assert not fleet.again(lease, cut_off_error("reset"), ["a"], among=())
+    lease.close(UpstreamError("The model failed."))
+    assert {fleet.lease("m").endpoint for _ in range(9)} == {"b", "c"}
+
+
+async def test_one_triton_becomes_several_by_a_restart(fleets):
+    """Settings that name one Triton in place of several are refused, and nothing changes."""
+    fleet = await fleets(tritons={"a": Triton("m"), "b": Triton("m")})
+    with pytest.raises(ConfigurationError, match="restart"):
+        await fleet.prepare(TritonSettings())
+    alone = Fleet(TritonSettings(), connect=lambda _: Triton("m"))
+    with pytest.raises(ConfigurationError, match="restart"):
+        await alone.prepare(fleet._settings)
+
+
+async def test_requests_to_one_of_several_variants_count_for_the_budget(fleets):
+    """The share of retries is one of all requests, those included that only some Tritons can take."""
+    fleet = await fleets(tritons={name: Triton("m") for name in "abc"}, failover=FailoverSettings(budget=1.0))
+    leases = [fleet.lease("m", among=("a", "b")) for _ in range(10)]
+    error = Overloaded("full")
+    assert all(fleet.again(lease, error, [lease.endpoint], among=("a", "b")) for lease in leases)
+
+
+async def test_a_further_answer_goes_elsewhere_when_its_triton_has_gone(fleets):
+    """The answers to a prompt share a Triton, but only while that takes requests."""
+    fleet = await fleets(tritons={"a": Triton("m"), "b": Triton("m")})
+    route = Route(fleet, "m")
+    first = route.lease(prompt="Hello")
+    assert {route.lease(prompt="Hello").endpoint for _ in range(9)} == {first.endpoint}
+    first.close(UpstreamUnavailable("refused"))
+    assert {route.lease(prompt="Hello").endpoint for _ in range(9)} == {"a", "b"} - {first.endpoint}

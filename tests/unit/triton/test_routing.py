@@ -170,6 +170,26 @@ def test_no_target_gets_more_than_its_bounded_load():
     assert sorted(target.running for target in pool.targets)[-3] >= 100
 
 
+def test_a_key_goes_on_where_only_loaded_targets_are_left():
+    """The bound spreads requests; it refuses none when the others have failed or do not fit."""
+    pool = pool_of(1, 1, policy="affinity")
+    for _ in range(20):
+        pool.count(pool.targets[1], 1)
+    assert pool.choose(0.0, key=b"k", avoid=["t0"]).endpoint == "t1"
+
+
+def test_requests_of_a_target_that_left_do_not_count():
+    """They end later, and the bound of the others stays right."""
+    pool = pool_of(1, 1, 1, policy="affinity")
+    gone, *others = pool.targets
+    for _ in range(20):
+        pool.count(gone, 1)
+    pool.update(others)
+    for _ in range(20):
+        pool.count(gone, -1)
+    assert (pool.running, gone.running) == (0, 0)
+
+
 def test_requests_without_a_key_go_to_where_fewest_run():
     """Affinity without a key is least requests."""
     pool = pool_of(1, 1, 1, policy="affinity")
