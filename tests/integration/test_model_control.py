@@ -14,6 +14,7 @@ from urllib.parse import quote
 import msgspec
 import pytest
 import pytest_asyncio
+import yarl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -366,6 +367,17 @@ async def test_names_that_leave_the_repository(proxy):
             path = quote(name, safe="", errors="surrogatepass")
             answer = await raw(proxy, f"/v1/models/{path}/{action}")
             assert answer in ((400, "invalid_value"), (404, "not_found"), (404, "model_not_found")), (name, answer)
+
+
+async def test_names_are_shown_without_control_characters(proxy):
+    """An answer shows no control character of a name in its path, and an empty name is a 404."""
+    for name in ("", "a\nb", "a\x1b[31mb", "\x7f\x00", "a\u202eb"):
+        for method, action in (("POST", "/load"), ("POST", "/unload"), ("GET", "")):
+            path = f"/v1/models/{quote(name)}{action}"
+            async with proxy.client.request(method, yarl.URL(path, encoded=True)) as answer:
+                error = (await answer.json())["error"]
+            assert answer.status == 404 or (name and answer.status == 400), (path, error)
+            assert all(value is None or str(value).isprintable() for value in error.values()), (path, error)
 
 
 async def raw(proxy: Proxy, path: str) -> tuple[int, str | None]:

@@ -21,6 +21,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "the fewest turns that make a conversation fit": 97,
         "a chain is read at one moment": 10,
         "stored chat completions": 167,
+        "a response whose parent is deleted while it is made": 3,
         "streams of audio, in two forms": 36,
         "/v1/audio/speech": 209,
         "/v1/audio/transcriptions and /v1/audio/translations": 298,
@@ -47,6 +48,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "a chain is read at one moment": 4,
         "stored chat completions": 29,
         "files and batches": 412,
+        "a response whose parent is deleted while it is made": 13,
     },
     "triton": {
         "begin": 2150,

@@ -118,7 +118,7 @@ def _middleware(app: web.Application) -> Middleware:
 
 def _reported(request: web.Request, error: Exception) -> tuple[ServiceError, Mapping[str, str]]:
     """Return *error* as the client sees it, and headers for the response."""
-    path = request.path[:200]
+    path = request[RECORD].path[:200]
     match error:
         case ServiceError():
             return error, {}

@@ -106,8 +106,13 @@ elseif op == 'change' then
   end
   if given.version == 0 then call('ZADD', prefix .. 'keys:' .. owner, 0, key) end
   if given.version == 0 and given.parent then
-    call('HSET', entry(key), 'parent', given.parent)
-    call('SADD', heirs(given.parent), key)
+    local parent = given.parent
+    for i = #given.ancestors, 1, -1 do
+      if call('EXISTS', entry(given.ancestors[i])) == 1 then parent = given.ancestors[i] end
+    end
+    if call('EXISTS', entry(given.parent)) == 1 then parent = given.parent end
+    call('HSET', entry(key), 'parent', parent)
+    call('SADD', heirs(parent), key)
   end
   if lease or given.version == 0 then
     -- One that is ended is over by any clock.

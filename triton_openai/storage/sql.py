@@ -151,11 +151,17 @@ class SqlStore(Store):
             size, version = size + len(head) - head_size, version + 1
         values = (key, version, now, holder, until, size, count, position + len(rows), head)
         if new:
+            parent = change.parent
+            if change.ancestors:
+                line = json.dumps([parent, *change.ancestors])
+                locked = yield "SELECT key FROM triton_openai_entry WHERE key IN EACH($1) ORDER BY key FOR UPDATE", line
+                there = {key for (key,) in locked}
+                parent = next((one for one in (parent, *change.ancestors) if one in there), parent)
             made = yield (
                 "INSERT INTO triton_openai_entry (key, version, used, holder, until, size, rows, next, head, owner,"
                 " parent) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) ON CONFLICT (key) DO NOTHING"
                 " RETURNING key",
-                *(*values, owner, change.parent),
+                *(*values, owner, parent),
             )
             if not made:
                 return False
@@ -253,6 +259,8 @@ class SqlStore(Store):
     @_operation(write=True)
     def delete(self, key: str, *, bridged: bool = False) -> Steps[bool]:
         if bridged:
+            # Whoever makes one that goes on from it has the lock, or comes later and does not find it.
+            yield "SELECT key FROM triton_openai_entry WHERE key = $1 FOR UPDATE", key
             yield (
                 "UPDATE triton_openai_entry SET parent = (SELECT parent FROM triton_openai_entry WHERE key = $1)"
                 " WHERE parent = $1",

@@ -117,6 +117,7 @@ class Change(NamedTuple):
     version: int | None = None
     head: bytes | None = None
     parent: str | None = None
+    ancestors: Sequence[str] = ()
     rows: Sequence[Row] = ()
     most_rows: int = LARGEST
     most_size: int = LARGEST
@@ -162,15 +163,16 @@ class Store(ABC):
 
     async def put(
         self, key: str, owner: str, head: bytes, version: int, *, rows: Sequence[Row] = (), parent: str | None = None,
-        lease: tuple[str, float] | None = None,
+        ancestors: Sequence[str] = (), lease: tuple[str, float] | None = None,
     ) -> bool:  # fmt: skip
         """
         Replace the head of *version*, 0 for none, by *head*, and add *rows*.
 
-        *lease* gives the lease to a holder for so many seconds, 0 to end it. Returns whether the entry had the version.
+        A new entry goes on from *parent*, or if that is gone, from the first of its *ancestors* that is there. *lease*
+        gives the lease to a holder for so many seconds, 0 to end it. Returns whether the entry had the version.
         """
         await self._charge(owner, rows, len(head))
-        return await self._change(key, Change(owner, version, head, parent, rows, lease=lease))
+        return await self._change(key, Change(owner, version, head, parent, ancestors, rows, lease=lease))
 
     async def append(
         self, key: str, owner: str, rows: Sequence[Row], *, most_rows: int = LARGEST, most_size: int = LARGEST,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
+
 from triton_openai.app import create_app
-from triton_openai.config.tree import Settings
+from triton_openai.config.tree import AccessSettings, Settings
 from triton_openai.draining import DRAINING, Draining
+from triton_openai.serving import middleware
 from triton_openai.serving.middleware import Observed
 from triton_openai.telemetry.request_record import OBSERVERS, RequestRecord
 
@@ -32,3 +36,16 @@ async def test_who_asks_when_the_time_is_over_is_refused(aiohttp_client) -> None
     for answer in (await client.get("/health/live"), await client.post("/v1/completions", data=bytes(100_000))):
         assert (503, "close", "1") == (answer.status, answer.headers["Connection"], answer.headers["Retry-After"])
         assert "service_stopping" == (await answer.json())["error"]["code"]
+
+
+async def test_every_answer_says_how_long_it_took(aiohttp_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`openai-processing-ms` has the milliseconds until the head, of errors too, and pages may read it."""
+    client = await aiohttp_client(create_app(Settings(access=AccessSettings(cors_allow_origin=("*",)))))
+    # By its clock, 12 seconds have passed when the head is written.
+    monkeypatch.setattr(middleware, "time", Mock(monotonic=lambda: time.monotonic() + 12))
+    for path, status in (("/health/live", 200), ("/v1/nothing", 404)):
+        answer = await client.get(path, headers={"Origin": "http://page"})
+        assert status == answer.status
+        assert 12_000 <= int(answer.headers["openai-processing-ms"]) < 42_000
+        assert "openai-processing-ms" in answer.headers["Access-Control-Expose-Headers"]
+        assert not {"openai-organization", "openai-version"} & {name.lower() for name in answer.headers}

@@ -226,6 +226,11 @@ async def test_chains(stores: tuple[Store, Store]) -> None:
     await first.put("k1", "me", b"h", 0)
     assert await first.delete("k1", bridged=True)
     assert ["k3"] == [link.key for link in (await chain(first, "k3", "in")).links]
+    # One that was being made when they were deleted.
+    await first.put("late", "me", b"h", 0, parent="k2", ancestors=["k1", "k0", "k-1"])
+    assert ["late", "k0", "k-1"] == [link.key for link in (await chain(second, "late", "in")).links]
+    await first.put("lost", "me", b"h", 0, parent="k2", ancestors=["k1"])
+    assert [("lost", True), ("k2", False)] == [link[:2] for link in (await chain(second, "lost", "in")).links]
     # Without a bridge there is a gap.
     assert await first.delete("k0")
     found = await chain(second, "other", "in")

@@ -118,7 +118,7 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
     sources = Sources(made.state, made.owner, settings)
     suffix, size = f"{response.id.removeprefix('resp_')}i", context.record.body_size or 0
     await sources.gather(input_items(body), source=source, suffix=suffix, size=size)
-    made.input = sources.rows
+    made.input, made.ancestors = sources.rows, sources.ancestors
     # The response says whether it is used.
     wanted = None if body.reasoning is None else body.reasoning.effort
     effort = await agents.known_effort(context.model, wanted)

@@ -27,6 +27,8 @@ _PREFIXES: Mapping[str, str] = {
 }  # fmt: skip
 # Items that have a status, which clients may leave out. No set: what a client writes may have no hash.
 _ENDED = ("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output")
+# Responses of a chain of which one can be deleted each while the next one is made.
+_ANCESTORS = 8
 # More than any id in use has, and few enough for the index of a database.
 _LONGEST_ID = 512
 
@@ -110,6 +112,8 @@ class Sources:
         #: The items before the request, and its own with their references resolved.
         self.before: Sequence[Item] = ()
         self.resolved: Sequence[Item] = ()
+        #: The responses before the one that it goes on from, the newest first.
+        self.ancestors: Sequence[str] = ()
         #: What its own are kept as.
         self.rows: Sequence[Row] = ()
         #: The bytes that the request brings in.
@@ -133,7 +137,7 @@ class Sources:
             most_size = self._settings.server.max_body_size
             history = await self._state.history(source, self._owner, most=MAX_MESSAGES, most_size=most_size)
             self._add(history.length, history.size, param)
-            before = history.rows
+            before, self.ancestors = history.rows, [link.key for link in history.links[1:_ANCESTORS]]
         known: dict[str, bytes] = {}
         if before:
             self.before = await offload.run(self._decoded, before, param, cost=offload.json_cost(self.size))

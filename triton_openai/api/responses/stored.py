@@ -182,6 +182,8 @@ class StoredResponse:
         self.state, self.owner, self.response, self.version = state, owner, response, version
         #: What its input is kept as, while it is made.
         self.input: Sequence[Row] = ()
+        #: The responses before the one that it goes on from, the newest first.
+        self.ancestors: Sequence[str] = ()
         #: Its events, if this process makes it in the background.
         self.log: EventLog | None = None
 
@@ -203,7 +205,7 @@ class StoredResponse:
         parent = head.previous_response_id if head.conversation is None else head.conversation["id"]
         kept = await self.state.store().put(
             *(head.id, self.owner, encoded, self.version),
-            rows=rows, parent=parent, lease=(head.id if lease else "", lease),
+            rows=rows, parent=parent, ancestors=self.ancestors, lease=(head.id if lease else "", lease),
         )  # fmt: skip
         self.version += kept
         return kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -18,11 +19,19 @@ from structlog.testing import capture_logs
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Answer, Proxy, serving
 from tests.store_fixture import Server
+from tests.unit.prompts.test_template_support import save
 from triton_openai.api.responses.conversations import ConversationObject, claimed
 from triton_openai.api.responses.items import Sources
 from triton_openai.api.responses.objects import INTERRUPTED, OutputMessage, OutputText, ResponseObject
 from triton_openai.api.responses.stored import STATE, ResponseStore, StoredResponse
-from triton_openai.config.tree import ModelDefaults, ResponsesSettings, ServerSettings, Settings, TritonSettings
+from triton_openai.config.tree import (
+    ModelDefaults,
+    ModelSettings,
+    ResponsesSettings,
+    ServerSettings,
+    Settings,
+    TritonSettings,
+)
 from triton_openai.errors import ConversationBusy, InvalidRequest, ObjectNotFound
 from triton_openai.storage import open_store
 from triton_openai.storage.sqlite import SqliteStore
@@ -116,6 +125,28 @@ async def test_a_deleted_response_in_the_middle() -> None:
         assert f"'{made[3]}' goes on from '{made[1]}'" in refused.error["message"]
 
 
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
+async def test_a_parent_that_is_deleted_meanwhile(monkeypatch: pytest.MonkeyPatch, background: bool) -> None:
+    """A response that is made while the one before it is deleted goes on from what that went on from."""
+    keep = StoredResponse.keep
+    async with service("memory") as proxy:
+        made: list[str] = []
+
+        async def keep_late(self: StoredResponse) -> None:
+            if len(made) == 2:
+                assert await self.state.store().delete(made[1], bridged=True)
+            await keep(self)
+
+        monkeypatch.setattr(StoredResponse, "keep", keep_late)
+        for turn in range(4):
+            more = {"background": True, "stream": True} if background else {}
+            body = {"model": "m", "input": f"turn {turn}", "previous_response_id": made[-1] if made else None, **more}
+            answer = await proxy.post("/v1/responses", body)
+            made.append(re.findall(rb'"(resp_\w+)"', answer.body)[0].decode())
+        found = await proxy.client.app[STATE].history(made[3], "", most=9, most_size=9999)
+        assert [made[3], made[2], made[0]] == [link.key for link in found.links]
+
+
 async def test_a_maker_that_is_gone(state: ResponseStore) -> None:
     """A response whose process has ended has failed."""
     response = (await state.find(await keep(state, 1, status="in_progress"), "me")).response
@@ -164,6 +195,17 @@ async def service(store: str, **groups: Any) -> AsyncIterator[Proxy]:
         async with serving(settings) as proxy:
             await proxy.ready()
             yield proxy
+
+
+async def test_numbers_are_written_alike(tmp_path: Path) -> None:
+    """A response has the same bytes when it is made and when it is read, with a fraction in its numbers or without."""
+    folder = save(tmp_path, generation_config={"temperature": 1, "top_p": 1})
+    model = ModelSettings(tokenizer=folder, generation_config="auto")
+    async with service("memory", models={"m": model}) as proxy:
+        for numbers in ("", '"presence_penalty": 0, "frequency_penalty": 0.0, "temperature": 2, "top_p": 1.0,'):
+            made = await proxy.post("/v1/responses", f'{{"model": "m", {numbers} "input": "Hi"}}'.encode())
+            kept = await proxy.get(f"/v1/responses/{made.json['id']}")
+            assert made.body == kept.body
 
 
 async def test_what_is_kept_of_a_request() -> None:
