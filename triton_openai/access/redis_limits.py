@@ -34,6 +34,8 @@ _log = structlog.get_logger(__name__)
 
 # Longest wait for Redis, and how long it is then left alone.
 _PATIENCE = 0.1
+# The same for the first answer, before which modules are imported, connections opened and scripts loaded.
+_FIRST_PATIENCE = 2.0
 _PAUSE = 1.0
 # A lease ends after so many seconds unless it is renewed, which happens three times in between.
 _LEASE = 60
@@ -121,6 +123,8 @@ class RedisLimits:
         self._closed = closed
         self._answers = answers
         self._patience = patience
+        # Whether Redis has answered, or has not in time.
+        self._called = False
         # Requests that come at once share connections: to open one for each takes longer than to wait.
         pool = redis.BlockingConnectionPool.from_url(url, max_connections=_CONNECTIONS, timeout=None)
         self._client = redis.Redis.from_pool(pool)
@@ -143,7 +147,12 @@ class RedisLimits:
             lease = secrets.token_hex(8)
             limits = (limit.requests_per_minute, limit.tokens_per_minute, limit.concurrent_requests)
             arguments = [lease, *(-1 if most is None else most for most in limits)]
-            answer = await self._call(self._admit, _keys(name, "rtc"), arguments)
+            try:
+                answer = await self._call(self._admit, _keys(name, "rtc"), arguments)
+            except asyncio.CancelledError:
+                # Its client has left; it may have been counted.
+                spawn(self._gone(name, lease, 0), self._leaving)
+                raise
             if answer is not None:
                 return self._decision(name, limit, lease, answer)
         if self._closed:
@@ -186,9 +195,10 @@ class RedisLimits:
     async def _call(self, script: Any, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
         """Return the answer of *script*, ``None`` where Redis does not give one in time."""
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._patience if self._called else max(self._patience, _FIRST_PATIENCE)):
                 answer = await script(keys=keys, args=arguments)
         except self._failures as error:
+            self._called = True
             self._away_until = time.monotonic() + _PAUSE
             if not self._away:
                 self._away = True
@@ -196,6 +206,7 @@ class RedisLimits:
                 _log.warning("the store of rate limits does not answer", reason=reason, closed=self._closed)
                 self._answers(False)
             return None
+        self._called = True
         if self._away:
             self._away, self._away_until = False, 0.0
             _log.info("the store of rate limits answers again")

@@ -142,3 +142,38 @@ async def test_a_full_redis_goes_on_counting(services):
         assert kinds([await one.admit("a", limit) for _ in range(7)]).count(None) == 5
     finally:
         await one._client.config_set("maxmemory", "0")
+
+
+async def test_a_request_that_is_cancelled_leaves_no_lease(services, monkeypatch):
+    """Whoever leaves while Redis counts the request makes room for another."""
+    store, other, limit = services(), services(), RateLimit(concurrent_requests=1)
+    admitted, run = asyncio.Event(), store._admit
+
+    async def slow(**call):
+        await run(**call)
+        admitted.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(store, "_admit", slow)
+    asking = asyncio.create_task(store.admit("a", limit))
+    await admitted.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    while (await other.admit("a", limit)).refusal is not None:
+        pass
+
+
+async def test_the_first_answer_may_take_longer(services, monkeypatch):
+    """Until then connections are opened and scripts are loaded; it is no outage."""
+    store = services(patience=0.0)
+    run = store._admit
+
+    async def slow(**call):
+        await asyncio.sleep(0.01)
+        return await run(**call)
+
+    monkeypatch.setattr(store, "_admit", slow)
+    assert (await store.admit("a", RateLimit(requests_per_minute=1))).refusal is None
+    assert not store._away
+    await store.admit("a", RateLimit(requests_per_minute=1))
+    assert store._away
