@@ -238,3 +238,33 @@ def test_a_replaced_worker_has_the_new_settings(configured: Configured) -> None:
     until(lambda: len(configured.said("Triton answers")) == 2)
 
     configured.agree(lambda: "new-name" in configured.models(), True)
+
+
+def test_tritons_are_added_drained_and_refused(triton: TestTriton, tmp_path: Path) -> None:
+    """The list of Tritons, their weights and the policy change in all workers; one Triton alone takes a restart."""
+    file, workers = tmp_path / "settings.yaml", 2
+
+    def several(*weights: float, **more: Any) -> dict[str, Any]:
+        listed = [{"name": f"t{n}", "url": [triton.http_url], "weight": weight} for n, weight in enumerate(weights)]
+        return {"triton": {"endpoints": listed, **more}}
+
+    file.write_text(json.dumps(several(1)))
+    arguments = ("--config", str(file), "--workers", str(workers), *_TOLD)
+    with serving(tmp_path, *arguments, XDG_RUNTIME_DIR=str(tmp_path)) as service:
+        running = Configured(service, file, workers)
+        until(lambda: len([line for line in running.said("model is served") if line["model"] == "ensemble"]) == workers)
+
+        def states() -> list[str]:
+            return [line["state"] for line in service.send("GET", "/status").json["endpoints"]]
+
+        running.write(several(1, 1, 0, routing={"policy": "round_robin"}))
+        until(lambda: running.said("settings are read again"))
+        for _ in range(8):
+            until(lambda: states() == ["ready", "ready", "drained"])
+        answers = [service.post("/v1/completions", {"model": "ensemble", "prompt": "Hello"}) for _ in range(20)]
+        assert {answer.status for answer in answers} == {200}
+        used = {line.get("endpoint") for line in running.said("request")} - {None}
+        assert used == {"t0", "t1"}
+        running.write({"triton": {"url": [triton.http_url]}})
+        until(lambda: running.said("new settings are not used, the old ones stay"))
+        assert states() == ["ready", "ready", "drained"]
