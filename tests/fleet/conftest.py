@@ -16,6 +16,7 @@ from triton_openai.config.tree import (
     EjectionSettings,
     EndpointSettings,
     ModelSettings,
+    ResponsesSettings,
     ServerSettings,
     Settings,
     TritonSettings,
@@ -79,6 +80,7 @@ def settings_of(three: dict[str, One], *names: str, **triton: Any) -> Settings:
     triton = {"refresh_interval": 0.2, "ejection": EjectionSettings(time=0.2, max_time=1.0), **triton}
     return Settings(
         server=ServerSettings(shutdown_grace=20.0),
+        responses=ResponsesSettings(store="memory"),
         triton=TritonSettings(endpoints=endpoints, model_control_mode="explicit", **triton),
         models=dict.fromkeys(("vllm_model", "text_embedding"), tokenizer),
     )

@@ -85,6 +85,26 @@ async def test_a_session_stays_at_its_triton(three: dict[str, One]) -> None:
             assert sorted(got) == [0, 0, 6]
 
 
+@pytest.mark.parametrize("kind", ["previous_response_id", "conversation"])
+async def test_a_conversation_stays_at_its_triton(three: dict[str, One], kind: str) -> None:
+    """With affinity, responses that go on from one another, or are part of a conversation, go to the same Triton."""
+    routing = RoutingSettings(policy="affinity", affinity=("conversation",))
+    async with fleet(settings_of(three, routing=routing)) as proxy:
+        first = "/v1/responses" if kind == "previous_response_id" else "/v1/conversations"
+        begun = {"model": "vllm_model", "input": "0", "max_output_tokens": 16} if first == "/v1/responses" else {}
+        answer = await proxy.post(first, begun)
+        assert answer.status == 200, answer.json
+        last = answer.json["id"]
+        before = {name: one.asked("vllm_model") for name, one in three.items()}
+        for number in range(9):
+            sent = {"model": "vllm_model", "input": f"{number}", "max_output_tokens": 16, kind: last}
+            answer = await proxy.post("/v1/responses", sent)
+            assert answer.status == 200, answer.json
+            last = answer.json["id"] if kind == "previous_response_id" else last
+        got = [one.asked("vllm_model") - before[name] for name, one in three.items()]
+        assert sorted(got) == [0, 0, 9]
+
+
 async def test_several_answers_share_a_triton(three: dict[str, One]) -> None:
     """The answers to one prompt go to the Triton that has its beginning in its cache."""
     async with fleet(settings_of(three)) as proxy:

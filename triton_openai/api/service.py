@@ -171,7 +171,7 @@ class RequestContext(Generic[_Body]):
 
     def about(self, body: _Other) -> RequestContext[_Other]:
         """Return the context with another *body*."""
-        return RequestContext(self.request, self.service, body, self.model, self.record, self.limits)
+        return RequestContext(self.request, self.service, body, self.model, self.record, self.limits, self.conversation)
 
     @property
     def sender(self) -> Sender:

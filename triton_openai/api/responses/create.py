@@ -119,6 +119,7 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
     suffix, size = f"{response.id.removeprefix('resp_')}i", context.record.body_size or 0
     await sources.gather(input_items(body), source=source, suffix=suffix, size=size)
     made.input, made.ancestors = sources.rows, sources.ancestors
+    context.conversation = sources.root
     # The response says whether it is used.
     wanted = None if body.reasoning is None else body.reasoning.effort
     effort = await agents.known_effort(context.model, wanted)

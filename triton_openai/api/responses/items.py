@@ -114,6 +114,8 @@ class Sources:
         self.resolved: Sequence[Item] = ()
         #: The responses before the one that it goes on from, the newest first.
         self.ancestors: Sequence[str] = ()
+        #: The id of the conversation, or of the response with which the chain began.
+        self.root: str | None = None
         #: What its own are kept as.
         self.rows: Sequence[Row] = ()
         #: The bytes that the request brings in.
@@ -138,6 +140,7 @@ class Sources:
             history = await self._state.history(source, self._owner, most=MAX_MESSAGES, most_size=most_size)
             self._add(history.length, history.size, param)
             before, self.ancestors = history.rows, [link.key for link in history.links[1:_ANCESTORS]]
+            self.root = history.links[-1].key
         known: dict[str, bytes] = {}
         if before:
             self.before = await offload.run(self._decoded, before, param, cost=offload.json_cost(self.size))
