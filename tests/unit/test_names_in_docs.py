@@ -35,7 +35,7 @@ TEXTS = {
 PRESENT = [name for name in TEXTS if name != "CHANGELOG.md"]
 COMMANDS = {
     *("--config", "--json", "--once", "--help", "--help-all", "--version"),
-    *("--all", "--model", "--scripted", "--weights"),
+    *("--all", "--model", "--scripted", "--speech", "--weights"),
 }
 # Of the programs that the documents call, by the document.
 _DOCKER = {

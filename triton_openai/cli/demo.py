@@ -21,8 +21,9 @@ from triton_openai.cli.arguments import Parsed
 from triton_openai.cli.banner import Banner
 from triton_openai.cli.serve import serve_demo
 from triton_openai.config.tree import AccessSettings, Group, ModelDefaults, Settings, TlsSettings, TritonAccess
+from triton_openai.demo import speech
 from triton_openai.demo.engine import PASSIVE, Engine, missing
-from triton_openai.demo.repository import CONTEXT_LENGTH, build_repository
+from triton_openai.demo.repository import BUILDERS, CONTEXT_LENGTH, build_repository
 from triton_openai.demo.weights import find_model
 from triton_openai.errors import ConfigurationError
 from triton_openai.serving.server import listening_sockets
@@ -62,6 +63,8 @@ def demo(settings: Settings, environ: Mapping[str, str], options: Parsed) -> int
     asked_for = options.model is not None or options.weights is not None
     if options.scripted and asked_for:
         raise ConfigurationError("--scripted has no language model, so it takes no --model and no --weights.")
+    if options.speech:
+        speech.check_installed()
     with (
         listening_sockets(settings.server) as sockets,
         tempfile.TemporaryDirectory(prefix="triton-openai-demo-") as folder,
@@ -72,7 +75,8 @@ def demo(settings: Settings, environ: Mapping[str, str], options: Parsed) -> int
             running.callback(engine.stop)
         repository = build_repository(
             Path(folder),
-            models=None if options.all else _SHOWN,
+            models=[*(BUILDERS if options.all else _SHOWN), *(speech.BUILDERS if options.speech else ())],
+            builders={**BUILDERS, **speech.BUILDERS},
             tokenizer=None if engine is None else engine.tokenizer,
             engine=None if engine is None else engine.socket,
         )
@@ -83,6 +87,7 @@ def demo(settings: Settings, environ: Mapping[str, str], options: Parsed) -> int
         settings = replace(
             settings,
             access=_with_own_key(settings.access),
+            models={**(speech.settings_in(repository.path) if options.speech else {}), **settings.models},
             defaults=_defaults(settings.defaults, repository.tokenizer, speaks=engine is not None),
             tls=TlsSettings(),
             triton=replace(settings.triton, model_repository=(repository.path,), load_model=load),

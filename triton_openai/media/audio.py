@@ -42,8 +42,8 @@ _SEARCHED, _QUIET = 2.0, 0.1
 FRAME = 0.02
 # A root mean square of -60 dBFS, below which nothing can be heard.
 _SILENCE = 0.001
-# The size of a RIFF file that was written as a stream.
-_UNKNOWN_SIZES = range(0x7FFF_0000, 0x1_0000_0000)
+# The size of a RIFF file that was written as a stream, with the eight bytes in front of it.
+_UNKNOWN_SIZES = range(0x7FFF_0000, 0x1_0000_0008)
 
 _Samples: TypeAlias = Any
 """An array of NumPy, which is not imported here before it is needed."""

@@ -15,6 +15,7 @@ from tests.cases import every_case
 from tests.speech import RATE, SENTENCE, encoded, hear, muxed, speak, wav
 from triton_openai.errors import InvalidRequest
 from triton_openai.media.audio import Backoff, Chunk, Recording
+from triton_openai.media.encode import encoder
 
 
 async def chunks_of(
@@ -45,6 +46,13 @@ def test_formats_and_rates(container, subtype, rate):
     assert pytest.approx(3, abs=0.1) == chunk.end
     assert (0, False) == (chunk.start, chunk.silent)
     assert len(chunk.samples) == 4 * round(chunk.end * RATE)
+
+
+def test_speech_that_the_service_made():
+    """A WAV file that was written as a stream does not say how long it is, and is not taken for cut off."""
+    made = encoder("wav", RATE)
+    (chunk,) = asyncio.run(chunks_of(made.encode(speak(SENTENCE)) + made.finish()))
+    assert list(SENTENCE) == words(chunk)
 
 
 def test_channels_are_averaged():

@@ -1,0 +1,90 @@
+"""The demo's real models: what Kokoro speaks, Whisper hears. Skipped until `make demo ARGS=--speech` installs them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import FormData
+
+from tests.proxy_fixture import Proxy, proxy_settings, serving
+from tests.triton_fixture import TestTriton, embedded, shared
+from triton_openai.demo import speech
+from triton_openai.demo.record import Record
+from triton_openai.demo.repository import build_repository
+from triton_openai.errors import ConfigurationError
+
+SENTENCE = "The quick brown fox jumps over the lazy dog. Triton answers in plain English."
+SPOKEN = "Ever tried. Ever failed. No matter. Try again. Fail again. Fail better."
+
+
+def word_error_rate(said: str, heard: str) -> float:
+    """Return the share of words that have to be changed, added or left out."""
+    wanted, found = (re.sub(r"[^a-z' ]+", " ", text.lower()).split() for text in (said, heard))
+    costs = list(range(len(found) + 1))
+    for row, word in enumerate(wanted, 1):
+        before, costs[0] = costs[0], row
+        for place, other in enumerate(found, 1):
+            before, costs[place] = (
+                costs[place],
+                min(costs[place] + 1, costs[place - 1] + 1, before + (word != other)),
+            )
+    return costs[-1] / len(wanted)
+
+
+def test_the_measure() -> None:
+    """A word is changed, added or left out."""
+    rates: Sequence[float] = [
+        word_error_rate("a b c d", other) for other in ("A, b c d.", "a x c d", "a b d", "", "a b c d e")
+    ]
+    assert [0, 0.25, 0.25, 1, 0.25] == rates
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
+    """A Triton with Whisper and Kokoro."""
+    try:
+        speech.check_installed()
+    except ConfigurationError as error:
+        pytest.skip(error.message)
+    folder = tmp_path_factory.mktemp("speech")
+    repository = build_repository(folder, models=speech.BUILDERS, builders=speech.BUILDERS)
+    server = embedded(repository)
+    with shared(server):
+        yield TestTriton(server, repository, Record(folder / "record.jsonl"))
+
+
+async def heard(proxy: Proxy, data: bytes, **fields: str) -> str:
+    """Return what Whisper hears in *data*."""
+    form = FormData()
+    form.add_field("file", data, filename="speech")
+    for name, value in {"model": "whisper-1", **fields}.items():
+        form.add_field(name, value)
+    async with proxy.client.post("/v1/audio/transcriptions", data=form) as response:
+        assert 200 == response.status, await response.text()
+        return str((await response.json())["text"])
+
+
+async def test_round_trip(speaking: TestTriton) -> None:
+    """What is spoken is heard, and so is a person."""
+    models = speech.settings_in(speaking.repository.path)
+    settings = msgspec.structs.replace(proxy_settings(speaking, "grpc"), models=models)
+    async with serving(settings) as proxy:
+        await proxy.ready()
+        for model, kind in (("infer_bls", "mp3"), ("whisper", "wav")):
+            body = {"model": "tts-1", "voice": "alloy", "input": SENTENCE, "response_format": kind}
+            spoken = await proxy.post("/v1/audio/speech", body)
+            assert 200 == spoken.status
+            assert word_error_rate(SENTENCE, await heard(proxy, spoken.body, model=model)) < 0.15
+        # A package with a recording of a person; it need not be one that can be imported.
+        person = find_spec("moonshine_voice")
+        if person is not None and person.submodule_search_locations:
+            recording = await asyncio.to_thread(
+                Path(person.submodule_search_locations[0], "assets/beckett.wav").read_bytes
+            )
+            assert word_error_rate(SPOKEN, await heard(proxy, recording, language="en")) < 0.2
