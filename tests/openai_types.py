@@ -74,6 +74,7 @@ _ITEMS: Mapping[str, Any] = {
 _NAMELESS: Mapping[str, Any] = {"/embeddings": CreateEmbeddingResponse, "/moderations": ModerationCreateResponse}
 # What differs from OpenAI's types on purpose: the object and the place in it, and why.
 _DIFFERENT: Mapping[str, str] = {
+    r"text_completion: choices\.\d+\.logprobs\.(token|top)_logprobs\.0": "Null for the first token of a prompt.",
     r"text_completion: choices\.\d+\.finish_reason": "Null before the end of a stream, as in OpenAI's own streams.",
     r"list: data\.\d+\.embedding": "Base64 where the request asks for it; OpenAI's client decodes it.",
     r"None: role": "OpenAI's type of a stored chat's message has the assistant's role only; the request has others.",

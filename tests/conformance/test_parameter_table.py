@@ -262,5 +262,6 @@ async def test_every_adapter_takes_part(service: Service) -> None:
     adapters = {adapter.name: adapter for adapter in map(service.adapter, TABLED)}
 
     known = Registry().adapters
-    assert {name for name in BUILT_IN if Generation in known[name].jobs} == adapters.keys()
+    # What a recognizer generates is written down from audio, with no parameters of a request.
+    assert {name for name in BUILT_IN if Generation in known[name].jobs} - {"transcriber"} == adapters.keys()
     assert {row.name for adapter in adapters.values() for row in adapter.parameters} <= CASES.keys()

@@ -131,6 +131,8 @@ _SEGMENTS = {
     "conversation": "conv",
     "item": "msg",
     "completion": "resp",
+    "batch": "resp",
+    "file": "resp",
 }
 
 
@@ -425,6 +427,16 @@ class _Maker:
     def spoken(self) -> dict[str, Any]:
         return {"model": self._model(HEARING), "file": _A_FILE, "response_format": self._chance.choice(_FORMATS)}
 
+    def filed(self) -> dict[str, Any]:
+        return {"purpose": self._chance.choice(("batch", "user_data", "x")), "file": _A_FILE}
+
+    def batched(self) -> dict[str, Any]:
+        endpoint = self._chance.choice(("/v1/chat/completions", "/v1/embeddings", "/v1/files", "x"))
+        return {"input_file_id": "file-" + "0" * 32, "endpoint": endpoint, "completion_window": "24h"}
+
+    def batched_messages(self) -> dict[str, Any]:
+        return {"requests": [{"custom_id": str(number), "params": self.message()} for number in range(3)]}
+
     def chat(self) -> dict[str, Any]:
         chance = self._chance
         messages: list[Any] = [{"role": "user", "content": _WORDS}]
@@ -692,6 +704,9 @@ BODIES: Mapping[str, Callable[[_Maker], dict[str, Any] | None]] = {
     "add_items": _Maker.items,
     "create_message": _Maker.message,
     "count_message_tokens": _Maker.counted,
+    "create_file": _Maker.filed,
+    "create_batch": _Maker.batched,
+    "create_message_batch": _Maker.batched_messages,
     "create_transcription": _Maker.spoken,
     "create_translation": _Maker.spoken,
     "rerank": _Maker.ranking,

@@ -166,12 +166,16 @@ async def spans(settings: TracesSettings, *, flush_timeout: float) -> AsyncItera
     except Exception as error:
         # Any exception: only the SDK's own variables can still be wrong.
         raise ConfigurationError(f"{SDK_REFUSES}: {error}") from error
-    log, speaks_grpc = logging.getLogger(type(exporter).__module__), _SpeaksGrpc()
-    log.addFilter(speaks_grpc)
+    # Since 1.45, what both exporters share sends the batches and says what went wrong.
+    logs = [logging.getLogger(name) for name in (type(exporter).__module__, "opentelemetry.exporter.otlp.common.http")]
+    speaks_grpc = _SpeaksGrpc()
+    for log in logs:
+        log.addFilter(speaks_grpc)
     try:
         yield made
     finally:
-        log.removeFilter(speaks_grpc)
+        for log in logs:
+            log.removeFilter(speaks_grpc)
         # In a thread: the SDK may take 30 seconds.
         thread = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
         thread.start()
