@@ -361,8 +361,8 @@ def _trouble(request: Request, answer: _Answer) -> str | None:
             return f"{name} in another form: {text[:100]}"
         if not isinstance(said, str) or not said or "Traceback" in said:
             return f"{name} without a message"
-        # A changed order makes the scripted model fail.
-        failed = answer.status == 502 and b"steer" in request.parts
+        # A changed order makes the scripted model fail, and these words the one that speaks.
+        failed = answer.status == 502 and any(word in request.parts for word in (b"steer", b"<die>", b"<nan>"))
         if answer.status >= 500 and answer.status not in _EXCUSED and not failed:
             return f"{name} {error.get('code') or error.get('type')}"
     # The description says of these that every request may have them.
