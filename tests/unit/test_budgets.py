@@ -105,7 +105,6 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "above its budget": 136,
         "/v1/audio/speech": 9,
         "files and batches": 5,
-        "the exporters of OpenTelemetry 1.45": 3,
     },
     "config": {
         "begin": 1120,

@@ -166,16 +166,11 @@ async def spans(settings: TracesSettings, *, flush_timeout: float) -> AsyncItera
     except Exception as error:
         # Any exception: only the SDK's own variables can still be wrong.
         raise ConfigurationError(f"{SDK_REFUSES}: {error}") from error
-    # Since 1.45, what both exporters share sends the batches and says what went wrong.
-    logs = [logging.getLogger(name) for name in (type(exporter).__module__, "opentelemetry.exporter.otlp.common.http")]
-    speaks_grpc = _SpeaksGrpc()
-    for log in logs:
-        log.addFilter(speaks_grpc)
+    log, speaks_grpc = logging.getLogger(type(exporter).__module__), _SpeaksGrpc()
+    log.addFilter(speaks_grpc)
     try:
         yield made
     finally:
-        for log in logs:
-            log.removeFilter(speaks_grpc)
         # In a thread: the SDK may take 30 seconds.
         thread = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
         thread.start()
@@ -184,3 +179,4 @@ async def spans(settings: TracesSettings, *, flush_timeout: float) -> AsyncItera
             _log.warning("the last spans were not sent", seconds=flush_timeout)
             # Stops the attempts to reach a collector.
             threading.Thread(target=exporter.shutdown, daemon=True).start()
+        log.removeFilter(speaks_grpc)
