@@ -13,7 +13,7 @@ import heapq
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import count
@@ -152,6 +152,8 @@ class _Held:
         self.size = 0
         self.woken, self.full = asyncio.Event(), asyncio.Event()
         self.in_trouble = False
+        #: Why it can only fail.
+        self.problem: BatchError | None = None
         self.task: asyncio.Task[None] | None = None
 
     def close(self) -> None:
@@ -196,6 +198,9 @@ class BatchRunner:
                     await self._begin()
             except ServiceError as error:
                 _log.warning("batches wait", reason=error.reason)
+                await asyncio.sleep(_TROUBLE_SECONDS)
+            except Exception:  # noqa: BLE001 - the last resort: logged, and the batches go on
+                _log.exception("batches failed")
                 await asyncio.sleep(_TROUBLE_SECONDS)
             await wait_any(self._woken, timeout=_POLL)
             self._woken.clear()
@@ -252,7 +257,7 @@ class BatchRunner:
             self._lock = self._files.hold(self._holder)
         for holder in await self._store.holders():
             if holder != self._holder and await on_disk(lambda holder=holder: self._files.has_died(holder)):  # type: ignore[misc]
-                _log.warning("a process that ran batches has died: others go on with them")
+                _log.warning("a process that ran batches has died: its batches are taken over")
                 await self._store.bury(holder)
         owners = [held.batch.owner for held in self._held.values()]
         full = {owner for owner in owners if owners.count(owner) >= _OWNERS_BATCHES}
@@ -441,9 +446,8 @@ class BatchRunner:
         try:
             ended = await self._advance(held)
         except FileNotFoundError:
-            problem = BatchError(code="input_file_missing", message="The input file is not there any more.")
-            await self._fail(held, [problem])
-            return True
+            held.problem = BatchError(code="input_file_missing", message="The input file is not there any more.")
+            return False
         except (OSError, ServiceError) as error:
             if not held.in_trouble:
                 reason = error.reason if isinstance(error, ServiceError) else str(error)
@@ -455,8 +459,9 @@ class BatchRunner:
             raise
         except Exception:  # noqa: BLE001 - the last resort: logged, and the batch ends
             _log.exception("a batch failed", batch=held.batch.id)
-            await self._fail(held, [BatchError(code="server_error", message="The service failed to run the batch.")])
-            return True
+            held.problem = BatchError(code="server_error", message="The service failed to run the batch.")
+            await asyncio.sleep(_TROUBLE_SECONDS)
+            return False
         if held.in_trouble:
             held.in_trouble = False
             _log.info("a batch goes on", batch=held.batch.id)
@@ -465,6 +470,9 @@ class BatchRunner:
 
     async def _advance(self, held: _Held) -> bool:
         """Do what is next; return whether the batch has ended."""
+        if held.problem is not None:
+            await self._fail(held, [held.problem])
+            return True
         if held.input < 0:
             held.input = await asyncio.to_thread(os.open, held.source, os.O_RDONLY)
         batch = held.batch
@@ -497,9 +505,7 @@ class BatchRunner:
         elif batch.succeeded + batch.failed == batch.total:
             await self._decide(held, "completed")
             return False
-        with suppress(TimeoutError):
-            async with asyncio.timeout(min(_POLL, max(0.0, batch.expires - now))):
-                await held.woken.wait()
+        await wait_any(held.woken, timeout=_POLL)
         held.woken.clear()
         if held.done and (held.running or held.window) and len(held.done) < _GROUP:
             await wait_any(held.full, timeout=_GROUP_SECONDS)
@@ -517,7 +523,9 @@ class BatchRunner:
                     try:
                         await self._host.check(batch, model)
                     except errors.UpstreamUnavailable:
-                        raise
+                        # What ends in any case does not wait for Triton.
+                        if batch.status != "cancelling" and time.time() < batch.expires:
+                            raise
                     except errors.InvalidRequest as error:
                         reader.report(error.code, error.message, "body.model", number)
                 checked = len(reader.models)
@@ -538,7 +546,7 @@ class BatchRunner:
         await self._change(held, begin)
         return False
 
-    async def _change(self, held: _Held, change: Any) -> None:
+    async def _change(self, held: _Held, change: Callable[[Batch], None]) -> None:
         batch = await self._store.change(held.batch.id, change, generation=held.batch.generation)
         assert batch is not None
         held.batch = batch
@@ -677,6 +685,8 @@ class BatchRunner:
                 found.enter(found.outcome)
 
         held.batch = await self._store.finish(batch, files, end)
+        # It is not among the open batches any more, which does not mean that another process has it.
+        self._forget(held)
         done = held.batch
         counts = {"total": done.total, "completed": done.succeeded, "failed": done.failed}
         _log.info("batch has ended", batch=done.id, status=done.status, **counts)

@@ -104,9 +104,13 @@ class Files:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(self.folder / f"{holder}.lock", os.O_CREAT | os.O_RDWR, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except OSError:
+                os.close(descriptor)
+                raise
         except OSError as error:
             raise failed_write(error) from error
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
         return descriptor
 
     def has_died(self, holder: str) -> bool:

@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -63,6 +63,7 @@ class Host:
         self.served = {"m": "M", "n": "N"}
         self.busy = False
         self.tokens_wait = 0.0
+        self.away, self.checks = False, 0
 
     def knows(self, owner: str) -> bool:
         return owner in self.owners
@@ -74,6 +75,9 @@ class Host:
         return not self.busy
 
     async def check(self, batch: Batch, model: str) -> None:
+        if self.away:
+            self.checks += 1
+            raise errors.UpstreamUnavailable("away")
         if model not in self.served:
             raise errors.ModelNotFound(model)
 
@@ -272,7 +276,7 @@ async def test_a_cancelled_batch_keeps_its_results(tmp_path: Path) -> None:
         await one.until(batch, lambda _: one.host.running)
         await one.files.store.change(batch.id, lambda found: found.enter("cancelling"))
         one.runner.wake()
-        await asyncio.sleep(0.05)
+        await one.until(batch, lambda _: one.runner._held[batch.id].batch.status == "cancelling")
         running = set(one.host.running)
         one.host.may_answer.set()
         done = await one.ended(batch)
@@ -290,6 +294,39 @@ async def test_an_expired_batch_aborts_what_runs(tmp_path: Path) -> None:
         assert "expired" == done.status
         assert {name: ["batch_expired"] for name in NAMES} == one.results(done)
         assert not one.host.running
+
+
+async def test_a_batch_that_is_to_end_does_not_wait_for_triton(tmp_path: Path) -> None:
+    """A batch whose models cannot be checked waits, but not when it is cancelled or expires."""
+    async with process(tmp_path) as one:
+        one.host.away = True
+        batch = await one.batch(NAMES)
+        await one.until(batch, lambda _: one.host.checks > 1)
+        await one.files.store.change(batch.id, lambda found: found.enter("cancelling"))
+        done = await one.ended(batch)
+        assert {name: ["batch_cancelled"] for name in NAMES} == one.results(done)
+        late = await one.ended(await one.batch(NAMES, name="batch_2", hours=0.05 / 3600))
+        assert {name: ["batch_expired"] for name in NAMES} == one.results(late)
+
+
+async def test_failing_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that fails while the tables cannot be written fails as soon as they can."""
+    async with process(tmp_path) as one:
+        one.host.busy, refusals, finish = True, 0, one.files.store.finish
+        batch = await one.batch(NAMES)
+        (one.files.folder / batch.input).unlink()
+
+        async def refused(*given: Any) -> Any:
+            nonlocal refusals
+            refusals += 1
+            if refusals < 3:
+                raise errors.ServiceOverloaded("no")
+            return await finish(*given)
+
+        monkeypatch.setattr(one.files.store, "finish", refused)
+        done = await one.ended(batch)
+        assert ("failed", "input_file_missing") == (done.status, done.problems[0].code)
+        assert 3 == refusals
 
 
 async def test_lines_are_tried_again(tmp_path: Path) -> None:
@@ -354,17 +391,25 @@ def _asks(host: Host, name: str, _: Batch) -> bool:
     return name in host.running
 
 
-async def test_a_line_that_ends_processes(tmp_path: Path) -> None:
-    """A line that ran when three processes died is an error; those that ran beside it are answered."""
+async def _interrupted(
+    folder: Path, names: Sequence[str], times: int, end: Callable[[Process], Awaitable[None]]
+) -> Batch:
+    """Return a batch of *names* whose process ended in the way *end* for so many *times*, while its first line ran."""
     batch: Batch | None = None
-    for _ in range(3):
-        one = Process(tmp_path)
+    for _ in range(times):
+        one = Process(folder)
         one.host.may_answer.clear()
         one.start()
-        batch = batch or await one.batch(NAMES[:4])
-        await one.until(batch, partial(_asks, one.host, "id-0"))
-        await one.die()
+        batch = batch or await one.batch(names)
+        await one.until(batch, partial(_asks, one.host, names[0]))
+        await end(one)
     assert batch is not None
+    return batch
+
+
+async def test_a_line_that_ends_processes(tmp_path: Path) -> None:
+    """A line that ran when three processes died is an error; those that ran beside it are answered."""
+    batch = await _interrupted(tmp_path, NAMES[:4], 3, Process.die)
     async with process(tmp_path) as last:
         done = await last.ended(batch)
         found = last.results(done)
@@ -375,15 +420,7 @@ async def test_a_line_that_ends_processes(tmp_path: Path) -> None:
 
 async def test_a_service_that_stops_counts_no_attempt(tmp_path: Path) -> None:
     """Lines that run when the service ends wait again, as often as it does."""
-    batch: Batch | None = None
-    for _ in range(5):
-        one = Process(tmp_path)
-        one.host.may_answer.clear()
-        one.start()
-        batch = batch or await one.batch(NAMES[:2])
-        await one.until(batch, partial(_asks, one.host, "id-0"))
-        await one.stop()
-    assert batch is not None
+    batch = await _interrupted(tmp_path, NAMES[:2], 5, Process.stop)
     async with process(tmp_path) as last:
         assert 2 == (await last.ended(batch)).succeeded
 
@@ -416,17 +453,18 @@ async def test_a_frozen_process_writes_nothing(tmp_path: Path, monkeypatch: pyte
 async def test_a_full_disk_pauses_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be written is kept in memory until there is room again, and is there once."""
     async with process(tmp_path) as one:
-        full = True
+        full, refusals = True, 0
 
         def write_at(*given: Any) -> None:
+            nonlocal refusals
             if full:
+                refusals += 1
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             files_module.write_at(*given)
 
         monkeypatch.setattr(runner_module, "write_at", write_at)
         batch = await one.batch(NAMES)
-        await one.until(batch, lambda _: one.host.calls)
-        await asyncio.sleep(0.05)
+        await one.until(batch, lambda _: refusals > 1)
         assert 0 == (await one.seen(batch)).succeeded
         full = False
         done = await one.ended(batch)
