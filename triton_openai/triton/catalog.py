@@ -277,7 +277,8 @@ class Catalog:
             else:
                 assert snapshot.error is not None
                 self._log.warning("Triton does not answer", reason=snapshot.error.reason)
-        parts = ("configs", "waiting", "index", "reachable")
+        # The kinds depend on what adapters have read so far.
+        parts = ("configs", "waiting", "index", "reachable", "kinds")
         if (
             doubted
             or not self.first.is_set()

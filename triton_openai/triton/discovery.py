@@ -63,19 +63,27 @@ class Discovery:
         next_lookup = loop.time() + self._triton.dns_interval
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if await self._watch.look(settled=True):
+            read = await self._watch.look(settled=True)
+            if read:
                 try:
                     self._watch.check("file of endpoints")
                     self.listed = await asyncio.to_thread(endpoints, self._triton)
                 except ConfigurationError as error:
                     self._watch.failed(error)
-                    continue
-                self._watch.used()
-                _log.info("endpoints are read again", endpoints=[each.name for each in self.listed])
-            elif loop.time() < next_lookup:
+                    read = False
+                else:
+                    self._watch.used()
+                    _log.info("endpoints are read again", endpoints=[each.name for each in self.listed])
+            if not read and loop.time() < next_lookup:
                 continue
             next_lookup = loop.time() + self._triton.dns_interval
-            await self.look()
+            try:
+                await self.look()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next change has to be noticed
+                if isinstance(error, ConfigurationError):
+                    _log.error("endpoints cannot be used: the old ones stay", reason=error.reason)
+                else:
+                    _log.exception("endpoints could not be changed")
 
     async def look(self) -> None:
         """Look the names up, and apply what has changed."""

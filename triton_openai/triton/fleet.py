@@ -300,7 +300,7 @@ class Fleet:
         self._looked = not any(each.dns for each in self._discovery.listed)
         for each in self._discovery.listed:
             if not each.dns:
-                self._add(each)
+                self._add(each, self._connect(each))
 
     def _endpoint(self, settings: EndpointSettings) -> Endpoint:
         return Endpoint(settings.url, access=settings.access or self._access)
@@ -375,11 +375,10 @@ class Fleet:
             await member.catalog.close()
             await member.client.close()
 
-    def _add(self, settings: EndpointSettings) -> None:
+    def _add(self, settings: EndpointSettings, client: TritonClient) -> None:
         name = settings.name or ""
         label = name if name in self._labels or len(self._labels) < _MOST_LABELS else "other"
         self._labels.add(label)
-        client = self._connect(settings)
         member = Member(settings, client, label)
         member.catalog = Catalog(
             client,
@@ -642,6 +641,8 @@ class Fleet:
             return False
         except ServiceError as error:
             _log.debug("small request refused", endpoint=member.name, model=model, reason=error.reason)
+        except Exception:  # noqa: BLE001 - an adapter's mistake says nothing of its Triton
+            _log.exception("an adapter failed to ask a model", endpoint=member.name, model=model)
         return True
 
     # Changes
@@ -649,20 +650,32 @@ class Fleet:
     async def _apply(self, found: Sequence[EndpointSettings]) -> None:
         """Take *found* in place of those that there are. What leaves may finish its requests for a time."""
         wanted = {each.name or "": each for each in found}
+        kept = {
+            name
+            for name, member in self.members.items()
+            if name in wanted
+            and msgspec.structs.replace(wanted[name], weight=member.settings.weight) == member.settings
+        }
+        clients: dict[str, TritonClient] = {}
+        try:
+            # Before anything changes: certificates and headers may be wrong.
+            for name, new in wanted.items():
+                if name not in kept:
+                    clients[name] = self._connect(new)
+        except ConfigurationError:
+            for client in clients.values():
+                await client.close()
+            raise
         for name, member in list(self.members.items()):
-            new = wanted.get(name)
-            if new is None or msgspec.structs.replace(new, weight=1.0) != msgspec.structs.replace(
-                member.settings, weight=1.0
-            ):
+            if name not in kept:
                 del self.members[name]
                 spawn(self._remove(member), self._tasks)
-            elif new != member.settings:
-                member.settings = new
+            elif wanted[name] != member.settings:
+                member.settings = wanted[name]
                 for target in member.targets.values():
-                    target.weight = new.weight
-        for name, new in wanted.items():
-            if name not in self.members:
-                self._add(new)
+                    target.weight = member.settings.weight
+        for name, client in clients.items():
+            self._add(wanted[name], client)
         self.several = len(self.members) > 1
         models = {*self._pools, *(model for one in self.members.values() for model in one.targets)}
         # At once: no request may choose a Triton that has gone.
@@ -684,6 +697,8 @@ class Fleet:
                         await member.idle.wait()
         finally:
             await member.catalog.close()
+            # Whoever waits for the first look need not wait for this one.
+            member.catalog.first.set()
             await member.client.close()
 
 

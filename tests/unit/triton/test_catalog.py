@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import weakref
 from collections.abc import Sequence
 
@@ -329,3 +330,18 @@ async def test_closing_stops_a_look():
 
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+async def test_another_kind_is_a_change():
+    """What distinguishes two configs of a model grows with what adapters read: a listener learns of it."""
+    client = FakeClient("a")
+    client.configs["a"] = ModelConfig(name="a", parameters={"read_later": "x"})
+    catalog, changes = catalog_of(client)
+    await catalog.refresh()
+    client.configs["a"].parameter("read_later")
+    catalog._configs_read = -math.inf
+
+    await catalog.refresh()
+
+    assert 2 == len(changes.seen)
+    assert changes.seen[0].kinds != changes.seen[1].kinds

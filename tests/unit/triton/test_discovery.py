@@ -1,11 +1,14 @@
 """The list of Tritons: settings, a file and names."""
 
+import asyncio
+
 import pytest
 import structlog
 
 from triton_openai.config.addresses import endpoints
 from triton_openai.config.tree import EndpointSettings, TritonAccess, TritonSettings
 from triton_openai.errors import ConfigurationError
+from triton_openai.triton import discovery as discovery_module
 from triton_openai.triton.discovery import Discovery, lookup
 
 
@@ -90,3 +93,30 @@ async def test_a_file_adds_endpoints(tmp_path):
     file.write_text("[]")
     await discovery.replace(triton, endpoints(triton))
     assert [one.name for one in applied[-1]] == ["c"]
+
+
+async def test_names_are_looked_up_whatever_went_wrong(tmp_path, monkeypatch):
+    """Neither a wrong file nor endpoints that cannot be used end the watch."""
+    monkeypatch.setattr(discovery_module, "LOOK_SECONDS", 0)
+    file = tmp_path / "endpoints.yaml"
+    file.write_text("- a=http://a:8000\n")
+    names, tried, twice = Names(tritons={"10.0.0.1"}), [], asyncio.Event()
+
+    async def apply(endpoints):
+        tried.append(endpoints)
+        if len(tried) > 2:
+            twice.set()
+        raise ConfigurationError("There is no certificate.") if len(tried) == 2 else KeyError("a mistake")
+
+    triton = TritonSettings(endpoints=("dns+http://tritons:8000",), endpoints_file=file, dns_interval=0.001)
+    discovery = Discovery(triton, TritonAccess(), apply, lookup=names)
+    file.write_text("- [\n")
+    running = asyncio.create_task(discovery.run())
+    with structlog.testing.capture_logs() as lines:
+        async with asyncio.timeout(20):
+            await twice.wait()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert {"endpoints cannot be used: the old ones stay", "endpoints could not be changed"} <= {
+        line["event"] for line in lines
+    }

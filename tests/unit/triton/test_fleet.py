@@ -482,3 +482,52 @@ async def test_a_further_answer_goes_elsewhere_when_its_triton_has_gone(fleets):
     assert {route.lease(prompt="Hello").endpoint for _ in range(9)} == {first.endpoint}
     first.close(UpstreamUnavailable("refused"))
     assert {route.lease(prompt="Hello").endpoint for _ in range(9)} == {"a", "b"} - {first.endpoint}
+
+
+async def test_endpoints_that_cannot_be_used_change_nothing(fleets):
+    """A list with one wrong entry takes no Triton away, and connections already made are closed."""
+    a, b, new = Triton("m"), Triton("m"), Triton("m")
+    tritons = {"a": a, "b": b, "new": new}
+    fleet = await fleets(tritons={"a": a, "b": b})
+
+    def connect(each):
+        if each.name == "wrong":
+            raise ConfigurationError("There is no certificate.")
+        return tritons[each.name]
+
+    fleet._connect = connect
+    with pytest.raises(ConfigurationError):
+        await fleet._apply([EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in ("new", "wrong")])
+    assert list(fleet.members) == ["a", "b"]
+    assert new.closed
+
+
+async def test_an_adapter_that_fails_to_ask_leaves_no_triton_ejected(fleets):
+    """A mistake of an adapter says nothing of the Triton that it asks."""
+
+    async def ask(model, endpoint):
+        raise KeyError("an adapter's mistake")
+
+    fleet = await fleets(ask, tritons={name: Triton("m") for name in "abc"}, ejection=EjectionSettings(time=0.01))
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(5):
+            fleet.lease("m", at="a").close(UpstreamError("The model failed."))
+        await until(lambda: lines[-1]["event"] == "a Triton takes requests again")
+
+
+async def test_whoever_waits_for_the_first_look_need_not_wait_for_one_that_leaves(fleets):
+    """A Triton that is taken off the list before it has answered ends the wait for it."""
+    a, silent = Triton("m"), Triton("m")
+    never = asyncio.Event()
+    settings = TritonSettings(endpoints=("a=http://a:8000", "silent=http://silent:8000"), refresh_interval=1000.0)
+    fleet = Fleet(settings, connect=lambda each: a if each.name == "a" else silent)
+    fleet.watch()
+    silent.gate = never
+    running = asyncio.create_task(fleet.run())
+    await until(fleet.members["a"].catalog.first.is_set)
+    await fleet._apply([EndpointSettings(name="a", url=("http://a:8000",))])
+    async with asyncio.timeout(20):
+        await fleet.first.wait()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await fleet.close()
