@@ -153,7 +153,7 @@ class _Held:
         self.woken, self.full = asyncio.Event(), asyncio.Event()
         self.in_trouble = False
         #: Why it can only fail.
-        self.problem: BatchError | None = None
+        self.problems: Sequence[BatchError] = ()
         self.task: asyncio.Task[None] | None = None
 
     def close(self) -> None:
@@ -196,11 +196,9 @@ class BatchRunner:
                 if self._files.exist:
                     await self._look()
                     await self._begin()
-            except ServiceError as error:
-                _log.warning("batches wait", reason=error.reason)
-                await asyncio.sleep(_TROUBLE_SECONDS)
-            except Exception:  # noqa: BLE001 - the last resort: logged, and the batches go on
-                _log.exception("batches failed")
+            except Exception as error:  # noqa: BLE001 - the last resort: logged, and the batches go on
+                expected = isinstance(error, ServiceError)
+                _log.warning("batches wait", reason=getattr(error, "reason", repr(error)), exc_info=not expected)
                 await asyncio.sleep(_TROUBLE_SECONDS)
             await wait_any(self._woken, timeout=_POLL)
             self._woken.clear()
@@ -254,7 +252,7 @@ class BatchRunner:
         if len(self._held) >= _BATCHES:
             return
         if self._lock < 0:
-            self._lock = self._files.hold(self._holder)
+            self._lock = await on_disk(lambda: self._files.hold(self._holder))
         for holder in await self._store.holders():
             if holder != self._holder and await on_disk(lambda holder=holder: self._files.has_died(holder)):  # type: ignore[misc]
                 _log.warning("a process that ran batches has died: its batches are taken over")
@@ -446,32 +444,33 @@ class BatchRunner:
         try:
             ended = await self._advance(held)
         except FileNotFoundError:
-            held.problem = BatchError(code="input_file_missing", message="The input file is not there any more.")
-            return False
+            held.problems = [BatchError(code="input_file_missing", message="The input file is not there any more.")]
         except (OSError, ServiceError) as error:
             if not held.in_trouble:
                 reason = error.reason if isinstance(error, ServiceError) else str(error)
                 _log.warning("a batch is paused", batch=held.batch.id, reason=reason)
             held.in_trouble = True
             await asyncio.sleep(_TROUBLE_SECONDS)
-            return False
         except LeaseLost:
             raise
         except Exception:  # noqa: BLE001 - the last resort: logged, and the batch ends
             _log.exception("a batch failed", batch=held.batch.id)
-            held.problem = BatchError(code="server_error", message="The service failed to run the batch.")
+            held.problems = [BatchError(code="server_error", message="The service failed to run the batch.")]
             await asyncio.sleep(_TROUBLE_SECONDS)
-            return False
-        if held.in_trouble:
-            held.in_trouble = False
-            _log.info("a batch goes on", batch=held.batch.id)
-            self._woken.set()
-        return ended
+        else:
+            if held.in_trouble:
+                held.in_trouble = False
+                _log.info("a batch goes on", batch=held.batch.id)
+                self._woken.set()
+            return ended
+        return False
 
     async def _advance(self, held: _Held) -> bool:
         """Do what is next; return whether the batch has ended."""
-        if held.problem is not None:
-            await self._fail(held, [held.problem])
+        if held.problems:
+            held.batch.outcome, held.batch.problems = "failed", list(held.problems)
+            await cancel(*held.running.values())
+            await self._end(held, {})
             return True
         if held.input < 0:
             held.input = await asyncio.to_thread(os.open, held.source, os.O_RDONLY)
@@ -534,8 +533,8 @@ class BatchRunner:
         finally:
             reader.close()
         if reader.problems:
-            await self._fail(held, reader.problems)
-            return True
+            held.problems = reader.problems
+            return False
 
         def begin(found: Batch) -> None:
             found.total, found.times["validated_at"] = reader.total, int(time.time())
@@ -655,11 +654,6 @@ class BatchRunner:
                 writing.close()
         await self._end(held, sizes)
         return True
-
-    async def _fail(self, held: _Held, problems: Sequence[BatchError]) -> None:
-        held.batch.outcome, held.batch.problems = "failed", list(problems)
-        await cancel(*held.running.values())
-        await self._end(held, {})
 
     async def _end(self, held: _Held, sizes: Mapping[str, int]) -> None:
         """End a batch with its files, of which *sizes* are known."""

@@ -78,7 +78,7 @@ class Files:
         await on_disk(unlink)
 
     async def delete(self, file: StoredFile) -> bool:
-        """Delete *file*, unless an open batch reads it; return whether none does."""
+        """Delete *file*, unless an open batch reads it; return whether it was deleted."""
         if not await self.store.drop_file(file.id):
             return False
         await self.unlink(file.id)
@@ -99,18 +99,11 @@ class Files:
         """
         Let others see that *holder* lives, as long as this process has the descriptor that is returned.
 
-        Raises :class:`ServiceError` if the disk cannot.
+        Raises ``OSError`` if the disk cannot.
         """
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(self.folder / f"{holder}.lock", os.O_CREAT | os.O_RDWR, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            except OSError:
-                os.close(descriptor)
-                raise
-        except OSError as error:
-            raise failed_write(error) from error
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(self.folder / f"{holder}.lock", os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         return descriptor
 
     def has_died(self, holder: str) -> bool:
@@ -130,7 +123,7 @@ class Files:
         return True
 
     def _left(self, before: float) -> Sequence[str]:
-        """Return what is in the folder since *before* and is no complete file."""
+        """Return incomplete files that were last changed before *before*, and locks of processes that have died."""
         if not self.folder.exists():
             return ()
         suffixes = (".new", ".part", ".requests", ".lock")

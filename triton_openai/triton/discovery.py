@@ -63,27 +63,23 @@ class Discovery:
         next_lookup = loop.time() + self._triton.dns_interval
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            read = await self._watch.look(settled=True)
-            if read:
-                try:
+            try:
+                if await self._watch.look(settled=True):
                     self._watch.check("file of endpoints")
                     self.listed = await asyncio.to_thread(endpoints, self._triton)
-                except ConfigurationError as error:
-                    self._watch.failed(error)
-                    read = False
-                else:
                     self._watch.used()
+                    next_lookup = 0.0
                     _log.info("endpoints are read again", endpoints=[each.name for each in self.listed])
-            if not read and loop.time() < next_lookup:
+            except ConfigurationError as error:
+                self._watch.failed(error)
+            if loop.time() < next_lookup:
                 continue
             next_lookup = loop.time() + self._triton.dns_interval
             try:
                 await self.look()
             except Exception as error:  # noqa: BLE001 - whatever it is, the next change has to be noticed
-                if isinstance(error, ConfigurationError):
-                    _log.error("endpoints cannot be used: the old ones stay", reason=error.reason)
-                else:
-                    _log.exception("endpoints could not be changed")
+                unforeseen = not isinstance(error, ConfigurationError)
+                _log.error("endpoints cannot be used", reason=str(error), exc_info=unforeseen)
 
     async def look(self) -> None:
         """Look the names up, and apply what has changed."""

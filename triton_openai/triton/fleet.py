@@ -520,8 +520,6 @@ class Fleet:
         *key* is what should stay at one Triton; *at* names the one. Raises :class:`UpstreamUnavailable` if there is
         none.
         """
-        if self.alone is not None:
-            return self.alone
         first = not avoid
         if at is not None:
             member = self.members.get(at)
@@ -639,10 +637,8 @@ class Fleet:
                     await self._ask(model, member.name)
         except (UpstreamError, TimeoutError):
             return False
-        except ServiceError as error:
-            _log.debug("small request refused", endpoint=member.name, model=model, reason=error.reason)
-        except Exception:  # noqa: BLE001 - an adapter's mistake says nothing of its Triton
-            _log.exception("an adapter failed to ask a model", endpoint=member.name, model=model)
+        except Exception as error:  # noqa: BLE001 - nor does an adapter's mistake say anything of its Triton
+            _log.debug("small request refused", endpoint=member.name, model=model, exc_info=error)
         return True
 
     # Changes
@@ -650,24 +646,12 @@ class Fleet:
     async def _apply(self, found: Sequence[EndpointSettings]) -> None:
         """Take *found* in place of those that there are. What leaves may finish its requests for a time."""
         wanted = {each.name or "": each for each in found}
-        kept = {
-            name
-            for name, member in self.members.items()
-            if name in wanted
-            and msgspec.structs.replace(wanted[name], weight=member.settings.weight) == member.settings
-        }
-        clients: dict[str, TritonClient] = {}
-        try:
-            # Before anything changes: certificates and headers may be wrong.
-            for name, new in wanted.items():
-                if name not in kept:
-                    clients[name] = self._connect(new)
-        except ConfigurationError:
-            for client in clients.values():
-                await client.close()
-            raise
+        old = {name: msgspec.structs.replace(each.settings, weight=1.0) for name, each in self.members.items()}
+        # Before anything changes: certificates and headers may be wrong. Nothing is opened yet.
+        changed = [new for name, new in wanted.items() if msgspec.structs.replace(new, weight=1.0) != old.get(name)]
+        clients = {new.name or "": self._connect(new) for new in changed}
         for name, member in list(self.members.items()):
-            if name not in kept:
+            if name in clients or name not in wanted:
                 del self.members[name]
                 spawn(self._remove(member), self._tasks)
             elif wanted[name] != member.settings:

@@ -128,18 +128,16 @@ class Pool:
         if target in self._counted:
             self.running += number
 
-    def choose(
-        self, now: float, *, key: bytes | None = None, avoid: Collection[str] = (), limit: float = math.inf
-    ) -> Target | None:
+    def choose(self, now: float, *, key: bytes | None = None, avoid: Collection[str] = ()) -> Target | None:
         """
         Return the target for a request, ``None`` if there is none.
 
         *key* is what should stay at one Triton, for the policy ``affinity``; without one the request goes to where the
-        fewest run. *avoid* are names of Tritons that have failed for it, *limit* is how many requests one may run.
+        fewest run. *avoid* are names of Tritons that have failed for it.
         """
 
         def fits(target: Target) -> bool:
-            return target.running < limit and target.endpoint not in avoid
+            return target.endpoint not in avoid
 
         if len(self._candidates) == 1:
             return self._candidates[0] if fits(self._candidates[0]) else None
@@ -153,7 +151,7 @@ class Pool:
             found = [one for one in (self._sample(now), self._sample(now)) if one is not None and fits(one)]
             if found:
                 return min(found, key=lambda target: target.running / target.share(now))
-        # Few, or those that were looked at are full or have failed: that is seldom, and then all are looked at.
+        # Few, or those that were looked at have failed: that is seldom, and then all are looked at.
         return self._least([one for one in self._candidates if fits(one)], now)
 
     def _least(self, targets: Sequence[Target], now: float) -> Target | None:
