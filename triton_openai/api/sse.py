@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from time import monotonic
 from typing import Any
@@ -395,16 +395,19 @@ async def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Re
     except Exception as error:
         if not event_stream.begun:
             raise
-        fields = {"request_id": record.request_id, "model": context.model.name}
-        if isinstance(error, ServiceError):
-            failure = error
-            warn(_log, "stream failed", error, **fields, code=error.code)
-        else:
-            # A bug, or an error of a third party's parser. The answer has begun, so the error is an event in it.
-            failure = ServiceError("The service failed to answer the request.")
-            _log.exception("stream failed", **fields)
-        await _fail(event_stream, record, failure)
+        await _fail(event_stream, record, _reported(context, error))
     return event_stream.response
+
+
+def _reported(context: RequestContext[Any], error: Exception) -> ServiceError:
+    """Log *error*, which ended a stream that has begun, and return what the client is told."""
+    fields = {"request_id": context.record.request_id, "model": context.model.name}
+    if isinstance(error, ServiceError):
+        warn(_log, "stream failed", error, **fields, code=error.code)
+        return error
+    # A bug, or an error of a third party's parser. The answer has begun, so the error is an event in it.
+    _log.exception("stream failed", **fields)
+    return ServiceError("The service failed to answer the request.")
 
 
 async def _fail(event_stream: EventStream, record: RequestRecord, error: ServiceError) -> None:
@@ -433,8 +436,10 @@ async def stream_parts(
     complete = False
     failure: ServiceError | None
     try:
-        async with asyncio.timeout(timeout), aclosing(parts):
-            async for part in parts if content_type is not None else _with_heartbeats(parts, heartbeat):
+        sent = parts if content_type is not None else _with_heartbeats(parts, heartbeat)
+        # What waits for the parts is closed before they are.
+        async with asyncio.timeout(timeout), aclosing(parts), aclosing(sent):
+            async for part in sent:
                 if not part:
                     continue
                 if not response.prepared:
@@ -454,17 +459,12 @@ async def stream_parts(
         failure = request.app[DRAINING].reason()
         if failure is None or not response.prepared:
             raise
-    except Exception as error:  # noqa: BLE001 - once the answer has begun, every error is in it
-        failure = too_long(timeout) if isinstance(error, TimeoutError) else None
+    except Exception as error:
+        if isinstance(error, TimeoutError):
+            error = too_long(timeout)
         if not response.prepared:
-            raise failure or error from None
-        fields = {"request_id": record.request_id, "model": context.model.name}
-        if isinstance(error, ServiceError):
-            failure = error
-        elif failure is None:
-            failure = ServiceError("The service failed to answer the request.")
-            _log.exception("stream failed", **fields)
-        warn(_log, "stream failed", failure, **fields, code=failure.code)
+            raise error from None
+        failure = _reported(context, error)
     record.error = failure
     with suppress(ConnectionError):
         if content_type is None:
@@ -474,7 +474,7 @@ async def stream_parts(
     return response
 
 
-async def _with_heartbeats(parts: AsyncIterator[bytes], interval: float) -> AsyncIterator[bytes]:
+async def _with_heartbeats(parts: AsyncGenerator[bytes, None], interval: float) -> AsyncGenerator[bytes, None]:
     """Yield *parts*, and a sign of life whenever none came for *interval* seconds."""
     while True:
         coming = asyncio.ensure_future(anext(parts, None))
@@ -487,45 +487,6 @@ async def _with_heartbeats(parts: AsyncIterator[bytes], interval: float) -> Asyn
         if part is None:
             return
         yield part
-
-
-async def stream_objects(context: RequestContext[Any], objects: AsyncGenerator[msgspec.Struct]) -> web.StreamResponse:
-    """
-    Stream *objects* to the client as events without names.
-
-    Raises :class:`ServiceError` for what goes wrong before the first one; after that, an error is the last event, and
-    the body breaks off. While none comes, the client gets signs of life.
-    """
-    request, record = context.request, context.record
-    response = _Response(headers=_HEADERS)
-    heartbeat = context.service.settings.server.heartbeat_interval
-    async with aclosing(objects):
-        try:
-            coming = asyncio.ensure_future(anext(objects, None))
-            try:
-                while True:
-                    await asyncio.wait([coming], timeout=heartbeat)
-                    found = coming.result() if coming.done() else msgspec.UNSET
-                    if not response.prepared:
-                        await response.prepare(request)
-                    if found is None:
-                        break
-                    await response.write(_HEARTBEAT if found is msgspec.UNSET else _FIELD + _encode(found) + _END)
-                    coming = asyncio.ensure_future(anext(objects, None)) if coming.done() else coming
-            finally:
-                await cancel(coming)
-        except ConnectionError:
-            record.client_left = True
-        except (ServiceError, asyncio.CancelledError) as error:
-            failure = error if isinstance(error, ServiceError) else request.app[DRAINING].reason()
-            if failure is None or not response.prepared:
-                raise
-            record.error = failure
-            warn(_log, "stream failed", failure, request_id=record.request_id, model=context.model.name)
-            await response.write(event("error", failure.envelope()))
-            response.broken = request.version >= HttpVersion11
-            response.force_close()
-    return response
 
 
 def event_count(events: bytes) -> int:

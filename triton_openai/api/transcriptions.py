@@ -23,13 +23,14 @@ from triton_openai.answer.transcription import Transcription, Wish
 from triton_openai.api.bodies import FileField, FormRequest, json_response
 from triton_openai.api.parameters import refusing
 from triton_openai.api.service import RequestContext, begin, new_id
-from triton_openai.api.sse import stream_objects
+from triton_openai.api.sse import data_event, stream_parts
 from triton_openai.errors import InvalidRequest, InvalidValue, PayloadTooLarge, UnsupportedParameter
 from triton_openai.jobs import Segment, TranscriptionJob, TranslationJob
 from triton_openai.languages import LANGUAGES, code_of
 from triton_openai.media.audio import Backoff, Recording, require_audio
 from triton_openai.serving.connections import WholeResponse
 
+_encode = msgspec.json.Encoder().encode
 _Format = Literal["json", "text", "srt", "vtt", "verbose_json", "diarized_json"]
 _TIMED = ("srt", "vtt", "verbose_json")
 _Share = Annotated[float, Meta(ge=0, le=1)]
@@ -207,7 +208,7 @@ async def _transcribed(
     )
     transcription = Transcription(context.sender, context.model, wish)
     if stream:
-        return await stream_objects(context, _events(context, transcription, recording))
+        return await stream_parts(context, _events(transcription, recording))
     try:
         async with asyncio.timeout(context.limits.total), aclosing(transcription.deltas(recording)) as deltas:
             async for _ in deltas:
@@ -217,23 +218,11 @@ async def _transcribed(
     return _rendered(body.response_format, transcription, recording, translated=isinstance(job, TranslationJob))
 
 
-async def _events(
-    context: RequestContext[Any], transcription: Transcription, recording: Recording
-) -> AsyncGenerator[TranscriptEvent]:
-    loop, total = asyncio.get_running_loop(), context.limits.total
-    ends = None if total is None else loop.time() + total
+async def _events(transcription: Transcription, recording: Recording) -> AsyncGenerator[bytes, None]:
     async with aclosing(transcription.deltas(recording)) as deltas:
-        while True:
-            try:
-                # Not around the events: a client may take its time to read them.
-                async with asyncio.timeout_at(ends):
-                    delta = await anext(deltas, None)
-            except TimeoutError as error:
-                raise too_long(total) from error
-            if delta is None:
-                break
-            yield TranscriptEvent(type="transcript.text.delta", delta=delta)
-    yield TranscriptEvent(type="transcript.text.done", text=transcription.text)
+        async for delta in deltas:
+            yield data_event(_encode(TranscriptEvent(type="transcript.text.delta", delta=delta)))
+    yield data_event(_encode(TranscriptEvent(type="transcript.text.done", text=transcription.text)))
 
 
 def _rendered(

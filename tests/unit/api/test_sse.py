@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 import uvloop
 from aiohttp import web
 from hypothesis import given, settings
@@ -26,9 +27,10 @@ from tests.tls_fixture import Authority
 from triton_openai.answer.limits import TokenLimit
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Push
+from triton_openai.api import sse
 from triton_openai.api.chat import ChatChunks, Turn
 from triton_openai.api.parameters import StreamOptions
-from triton_openai.api.sse import Chunks, stream
+from triton_openai.api.sse import Chunks, stream, stream_parts
 from triton_openai.api.tools import ToolPlan
 from triton_openai.config.tls import server_context
 from triton_openai.config.tree import ApiSettings, LimitSettings, ServerSettings, Settings, TlsSettings
@@ -184,7 +186,6 @@ class Served:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         request[RECORD] = self.record
         task = self.draining.enter()
-        runs: Any = self.runs
         context: Any = SimpleNamespace(
             request=request,
             record=self.record,
@@ -193,11 +194,15 @@ class Served:
             service=SimpleNamespace(settings=Settings(server=ServerSettings(heartbeat_interval=self._heartbeat))),
         )
         try:
-            return await stream(context, runs, Marks(runs))
+            return await self.answer(context)
         except UpstreamError as error:
             return web.Response(status=error.status)
         finally:
             self.draining.leave(task)
+
+    async def answer(self, context: Any) -> web.StreamResponse:
+        runs: Any = self.runs
+        return await stream(context, runs, Marks(runs))
 
     async def started(self) -> None:
         for run in self.runs:
@@ -366,6 +371,45 @@ async def test_a_heartbeat(clock: Clock) -> None:
         assert b"data: 0(\n\ndata: 0a\n\n" == await anext(chunks)
         clock.advance(10)
         assert b": keep-alive\n\n" == await anext(chunks)
+
+
+class ServedParts(Served):
+    """A server that streams parts, of which none comes."""
+
+    def __init__(self) -> None:
+        super().__init__(0, heartbeat=10)
+        self.waits, self.closed, self.ended = asyncio.Event(), False, asyncio.Event()
+
+    async def answer(self, context: Any) -> web.StreamResponse:
+        try:
+            return await stream_parts(context, self._parts())
+        finally:
+            self.ended.set()
+
+    async def _parts(self) -> AsyncGenerator[bytes, None]:
+        self.waits.set()
+        try:
+            await asyncio.Event().wait()
+            yield b""
+        finally:
+            self.closed = True
+
+
+async def test_a_client_that_leaves_while_no_part_comes(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found out by a heartbeat, which is no error, and nobody waits for the part any more."""
+
+    async def write(*given: Any) -> None:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(sse._Response, "write", write)
+    async with ServedParts()() as made, connected(made.port):
+        served: Any = made
+        await served.waits.wait()
+        with structlog.testing.capture_logs() as lines:
+            clock.advance(10)
+            await served.ended.wait()
+    assert (True, True, None) == (served.closed, served.record.client_left, served.record.error)
+    assert "stream failed" not in [line["event"] for line in lines]
 
 
 @every_case("begun", [True, False])
