@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -129,7 +130,9 @@ def shared(server: EmbeddedTriton) -> Iterator[None]:
 
 
 _SHARED: list[EmbeddedTriton] = []
-_ENDED = "Triton ended by itself"
+_ENDED = "Triton failed by itself"
+# The Python backend says so when the process of a model did not report for a second, as on a machine that stood still.
+_UNHEALTHY = re.compile(r"Stub process '\S+' is not healthy")
 # Whether services that were running have still to find a Triton that was started again.
 _STARTED_AGAIN = pytest.StashKey[bool]()
 
@@ -137,13 +140,14 @@ _STARTED_AGAIN = pytest.StashKey[bool]()
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
     """
-    Run a test, and once more if a shared Triton ended by itself meanwhile: then the second result counts.
+    Run a test, and once more if a shared Triton failed by itself meanwhile: then the second result counts.
 
-    Triton 2.51 now and then ends when calls are cancelled, which says nothing about us.
+    Triton 2.51 now and then ends when calls are cancelled, which says nothing about us, and on a machine that stands
+    still it takes its models for dead.
     """
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, nextitem=nextitem, log=False)
-    if ended := _start_again(item, reports):
+    if ended := _start_again(item, reports) or _unhealthy(reports):
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
         again = _start_again(item, reports)
         for report in reports:
@@ -171,6 +175,13 @@ def _start_again(item: pytest.Item, reports: list[pytest.TestReport]) -> str:
     return "".join(said)
 
 
+def _unhealthy(reports: list[pytest.TestReport]) -> str:
+    """Return what a shared Triton said of a model that it took for dead, if a test has failed of it."""
+    texts = [report.longreprtext + "".join(text for _, text in report.sections) for report in reports if report.failed]
+    found = _SHARED and _UNHEALTHY.search("".join(texts))
+    return f"{found[0]}\n" if found else ""
+
+
 def _is_open(url: str) -> bool:
     host, _, port = urlsplit(url).netloc.rpartition(":")
     try:
@@ -189,7 +200,7 @@ def _found_again(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Tell how often Triton ended by itself, and which tests were run again."""
+    """Tell how often Triton failed by itself, and which tests were run again."""
     ends = {}
     for outcome in ("passed", "skipped", "failed", "error"):
         for report in terminalreporter.getreports(outcome):

@@ -267,8 +267,9 @@ async def test_a_request_goes_to_the_variant_that_takes_it(three: dict[str, One]
             answers = [await proxy.post(COMPLETIONS, body("vllm_model", "Hello", logprobs=1)) for _ in range(12)]
             assert {answer.status for answer in answers} == {200}
             assert three["c"].asked("vllm_model") == asked
-            answers = [await proxy.post(COMPLETIONS, body("vllm_model", "Hello")) for _ in range(12)]
-            assert {answer.status for answer in answers} == {200}
+            # At once, so that the one with the fewest requests is sought.
+            posts = (proxy.post(COMPLETIONS, body("vllm_model", steered("Hello", delay_ms=20))) for _ in range(12))
+            assert {answer.status for answer in await asyncio.gather(*posts)} == {200}
             assert three["c"].asked("vllm_model") > asked
     finally:
         config.write_text(before)

@@ -18,7 +18,8 @@ from tests.proxy_fixture import Proxy, changed, read, serving
 from tests.triton_fixture import embedded, frozen
 from triton_openai.cli.inspect import inspect_models
 from triton_openai.config.tree import DefaultParameters, ModelDefaults, ModelSettings, Settings, TritonSettings
-from triton_openai.demo.repository import build_repository
+from triton_openai.demo.record import Record
+from triton_openai.demo.repository import DemoRepository, build_repository
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 # vLLM's tensors, declared by an ensemble around it.
@@ -45,9 +46,22 @@ ensemble_scheduling {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTriton]:
+def repository(tmp_path_factory: pytest.TempPathFactory) -> DemoRepository:
+    """The models of this module's own Triton."""
+    folder = tmp_path_factory.mktemp("discovery")
+    return build_repository(folder / "models", models=["text_embedding", "vllm_model"], record=folder / "record.jsonl")
+
+
+@pytest.fixture(scope="module")
+def record(repository: DemoRepository) -> Record:
+    """What its models have been asked."""
+    assert repository.record is not None
+    return Record(repository.record)
+
+
+@pytest.fixture(scope="module")
+def server(repository: DemoRepository) -> Iterator[EmbeddedTriton]:
     """A small Triton of this module's own, in which models are loaded and unloaded by hand."""
-    repository = build_repository(tmp_path_factory.mktemp("discovery"), models=["text_embedding", "vllm_model"])
     wrapper = repository.path / "team_wrapper"
     (wrapper / "1").mkdir(parents=True)
     (wrapper / "config.pbtxt").write_text(_WRAPPER)
@@ -230,16 +244,20 @@ async def test_a_triton_that_is_down_at_the_start(server, transport):
 
 
 @pytest.mark.parametrize("transport", ["http", "grpc"])
-async def test_a_triton_that_dies_in_the_middle(server, transport):
+async def test_a_triton_that_dies_in_the_middle(server, record, transport):
     """Streams end with an error event, whole answers with a 502, and none of them hangs or is taken for complete."""
     await asyncio.to_thread(control, server, "vllm_model", "load")
     order = {"text": "word ", "repeat": 5000, "delay_ms": 20}
     body = {"model": "vllm_model", "prompt": f"Hi <<steer {json.dumps(order)}>>", "max_tokens": 4000}
     async with serving(settings_of(url_of(server, transport))) as proxy:
         await until(lambda: lists(proxy, ["vllm_model"]))
+        begun = len(record.events(event="request"))
         whole = asyncio.create_task(proxy.post("/v1/completions", body))
+        await asyncio.to_thread(record.wait_for, lambda events: len(events) > begun, event="request")
         async with proxy.client.post("/v1/completions", json={**body, "stream": True}) as response:
-            await response.content.readuntil(b"\n\n")
+            # By then the whole answer has tokens, too: without one, it would be asked for again.
+            for _ in range(10):
+                await response.content.readuntil(b"\n\n")
             await asyncio.to_thread(server.kill)
             rest = (await read(response))[0].decode()
         answer = await whole

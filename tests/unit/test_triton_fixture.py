@@ -45,14 +45,19 @@ def triton_found_again():
 def test_one():
     global runs
     runs += 1
+    print({said!r})
     assert runs == {passes}
 """
 
 
-def run(folder: Path, ends: tuple[int, ...] | str, passes: int, status: int = 6) -> str:
-    """Return what is printed if Triton ends with *status* in the runs *ends* of a test that passes in run *passes*."""
+def run(folder: Path, ends: tuple[int, ...] | str, passes: int, status: int = 6, said: str = "") -> str:
+    """
+    Return what is printed if Triton ends with *status* in the runs *ends* of a test that passes in run *passes*.
+
+    Every run of the test prints *said*.
+    """
     file = folder / "test_it.py"
-    file.write_text(TESTS.format(ends=ends, passes=passes, status=status))
+    file.write_text(TESTS.format(ends=ends, passes=passes, status=status, said=said))
     command = [sys.executable, "-m", "pytest", "-p", "tests.triton_fixture", "-p", "no:cacheprovider", "-rP", file.name]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(_ROOT)}
     done = subprocess.run(
@@ -65,15 +70,22 @@ def test_a_test_is_run_once_more(tmp_path: Path) -> None:
     """The second result counts; a third run there is not."""
     once = run(tmp_path, ends=(1,), passes=2)
     assert "1 passed" in once
-    assert "Triton ended by itself 1 times; 1 tests were run again" in once
+    assert "Triton failed by itself 1 times; 1 tests were run again" in once
     assert "passed when run again: test_it.py::test_one" in once
     assert "status 6" in once
     assert "found again" in once
 
     twice = run(tmp_path, ends=(1, 2), passes=3)
     assert "1 failed" in twice
-    assert "Triton ended by itself 2 times; 1 tests were run again" in twice
+    assert "Triton failed by itself 2 times; 1 tests were run again" in twice
     assert "failed when run again: test_it.py::test_one" in twice
+
+
+def test_a_test_is_run_once_more_where_triton_takes_a_model_for_dead(tmp_path: Path) -> None:
+    """That is no end of Triton: the backend starts the model again by itself."""
+    output = run(tmp_path, ends=(), passes=2, said="Stub process 'm_0_0' is not healthy.")
+    assert "1 passed" in output
+    assert "passed when run again: test_it.py::test_one" in output
 
 
 def test_other_failures_stand(tmp_path: Path) -> None:
@@ -81,7 +93,7 @@ def test_other_failures_stand(tmp_path: Path) -> None:
     for ends in ((), (1,)):
         output = run(tmp_path, ends=ends, passes=2, status=-signal.SIGKILL)
         assert "1 failed" in output
-        assert "ended by itself" not in output
+        assert "failed by itself" not in output
 
 
 def test_a_module_that_cannot_be_imported_is_reported(tmp_path: Path) -> None:
