@@ -275,6 +275,9 @@ HOSTILE: Cases = {
     "900 KB echoed, 128 answers": lambda: completion(prompt=WORDS * 20_000, n=128, echo=True),
     "262,144 prompt ids, 128 answers with ids": lambda: completion(prompt=IDS, n=128, return_token_ids=True),
     "4 MB, truncated": lambda: completion(prompt=WORDS * 90_000, truncate_prompt_tokens=100),
+    "4 MB, truncated to 300,000 tokens": lambda: completion(
+        prompt=WORDS * 90_000, truncate_prompt_tokens=300_000, truncation_side="right"
+    ),
     "4 MB without a space, truncated": lambda: completion(prompt="a" * 4_000_000, truncate_prompt_tokens=100),
     "20,000 unknown fields": lambda: chat(**{f"unknown_{number}": 1 for number in range(20_000)}),
 }

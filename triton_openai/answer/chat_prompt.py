@@ -17,7 +17,6 @@ from triton_openai.prompts.messages import (
     Message,
     Rendering,
     UserMessage,
-    audio_marks,
     is_audio,
     is_image,
     marks,
@@ -89,7 +88,7 @@ async def rendered_chat(
         found = marks(template, model.settings.image_placeholder, images[0].place)
         rendering = msgspec.structs.replace(rendering, images=found)
     if audio:
-        found = audio_marks(template, model.settings.audio_placeholder, audio[0].place)
+        found = marks(template, model.settings.audio_placeholder, audio[0].place, "audio")
         rendering = msgspec.structs.replace(rendering, audio=found)
     return await prompter.render_async(messages, rendering, template), template.name
 

@@ -258,34 +258,24 @@ class PromptTemplate(ABC):
         """Return the prompt of prepared *messages*. Raises :class:`InvalidRequest`."""
 
 
-def marks(template: PromptTemplate, setting: str | None, place: str) -> ImageMarks:
+def marks(
+    template: PromptTemplate, setting: str | None, place: str, kind: Literal["image", "audio"] = "image"
+) -> ImageMarks:
     """
-    Return how prompts of *template* mark images. *setting* is the operator's ``image_placeholder``.
+    Return how prompts of *template* mark parts of a *kind*. *setting* is the operator's placeholder for it.
 
-    Raises :class:`UnsupportedParameter`, about the first image's *place*, if neither has a placeholder.
+    Raises :class:`UnsupportedParameter`, about the first one's *place*, if neither has a placeholder.
     """
     if setting not in (None, AUTO):
         return ImageMarks(placeholder=None if setting == NONE else setting)
-    if template.image_part is None:
+    part, what = (template.image_part, "images") if kind == "image" else (template.audio_part, "audio")
+    if part is None:
         raise UnsupportedParameter(
-            "The model's chat template takes no images. If the model does, its placeholder for them has to be "
-            "configured (image_placeholder).",
+            f"The model's chat template takes no {what}. If the model does, its placeholder has to be configured "
+            f"({kind}_placeholder).",
             param=place,
         )
-    return ImageMarks(part=template.image_part)
-
-
-def audio_marks(template: PromptTemplate, setting: str | None, place: str) -> ImageMarks:
-    """Return how prompts of *template* mark audio, as :func:`marks` does for images."""
-    if setting not in (None, AUTO):
-        return ImageMarks(placeholder=None if setting == NONE else setting)
-    if template.audio_part is None:
-        raise UnsupportedParameter(
-            "The model's chat template takes no audio. If the model does, its placeholder for it has to be configured "
-            "(audio_placeholder).",
-            param=place,
-        )
-    return ImageMarks(part=template.audio_part)
+    return ImageMarks(part=part)
 
 
 def prepare(

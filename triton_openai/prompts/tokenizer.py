@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal
 
 import tokenizers
@@ -23,9 +26,10 @@ INLINE_CHARACTERS = int((offload.INLINE - offload.TEXT) / offload.TOKENIZE)
 # at the start of a text, a tokenizer may add a space, and the next words are the same again.
 _CHARACTERS_PER_TOKEN = 8
 _SEARCHED = 4096
+_NEAR = 256
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_])[ \n](?=[^\W\d_])")
 _WORDS = 16
-# A longer text without words is cut anywhere: the places of millions of tokens take long to free.
+# A longer text without words is cut anywhere.
 _LONGEST_WORD = 1_000_000
 
 #: More tokens than any model takes.
@@ -69,6 +73,8 @@ class Tokenizer:
         self.adds_bos = self._find_adds_bos(files)
         #: The bytes of single tokens, and which of them are special.
         self.pieces = TokenPieces(backend)
+        # Where it puts special tokens. To have it put them around tokens, it would need their places, which take long.
+        self._runs = {1: _runs(backend, None), 2: _runs(backend, string.printable)}
 
     @classmethod
     def load(cls, source: str) -> Tokenizer:
@@ -127,7 +133,11 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
     def tokens(self, text: str) -> tokenizers.Encoding:
-        """Return the tokens of *text* and their places in it, without special tokens. Raises as :meth:`encode`."""
+        """
+        Return the tokens of *text* and their places in it, without special tokens. Raises as :meth:`encode`.
+
+        To free 100,000 of them holds the interpreter lock for some 15 ms.
+        """
         with _valid_unicode():
             return self._backend.encode_batch([text], add_special_tokens=False)[0]
 
@@ -137,7 +147,7 @@ class Tokenizer:
         whole text has them; or the whole text, if such a part is not found quickly. In a text of millions of characters
         without words, they may differ.
         """
-        size = count * _CHARACTERS_PER_TOKEN
+        size = count * _CHARACTERS_PER_TOKEN + _NEAR
         if len(text) <= size + 2 * _SEARCHED:
             return text
         # The tokens beyond this place are the same.
@@ -150,25 +160,20 @@ class Tokenizer:
             # No text that somebody wrote: it is cut anywhere.
             cuts = [searched if side == "left" else searched + _SEARCHED] * _WORDS
         start, end = (cuts[-_WORDS], len(text)) if side == "left" else (0, cuts[_WORDS - 1])
-        part = text[start:end]
-        tokens = self.tokens(part)
-        # A space may belong to no token.
-        places = (tokens.char_to_token(number) for number in range(place - start, len(part)))
-        before = next((token for token in places if token is not None), len(tokens))
-        return part if (len(tokens) - before if side == "left" else before) >= count else text
+        # Near a cut, the tokens may be others than those of the whole text.
+        sure = self.count(text[place:] if side == "left" else text[:place]) - _WORDS
+        return text[start:end] if sure >= count else text
 
     async def part_async(self, text: str, count: int, side: Literal["left", "right"]) -> str:
         """Do :meth:`part` without holding the event loop for long. Raises as :meth:`encode_async`."""
-        size = min(len(text), count * _CHARACTERS_PER_TOKEN + _SEARCHED)
-        if size == len(text):
-            return text
-        return await offload.run(self.part, text, count, side, cost=offload.TOKEN_PLACES * size, refusable=True)
+        size = min(len(text), count * _CHARACTERS_PER_TOKEN + _NEAR + _SEARCHED)
+        cost = offload.TOKENIZE * size if size < len(text) else 0
+        return await offload.run(self.part, text, count, side, cost=cost, refusable=True)
 
-    def encode_cut(self, text: str, limit: int, side: Literal["left", "right"]) -> list[int]:
-        """Return the ids of *text*, cut on a *side* so that they are *limit* at most with their special tokens."""
-        tokens = self.tokens(text)
-        tokens.truncate(max(limit - self._backend.num_special_tokens_to_add(is_pair=False), 0), direction=side)
-        return self._backend.post_process(tokens, add_special_tokens=True).ids
+    def joined(self, *texts: Sequence[int]) -> TokenPair:
+        """Return the ids of a text or of two with their special tokens."""
+        runs = [(ids if number is None else texts[number], type_id) for number, type_id, ids in self._runs[len(texts)]]
+        return TokenPair([token for run, _ in runs for token in run], [kind for run, kind in runs for _ in run])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of *ids*; unknown ids have none. Raises :class:`InvalidRequest` for invalid numbers."""
@@ -201,23 +206,15 @@ class Tokenizer:
         With *limit*, a longer one is cut at the end of its document. Raises :class:`InvalidRequest` for text that is
         not valid Unicode, and for a query that is longer than *limit*.
         """
-        special = self._backend.num_special_tokens_to_add(is_pair=True)
-        queries = list(dict.fromkeys(query for query, _ in pairs))
+        special = len(self.joined([], []).ids)
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         with _valid_unicode():
-            encoded = self._backend.encode_batch(queries, add_special_tokens=False)
-            documents = self._backend.encode_batch([document for _, document in pairs], add_special_tokens=False)
-        by_query = dict(zip(queries, encoded, strict=True))
-        made = []
-        for (query, _), document in zip(pairs, documents, strict=True):
-            if limit is not None:
-                room = limit - special - len(by_query[query].ids)
-                if room < 0:
-                    raise ContextLengthExceeded(f"The query alone is longer than {limit} tokens.")
-                # It takes no number beyond 64 bits.
-                document.truncate(min(room, len(document)))
-            whole = self._backend.post_process(by_query[query], document, add_special_tokens=True)
-            made.append(TokenPair(whole.ids, whole.type_ids))
-        return made
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        ids = {text: encoding.ids for text, encoding in zip(texts, encodings, strict=True)}
+        if limit is not None and any(len(ids[query]) + special > limit for query, _ in pairs):
+            raise ContextLengthExceeded(f"The query alone is longer than {limit} tokens.")
+        rooms = [None if limit is None else limit - special - len(ids[query]) for query, _ in pairs]
+        return [self.joined(ids[pair[0]], ids[pair[1]][:room]) for pair, room in zip(pairs, rooms, strict=True)]
 
     async def encode_pairs_async(self, pairs: Sequence[tuple[str, str]], limit: int | None = None) -> list[TokenPair]:
         """Do :meth:`encode_pairs` without holding the event loop for long texts. Raises as :meth:`encode_async` too."""
@@ -232,8 +229,7 @@ class Tokenizer:
 
         Raises the same, and :class:`ServiceOverloaded` if too many texts wait.
         """
-        cost = offload.TEXT + offload.TOKENIZE * len(text)
-        return await offload.run(self.encode, text, add_special_tokens, cost=cost, refusable=True)
+        return await offload.run(self.encode, text, add_special_tokens, cost=tokenizing_cost((text,)), refusable=True)
 
     async def decode_async(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Do :meth:`decode` without holding the event loop for many ids. Raises the same."""
@@ -268,6 +264,14 @@ class Tokenizer:
             return declared
         bos = self.special_tokens.get("bos_token")
         return bos is not None and self.encode("", add_special_tokens=True)[:1] == [self.token_id(bos)]
+
+
+def _runs(backend: tokenizers.Tokenizer, pair: str | None) -> list[tuple[int | None, int, list[int]]]:
+    """Return the runs of tokens that *backend* makes of a text or of two: the number of the text, the type, the ids."""
+    # A text in which every tokenizer finds tokens.
+    shown = backend.encode(string.printable, pair)
+    tokens = zip(shown.sequence_ids, shown.type_ids, shown.ids, strict=True)
+    return [(*key, [token for *_, token in run]) for key, run in groupby(tokens, itemgetter(0, 1))]
 
 
 @contextmanager

@@ -18,6 +18,11 @@ from triton_openai.errors import InvalidRequest, InvalidValue
 from triton_openai.prompts.tokenizer import Tokenizer
 
 _PARAM = "truncate_prompt_tokens"
+# Characters whose tokens are looked at together: the places of many tokens take long to free. And the tokens at the end
+# of such a piece that may be others than those of the whole text, and those by which the rest may differ.
+_PIECE = 50_000
+_MARGIN = 64
+_SLACK = 16
 
 
 class Truncation(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,13 +70,15 @@ async def cut_encoded(tokenizer: Tokenizer, text: str, truncation: Truncation) -
 
     def cut() -> Sequence[int]:
         if truncation.keeps_special:
-            ids = tokenizer.encode_cut(text, truncation.tokens, truncation.side)
+            room = max(truncation.tokens - tokenizer.count("", True), 0)
+            ids = tokenizer.joined(cut_ids(tokenizer.encode(text), Truncation(tokens=room, side=truncation.side))).ids
         else:
             ids = tokenizer.encode(text, True)
+        # There may be less room than for the special tokens.
         return cut_ids(ids, truncation)
 
     text = await tokenizer.part_async(text, truncation.tokens, truncation.side)
-    return await offload.run(cut, cost=offload.TOKEN_PLACES * len(text), refusable=True)
+    return await offload.run(cut, cost=offload.TOKENIZE * len(text), refusable=True)
 
 
 async def cut_text(tokenizer: Tokenizer, text: str, truncation: Truncation, *, special: bool) -> str:
@@ -87,14 +94,25 @@ async def cut_text(tokenizer: Tokenizer, text: str, truncation: Truncation, *, s
 
 def _cut(tokenizer: Tokenizer, text: str, truncation: Truncation, special: bool) -> str:
     allowed = truncation.tokens - tokenizer.count("", special)
+    surplus, size = 0, _PIECE
     # The rest may be tokenized differently, with more tokens.
-    while allowed > 0 and len(tokens := tokenizer.tokens(text)) > allowed:
+    while allowed > 0 and (surplus or (surplus := max(tokenizer.count(text) - allowed, 0))):
+        piece = text[:size] if truncation.side == "left" else text[-size:]
+        tokens = tokenizer.tokens(piece)
+        # Where a piece ends, its tokens may be others than those of the whole text.
+        dropped = min(surplus, len(tokens) - (_MARGIN if len(piece) < len(text) else 0))
+        if dropped <= 0:
+            surplus, size = 0, 2 * size
+            continue
+        # What is dropped may have been more of the tokens of the whole text. In the end, they are counted again.
+        surplus = max(surplus - dropped - _SLACK, 0)
         # Tokens that share a character with a cut one are cut as well.
-        last = len(tokens) - 1
         if truncation.side == "left":
-            text = text[max(_place(tokens, last - allowed)[1], _place(tokens, 0)[0] + 1) :]
+            text = text[max(_place(tokens, dropped - 1)[1], _place(tokens, 0)[0] + 1) :]
         else:
-            text = text[: min(_place(tokens, allowed)[0], _place(tokens, last)[1] - 1)]
+            last = len(tokens) - 1
+            end = min(_place(tokens, last + 1 - dropped)[0], _place(tokens, last)[1] - 1)
+            text = text[: len(text) - len(piece) + end]
     if allowed <= 0 or not text:
         raise InvalidValue(f"'{_PARAM}' leaves nothing of the prompt.", _PARAM)
     return text

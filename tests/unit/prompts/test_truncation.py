@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
@@ -88,15 +89,49 @@ def test_a_part_of_a_text_has_the_tokens_that_are_kept(
     part = tokenizer.part(text, tokens, side)
 
     assert text.endswith(part) if side == "left" else text.startswith(part)
-    whole = tokenizer.encode(text, True)
     assert len(part) < len(text)
-    for keeps_special in (True, False):
-        if keeps_special:
-            found, expected = (tokenizer.encode_cut(each, tokens + 2, side) for each in (part, text))
-        else:
-            cut = Truncation(tokens=tokens, side=side)
-            found, expected = (list(cut_ids(each, cut)) for each in (tokenizer.encode(part, True), whole))
+    cut = Truncation(tokens=tokens, side=side)
+    for special in (True, False):
+        found, expected = (list(cut_ids(tokenizer.encode(each, special), cut)) for each in (part, text))
         assert expected == found
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "one word", "unigram", "wordpiece"])
+@given(words=st.lists(PIECES, min_size=1, max_size=40), tokens=st.integers(0, 40), side=st.sampled_from(SIDES))
+@settings(max_examples=20)
+async def test_ids_are_cut_as_the_library_cuts_them(kind: str, words: list[str], tokens: int, side: Any) -> None:
+    """With their special tokens, which stay."""
+    tokenizer, text = trained(kind), "".join(words)
+    backend = tokenizer._backend
+    special = backend.num_special_tokens_to_add(is_pair=False)
+    encoding = backend.encode(text, add_special_tokens=False)
+    encoding.truncate(tokens, direction=side)
+    expected = backend.post_process(encoding, add_special_tokens=True).ids
+    assert expected == list(await cut_encoded(tokenizer, text, Truncation(tokens=tokens + special, side=side)))
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "one word", "unigram", "wordpiece"])
+@given(
+    once=st.lists(PIECES, min_size=1, max_size=40),
+    tokens=st.integers(1, 3_000),
+    side=st.sampled_from(SIDES),
+    size=st.integers(1, 3_000),
+)
+@settings(max_examples=20)
+async def test_a_cut_is_found_piece_by_piece(kind: str, once: list[str], tokens: int, side: Any, size: int) -> None:
+    """However small the pieces are in which it is looked for: what is left is the same."""
+    tokenizer = trained(kind)
+    text = ("".join(once) + " and so on ") * (8_000 // (11 + len("".join(once))))
+    truncation = Truncation(tokens=tokens, side=side)
+    whole, found = "", ""
+    for pieces in (False, True):
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(InvalidRequest):
+            if pieces:
+                patch.setattr("triton_openai.prompts.truncation._PIECE", size)
+                found = await cut_text(tokenizer, text, truncation, special=False)
+            else:
+                whole = await cut_text(tokenizer, text, truncation, special=False)
+    assert whole == found
 
 
 async def test_only_what_can_be_kept_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
