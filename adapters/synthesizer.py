@@ -216,7 +216,7 @@ class Synthesizer(DescribedAdapter):
         tensor = response.tensor(name)
         if tensor is not None:
             # A file's bytes follow their number.
-            return tensor.data[4:] if datatype == "BYTES" else tensor.data
+            return bytes(tensor.data[4:] if datatype == "BYTES" else tensor.data)
         codes = {"FP32": "f", "FP64": "d", "INT16": "h", "UINT8": "B"}
         try:
             return array(codes[datatype], response.numbers(name)).tobytes()

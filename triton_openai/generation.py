@@ -68,7 +68,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 class Logits(msgspec.Struct, frozen=True, kw_only=True):
     """The scores of every token at some positions: rows of *width* little-endian floats, used from row *first* on."""
 
-    data: bytes
+    data: bytes | memoryview
     datatype: str
     width: int
     first: int = 0

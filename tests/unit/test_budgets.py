@@ -61,6 +61,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "/v1/audio/transcriptions and /v1/audio/translations": 6,
         "above its budget": 41,
         "several Tritons, mended": 35,
+        "answers of hundreds of megabytes are not copied, texts of errors are bounded": 42,
     },
     "models": {
         "begin": 1000,

@@ -32,7 +32,9 @@ from triton_openai.triton.connection import ConnectionSettings, GrpcFiles
 from triton_openai.triton.http2 import LOST, UNREACHABLE, Call, Channel, varint
 from triton_openai.triton.status import classify, cut_off_error, no_answer_error, unreachable
 from triton_openai.triton.tensors import (
+    LARGE,
     BinaryResponse,
+    Buffer,
     InferRequest,
     InferResponse,
     Layout,
@@ -60,6 +62,8 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
 )
 _STREAM_METHOD = f"{_SERVICE}/ModelStreamInfer"
 _Response = service_pb2.ModelInferResponse
+_RESPONSE = service_pb2.ModelStreamInferResponse.DESCRIPTOR.fields_by_name["infer_response"].number
+_RAW = _Response.DESCRIPTOR.fields_by_name["raw_output_contents"].number
 _PIECE = 1 << 20
 # Longest time for which an abandoned call is read to its end.
 _READ_OUT_SECONDS = 60.0
@@ -144,15 +148,32 @@ def _layout(outputs: Sequence[bytes]) -> Layout:
     return Layout((tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in tensors)
 
 
-def _outputs(message: Any) -> tuple[Layout, list[bytes]]:
+def _outputs(message: Any, contents: Sequence[Buffer] | None = None) -> tuple[Layout, Sequence[Buffer]]:
     layout = _layout(tuple([output.SerializeToString() for output in message.outputs]))
-    contents = message.raw_output_contents[:]
+    contents = message.raw_output_contents[:] if contents is None else contents
     if len(layout.outputs) != len(contents):
         raise UpstreamError("Triton sent an answer that cannot be read.", detail="outputs without raw contents")
     return layout, contents
 
 
-def _contents(data: bytes, head: bytes) -> list[bytes] | None:
+def _without(message: memoryview, number: int) -> tuple[bytes, list[memoryview]]:
+    """Return *message* without its fields of a *number*, and their values. All fields must have a length."""
+    rest, values, end = b"", [], 0
+    while end < len(message):
+        begin, size, place, more = end, 0, end, True
+        while more:
+            place += 1
+            size |= (message[place] & 0x7F) << 7 * (place - begin - 1)
+            more = message[place] > 0x7F
+        end = place + 1 + size
+        if message[begin] == number << 3 | 2:
+            values.append(message[place + 1 : end])
+        else:
+            rest += message[begin:end]
+    return rest, values
+
+
+def _contents(data: Buffer, head: bytes) -> list[bytes] | None:
     """
     Return the contents of the outputs in *data*, a ``ModelStreamInferResponse`` whose response begins with *head*.
 
@@ -161,7 +182,9 @@ def _contents(data: bytes, head: bytes) -> list[bytes] | None:
     """
     size = len(data) - 3
     # The response's tag (the number of the field, and 2 for "with a length"), and a length of two bytes.
-    if head and 0 < size < 1 << 14 and data.startswith(bytes((2 << 3 | 2, size & 0x7F | 0x80, size >> 7)) + head):
+    if not (head and 0 < size < 1 << 14) or isinstance(data, memoryview):
+        return None
+    if data.startswith(bytes((2 << 3 | 2, size & 0x7F | 0x80, size >> 7)) + head):
         contents: list[bytes] = _Response.FromString(data[3 + len(head) :]).raw_output_contents[:]
         return contents
     return None
@@ -219,7 +242,7 @@ class GrpcStream(Call):
         if receiver is not None:
             receiver.end(error)
 
-    def messages_received(self, messages: list[bytes]) -> None:
+    def messages_received(self, messages: list[Buffer]) -> None:
         responses: list[InferResponse] = []
         error: ServiceError | None = None
         try:
@@ -229,7 +252,7 @@ class GrpcStream(Call):
                     responses.append(BinaryResponse(self._layout, contents))
                 else:
                     responses += self._read(data)
-        except DecodeError as problem:
+        except (DecodeError, IndexError) as problem:
             error = UpstreamError("Triton sent an answer that cannot be read.", detail=str(problem))
         except ServiceError as problem:
             error = problem
@@ -243,17 +266,27 @@ class GrpcStream(Call):
             # It has this frame in its traceback: a reference cycle.
             del error
 
-    def _read(self, data: bytes) -> Sequence[BinaryResponse]:
+    def _read(self, data: Buffer) -> Sequence[BinaryResponse]:
         """Return the response in *data*, if it is one. Raises :class:`ServiceError` for an error in it."""
-        message = service_pb2.ModelStreamInferResponse.FromString(data)
+        message = service_pb2.ModelStreamInferResponse()
+        responses: Sequence[memoryview] = ()
+        contents: Sequence[Buffer] | None = None
+        if len(data) > LARGE:
+            # Read without its contents, so that these are not copied.
+            data, responses = _without(memoryview(data), _RESPONSE)
+        message.MergeFromString(data)
+        for response in responses:
+            rest, contents = _without(response, _RAW)
+            message.infer_response.MergeFromString(rest)
         if message.error_message:
             raise classify(message.error_message, self._model)
         if not message.infer_response.outputs:
             return ()
-        self._layout, contents = _outputs(message.infer_response)
-        tail = _Response(raw_output_contents=contents).SerializeToString()
-        self._head = data[3 : -len(tail)] if data.endswith(tail) else b""
-        return (BinaryResponse(self._layout, contents),)
+        layout, contents = _outputs(message.infer_response, contents)
+        if not responses and isinstance(data, bytes):
+            tail = _Response(raw_output_contents=contents).SerializeToString()
+            self._layout, self._head = layout, data[3 : -len(tail)] if data.endswith(tail) else b""
+        return (BinaryResponse(layout, contents),)
 
     def call_ended(self, code: str, details: str) -> None:
         self._end(None if code == "OK" else translate(code, details, self._model))

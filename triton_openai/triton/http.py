@@ -23,7 +23,9 @@ from triton_openai.triton.connection import ConnectionSettings, Header
 from triton_openai.triton.http_stream import ConnectionPool, HttpCall, HttpStream, refusal
 from triton_openai.triton.status import no_answer_error
 from triton_openai.triton.tensors import (
+    LARGE,
     BinaryResponse,
+    Buffer,
     InferRequest,
     InferResponse,
     Layout,
@@ -100,13 +102,14 @@ def parse_infer(body: bytes, header_length: int, model: str) -> BinaryResponse:
         raise UpstreamError("Triton sent an answer that cannot be read.", detail=str(error)) from error
     if not header.outputs:
         raise no_answer_error(model)
-    contents = []
+    contents: list[Buffer] = []
     offset = header_length
     for output in header.outputs:
         end = offset + output.parameters.binary_data_size
         if end > len(body):
             raise UpstreamError(f"Triton sent a malformed '{output.name}' output.")
-        contents.append(body[offset:end])
+        # Hundreds of megabytes are not copied: that would hold the event loop.
+        contents.append(body[offset:end] if end - offset <= LARGE else memoryview(body)[offset:end])
         offset = end
     return BinaryResponse(Layout((output.name, output.datatype, output.shape) for output in header.outputs), contents)
 
@@ -172,7 +175,8 @@ class HttpClient:
 
         made = await offload.run(message, cost=request.cost)
         answer = await self._call(made, model=request.model, limited=False)
-        content, length = b"".join(answer.parts), answer.json_length
+        length = answer.json_length
+        content = await offload.run(b"".join, answer.parts, cost=offload.JOIN * sum(map(len, answer.parts)))
         return parse_infer(content, int(length) if length.isdigit() else len(content), request.model)
 
     def stream(self, request: InferRequest, receiver: Receiver) -> HttpStream:

@@ -27,6 +27,7 @@ from triton_openai import __version__
 from triton_openai.config.tls import PERHAPS_REFUSED, failure_reason
 from triton_openai.tasks import cancel
 from triton_openai.triton.connection import ConnectionSettings, Header, detect_dead_peer
+from triton_openai.triton.tensors import LARGE, Buffer
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 # The upper and lower bits of the length, the type, the flags and the stream of a frame.
@@ -73,7 +74,7 @@ _BY_RESET = {REFUSED_STREAM: "UNAVAILABLE", CANCEL: "CANCELLED"}
 UNREACHABLE, LOST = "UNREACHABLE", "LOST"
 
 
-def frame(kind: int, flags: int, stream_id: int, payload: bytes | memoryview = b"") -> bytes:
+def frame(kind: int, flags: int, stream_id: int, payload: Buffer = b"") -> bytes:
     """Return a frame."""
     size = len(payload)
     return _FRAME.pack(size >> 8, size & 0xFF, kind, flags, stream_id) + payload
@@ -129,13 +130,13 @@ class Call:
         self.attempts = 0
         # The received part of a message, and the number of bytes without a window update.
         self.partial = bytearray()
-        self.messages: list[bytes] = []
+        self.messages: list[Buffer] = []
         self.outcome: tuple[str, str] | None = None
         self.paused = False
         self.unacknowledged = 0
 
-    def messages_received(self, messages: list[bytes]) -> None:
-        """Take the messages that arrived together, at least one."""
+    def messages_received(self, messages: list[Buffer]) -> None:
+        """Take the messages that arrived together, at least one; one of more than LARGE bytes may be a view."""
         raise NotImplementedError
 
     def call_ended(self, code: str, details: str) -> None:
@@ -197,6 +198,11 @@ class Call:
                 raise ValueError(f"the server sent a message of {size} bytes")
             end = _MESSAGE.size + size
             if len(partial) < end:
+                return
+            if size > LARGE and len(partial) == end:
+                # Not copied: that would hold the event loop.
+                self.messages.append(memoryview(partial)[_MESSAGE.size :])
+                self.partial = bytearray()
                 return
             with memoryview(partial) as view:
                 self.messages.append(bytes(view[_MESSAGE.size : end]))

@@ -20,12 +20,12 @@ from triton_openai.errors import ServiceError, UpstreamError
 _REQUEST_ID = re.compile(r"\[request id: [^\]]*\]\s*")
 _ENSEMBLE = re.compile(r"in ensemble '[^']*', ")
 # Where a sentence ends and a stack begins: Python's, Triton's stub's, and those of C++ backends.
-_STACK = re.compile(r"Traceback|File \"|\bAt:\s*\n|^\s*\d+\s+0x[0-9a-fA-F]", re.MULTILINE)
+_STACK = re.compile(r"Traceback|File \"|\bAt:\s*\n|^[^\S\n]*\d+[^\S\n]+0x[0-9a-fA-F]", re.MULTILINE)
 # A place in the sources, in parentheses or before a message, as TensorRT-LLM and xgrammar log it.
 _PLACE = re.compile(r" ?\(/[\w.-]+/[^()\s]*\)|\[\d\d:\d\d:\d\d\] /[^\s:]+:\d+:? ?")
 # Private to the server: network and memory addresses, and paths.
 _PRIVATE = re.compile(
-    r"\w+://[^\s'\"<>]+|(['\"])/[^'\"]*/[^'\"]*\1|(?<![\w.])/[\w.-]+/[\w./-]+(?::\d+)?|0x[0-9a-fA-F]{4,}"
+    r"\b\w{1,40}://[^\s'\"<>]+|(['\"])/[^'\"]*/[^'\"]*\1|(?<![\w.])/[\w.-]+/[\w./-]+(?::\d+)?|0x[0-9a-fA-F]{4,}"
 )
 # TensorRT-LLM's LLM API model and the vLLM backend put this before every error. Rules recognise those that are the
 # request's fault.
@@ -43,6 +43,7 @@ _OF_ENGINES = (
     r"|[Tt]imed out|[Cc]onnection (?:refused|reset|closed)|[Bb]roken pipe|object (?:has no|is not)|index out of range"
 )
 _LONGEST_TEXT = 4000
+_LONGEST_DETAIL = 256 * 1024
 _MAX_REASON = 500
 
 
@@ -198,6 +199,10 @@ _BY_STATUS = {
 
 def classify(text: str, model: str, status: str = "") -> ServiceError:
     """Return the error for a failure of *model* by its *text*, or by the transport's *status* if no rule knows that."""
+    detail = text[:_LONGEST_DETAIL]
+    if len(text) > _LONGEST_TEXT:
+        # It may repeat what a client sent. Rules take more than twice as long for twice as much.
+        text = f"{text[: _LONGEST_TEXT - 1000]} … {text[-1000:]}"
     matches = ((rule, match) for rule in RULES for pattern in rule.patterns if (match := pattern.search(text)))
     if found := next(matches, None):
         rule, match = found
@@ -211,14 +216,14 @@ def classify(text: str, model: str, status: str = "") -> ServiceError:
             # What the answer needs is no room for the prompt.
             room = int(groups["limit"]) - int(groups.get("answer") or 0)
             options = {**options, "tokens": int(groups["prompt"]), "limit": room}
-        return rule.error(message, detail=text, **options)
+        return rule.error(message, detail=detail, **options)
     by_status = _BY_STATUS.get(status)
     if by_status is not None:
-        return by_status.error(by_status.message, detail=text, **by_status.options)
+        return by_status.error(by_status.message, detail=detail, **by_status.options)
     # A text that no rule knows is shown to clients only if nothing has to be removed from it.
     said = text[wrapping.end() :] if (wrapping := _WRAPPING.match(text)) else text
     private = "\n" in said.strip() or _STACK.search(said) or _PRIVATE.search(said)
-    return model_failed_error(None if private else public_reason(said), detail=text)
+    return model_failed_error(None if private else public_reason(said), detail=detail)
 
 
 def model_failed_error(said: str | None, *, detail: str | None) -> UpstreamError:

@@ -12,13 +12,16 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
 from triton_openai import offload
 from triton_openai.errors import UpstreamError
 
+#: Raw contents: a view where there are more bytes than LARGE, because to copy them would hold the event loop.
+Buffer: TypeAlias = bytes | memoryview
+LARGE = 1 << 20
 # Rows in a request to a model that takes any number of them.
 _FREE_BATCH = 64
 # numpy is not needed for this: arrays of these item codes have exactly the protocol's sizes on every platform we serve.
@@ -262,7 +265,7 @@ class OutputTensor(msgspec.Struct, frozen=True):
 
     datatype: str
     shape: tuple[int, ...]
-    data: bytes
+    data: Buffer
 
 
 class Layout:
@@ -270,9 +273,9 @@ class Layout:
 
     def __init__(self, outputs: Iterable[tuple[str, str, tuple[int, ...]]]) -> None:
         self.outputs = tuple(outputs)
-        self._readers: dict[tuple[str, ...], Sequence[tuple[int, Callable[[bytes], Any]]]] = {}
+        self._readers: dict[tuple[str, ...], Sequence[tuple[int, Callable[[Buffer], Any]]]] = {}
 
-    def readers(self, names: tuple[str, ...]) -> Sequence[tuple[int, Callable[[bytes], Any]]]:
+    def readers(self, names: tuple[str, ...]) -> Sequence[tuple[int, Callable[[Buffer], Any]]]:
         """Return the place of each of *names* among the outputs, -1 without one, and what reads its first value."""
         readers = self._readers.get(names)
         if readers is None:
@@ -290,7 +293,7 @@ class BinaryResponse:
 
     __slots__ = ("_contents", "_layout")
 
-    def __init__(self, layout: Layout, contents: Sequence[bytes]) -> None:
+    def __init__(self, layout: Layout, contents: Sequence[Buffer]) -> None:
         self._layout = layout
         self._contents = contents
 
@@ -316,7 +319,7 @@ class BinaryResponse:
             offset = end + int.from_bytes(data[offset:end], "little")
             if offset > len(data):
                 raise UpstreamError(f"Triton sent a malformed '{name}' output.")
-            texts.append(data[end:offset].decode("utf-8", "replace"))
+            texts.append(str(data[end:offset], "utf-8", "replace"))
         return texts
 
     def numbers(self, name: str) -> Sequence[Any]:
@@ -345,17 +348,17 @@ class BinaryResponse:
         if output is None:
             return ()
         rows = output.shape[0] if len(output.shape) > 1 else 1
-        data = output.data if output.datatype == "FP32" else array("f", self.numbers(name)).tobytes()
+        data = bytes(output.data) if output.datatype == "FP32" else array("f", self.numbers(name)).tobytes()
         if rows <= 0 or len(data) % (4 * rows):
             raise UpstreamError(f"Triton sent a malformed '{name}' output.")
         width = len(data) // rows
         return [data[i * width : (i + 1) * width] for i in range(rows)]
 
 
-def _reader(name: str, datatype: str) -> Callable[[bytes], Any]:
+def _reader(name: str, datatype: str) -> Callable[[Buffer], Any]:
     length = _LENGTH.unpack_from
 
-    def text(data: bytes) -> str | None:
+    def text(data: Buffer) -> str | None:
         if not data:
             return None
         size = len(data)
@@ -363,14 +366,14 @@ def _reader(name: str, datatype: str) -> Callable[[bytes], Any]:
         if end > size:
             raise UpstreamError(f"Triton sent a malformed '{name}' output.")
         try:
-            return data[4:end].decode()
+            return str(data[4:end], "utf-8")
         except UnicodeDecodeError:
-            return data[4:end].decode("utf-8", "replace")
+            return str(data[4:end], "utf-8", "replace")
 
-    def number(data: bytes) -> Any:
+    def number(data: Buffer) -> Any:
         return item.unpack_from(data)[0] if len(data) >= item.size else None
 
-    def other(data: bytes) -> Any:
+    def other(data: Buffer) -> Any:
         return next(iter(BinaryResponse(Layout([(name, datatype, ())]), (data,)).numbers(name)), None)
 
     if datatype == "BYTES":

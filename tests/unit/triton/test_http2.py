@@ -47,6 +47,7 @@ from triton_openai.triton.http2 import (
     frame,
     header_block,
 )
+from triton_openai.triton.tensors import Buffer
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 OPEN = header_block([(":status", "200"), ("content-type", "application/grpc+proto")])
@@ -91,13 +92,13 @@ class Taking(Call):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batches: list[list[bytes]] = []
+        self.batches: list[list[Buffer]] = []
         self.end_of_call: tuple[str, str] | None = None
         self.ended = asyncio.Event()
         self.on_messages: Callable[[], object] | None = None
         self.on_end: Callable[[], object] = lambda: None
 
-    def messages_received(self, messages: list[bytes]) -> None:
+    def messages_received(self, messages: list[Buffer]) -> None:
         """Keep them."""
         assert messages
         assert self.end_of_call is None
@@ -113,7 +114,7 @@ class Taking(Call):
         self.on_end()
 
     @property
-    def texts(self) -> list[bytes]:
+    def texts(self) -> list[Buffer]:
         """All messages."""
         return [text for batch in self.batches for text in batch]
 
@@ -811,7 +812,7 @@ async def server() -> AsyncIterator[Server]:
     await made.stop()
 
 
-async def outcome(call: Taking) -> tuple[list[bytes], str, str]:
+async def outcome(call: Taking) -> tuple[list[Buffer], str, str]:
     """Return what a call has received, and its end."""
     await asyncio.wait_for(call.ended.wait(), 10)
     assert call.end_of_call is not None

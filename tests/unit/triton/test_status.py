@@ -283,3 +283,14 @@ def test_what_a_prompt_may_have() -> None:
         error = classify(text, "m")
         assert isinstance(error, ContextLengthExceeded)
         assert numbers == (error.tokens, error.limit)
+
+
+def test_long_texts() -> None:
+    """What matters is at their beginning or at their end, and the log gets the beginning."""
+    for text in ("Exceeds maximum queue size " + "1" * 10**6, "\n" * 10**6 + " Exceeds maximum queue size"):
+        error = classify(text, "m")
+        assert isinstance(error, Overloaded)
+        assert text.startswith(error.detail or "-")
+        assert len(error.detail or "") < 300_000
+    assert isinstance(classify("1" * 10**6, "m"), UpstreamError)
+    assert public_reason("see https://internal:8000/x now") == "see … now"

@@ -66,7 +66,7 @@ class Generation:
             if self._steering.fail_at is not None and len(self.ids) >= self._steering.fail_at:
                 if new:
                     return Step(new, eos=False, finish=None)
-                raise EngineFailure(self._steering.error)
+                raise EngineFailure(self._steering.error * self._steering.repeat)
             if new and self._hangs:
                 break
             token = next(self._source, None)
