@@ -343,8 +343,7 @@ def _merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         last = merged[-1]["role"] if merged else None
         role = message["role"]
         leading = role in _SYSTEM and last in (None, *_SYSTEM)
-        if role in _SYSTEM and not leading:
-            role = "user"
+        role = "user" if role in _SYSTEM and not leading else role
         if merged and (leading or role == last == "user"):
             contents[-1].append(message["content"])
         else:
@@ -381,8 +380,9 @@ def _assistant(message: AssistantMessage, content: Any, template: PromptTemplate
         _call(call, template, f"{place}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())
     ]
     if message.function_call is not None:
-        function = _function(message.function_call, template, f"{place}.function_call")
-        calls.append({"type": "function", "function": function})
+        calls.append(
+            {"type": "function", "function": _function(message.function_call, template, f"{place}.function_call")}
+        )
     form = template.tool_form
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
     if reasoning is not None and form.reasoning_alone and calls and content:

@@ -180,6 +180,9 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
         others = filter(None, (rendering.tools, rendering.documents, rendering.variables))
         # The cost of a client's own template is unknown, even for few messages.
         cost = offload.LONG if self.foreign else offload.rendering_cost(messages, *others)
+        if cost <= offload.INLINE:
+            # Nothing is awaited for most requests.
+            return self.render(messages, rendering, template)
         return await offload.run(self.render, messages, rendering, template, cost=cost)
 
     def with_template(self, template: ChatTemplate) -> Prompter:

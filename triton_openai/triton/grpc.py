@@ -173,7 +173,7 @@ def _without(message: memoryview, number: int) -> tuple[bytes, list[memoryview]]
     return rest, values
 
 
-def _contents(data: Buffer, head: bytes) -> list[bytes] | None:
+def _contents(data: Any, head: bytes) -> list[bytes] | None:
     """
     Return the contents of the outputs in *data*, a ``ModelStreamInferResponse`` whose response begins with *head*.
 
@@ -182,9 +182,7 @@ def _contents(data: Buffer, head: bytes) -> list[bytes] | None:
     """
     size = len(data) - 3
     # The response's tag (the number of the field, and 2 for "with a length"), and a length of two bytes.
-    if not (head and 0 < size < 1 << 14) or isinstance(data, memoryview):
-        return None
-    if data.startswith(bytes((2 << 3 | 2, size & 0x7F | 0x80, size >> 7)) + head):
+    if head and 0 < size < 1 << 14 and data.startswith(bytes((2 << 3 | 2, size & 0x7F | 0x80, size >> 7)) + head):
         contents: list[bytes] = _Response.FromString(data[3 + len(head) :]).raw_output_contents[:]
         return contents
     return None
