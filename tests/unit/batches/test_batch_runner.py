@@ -31,7 +31,9 @@ from triton_openai.batches.batch_runner import BatchRunner, Outcome
 from triton_openai.batches.file_folder import Files
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
 from triton_openai.config.tree import BatchesSettings, FilesSettings
+from triton_openai.config.worker import Worker
 from triton_openai.storage.batch_store import Batch, BatchUsage, LeaseLost, StoredFile
+from triton_openai.telemetry.metrics import Metrics
 
 OWNER = "me"
 
@@ -111,7 +113,8 @@ class Process:
             FilesSettings(store=f"dir:{folder / 'files'}"), BatchesSettings(store=f"sqlite:{folder / 'db'}")
         )
         self.host = host or Host()
-        self.runner = BatchRunner(self.files, self.host, FirstTokens())
+        self.metrics = Metrics(Worker())
+        self.runner = BatchRunner(self.files, self.host, FirstTokens(), self.metrics)
         self.task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -470,6 +473,54 @@ async def test_a_full_disk_pauses_batches(tmp_path: Path, monkeypatch: pytest.Mo
         done = await one.ended(batch)
         assert {name: [200] for name in NAMES} == one.results(done)
         assert 20 == one.host.calls.total()
+
+
+async def counted(one: Process, **expected: float) -> None:
+    """Wait until metrics of *one* are as *expected*: names without their prefix, and values of labels behind them."""
+
+    def found() -> dict[str, float]:
+        samples = [sample for metric in one.metrics.collect() for sample in metric.samples]
+        prefix = "triton_openai_batch"
+        names = [
+            "_".join([sample.name.removeprefix(prefix), *sample.labels.values()]).lstrip("_") for sample in samples
+        ]
+        return {name: sample.value for name, sample in zip(names, samples, strict=True)}
+
+    async with asyncio.timeout(20):
+        while not expected.items() <= found().items():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.002)
+
+
+async def test_an_operator_sees_batches_in_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that run, the limit, results by their kind, ends by their status, and batches that wait for the disk."""
+    async with process(tmp_path) as one:
+        one.host.refused, full = {"id-1"}, False
+
+        def write_at(*given: Any) -> None:
+            if full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            files_module.write_at(*given)
+
+        monkeypatch.setattr(runner_module, "write_at", write_at)
+        one.host.may_answer.clear()
+        batch = await one.batch(NAMES[:3])
+        await one.until(batch, lambda _: len(one.host.running) == 2)
+        await counted(one, running=2, limit_M=2, es_paused=0)
+        full = True
+        one.host.may_answer.set()
+        await counted(one, running=0, es_paused=1)
+        assert 0 == (await one.seen(batch)).succeeded
+        full = False
+        await one.ended(batch)
+        lines = {"lines_total_succeeded": 2.0, "lines_total_failed": 1.0}
+        await counted(one, **lines, es_ended_total_completed=1, es_paused=0)
+        one.host.busy = True
+        other = await one.batch(NAMES[:5], name="batch_2")
+        await one.until(other, lambda found: found.status == "in_progress")
+        await one.files.store.change(other.id, lambda found: found.enter("cancelling"))
+        one.runner.wake()
+        await one.ended(other)
+        await counted(one, **lines, lines_total_never_ran=5, es_ended_total_cancelled=1)
 
 
 async def test_an_input_that_is_gone(tmp_path: Path) -> None:
