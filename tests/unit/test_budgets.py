@@ -95,7 +95,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "forms are read part by part": 77,
         "several Tritons": 1,
         "above its budget": 36,
-        "files and batches": 6,
+        "files and batches": 13,
     },
     "access": {"begin": 500, "limits in Redis": 94, "files and batches": 18},
     "telemetry": {

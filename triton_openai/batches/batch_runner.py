@@ -431,7 +431,8 @@ class BatchRunner:
                 held.tries.pop(line.number, None)
                 return False
         assert error is not None
-        if error.status in _OVERLOADED:
+        # Where live requests took the room meanwhile, the next line waits for room, and that is all.
+        if error.status in _OVERLOADED and not isinstance(error, errors.ServiceOverloaded):
             limit.overloaded(began)
         wait = min(_RETRY_SECONDS * 5.0**tries, _LONGEST_RETRY)
         if isinstance(error, errors.UpstreamUnavailable | errors.ModelNotFound):

@@ -349,6 +349,14 @@ async def test_lines_are_tried_again(tmp_path: Path) -> None:
         assert [4, 4, 1, 7, 2, 1] == [host.calls[name] for name in NAMES[:6]]
 
 
+async def test_live_requests_that_take_the_room_are_no_overload(tmp_path: Path) -> None:
+    """A line that finds its room taken waits again, and no fewer lines run for that."""
+    async with process(tmp_path) as one:
+        one.host.answers = {"id-0": [errors.ServiceOverloaded("no")] * 9}
+        assert 20 == (await one.ended(await one.batch(NAMES))).succeeded
+        assert (10, 4) == (one.host.calls["id-0"], one.runner._limits["M"].allowed)
+
+
 async def test_a_model_that_is_away_pauses_its_lines(tmp_path: Path) -> None:
     """Lines wait while their model is not served, and others go on."""
     async with process(tmp_path) as one:
