@@ -346,7 +346,8 @@ def render_live(found: Sequence[tuple[Live, Live]]) -> str:
     cells = []
     for alone, beside in found:
         usual = sum(alone.whole) / len(alone.whole) if alone.whole else _TOKENS * _TOKEN_MS / 1000
-        free = _PLACES - alone.places
+        # What lines may have of the limit is the operator's choice.
+        free = min(_PLACES - alone.places, BatchesSettings().max_share * _PLACES)
         used = beside.lines / beside.seconds * usual
         first, then = (percentile(one.first, 0.95) for one in (alone, beside))
         slower = ratio(then, first)

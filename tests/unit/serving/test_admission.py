@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -366,3 +369,45 @@ async def test_no_line_begins_while_live_requests_wait() -> None:
     assert 0 == most_lines(admission)
     await waiting.leave()
     assert 1 == most_lines(admission)
+
+
+async def test_live_requests_hardly_wait_beside_a_batch() -> None:
+    """
+    Beside a batch without end, 19 of 20 live requests find a free place, and lines have four fifths of what is free.
+
+    Arrivals and durations are drawn once, and time is that of the events. Live requests take a fourth of the places.
+    """
+    draw, places, seconds = random.Random(28), 32, 0.5
+    admission = gate(max_running_requests_per_model=places)
+    numbers = itertools.count()
+    #: When something happens; ``None`` is the arrival of a live request.
+    events: list[tuple[float, int, Visitor | None]] = [(0.0, next(numbers), None)]
+    waiting: dict[Visitor, float] = {}
+    live, lines = set[Visitor](), set[Visitor]()
+    waits: list[float] = []
+    used = free = last = 0.0
+    while (event := heapq.heappop(events))[0] < 60:
+        now, _, leaving = event
+        used, free, last = used + (now - last) * len(lines), free + (now - last) * (places - len(live)), now
+        if leaving is None:
+            waiting[Visitor(admission)] = now
+            heapq.heappush(events, (now + draw.expovariate(places / 4 / seconds), next(numbers), None))
+        else:
+            live.discard(leaving)
+            lines.discard(leaving)
+            await leaving.leave()
+        await settled()
+        begun = [one for one in waiting if one.inside]
+        waits += [now - waiting.pop(one) for one in begun]
+        live.update(begun)
+        while admission.spare("m", len(lines), 0.8):
+            begun.append(Visitor(admission, batch="b"))
+            lines.add(begun[-1])
+        await settled()
+        for one in begun:
+            heapq.heappush(events, (now + draw.uniform(0.7, 1.3) * seconds, next(numbers), one))
+    for one in [*waiting, *live, *lines]:
+        one.task.cancel()
+    assert len(waits) > 800
+    assert 0 == sorted(waits)[len(waits) * 19 // 20]
+    assert used >= 0.8 * free
