@@ -418,6 +418,35 @@ async def _interrupted(
     return batch
 
 
+@pytest.mark.parametrize("step", ["end", "finish"])
+async def test_a_process_that_dies_before_it_commits(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written and never marked counts for nothing: the next process does it again, and it is there once."""
+    one, reached = Process(tmp_path), asyncio.Event()
+    if step == "end":
+        one.host.may_answer.clear()
+
+    async def never(*_: Any) -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    one.start()
+    batch = await one.batch(NAMES)
+    monkeypatch.setattr(one.files.store, step, never)
+    one.host.may_answer.set()
+    async with asyncio.timeout(20):
+        await reached.wait()
+    written = [path for path in one.files.folder.iterdir() if path.suffix == ".part" and path.stat().st_size]
+    assert written
+    await one.die()
+    async with process(tmp_path) as other:
+        done = await other.ended(batch)
+        assert {name: [200] for name in NAMES} == other.results(done)
+        # None of them had ended, or all.
+        assert (20 if step == "end" else 0) == other.host.calls.total()
+
+
 async def test_a_line_that_ends_processes(tmp_path: Path) -> None:
     """A line that ran when three processes died is an error; those that ran beside it are answered."""
     batch = await _interrupted(tmp_path, NAMES[:4], 3, Process.die)
