@@ -188,7 +188,8 @@ class BatchRunner:
         self._held: dict[str, _Held] = {}
         self._limits: dict[str, Limit] = {}
         self._tokens_at: dict[str, float] = {}
-        self._turn = 0
+        # When each owner had its last turn.
+        self._turns: dict[str, int] = {}
         self._order = count()
         self._woken = asyncio.Event()
         self._next_poll = self._next_renewal = self._next_sweep = 0.0
@@ -323,16 +324,15 @@ class BatchRunner:
         for held in sorted(self._held.values(), key=lambda held: held.batch.created):
             if self._tokens_at.get(held.batch.owner, 0.0) <= time.monotonic():
                 by_owner.setdefault(held.batch.owner, []).append(held)
-        owners = deque(by_owner)
-        # Whoever was first the last time is not the first again.
-        owners.rotate(-self._turn % max(1, len(owners)))
-        self._turn += 1
+        self._turns = {owner: self._turns.get(owner, -1) for owner in by_owner}
+        owners = deque(sorted(by_owner, key=self._turns.__getitem__))
         picked: dict[str, list[tuple[Line, Limit, bool]]] = {}
         while owners:
             owner = owners.popleft()
             for held in by_owner[owner]:
                 if (line := self._next(held)) is not None:
                     picked.setdefault(held.batch.id, []).append(line)
+                    self._turns[owner] = next(self._order)
                     owners.append(owner)
                     break
         await asyncio.gather(*(self._start(self._held[batch_id], lines) for batch_id, lines in picked.items()))

@@ -387,6 +387,25 @@ async def test_owners_take_turns(tmp_path: Path) -> None:
         assert 100 == (await one.ended(large)).succeeded
 
 
+async def test_each_owner_has_every_other_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the runner finds no room, two owners have their turns in order, and batches of one by age."""
+    async with process(tmp_path) as one:
+        one.host.busy, one.host.most_running = True, 1
+        mine = [await one.batch([f"{name}-{line}" for line in range(2)], name=f"batch_{name}") for name in "ab"]
+        yours = await one.batch([f"c-{line}" for line in range(3)], name="batch_c", owner="you")
+        await one.until(yours, lambda _: sum(held.window for held in one.runner._held.values()) == 7)
+        begin = one.runner._begin
+
+        async def begin_at_the_second_look() -> None:
+            for one.host.busy in (True, False):
+                await begin()
+
+        monkeypatch.setattr(one.runner, "_begin", begin_at_the_second_look)
+        for batch in [*mine, yours]:
+            await one.ended(batch)
+        assert ["a-0", "c-0", "a-1", "c-1", "b-0", "c-2", "b-1"] == [name for _, name in one.host.order]
+
+
 async def test_a_removed_key_ends_its_batches(tmp_path: Path) -> None:
     """A batch whose key is gone fails."""
     async with process(tmp_path) as one:
