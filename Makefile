@@ -126,8 +126,9 @@ profile: $(VENV)/.demo ## show where the service's CPU time goes, by function
 	$(BIN)/python -m bench.profile $(ARGS)
 
 .PHONY: soak
-soak: $(VENV)/.demo ## ten minutes of mixed traffic with faults (ARGS="--seconds 60")
+soak: $(VENV)/.develop ## ten minutes of mixed traffic with faults (ARGS="--seconds 60"), and a batch that is killed 50 times
 	$(BIN)/python -m tests.faults.soak $(ARGS)
+	BATCH_KILLS=50 $(BIN)/python -m pytest tests/faults/test_batches.py -k test_kills
 
 .PHONY: hostile
 hostile: $(VENV)/.develop ## 100,000 hostile requests over every endpoint (ARGS="--requests 5000 --seed 1")

@@ -1,9 +1,10 @@
 """
-``python -m bench.path [URL]``: what Python does for a token and for a short chat, counted and not timed.
+``python -m bench.path [URL|lines]``: what Python does for a token and for a short chat, counted and not timed.
 
 The service runs in this process, and a profiler (`sys.setprofile`) sees every call that its packages and the libraries
 make. Counts do not depend on the machine, so a test can hold them. Without a URL the Triton is that of
-`bench.fake_triton`, which sends the next token when the last one has arrived.
+`bench.fake_triton`, which sends the next token when the last one has arrived. With `lines`, it is a short chat, and the
+same as a line of a batch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -23,21 +26,38 @@ from typing import Any, cast
 
 import msgspec
 import uvloop
+from aiohttp import web
 
 from bench.fake_triton import FakeTriton
 from bench.messages import Form, Target
 from bench.processes import HOST, BenchError
 from bench.repository import PACED
-from bench.wire import AnswerReader, http_request
+from bench.wire import PROMPT, AnswerReader, http_request
+from triton_openai.api.batches import RUNNER
 from triton_openai.api.service import SERVICE
+from triton_openai.api.uploaded_files import FILES
 from triton_openai.app import create_app
-from triton_openai.config.tree import ModelDefaults, ServerSettings, Settings, TracesSettings, TritonSettings
+from triton_openai.config.tree import (
+    BatchesSettings,
+    FilesSettings,
+    ModelDefaults,
+    ServerSettings,
+    Settings,
+    TracesSettings,
+    TritonSettings,
+)
 from triton_openai.serving.server import HttpServer
+from triton_openai.storage.batch_store import Batch, StoredFile
 from triton_openai.telemetry.logging import configure_logging
 
 _WARM = 4
 _COUNTED = 5
 _SECONDS = 30.0
+# Lines by which two batches differ.
+_LINES = 50
+# In place of a URL.
+_OF_LINES = "lines"
+_LINES_SECONDS = 120.0
 # The bench itself, and what the service measures on a timer, which may fall into any request.
 _BESIDE = ("bench", "__main__", "triton_openai.telemetry.process")
 _ROOT = Path(__file__).parents[1]
@@ -45,6 +65,7 @@ _ROOT = Path(__file__).parents[1]
 _FRAME_BLOCKS = int(sys.version_info >= (3, 14))
 
 TOKEN, STREAMED, WHOLE = "token of a stream", "streamed chat of one token", "whole chat of one token"
+LINE = "line of a batch, a whole chat of one token"
 TRACED, UNSAMPLED = "whole chat with traces", "whole chat with traces, of a parent that is not sampled"
 _UNSAMPLED_PARENT = f"traceparent: 00-{'a' * 32}-{'b' * 16}-00\r\n"
 
@@ -165,7 +186,7 @@ class _Client(asyncio.Protocol):
             self._transport.abort()
 
 
-async def _count(url: str | None) -> list[PathRow]:
+async def _count(url: str | None, *, lines: bool) -> list[PathRow]:
     fake = FakeTriton()
     step: Callable[[], None] = fake.step if url is None else lambda: None
     began = fake.began if url is None else partial(asyncio.sleep, 0.1)
@@ -177,6 +198,10 @@ async def _count(url: str | None) -> list[PathRow]:
     )
     configure_logging(settings.server)
     asked = partial(_rows, fake_began=began, step=step)
+    if lines:
+        rows = [*await asked(settings, ((WHOLE, "whole", ""),)), await _line(settings)]
+        fake.close()
+        return rows
     rows = await asked(settings, ((TOKEN, "text", ""), (STREAMED, "text", ""), (WHOLE, "whole", "")))
     # Nobody is there, and nothing is sent before the end: that is another thread's work.
     os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "3600000"
@@ -216,6 +241,51 @@ async def _rows(
     return rows
 
 
+async def _line(settings: Settings) -> PathRow:
+    """Return the counts of a line: what more lines of a batch add, in equal parts."""
+    with tempfile.TemporaryDirectory(prefix="triton-openai-bench-") as folder:
+        files, batches = FilesSettings(store=f"dir:{folder}/files"), BatchesSettings(store=f"sqlite:{folder}/db")
+        settings = msgspec.structs.replace(settings, files=files, batches=batches)
+        app = create_app(settings)
+        server = HttpServer(app, settings.limits)
+        await server.start()
+        await app[SERVICE].fleet.first.wait()
+        few, many = [await _batch(app, count) for count in (_LINES, _LINES, 2 * _LINES)][1:]
+        await server.close()
+    counts = {name: getattr(many, name) - getattr(few, name) for name in ("calls", "coroutines", "tasks", "threads")}
+    more = {
+        name: {one: round((count - known.get(one, 0)) / _LINES) for one, count in getattr(many, name).items()}
+        for name, known in (("library_calls", few.library_calls), ("functions", few.functions))
+    }
+    fields = {name: round(count / _LINES) for name, count in counts.items()}
+    return msgspec.structs.replace(many, what=LINE, blocks=(many.blocks - few.blocks) // _LINES, **fields, **more)
+
+
+async def _batch(app: web.Application, count: int) -> PathRow:
+    """Return the counts of a batch of *count* lines."""
+    store, name = app[FILES].store, f"batch_{os.urandom(8).hex()}"
+    body = {"model": PACED, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1}
+    asked = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    content = b"".join([msgspec.json.encode({"custom_id": f"id-{n}", **asked}) + b"\n" for n in range(count)])
+    writing = await app[FILES].write(f"file-{name}")
+    await writing.add(content)
+    await writing.end()
+    now, profiler = time.time(), _Profiler()
+    fields: dict[str, Any] = {"owner": "", "created": now, "expires": now + 3600}
+    file = StoredFile(id=f"file-{name}", purpose="batch", filename="a", bytes=len(content), **fields)
+    batch = Batch(id=name, kind="openai", endpoint="/v1/chat/completions", input=file.id, window="1h", **fields)
+    await store.written(file)
+    sys.setprofile(profiler)
+    await store.add(batch, most=1)
+    app[RUNNER].wake()
+    while (found := await store.batch(name, "", "openai")) is None or found.open:  # noqa: ASYNC110 - as a client does
+        await asyncio.sleep(0.02)
+    sys.setprofile(None)
+    if found.succeeded != count:
+        raise BenchError(f"Of {count} lines, {found.succeeded} were answered.")
+    return profiler.row(LINE)
+
+
 async def _take(
     what: str, client: _Client, request: bytes, began: Callable[[], Awaitable[None]], step: Callable[[], None]
 ) -> list[PathRow]:
@@ -244,9 +314,18 @@ async def _take(
 
 def measure_path(url: str | None = None, subject: str = "") -> list[PathRow]:
     """Return the rows, counted in a process of their own. Raises :class:`BenchError`."""
-    command = [sys.executable, "-m", "bench.path", *([url] if url else [])]
+    return _counted([url] if url else [], subject, _SECONDS)
+
+
+def measure_lines() -> list[PathRow]:
+    """Return the rows of :data:`WHOLE` and :data:`LINE`. Raises :class:`BenchError`."""
+    return _counted([_OF_LINES], "", _LINES_SECONDS)
+
+
+def _counted(arguments: Sequence[str], subject: str, seconds: float) -> list[PathRow]:
+    command = [sys.executable, "-m", "bench.path", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, check=True, timeout=_SECONDS, cwd=_ROOT)
+        done = subprocess.run(command, capture_output=True, check=True, timeout=seconds, cwd=_ROOT)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         said = (error.stderr or b"").decode(errors="replace")[-2000:]
         raise BenchError(f"Calls were not counted: {error}\n{said}") from error
@@ -255,5 +334,7 @@ def measure_path(url: str | None = None, subject: str = "") -> list[PathRow]:
 
 
 if __name__ == "__main__":
-    rows = uvloop.run(_count(sys.argv[1] if len(sys.argv) > 1 else None))
+    argument = sys.argv[1] if len(sys.argv) > 1 else None
+    of_lines = argument == _OF_LINES
+    rows = uvloop.run(_count(None if of_lines else argument, lines=of_lines))
     sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")

@@ -139,11 +139,15 @@ def create_app(
         app.cleanup_ctx.append(send_spans)
     app.cleanup_ctx.extend([_run_service, authorizer.run])
     app[EXPOSITION] = Exposition(
-        metrics, lambda: _state(models, worker, app[STATE]), settings.metrics, settings.triton_metrics_url
+        metrics,
+        lambda: _state(models, worker, app[STATE]),
+        settings.metrics,
+        settings.triton_metrics_url,
+        None if files is None else files.state,
     )
     add_routes(app)
     if files is not None:
-        app[FILES], app[RUNNER] = files, BatchRunner(files, LineHost(app), first_tokens)
+        app[FILES], app[RUNNER] = files, BatchRunner(files, LineHost(app), first_tokens, metrics)
     add_middleware(app, reports_load=settings.metrics.vllm_names)
     if settings.server.page:
         add_page(app)

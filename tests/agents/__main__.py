@@ -2,8 +2,8 @@
 ``python -m tests.agents``: run Codex CLI, Claude Code and opencode against the service and a scripted model.
 
 Each answers a plain question, runs a tool that the model calls and hands the result back, and goes on with the
-conversation in a second turn. OpenAI's JavaScript client and LiteLLM do the same over the Responses API. The exit
-status is 1 if one of them does not.
+conversation in a second turn. OpenAI's JavaScript client and LiteLLM do the same over the Responses API, and both
+JavaScript clients run batches. The exit status is 1 if one of them does not.
 """
 
 from __future__ import annotations
@@ -30,8 +30,15 @@ from triton_openai.tritonserver.embedded import EmbeddedTriton
 MODEL = "vllm_model"
 # More than an agent's own instructions, and less than these with the longest answer that Claude Code asks for.
 CONTEXT = 48_000
-PACKAGES = ("@anthropic-ai/claude-code@2.1.330", "@openai/codex@0.169.0", "opencode-ai@1.18.33", "openai@6.49.0")
-CLIENTS = {"OpenAI's JavaScript client": "openai_client.cjs", "LiteLLM": "litellm_client.py"}
+PACKAGES = (
+    *("@anthropic-ai/claude-code@2.1.330", "@openai/codex@0.169.0", "opencode-ai@1.18.33"),
+    *("openai@6.49.0", "@anthropic-ai/sdk@1.13.0"),
+)
+CLIENTS = {
+    "OpenAI's JavaScript client": "openai_client.cjs",
+    "Anthropic's JavaScript client": "anthropic_client.cjs",
+    "LiteLLM": "litellm_client.py",
+}
 _TEMPLATE = Path(__file__).parents[1] / "fixtures" / "tools.jinja"
 _SECONDS = 120
 _CODEX = """
@@ -150,7 +157,7 @@ def use(client: str, folder: Path, address: str) -> dict[str, str]:
         check=False,
     )
     wrong = "" if done.stdout.endswith("PASSED\n") else done.stdout or "Nothing was printed."
-    return {"the Responses API": wrong}
+    return {"its calls": wrong}
 
 
 class Session:

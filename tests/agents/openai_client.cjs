@@ -1,4 +1,4 @@
-// OpenAI's JavaScript client with the Responses API: node openai_client.cjs BASE_URL MODEL
+// OpenAI's JavaScript client with the Responses API, files and batches: node openai_client.cjs BASE_URL MODEL
 
 const assert = require("node:assert");
 const OpenAI = require("openai");
@@ -28,7 +28,39 @@ async function main() {
 
   await client.responses.delete(first.id);
   await assert.rejects(client.responses.retrieve(first.id), OpenAI.NotFoundError);
+  await batches();
   console.log("PASSED");
+}
+
+async function batches() {
+  const bodies = [{ prompt: steered("one") }, { prompt: steered("two") }, { prompt: "three", max_tokens: -1 }];
+  const lines = bodies.map((body, number) => JSON.stringify({
+    custom_id: `id-${number}`, method: "POST", url: "/v1/completions", body: { model, ...body } }));
+  const content = await OpenAI.toFile(Buffer.from(lines.join("\n")), "input.jsonl");
+  const made = await client.files.create({ file: content, purpose: "batch" });
+  const file = await client.files.waitForProcessing(made.id, { pollInterval: 100 });
+  assert.deepEqual([file.status, file.bytes], ["processed", Buffer.byteLength(lines.join("\n"))]);
+
+  let batch = await client.batches.create({
+    input_file_id: file.id, endpoint: "/v1/completions", completion_window: "24h", metadata: { job: "nightly" } });
+  while (!batch.completed_at) {
+    await new Promise((resolve) => setTimeout(resolve, 100));
+    batch = await client.batches.retrieve(batch.id);
+  }
+  assert.deepEqual([batch.status, batch.metadata], ["completed", { job: "nightly" }]);
+  assert.deepEqual(batch.request_counts, { total: 3, completed: 2, failed: 1 });
+  const read = async (id) => (await (await client.files.content(id)).text()).trim().split("\n").map(JSON.parse);
+  const texts = (await read(batch.output_file_id)).map((line) => line.response.body.choices[0].text);
+  assert.deepEqual(texts.sort(), ["one", "two"]);
+  const [wrong] = await read(batch.error_file_id);
+  assert.deepEqual([wrong.custom_id, wrong.response.status_code], ["id-2", 400]);
+
+  const listed = [];
+  for await (const one of client.batches.list({ limit: 1 })) listed.push(one.id);
+  assert(listed.includes(batch.id));
+  await assert.rejects(client.batches.cancel(batch.id), OpenAI.BadRequestError);
+  assert((await client.files.delete(file.id)).deleted);
+  await assert.rejects(client.files.retrieve(file.id), OpenAI.NotFoundError);
 }
 
 main();

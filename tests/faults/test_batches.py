@@ -14,7 +14,9 @@ import resource
 import signal
 import socket
 import sqlite3
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +77,16 @@ def test_kills(own: Own, tmp_path: Path) -> None:
         file = client.files.create(file=("in", b"".join(map(request, range(1, LINES + 1)))), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
         service.process.send_signal(signal.SIGKILL)
-    for _ in range(KILLS):
+    for turn in range(KILLS):
         # Some kills come at once: while it reads the input, or goes on.
         asked = sum(calls(own).values()) + draw.choice((0, 0, draw.randrange(LINES // KILLS)))
         with serving(tmp_path, *options) as service, OpenAI(base_url=service.base_url, api_key="none") as client:
-            kill(own, service, client, batch.id, asked)
+            if turn % 5 == 2 or turn == KILLS - 1:
+                stop(service, state, unmarked if turn < KILLS - 1 else finalizing)
+                service.process.send_signal(signal.SIGKILL)
+                service.process.communicate()
+            else:
+                kill(own, service, client, batch.id, asked)
         found = calls(own)
         for number in ended(state):
             before.setdefault(number, found[number])
@@ -109,6 +116,38 @@ def kill(own: Own, service: Service, client: OpenAI, batch: str, asked: int) -> 
     until(lambda: sum(calls(own).values()) >= asked or client.batches.retrieve(batch).completed_at)
     service.process.send_signal(signal.SIGKILL)
     service.process.communicate()
+
+
+def stop(service: Service, state: Path, condition: Callable[[Path], bool]) -> None:
+    """Stop *service* at one moment after the other, until *condition* holds or the batch has ended."""
+    while True:
+        service.process.send_signal(signal.SIGSTOP)
+        if condition(state) or not rows(state, "SELECT 1 FROM batch WHERE open = 1"):
+            return
+        service.process.send_signal(signal.SIGCONT)
+        # It gets on meanwhile.
+        time.sleep(0.001)
+
+
+def rows(state: Path, query: str) -> list[Any]:
+    """Return what the tables have."""
+    with contextlib.closing(sqlite3.connect(state / "triton-openai" / "batches.sqlite")) as tables:
+        return tables.execute(query).fetchall()
+
+
+def unmarked(state: Path) -> bool:
+    """Return whether results are in a part whose lines are not marked yet."""
+    marked = dict(rows(state, "SELECT part, MAX(part_place + part_length) FROM line WHERE state > 1 GROUP BY part"))
+    ((generation,),) = rows(state, "SELECT MAX(generation) FROM batch")
+    parts = (state / "triton-openai" / "files").glob(f"*-{generation}.part")
+    return any(part.stat().st_size > marked.get(generation, 0) for part in parts)
+
+
+def finalizing(state: Path) -> bool:
+    """Return whether the files of results are being made."""
+    waiting = rows(state, "SELECT 1 FROM line WHERE state < 2 LIMIT 1")
+    # The input is there as a whole. Half an upload is, too.
+    return not waiting and len(list((state / "triton-openai" / "files").glob("*.new"))) > 1
 
 
 def test_a_full_disk(own: Own, tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from typing import Any, get_args
 import promql_parser
 import pytest
 import yaml
+from aiohttp import FormData
 
 from tests.conformance.calls import ask, steered
 from tests.programs import found
-from tests.proxy_fixture import changed, proxy_settings, serving
+from tests.proxy_fixture import Proxy, changed, proxy_settings, serving
 from tests.scrape import Scrape, scrape
 from tests.triton_fixture import TestTriton
 from triton_openai.api.routes import RECORDED
@@ -113,14 +114,19 @@ def grouped_by(expression: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def exported(triton: TestTriton) -> Scrape:
+def exported(triton: TestTriton, tmp_path_factory: pytest.TempPathFactory) -> Scrape:
     """Return what a service exports after some traffic."""
-    return asyncio.run(after_traffic(triton))
+    return asyncio.run(after_traffic(triton, tmp_path_factory.mktemp("files")))
 
 
-async def after_traffic(triton: TestTriton) -> Scrape:
+async def after_traffic(triton: TestTriton, folder: Path) -> Scrape:
     """Run a service, ask it something, and return its metrics."""
-    settings = changed(proxy_settings(triton, "http"), metrics={"relay_triton": True, "triton_url": triton.metrics_url})
+    settings = changed(
+        proxy_settings(triton, "http"),
+        metrics={"relay_triton": True, "triton_url": triton.metrics_url},
+        files={"store": f"dir:{folder / 'files'}"},
+        batches={"store": f"sqlite:{folder / 'batches.sqlite'}"},
+    )
     async with serving(settings) as proxy:
         await proxy.ready()
         await ask(proxy, "chat", "ensemble", steered(text="one two three"))
@@ -128,7 +134,23 @@ async def after_traffic(triton: TestTriton) -> Scrape:
         await ask(proxy, "chat", "ensemble", "x", n=0)
         await ask(proxy, "chat", "ensemble", "x", no_such_field=1)
         await proxy.post("/v1/audio/speech", {"model": "file_tts", "input": "Hello."})
+        await run_batch(proxy)
         return await scrape(proxy)
+
+
+async def run_batch(proxy: Proxy) -> None:
+    """Run a batch of one line."""
+    body = {"model": "vllm_model", "prompt": steered(text="one")}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    form = FormData({"purpose": "batch"})
+    form.add_field("file", json.dumps(line).encode(), filename="input.jsonl")
+    async with proxy.client.post("/v1/files", data=form) as response:
+        file = (await response.json())["id"]
+    made = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = (await proxy.post("/v1/batches", made)).json
+    while batch["completed_at"] is None:
+        await asyncio.sleep(0.02)
+        batch = (await proxy.get(f"/v1/batches/{batch['id']}")).json
 
 
 @pytest.mark.parametrize("title, expression", EXPRESSIONS, ids=[title for title, _ in EXPRESSIONS])

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from aiohttp import FormData
 
 from tests import chromium
+from tests.conformance.calls import steered
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.programs import needs
-from tests.proxy_fixture import Proxy, proxy_settings, serving
+from tests.proxy_fixture import Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
 from triton_openai.api.page import FILES, HEADERS
 from triton_openai.config.tree import (
@@ -232,6 +234,77 @@ async def test_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
             await tab.click("#operations > details details summary")
             await tab.until("document.querySelector('.fields')?.innerText.includes('max_completion_tokens')")
             assert [] == tab.problems
+
+
+@needs("Chromium")
+async def test_batches_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
+    """A reader sees how far batches are, and cancels one by a second click; a key that may not have any sees none."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys:\n  - {name: reader, key: sk-reader}\n  - {name: other, key: sk-other, batch: false}\n")
+    settings = changed(
+        proxy_settings(triton, "http"),
+        access={"api_keys_file": keys},
+        files={"store": f"dir:{tmp_path / 'files'}"},
+        batches={"store": f"sqlite:{tmp_path / 'batches.sqlite'}"},
+    )
+    texts = [steered(text="one"), steered(text="two"), steered(text="late", first_delay_ms=600_000)]
+    async with serving(settings) as proxy:
+        await proxy.ready()
+        batch = await batch_of(proxy, [{"prompt": text, "max_tokens": -(text == texts[0]) or 9} for text in texts])
+        async with chromium.tab(tmp_path / "chromium") as tab:
+            await tab.open(str(proxy.client.make_url("/")))
+            await tab.until("!document.querySelector('#key-form').hidden")
+            await tab.type("#key", "sk-reader")
+            await tab.click("#key-form button")
+            await tab.until(
+                "document.querySelector('#batches .note')?.textContent.startsWith('2 of 3 lines · 1 failed')"
+            )
+            assert [batch, "in progress"] == (await tab.text("#batches .row")).split("\n")
+            assert [3, 2] == await tab.run(
+                "(({max, value}) => [max, value])(document.querySelector('#batches progress'))"
+            )
+            assert "/v1/completions" in await tab.text("#batches .note")
+
+            await tab.click("#batches button")
+            assert "Cancel now?" == await tab.text("#batches button")
+            await tab.run("document.querySelector('#batches button').dispatchEvent(new Event('blur'))")
+            assert "Cancel" == await tab.text("#batches button")
+            assert "in_progress" == (await read(proxy, f"/v1/batches/{batch}"))["status"]
+            for _ in range(2):
+                await tab.click("#batches button")
+            await tab.until("document.querySelector('#batches .badge').textContent === 'cancelling'")
+            await tab.until("document.querySelector('#batches button').hidden")
+            assert "cancelling" == (await read(proxy, f"/v1/batches/{batch}"))["status"]
+
+            await tab.open(str(proxy.client.make_url("/")) + "?other")
+            await tab.until("!document.querySelector('#key-form').hidden")
+            await tab.type("#key", "sk-other")
+            await tab.click("#key-form button")
+            await tab.until("document.querySelector('#key-form').hidden")
+            assert await tab.run("document.querySelector('#batches-part').hidden")
+            assert [] == tab.problems
+
+
+async def read(proxy: Proxy, path: str) -> Any:
+    """Return what the first key gets."""
+    async with proxy.client.get(path, headers={"api-key": "sk-reader"}) as response:
+        return await response.json()
+
+
+async def batch_of(proxy: Proxy, bodies: Sequence[dict[str, Any]]) -> str:
+    """Make a batch of completions for the first key; return its id."""
+    asked = {"method": "POST", "url": "/v1/completions"}
+    lines = [
+        {"custom_id": f"id-{number}", **asked, "body": {"model": "vllm_model", **body}}
+        for number, body in enumerate(bodies)
+    ]
+    form, headers = FormData({"purpose": "batch"}), {"api-key": "sk-reader"}
+    form.add_field("file", "\n".join(map(json.dumps, lines)).encode(), filename="input.jsonl")
+    async with proxy.client.post("/v1/files", data=form, headers=headers) as response:
+        file = (await response.json())["id"]
+    made = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    async with proxy.client.post("/v1/batches", json=made, headers=headers) as response:
+        return str((await response.json())["id"])
 
 
 async def said(tab: chromium.Tab, prompt: str, answer: str) -> str:

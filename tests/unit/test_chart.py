@@ -392,6 +392,33 @@ def test_the_cache_can_be_a_claim() -> None:
     assert {"name": "cache", "persistentVolumeClaim": {"claimName": "tokenizers"}} == cache
 
 
+def test_what_is_kept_has_a_volume() -> None:
+    """Files, batches and responses are in a claim of one pod, which the release leaves behind."""
+    manifests = files.chart_documents("persistence")
+    claim, spec = files.only(manifests, "PersistentVolumeClaim"), files.only(manifests, "Deployment")["spec"]
+    pod = spec["template"]["spec"]
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "state"]
+    service = files.service_container(pod)
+    (mount,) = [one for one in service["volumeMounts"] if one["name"] == "state"]
+
+    assert claim["metadata"]["name"] == volume["persistentVolumeClaim"]["claimName"]
+    assert {"helm.sh/resource-policy": "keep", "example.com/backup": "yes"} == claim["metadata"]["annotations"]
+    assert ("50Gi", "fast-local") == (
+        claim["spec"]["resources"]["requests"]["storage"],
+        claim["spec"]["storageClassName"],
+    )
+    assert mount["mountPath"] in [one["value"] for one in service["env"] if one["name"] == "XDG_STATE_HOME"]
+    # Two pods would have the same database, on different machines.
+    assert (1, {"type": "Recreate"}) == (spec["replicas"], spec["strategy"])
+    own = {"replicaCount": 1, "persistence": {"enabled": True, "existingClaim": "mine"}}
+    made = files.render(own)
+    assert not made["templates/persistentvolumeclaim.yaml"].strip()
+    assert "claimName: mine" in made["templates/deployment.yaml"]
+    for more in ({"replicaCount": 2}, {"autoscaling": {"enabled": True}}):
+        with pytest.raises(ValueError, match="persistence needs replicaCount 1"):
+            files.render({**own, **more})
+
+
 def test_triton_ends_after_the_service() -> None:
     """In sidecar mode Triton is a container that Kubernetes ends last, within the time that the pod has."""
     spec = files.only(files.chart_documents("sidecar"), "Deployment")["spec"]["template"]["spec"]
@@ -549,11 +576,12 @@ def test_notes_say_who_can_reach_it() -> None:
 def test_the_values_in_the_guide() -> None:
     """What docs/guides/kubernetes.md shows is accepted."""
     text = (files.ROOT / "docs/guides/kubernetes.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```yml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```yml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
-    made = files.render(yaml.safe_load(block))
-    for manifest in (one for path, text in made.items() if path.endswith(".yaml") for one in files.documents(text)):
-        valid(manifest, "latest")
+    assert 2 == len(blocks)
+    for made in map(files.render, map(yaml.safe_load, blocks)):
+        for manifest in (one for path, text in made.items() if path.endswith(".yaml") for one in files.documents(text)):
+            valid(manifest, "latest")
 
 
 def test_settings_arrive_as_they_are() -> None:

@@ -123,7 +123,9 @@ def test_every_way_of_the_chart(form: str, tmp_path: Path) -> None:
     settings = check(files.start_of_pod(form, files.chart_documents(form)), tmp_path)
 
     assert "json" == settings.server.log_format
-    assert (form in ("standalone", "alternatives")) == (settings.triton.http_url != "http://127.0.0.1:8000")
+    assert (form in ("standalone", "alternatives", "persistence")) == (
+        settings.triton.http_url != "http://127.0.0.1:8000"
+    )
 
 
 def test_variables_that_are_named() -> None:

@@ -28,6 +28,7 @@ from triton_openai.batches.file_folder import Files, Writing, on_disk, sync_fold
 from triton_openai.batches.inputs import InputReader, id_and_body
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
 from triton_openai.config.tree import BatchesSettings
+from triton_openai.config.worker import Worker
 from triton_openai.errors import ServiceError
 from triton_openai.storage.batch_store import (
     FAILED,
@@ -41,6 +42,14 @@ from triton_openai.storage.batch_store import (
     StoredFile,
 )
 from triton_openai.tasks import cancel, wait_any
+from triton_openai.telemetry.metrics import (
+    BATCH_LIMIT,
+    BATCH_LINES,
+    BATCH_RUNNING,
+    BATCHES_ENDED,
+    BATCHES_PAUSED,
+    Metrics,
+)
 
 _log = structlog.get_logger(__name__)
 # A lease lasts so many seconds, and is renewed this often; the tables are looked at this often.
@@ -170,15 +179,17 @@ class _Held:
 
 
 class BatchRunner:
-    """Runs the batches in *files* that nobody else runs; *host* answers their lines."""
+    """Runs the batches in *files* that nobody else runs, and counts in *metrics*; *host* answers their lines."""
 
-    def __init__(self, files: Files, host: Host, first_tokens: FirstTokens) -> None:
+    def __init__(self, files: Files, host: Host, first_tokens: FirstTokens, metrics: Metrics | None = None) -> None:
         self._files, self._store, self._host, self._first_tokens = files, files.store, host, first_tokens
+        self._series = (metrics or Metrics(Worker())).child
         self._holder = os.urandom(16).hex()
         self._held: dict[str, _Held] = {}
         self._limits: dict[str, Limit] = {}
         self._tokens_at: dict[str, float] = {}
-        self._turn = 0
+        # When each owner had its last turn.
+        self._turns: dict[str, int] = {}
         self._order = count()
         self._woken = asyncio.Event()
         self._next_poll = self._next_renewal = self._next_sweep = 0.0
@@ -196,12 +207,22 @@ class BatchRunner:
                 if self._files.exist:
                     await self._look()
                     await self._begin()
+                self._show(0)
             except Exception as error:  # noqa: BLE001 - the last resort: logged, and the batches go on
                 expected = isinstance(error, ServiceError)
                 _log.warning("batches wait", reason=getattr(error, "reason", repr(error)), exc_info=not expected)
+                self._show(1)
                 await asyncio.sleep(_TROUBLE_SECONDS)
             await wait_any(self._woken, timeout=_POLL)
             self._woken.clear()
+
+    def _show(self, paused: int) -> None:
+        """Set the gauges, of which one says how many batches are *paused*, at least."""
+        most = self._host.most_running
+        for target, limit in self._limits.items():
+            self._series(BATCH_LIMIT, target).set(min(limit.allowed, most))
+        self._series(BATCH_RUNNING).set(sum(limit.running for limit in self._limits.values()))
+        self._series(BATCHES_PAUSED).set(max(paused, sum(held.in_trouble for held in self._held.values())))
 
     async def close(self) -> None:
         """Give all batches back: lines that run wait again. Call it after :meth:`run` was cancelled."""
@@ -303,16 +324,15 @@ class BatchRunner:
         for held in sorted(self._held.values(), key=lambda held: held.batch.created):
             if self._tokens_at.get(held.batch.owner, 0.0) <= time.monotonic():
                 by_owner.setdefault(held.batch.owner, []).append(held)
-        owners = deque(by_owner)
-        # Whoever was first the last time is not the first again.
-        owners.rotate(-self._turn % max(1, len(owners)))
-        self._turn += 1
+        self._turns = {owner: self._turns.get(owner, -1) for owner in by_owner}
+        owners = deque(sorted(by_owner, key=self._turns.__getitem__))
         picked: dict[str, list[tuple[Line, Limit, bool]]] = {}
         while owners:
             owner = owners.popleft()
             for held in by_owner[owner]:
                 if (line := self._next(held)) is not None:
                     picked.setdefault(held.batch.id, []).append(line)
+                    self._turns[owner] = next(self._order)
                     owners.append(owner)
                     break
         await asyncio.gather(*(self._start(self._held[batch_id], lines) for batch_id, lines in picked.items()))
@@ -411,7 +431,8 @@ class BatchRunner:
                 held.tries.pop(line.number, None)
                 return False
         assert error is not None
-        if error.status in _OVERLOADED:
+        # Where live requests took the room meanwhile, the next line waits for room, and that is all.
+        if error.status in _OVERLOADED and not isinstance(error, errors.ServiceOverloaded):
             limit.overloaded(began)
         wait = min(_RETRY_SECONDS * 5.0**tries, _LONGEST_RETRY)
         if isinstance(error, errors.UpstreamUnavailable | errors.ModelNotFound):
@@ -588,8 +609,10 @@ class BatchRunner:
             os.fdatasync(held.output)
 
         await on_disk(write)
-        batch = await self._store.end(held.batch, done)
+        before, batch = held.batch, await self._store.end(held.batch, done)
         held.batch, held.size = batch, place
+        self._series(BATCH_LINES, "succeeded").inc(batch.succeeded - before.succeeded)
+        self._series(BATCH_LINES, "failed").inc(batch.failed - before.failed)
         del held.done[: len(ended)]
         held.full.clear()
         self._woken.set()
@@ -682,6 +705,8 @@ class BatchRunner:
         # It is not among the open batches any more, which does not mean that another process has it.
         self._forget(held)
         done = held.batch
+        self._series(BATCHES_ENDED, done.status).inc()
+        self._series(BATCH_LINES, "never_ran").inc(done.total - done.succeeded - done.failed)
         counts = {"total": done.total, "completed": done.succeeded, "failed": done.failed}
         _log.info("batch has ended", batch=done.id, status=done.status, **counts)
         left = [f"{batch.id}-{generation}.part" for generation in range(1, batch.generation + 1)]

@@ -13,6 +13,7 @@ import fcntl
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -21,8 +22,10 @@ import structlog
 
 from triton_openai.config.files import state_folder
 from triton_openai.config.tree import BatchesSettings, FilesSettings
-from triton_openai.storage.batch_store import BatchStore, StoredFile, failed_write, lacking
+from triton_openai.errors import ServiceError
+from triton_openai.storage.batch_store import OPEN, Batch, BatchStore, StoredFile, failed_write, lacking
 from triton_openai.storage.sqlite import SqliteDatabase
+from triton_openai.telemetry.gauges import BatchState
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
@@ -30,6 +33,8 @@ _T = TypeVar("_T")
 _PIECE = 256 * 1024
 # Seconds after which an upload that has not ended never will.
 _UPLOAD_SECONDS = 86_400.0
+# Longest time that a scrape waits for the tables.
+_STATE_SECONDS = 2.0
 _SHARED = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "ceph", "glusterfs", "fuse.glusterfs", "fuse.sshfs", "9p", "lustre"}
 )
@@ -94,6 +99,28 @@ class Files:
         await self.unlink(*gone, *(name for name in left if name.partition(".")[0].partition("-")[0] not in batches))
         if gone:
             _log.info("files and batches have expired", number=len(gone))
+
+    async def state(self) -> BatchState | None:
+        """Return what the tables say of files and batches; ``None`` if they cannot be read soon."""
+        batches: Sequence[tuple[Batch, bool]] = ()
+        size, now = 0.0, time.time()
+        try:
+            async with asyncio.timeout(_STATE_SECONDS):
+                if self.exist:
+                    batches, size = await self.store.figures()
+        except (ServiceError, TimeoutError):
+            return None
+        counts = Counter(batch.status for batch, _ in batches)
+        needed = left = 0.0
+        for batch, _ in sorted(batches, key=lambda found: found[0].expires):
+            left += batch.total - batch.succeeded - batch.failed
+            needed = max(needed, left / max(1.0, batch.expires - now))
+        return BatchState(
+            statuses={status: counts[status] for status in OPEN},
+            lag=max((now - batch.created for batch, waits in batches if waits), default=0.0),
+            needed=needed,
+            files_bytes=size,
+        )
 
     def hold(self, holder: str) -> int:
         """

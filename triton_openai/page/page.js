@@ -73,6 +73,65 @@ function showEndpoints(endpoints) {
   }));
 }
 
+// By id. A card is changed in place, so that its button keeps the focus.
+const cards = new Map();
+let batchesOff = false;
+
+function batchCard(id) {
+  const [badge, note, problem, bar, button] = ["span", "p.note", "p.problem", "progress", "button"].map((kind) => el(kind));
+  bar.ariaLabel = `Progress of ${id}`;
+  button.type = "button";
+  button.ariaLabel = `Cancel ${id}`;
+  // The second click means it.
+  const reset = () => { button.textContent = "Cancel"; };
+  button.addEventListener("blur", reset);
+  button.addEventListener("click", async () => {
+    if (button.textContent === "Cancel") return button.textContent = "Cancel now?";
+    reset();
+    problem.textContent = "";
+    try {
+      show(await (await ask(`v1/batches/${id}/cancel`, { method: "POST" })).json());
+    } catch (error) {
+      problem.textContent = error.message;
+    }
+  });
+  reset();
+  const show = (batch) => {
+    const { total, completed, failed } = batch.request_counts;
+    const open = ["validating", "in_progress", "finalizing", "cancelling"].includes(batch.status);
+    badge.className = `badge ${open || batch.status === "completed" ? "good" : "bad"}`;
+    badge.textContent = batch.status.replace("_", " ");
+    if (total) [bar.max, bar.value] = [total, completed + failed];
+    bar.hidden = !open;
+    button.hidden = !["validating", "in_progress"].includes(batch.status);
+    note.textContent = [total ? `${completed + failed} of ${total} lines` : "no lines yet", failed && `${failed} failed`,
+      batch.endpoint, open && `until ${new Date(batch.expires_at * 1000).toLocaleString()}`].filter(Boolean).join(" · ");
+    if (batch.errors) problem.textContent = batch.errors.data[0].message;
+  };
+  return { item: el("li.panel", el("div.row", el("strong", id), badge), bar, note, problem, button), show };
+}
+
+async function showBatches() {
+  if (batchesOff) return;
+  let batches;
+  try {
+    batches = (await (await ask("v1/batches?limit=20")).json()).data;
+  } catch (error) {
+    // Off, or not for this key: another one may see them. What else is wrong passes.
+    batchesOff = [403, 404].includes(error.status);
+    if (!batchesOff) return;
+    batches = [];
+  }
+  $("#batches-part").hidden = !batches.length;
+  const shown = batches.map((batch) => {
+    if (!cards.has(batch.id)) cards.set(batch.id, batchCard(batch.id));
+    cards.get(batch.id).show(batch);
+    return cards.get(batch.id).item;
+  });
+  const list = $("#batches");
+  if (shown.length !== list.children.length || shown.some((item, index) => item !== list.children[index])) list.replaceChildren(...shown);
+}
+
 async function refresh() {
   const status = await (await ask("status")).json();
   const triton = status.triton ? `${status.triton.name} ${status.triton.version}` : "Triton";
@@ -81,6 +140,7 @@ async function refresh() {
   showModels(status.models);
   showEndpoints(status.endpoints);
   showFigures(status.figures);
+  await showBatches();
 }
 
 async function poll() {
@@ -320,6 +380,6 @@ for (const button of document.querySelectorAll("[data-copy]")) button.addEventLi
   }
   setTimeout(() => { button.textContent = "Copy"; }, 1500);
 });
-onKey(async () => { await refresh(); showCode(); });
+onKey(async () => { batchesOff = false; await refresh(); showCode(); });
 showCode();
 poll();

@@ -52,6 +52,8 @@ class Admission:
         self._running = self._model_draining.running
         # The waiting requests, in the order in which they came: each with its model and its task.
         self._queue: OrderedDict[asyncio.Future[None], tuple[str, _Task]] = OrderedDict()
+        # The lines of batches that run, with their models.
+        self._lines: dict[_Task, str] = {}
         self.replace(settings)
 
     def replace(self, settings: ServerSettings) -> None:
@@ -88,6 +90,8 @@ class Admission:
         if self._total() < self._limit and self._has_room(model):
             # No request waits for this model: each one that ends admits those that have room.
             self._model_draining.enter(model, task)
+            if record.batch is not None:
+                self._lines[task] = model
         elif record.batch is not None:
             # A line of a batch waits elsewhere, and not before live requests.
             raise ServiceOverloaded("Live requests need the room.", retry_after=1)
@@ -97,13 +101,17 @@ class Admission:
 
     def spare(self, model: str, lines: int, share: float) -> bool:
         """
-        Return whether another line of a batch may run for *model*, where *lines* do already.
+        Return whether another line of a batch may run for *model*, where *lines* do already, or are about to.
 
-        They have this *share* of the model's limit at most, and run where no live request waits for the model.
+        They have this *share* of the model's limit at most, and of what live requests leave free. One place stays free
+        for the next live request, where there are any. No line begins while one waits for the model.
         """
+        own = sum(lines_model == model for lines_model in self._lines.values())
+        live = len(self._running.get(model, ())) - own
+        free = min(self._model_limit - live, self._limit - (self._total() - own))
         waits = any(waiting_for == model for waiting_for, _ in self._queue.values())
-        room = self._total() < self._limit and self._has_room(model)
-        return room and not waits and lines < max(1, share * self._model_limit) and self._lag() <= _MAX_LOOP_LAG
+        room = lines < min(share * free, free - (live > 0)) and lines + 1 <= max(1, share * self._model_limit)
+        return room and not waits and self._lag() <= _MAX_LOOP_LAG
 
     def check(self, model: str) -> None:
         """Raise what :meth:`enter` would raise at once."""
@@ -117,6 +125,7 @@ class Admission:
 
     def leave(self, model: str, task: _Task) -> None:
         """Count the request of *task*, which was admitted for *model*, out."""
+        self._lines.pop(task, None)
         self._model_draining.leave(model, task)
         self._admit()
 

@@ -92,6 +92,9 @@ Status: TypeAlias = Literal[
     "validating", "in_progress", "finalizing", "cancelling", "completed", "failed", "expired", "cancelled"
 ]
 
+#: Those of batches that have not ended.
+OPEN: Sequence[Status] = ("validating", "in_progress", "finalizing", "cancelling")
+
 
 class Batch(msgspec.Struct, kw_only=True):
     """A batch. Times are Unix times, by their names in OpenAI's API, such as ``in_progress_at``."""
@@ -126,7 +129,7 @@ class Batch(msgspec.Struct, kw_only=True):
     @property
     def open(self) -> bool:
         """Whether it has not ended."""
-        return self.status in ("validating", "in_progress", "finalizing", "cancelling")
+        return self.status in OPEN
 
     def enter(self, status: Status) -> None:
         """Have *status* from now on."""
@@ -334,6 +337,19 @@ class BatchStore:
         def steps() -> Steps[Sequence[Batch] | None]:
             found = yield from _listed("batch", _BATCH, "kind = $5", owner, after, limit, reverse, (kind,))
             return None if found is None else [_batch(row) for row in found]
+
+        return await self._run(steps())
+
+    async def figures(self) -> tuple[Sequence[tuple[Batch, bool]], float]:
+        """Return the batches that have not ended, each with whether lines of it wait, and the bytes of all files."""
+
+        def steps() -> Steps[tuple[Sequence[tuple[Batch, bool]], float]]:
+            found = yield (
+                "SELECT detail, generation, EXISTS (SELECT 1 FROM line WHERE line.batch = b.id AND line.state = 0)"
+                " FROM batch b WHERE b.open = 1",
+            )
+            size = yield ("SELECT COALESCE(SUM(bytes), 0) FROM file",)
+            return [(_batch(row), bool(row[2])) for row in found], float(size[0][0])
 
         return await self._run(steps())
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import msgspec
 from aiohttp import web
@@ -17,7 +17,15 @@ from prometheus_client.registry import Collector
 
 from triton_openai.config.tree import MetricsSettings
 from triton_openai.telemetry import metrics
-from triton_openai.telemetry.gauges import TRITON_METRICS_UP, ServedName, State, gauge, state_metrics
+from triton_openai.telemetry.gauges import (
+    TRITON_METRICS_UP,
+    BatchState,
+    ServedName,
+    State,
+    batch_metrics,
+    gauge,
+    state_metrics,
+)
 from triton_openai.telemetry.metrics import Metrics
 from triton_openai.telemetry.triton_metrics import TritonMetrics, cache_blocks
 from triton_openai.telemetry.vllm_names import LOOKED_UP_RENAMED, RENAMED, cache_metrics, lora_requests, renamed
@@ -51,13 +59,22 @@ class _Families(list[Metric], Collector):
 
 
 class Exposition:
-    """Renders ``/metrics``. *state* returns what this process knows of Triton, whose metrics are at *triton_url*."""
+    """
+    Renders ``/metrics``. *state* returns what this process knows of Triton, whose metrics are at *triton_url*.
+
+    *batches* returns what the tables say of batches, ``None`` while they cannot be read.
+    """
 
     def __init__(
-        self, counted: Metrics, state: Callable[[], State], settings: MetricsSettings, triton_url: str
+        self,
+        counted: Metrics,
+        state: Callable[[], State],
+        settings: MetricsSettings,
+        triton_url: str,
+        batches: Callable[[], Awaitable[BatchState | None]] | None = None,
     ) -> None:
         self._metrics = counted
-        self._state = state
+        self._state, self._batches = state, batches
         self._relay, self._vllm_names = settings.relay_triton, settings.vllm_names
         self._triton = TritonMetrics(triton_url) if self._relay or self._vllm_names else None
         # Kept when a model is unloaded: the counts of its aliases must stay in the same series.
@@ -75,6 +92,8 @@ class Exposition:
         triton = None if self._triton is None else await self._triton.read()
         state = self._current_state()
         families = state_metrics(state)
+        if self._batches is not None and (found := await self._batches()) is not None:
+            families += batch_metrics(found)
         if self._triton is not None:
             families.append(gauge(TRITON_METRICS_UP, {(): triton is not None}))
         if self._vllm_names and triton is not None:

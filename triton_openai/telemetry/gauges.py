@@ -35,7 +35,18 @@ TRITON_METRICS_UP = Instrument(
 STORE_UP = Instrument(
     "triton_openai_store_up", (), "Whether the store of responses answers, as far as this process knows."
 )
-LOOKED_UP = (BUILD, WORKERS, UP, STORE_UP, TRITON_MODELS, SERVED, MODEL, CHAT, TRITON_METRICS_UP)
+BATCHES = Instrument("triton_openai_batches", ("status",), "Batches that have not ended, by status.")
+BATCH_LAG = Instrument(
+    "triton_openai_batch_lag_seconds", (), "Age of the oldest batch that has waiting lines; 0 without one."
+)
+BATCH_NEEDED = Instrument(
+    "triton_openai_batch_needed_lines_per_second", (),
+    "How many lines have to end each second for every batch to end within its window. Batches that are still validated "
+    "do not count.",
+)  # fmt: skip
+FILES_BYTES = Instrument("triton_openai_files_bytes", (), "Bytes of the files that are kept, uploads included.")
+OF_BATCHES = (BATCHES, BATCH_LAG, BATCH_NEEDED, FILES_BYTES)
+LOOKED_UP = (BUILD, WORKERS, UP, STORE_UP, TRITON_MODELS, SERVED, MODEL, CHAT, TRITON_METRICS_UP, *OF_BATCHES)
 
 
 class ServedName(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +75,17 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     served: Sequence[ServedName]
 
 
+class BatchState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the tables say of files and of the batches that have not ended."""
+
+    statuses: Mapping[str, int]
+    #: Age in seconds of the oldest one that has waiting lines.
+    lag: float
+    #: Lines per second.
+    needed: float
+    files_bytes: float
+
+
 def gauge(one: Instrument, series: Mapping[tuple[str, ...], float]) -> Metric:
     """Return the metric *one* with its *series*: a value for each tuple of labels."""
     family = GaugeMetricFamily(one.name, one.help, labels=one.labels)
@@ -85,4 +107,14 @@ def state_metrics(state: State) -> list[Metric]:
         gauge(SERVED, {(): len(served)}),
         gauge(MODEL, {(one.name, one.triton_model, one.adapter): 1 for one in served}),
         gauge(CHAT, {(one.triton_model,): one.can_chat for one in served if one.can_chat is not None}),
+    ]
+
+
+def batch_metrics(state: BatchState) -> list[Metric]:
+    """Return the metrics of *state*."""
+    return [
+        gauge(BATCHES, {(name,): number for name, number in state.statuses.items()}),
+        gauge(BATCH_LAG, {(): state.lag}),
+        gauge(BATCH_NEEDED, {(): state.needed}),
+        gauge(FILES_BYTES, {(): state.files_bytes}),
     ]

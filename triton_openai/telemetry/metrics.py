@@ -194,6 +194,25 @@ LIMITS_STORE_UP = Instrument(
     "Processes of this service to which the Redis for rate limits answers; missing without one.",
 )  # fmt: skip
 
+BATCH_LINES = Instrument(
+    "triton_openai_batch_lines_total", ("outcome",),
+    "Lines of batches that have a result: succeeded, failed, or never_ran, because their batch was cancelled, has "
+    "expired or failed.",
+)  # fmt: skip
+BATCHES_ENDED = Instrument(
+    "triton_openai_batches_ended_total", ("status",),
+    "Batches that ended, by status: completed, failed, expired, cancelled.",
+)  # fmt: skip
+BATCH_RUNNING = Instrument("triton_openai_batch_running", (), "Running lines of batches.")
+BATCH_LIMIT = Instrument(
+    "triton_openai_batch_limit", ("model",),
+    "Lines that may run for a Triton model now, if live requests leave room. Missing before its first line.",
+)  # fmt: skip
+BATCHES_PAUSED = Instrument(
+    "triton_openai_batches_paused", (),
+    "Batches that wait because the disk is full or the database fails, at least 1 in each process where it does.",
+)  # fmt: skip
+
 #: All of the above.
 INSTRUMENTS: Sequence[Instrument] = [one for one in tuple(vars().values()) if isinstance(one, Instrument)]
 

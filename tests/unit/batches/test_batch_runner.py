@@ -31,7 +31,9 @@ from triton_openai.batches.batch_runner import BatchRunner, Outcome
 from triton_openai.batches.file_folder import Files
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
 from triton_openai.config.tree import BatchesSettings, FilesSettings
+from triton_openai.config.worker import Worker
 from triton_openai.storage.batch_store import Batch, BatchUsage, LeaseLost, StoredFile
+from triton_openai.telemetry.metrics import Metrics
 
 OWNER = "me"
 
@@ -111,7 +113,8 @@ class Process:
             FilesSettings(store=f"dir:{folder / 'files'}"), BatchesSettings(store=f"sqlite:{folder / 'db'}")
         )
         self.host = host or Host()
-        self.runner = BatchRunner(self.files, self.host, FirstTokens())
+        self.metrics = Metrics(Worker())
+        self.runner = BatchRunner(self.files, self.host, FirstTokens(), self.metrics)
         self.task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -346,6 +349,14 @@ async def test_lines_are_tried_again(tmp_path: Path) -> None:
         assert [4, 4, 1, 7, 2, 1] == [host.calls[name] for name in NAMES[:6]]
 
 
+async def test_live_requests_that_take_the_room_are_no_overload(tmp_path: Path) -> None:
+    """A line that finds its room taken waits again, and no fewer lines run for that."""
+    async with process(tmp_path) as one:
+        one.host.answers = {"id-0": [errors.ServiceOverloaded("no")] * 9}
+        assert 20 == (await one.ended(await one.batch(NAMES))).succeeded
+        assert (10, 4) == (one.host.calls["id-0"], one.runner._limits["M"].allowed)
+
+
 async def test_a_model_that_is_away_pauses_its_lines(tmp_path: Path) -> None:
     """Lines wait while their model is not served, and others go on."""
     async with process(tmp_path) as one:
@@ -374,6 +385,25 @@ async def test_owners_take_turns(tmp_path: Path) -> None:
         last = [name for _, name in one.host.order].index("small-1")
         assert last < 10
         assert 100 == (await one.ended(large)).succeeded
+
+
+async def test_each_owner_has_every_other_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the runner finds no room, two owners have their turns in order, and batches of one by age."""
+    async with process(tmp_path) as one:
+        one.host.busy, one.host.most_running = True, 1
+        mine = [await one.batch([f"{name}-{line}" for line in range(2)], name=f"batch_{name}") for name in "ab"]
+        yours = await one.batch([f"c-{line}" for line in range(3)], name="batch_c", owner="you")
+        await one.until(yours, lambda _: sum(held.window for held in one.runner._held.values()) == 7)
+        begin = one.runner._begin
+
+        async def begin_at_the_second_look() -> None:
+            for one.host.busy in (True, False):
+                await begin()
+
+        monkeypatch.setattr(one.runner, "_begin", begin_at_the_second_look)
+        for batch in [*mine, yours]:
+            await one.ended(batch)
+        assert ["a-0", "c-0", "a-1", "c-1", "b-0", "c-2", "b-1"] == [name for _, name in one.host.order]
 
 
 async def test_a_removed_key_ends_its_batches(tmp_path: Path) -> None:
@@ -405,6 +435,35 @@ async def _interrupted(
         await end(one)
     assert batch is not None
     return batch
+
+
+@pytest.mark.parametrize("step", ["end", "finish"])
+async def test_a_process_that_dies_before_it_commits(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written and never marked counts for nothing: the next process does it again, and it is there once."""
+    one, reached = Process(tmp_path), asyncio.Event()
+    if step == "end":
+        one.host.may_answer.clear()
+
+    async def never(*_: Any) -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    one.start()
+    batch = await one.batch(NAMES)
+    monkeypatch.setattr(one.files.store, step, never)
+    one.host.may_answer.set()
+    async with asyncio.timeout(20):
+        await reached.wait()
+    written = [path for path in one.files.folder.iterdir() if path.suffix == ".part" and path.stat().st_size]
+    assert written
+    await one.die()
+    async with process(tmp_path) as other:
+        done = await other.ended(batch)
+        assert {name: [200] for name in NAMES} == other.results(done)
+        # None of them had ended, or all.
+        assert (20 if step == "end" else 0) == other.host.calls.total()
 
 
 async def test_a_line_that_ends_processes(tmp_path: Path) -> None:
@@ -470,6 +529,54 @@ async def test_a_full_disk_pauses_batches(tmp_path: Path, monkeypatch: pytest.Mo
         done = await one.ended(batch)
         assert {name: [200] for name in NAMES} == one.results(done)
         assert 20 == one.host.calls.total()
+
+
+async def counted(one: Process, **expected: float) -> None:
+    """Wait until metrics of *one* are as *expected*: names without their prefix, and values of labels behind them."""
+
+    def found() -> dict[str, float]:
+        samples = [sample for metric in one.metrics.collect() for sample in metric.samples]
+        prefix = "triton_openai_batch"
+        names = [
+            "_".join([sample.name.removeprefix(prefix), *sample.labels.values()]).lstrip("_") for sample in samples
+        ]
+        return {name: sample.value for name, sample in zip(names, samples, strict=True)}
+
+    async with asyncio.timeout(20):
+        while not expected.items() <= found().items():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.002)
+
+
+async def test_an_operator_sees_batches_in_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that run, the limit, results by their kind, ends by their status, and batches that wait for the disk."""
+    async with process(tmp_path) as one:
+        one.host.refused, full = {"id-1"}, False
+
+        def write_at(*given: Any) -> None:
+            if full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            files_module.write_at(*given)
+
+        monkeypatch.setattr(runner_module, "write_at", write_at)
+        one.host.may_answer.clear()
+        batch = await one.batch(NAMES[:3])
+        await one.until(batch, lambda _: len(one.host.running) == 2)
+        await counted(one, running=2, limit_M=2, es_paused=0)
+        full = True
+        one.host.may_answer.set()
+        await counted(one, running=0, es_paused=1)
+        assert 0 == (await one.seen(batch)).succeeded
+        full = False
+        await one.ended(batch)
+        lines = {"lines_total_succeeded": 2.0, "lines_total_failed": 1.0}
+        await counted(one, **lines, es_ended_total_completed=1, es_paused=0)
+        one.host.busy = True
+        other = await one.batch(NAMES[:5], name="batch_2")
+        await one.until(other, lambda found: found.status == "in_progress")
+        await one.files.store.change(other.id, lambda found: found.enter("cancelling"))
+        one.runner.wake()
+        await one.ended(other)
+        await counted(one, **lines, lines_total_never_ran=5, es_ended_total_cancelled=1)
 
 
 async def test_an_input_that_is_gone(tmp_path: Path) -> None:

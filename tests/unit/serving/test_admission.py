@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
+import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -37,17 +41,17 @@ def gate(*, lag: float = 0.0, observer: Observer | None = None, **limits: int | 
     return Admission(ServerSettings(**limits), lambda: lag, observer=observer)  # type: ignore[arg-type]
 
 
-def observation() -> RequestRecord:
-    """Return the record of some request."""
-    return RequestRecord(request_id="r", method="POST", path="/")
+def observation(batch: str | None = None) -> RequestRecord:
+    """Return the record of some request, which may be a line of a *batch*."""
+    return RequestRecord(request_id="r", method="POST", path="/", batch=batch)
 
 
 class Visitor:
     """A request that stays until it is told to leave."""
 
-    def __init__(self, admission: Admission, model: str = "m") -> None:
+    def __init__(self, admission: Admission, model: str = "m", batch: str | None = None) -> None:
         self.inside = False
-        self.record = observation()
+        self.record = observation(batch)
         self._leave = asyncio.Event()
         self.task = asyncio.create_task(self._visit(admission, model))
 
@@ -304,3 +308,106 @@ async def test_workers_divide_the_limits(total: int, per_model: int, queued: int
         visitor.task.cancel()
     await asyncio.gather(*(visitor.task for visitor in visitors), return_exceptions=True)
     assert [({}, 0)] * count == [(dict(each.running), each.queued) for each in workers]
+
+
+def most_lines(admission: Admission, model: str = "m", share: float = 0.8) -> int:
+    """Return how many lines may run together."""
+    lines = 0
+    while lines < 100 and admission.spare(model, lines, share):
+        lines += 1
+    return lines
+
+
+@pytest.mark.parametrize(
+    "limits, share, live, lines",
+    [
+        ({}, 0.8, 50, 100),
+        # A part of the limit, and with live requests a part of what they leave, but for one place.
+        ({"max_running_requests_per_model": 10}, 0.8, 0, 8),
+        ({"max_running_requests_per_model": 10}, 0.8, 2, 7),
+        ({"max_running_requests_per_model": 10}, 0.8, 5, 4),
+        ({"max_running_requests_per_model": 10}, 0.8, 8, 1),
+        ({"max_running_requests_per_model": 10}, 0.8, 9, 0),
+        ({"max_running_requests_per_model": 10}, 1.0, 5, 4),
+        ({"max_running_requests_per_model": 4}, 0.8, 0, 3),
+        ({"max_running_requests_per_model": 1}, 0.8, 0, 1),
+        ({"max_running_requests_per_model": 1}, 0.8, 1, 0),
+        ({"max_running_requests": 10}, 0.5, 4, 3),
+        ({"max_running_requests": 3, "max_running_requests_per_model": 10}, 0.8, 1, 1),
+    ],
+)
+async def test_lines_have_a_share_of_what_is_free(limits: dict[str, Any], share: float, live: int, lines: int) -> None:
+    """Lines of batches have their share, whether they run already or are about to."""
+    admission = gate(**limits)
+    visitors = [Visitor(admission) for _ in range(live)]
+    await settled()
+    assert lines == most_lines(admission, share=share)
+    running = [Visitor(admission, batch="b") for _ in range(min(lines, 5))]
+    await settled()
+    assert all(one.inside for one in running)
+    assert lines == most_lines(admission, share=share)
+    for visitor in [*visitors, *running]:
+        await visitor.leave()
+    assert not admission._lines
+
+
+async def test_no_line_begins_while_live_requests_wait() -> None:
+    """A live request that waits is the next one, and a line that comes too late is refused."""
+    admission = gate(max_running_requests_per_model=2)
+    line, live = Visitor(admission, batch="b"), Visitor(admission)
+    waiting = Visitor(admission)
+    await settled()
+    assert [0, 1] == inside([line, live, waiting])
+    late = Visitor(admission, batch="b")
+    with pytest.raises(ServiceOverloaded, match="Live requests"):
+        await late.task
+    assert 0 == most_lines(admission)
+    await line.leave()
+    assert [1, 2] == inside([line, live, waiting])
+    await live.leave()
+    # One place is left, for the next live request.
+    assert 0 == most_lines(admission)
+    await waiting.leave()
+    assert 1 == most_lines(admission)
+
+
+async def test_live_requests_hardly_wait_beside_a_batch() -> None:
+    """
+    Beside a batch without end, 19 of 20 live requests find a free place, and lines have four fifths of what is free.
+
+    Arrivals and durations are drawn once, and time is that of the events. Live requests take a fourth of the places.
+    """
+    draw, places, seconds = random.Random(28), 32, 0.5
+    admission = gate(max_running_requests_per_model=places)
+    numbers = itertools.count()
+    #: When something happens; ``None`` is the arrival of a live request.
+    events: list[tuple[float, int, Visitor | None]] = [(0.0, next(numbers), None)]
+    waiting: dict[Visitor, float] = {}
+    live, lines = set[Visitor](), set[Visitor]()
+    waits: list[float] = []
+    used = free = last = 0.0
+    while (event := heapq.heappop(events))[0] < 60:
+        now, _, leaving = event
+        used, free, last = used + (now - last) * len(lines), free + (now - last) * (places - len(live)), now
+        if leaving is None:
+            waiting[Visitor(admission)] = now
+            heapq.heappush(events, (now + draw.expovariate(places / 4 / seconds), next(numbers), None))
+        else:
+            live.discard(leaving)
+            lines.discard(leaving)
+            await leaving.leave()
+        await settled()
+        begun = [one for one in waiting if one.inside]
+        waits += [now - waiting.pop(one) for one in begun]
+        live.update(begun)
+        while admission.spare("m", len(lines), 0.8):
+            begun.append(Visitor(admission, batch="b"))
+            lines.add(begun[-1])
+        await settled()
+        for one in begun:
+            heapq.heappush(events, (now + draw.uniform(0.7, 1.3) * seconds, next(numbers), one))
+    for one in [*waiting, *live, *lines]:
+        one.task.cancel()
+    assert len(waits) > 800
+    assert 0 == sorted(waits)[len(waits) * 19 // 20]
+    assert used >= 0.8 * free

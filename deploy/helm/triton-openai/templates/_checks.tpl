@@ -39,6 +39,9 @@
 {{- fail "autoscaling needs requestsInFlight or cpuUtilization." }}
 {{- end }}
 {{- end }}
+{{- if and .Values.persistence.enabled (or .Values.autoscaling.enabled (gt (int .Values.replicaCount) 1)) }}
+{{- fail "persistence needs replicaCount 1 and no autoscaling: each replica would have files and batches of its own, and only some requests for them would find them." }}
+{{- end }}
 {{- if and .Values.service.nodePort (eq .Values.service.type "ClusterIP") }}
 {{- fail "service.nodePort needs service.type NodePort or LoadBalancer." }}
 {{- end }}

@@ -1,0 +1,80 @@
+"""The folder of files: what the metrics say of it and of the batches."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from triton_openai.batches.file_folder import Files
+from triton_openai.config.tree import BatchesSettings, FilesSettings
+from triton_openai.errors import StoreUnavailable
+from triton_openai.storage.batch_store import Batch, Line, StoredFile
+
+NOW = 1_000_000.0
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
+    """Return a folder at a fixed time."""
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    return Files(FilesSettings(store=f"dir:{tmp_path / 'files'}"), BatchesSettings(store=f"sqlite:{tmp_path / 'db'}"))
+
+
+async def add(files: Files, name: str, *, created: float, expires: float, total: int, waiting: int) -> Batch:
+    """Add a batch of *total* lines, of which so many are *waiting*; it reads a file of 100 bytes."""
+    file = StoredFile(
+        id=f"file-{name}", owner="me", purpose="batch", filename="a", bytes=100, created=created, expires=None
+    )
+    await files.store.written(file)
+    batch = Batch(
+        id=name, owner="me", kind="openai", endpoint="/x", input=file.id, created=created, window="1h", expires=expires,
+        total=total, status="in_progress" if total else "validating",
+    )  # fmt: skip
+    assert "added" == await files.store.add(batch, most=10)
+    await files.store.add_lines(batch, [Line(number, 0, 1, "m", 0) for number in range(1, waiting + 1)])
+    return batch
+
+
+async def test_nothing_was_ever_made(files: Files) -> None:
+    """A service that has no files has zeros to show, and makes no database for them."""
+    state = await files.state()
+    assert state is not None
+    assert (0.0, 0.0, 0.0) == (state.lag, state.needed, state.files_bytes)
+    assert {"validating": 0, "in_progress": 0, "finalizing": 0, "cancelling": 0} == state.statuses
+    assert not files.exist
+    await files.store.close()
+
+
+async def test_an_operator_sees_what_waits(files: Files) -> None:
+    """The age of the oldest batch with waiting lines, and the speed at which all end within their windows."""
+    await add(files, "new", created=NOW - 5, expires=NOW + 50, total=0, waiting=0)
+    await add(files, "all-run", created=NOW - 90, expires=NOW + 100, total=10, waiting=0)
+    await add(files, "waits", created=NOW - 60, expires=NOW + 200, total=40, waiting=30)
+    last = await add(files, "done", created=NOW - 70, expires=NOW + 300, total=9, waiting=0)
+
+    def end(found: Batch) -> None:
+        found.succeeded, found.failed = 8, 1
+        found.enter("finalizing")
+
+    await files.store.change(last.id, end)
+    state = await files.state()
+    assert state is not None
+    assert (60.0, 400.0) == (state.lag, state.files_bytes)
+    # 50 lines within 200 seconds.
+    assert 0.25 == state.needed
+    assert {"validating": 1, "in_progress": 2, "finalizing": 1, "cancelling": 0} == state.statuses
+    await files.store.close()
+
+
+async def test_tables_that_cannot_be_read(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scrape goes without what the tables do not tell."""
+    await add(files, "one", created=NOW, expires=NOW + 100, total=1, waiting=1)
+
+    async def figures() -> None:
+        raise StoreUnavailable("no")
+
+    monkeypatch.setattr(files.store, "figures", figures)
+    assert await files.state() is None
+    await files.store.close()
