@@ -380,9 +380,8 @@ def _assistant(message: AssistantMessage, content: Any, template: PromptTemplate
         _call(call, template, f"{place}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())
     ]
     if message.function_call is not None:
-        calls.append(
-            {"type": "function", "function": _function(message.function_call, template, f"{place}.function_call")}
-        )
+        function = _function(message.function_call, template, f"{place}.function_call")
+        calls.append({"type": "function", "function": function})
     form = template.tool_form
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
     if reasoning is not None and form.reasoning_alone and calls and content:
