@@ -46,7 +46,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
     },
     "storage": {
         "today": 900,
-        "a chain is read at one moment": 4,
+        "a chain is read at one moment": 6,
         "stored chat completions": 29,
         "files and batches": 412,
         "a response whose parent is deleted while it is made": 13,
