@@ -280,7 +280,6 @@ _ATTRIBUTES = {
     "triton_openai.chat_template": "The name of the template; `default` and `tool_use` are the tokenizer's own.",
     "triton_openai.client_left": "True when the client left before the end.",
     "triton_openai.lora": "The LoRA adapter of the call.",
-    "triton_openai.prompt_tokens": "The tokens of all prompts of the request.",
     "triton_openai.queued_seconds": "Seconds in this service's queue.",
     "triton_openai.request_id": "The request's `x-request-id`.",
 }
@@ -291,7 +290,6 @@ _SPANS: Mapping[str, Sequence[Callable[..., Any]]] = {
         tracing.head_attributes, tracing.shared_attributes.__wrapped__, tracing.request_attributes,
         tracing.response_attributes, tracing.content_attributes,
     ),
-    "stage": (tracing.stage_attributes,),
     "call": (tracing.call_attributes, tracing.upstream_attributes.__wrapped__),
 }  # fmt: skip
 

@@ -173,6 +173,7 @@ async def test_one_trace_from_the_client_to_triton(
         "http.response.status_code": 200,
         "server.port": port,
         "triton_openai.adapter": "trtllm-ensemble",
+        "triton_openai.chat_template": "default",
         "triton_openai.request_id": answer.headers["x-request-id"],
     }
     assert expected == {name: server.attributes.get(name) for name in expected}
@@ -184,13 +185,7 @@ async def test_one_trace_from_the_client_to_triton(
         call.attributes["network.protocol.name"],
         call.attributes["triton.request_id"],
     )
-    steps = [only(ours, name=name) for name in ("render prompt", "tokenize prompt")]
-    assert [server.id] * 2 == [step.parent for step in steps]
-    assert [
-        {"triton_openai.chat_template": "default"},
-        {"triton_openai.prompt_tokens": usage["gen_ai.usage.input_tokens"]},
-    ] == [step.attributes for step in steps]
-    assert server.began <= steps[0].began <= steps[1].ended <= call.ended <= server.ended
+    assert server.began <= call.began <= call.ended <= server.ended
 
     top = only(tritons, name="InferRequest")
     assert call.id == top.parent

@@ -46,7 +46,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
     },
     "storage": {
         "today": 900,
-        "a chain is read at one moment": 4,
+        "a chain is read at one moment": 6,
         "stored chat completions": 29,
         "files and batches": 412,
         "metrics of batches and files": 10,

@@ -270,13 +270,16 @@ class JsonCheck:
     """
     Counts the values and token ids of one request against its limits, JSON inside its strings included.
 
-    Every step is a pass of compiled code over the bytes. The decoder reports what is not JSON.
+    Every step is a pass of compiled code over the bytes. The decoder reports what is not JSON. *beside* is how many
+    values the request has elsewhere, where that is known: only JSON that is clearly few with them needs no counting.
     """
 
-    def __init__(self, limits: LimitSettings) -> None:
+    def __init__(self, limits: LimitSettings, beside: int = 0) -> None:
         self._limits = limits
         self._values = MAX_VALUES
         self._ids = limits.max_token_ids
+        #: The values that the request has at most, *beside* those of JSON that was not counted.
+        self.most = beside
 
     def check(self, body: bytes, *, exactly: bool = False, nested: bool = False) -> bool:
         """
@@ -289,10 +292,11 @@ class JsonCheck:
         limits = self._limits
         text = body if len(body) <= limits.max_text_size else _without_images(body, limits.max_text_size)
         opened = text.count(b"[") + text.count(b"{")
-        values = opened + text.count(b",")
+        values = self.most + opened + text.count(b",")
         few = values < self._values and (nested or opened <= MAX_DEPTH)
         if few and not exactly and not _has_long_number(text):
             # It is within the limits, whatever its strings contain.
+            self.most = values
             return values < self._ids and text is body and text.find(b"\\u") < 0
         # Without escaped characters, every second part is a string.
         plain = text.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in text else text

@@ -14,7 +14,7 @@ import msgspec
 from triton_openai.config.addresses import check_address, check_endpoints, check_urls
 from triton_openai.config.files import read_yaml
 from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, is_struct, options
-from triton_openai.config.tree import NAMED_KEY, OTLP_PATH, LoraSettings, Protocol, Settings
+from triton_openai.config.tree import NAMED_KEY, OTLP_PATH, Group, LoraSettings, Protocol, Settings
 from triton_openai.errors import ConfigurationError
 
 # The path of a setting in the tree.
@@ -247,7 +247,8 @@ def _converted(value: Any, annotation: Any, path: _Path, origin: str, *, strict:
         form = "text without spaces and commas"
         if repr(NAMED_KEY) in problem:
             form += ", and with one colon at most (--api-keys-file takes keys that have a colon themselves)"
-        reason = re.sub("`str` matching regex .*", lambda _: form, problem)
+        wanted = f"Expected one of {', '.join(get_args(Group))}, not"
+        reason = re.sub("`str` matching regex .*", lambda _: form, problem).replace("Invalid enum value", wanted)
         raise ConfigurationError(f"{origin} is not accepted: {reason[0].lower()}{reason[1:]}.")
     if option is not None and option.choices:
         reason = f"expected {', '.join(option.choices[:-1])} or {option.choices[-1]}"
@@ -375,9 +376,7 @@ def _check(found: _Layer) -> None:
     for name in ("max_running_requests", "max_running_requests_per_model"):
         limit, origin = get("server", name)
         if limit is not None and limit < workers:
-            raise ConfigurationError(
-                f"{origin}: {limit} is too few for {workers} workers, which need at least one each."
-            )
+            raise ConfigurationError(f"{origin}: {limit} is too few for {workers} workers, which need one each.")
     _check_models(found)
 
 

@@ -222,26 +222,28 @@ class SqlStore(Store):
         most_size: int = LARGEST,
     ) -> Steps[Chain]:  # fmt: skip
         # One statement, so that nobody deletes an entry between two. It has a line for each row, and for a link that
-        # has none.
+        # has none. The rows are counted only where the entries, which may have other lists, are not small enough.
         wanted = "r.key = l.key AND l.used IS NOT NULL AND r.list IN EACH($4)"
         found = yield (
-            "WITH RECURSIVE chain (key, depth) AS (SELECT CAST($1 AS TEXT), 1 UNION ALL SELECT e.parent, c.depth + 1"
-            " FROM chain c CROSS JOIN triton_openai_entry e"
-            " WHERE e.key = c.key AND e.owner = $2 AND e.parent IS NOT NULL AND c.depth < $3),"
-            " link AS (SELECT c.key, c.depth, e.used, e.until FROM chain c"
-            " LEFT JOIN triton_openai_entry e ON e.key = c.key AND e.owner = $2 AND e.used >= $5),"
-            " total AS (SELECT COUNT(*) AS number, COALESCE(SUM(LENGTH(r.data)), 0) AS size"
-            f" FROM link l CROSS JOIN triton_openai_row r WHERE {wanted})"
+            "WITH RECURSIVE link (key, depth, parent, used, until, size, rows) AS (SELECT '', 0, CAST($1 AS TEXT),"
+            " CAST(0 AS DOUBLE PRECISION), CAST(0 AS DOUBLE PRECISION), CAST(0 AS BIGINT), CAST(0 AS BIGINT)"
+            " UNION ALL SELECT l.parent, l.depth + 1, e.parent, CASE WHEN e.used >= $5 THEN e.used END, e.until,"
+            " e.size, e.rows FROM link l LEFT JOIN triton_openai_entry e ON e.key = l.parent AND e.owner = $2"
+            " WHERE l.parent IS NOT NULL AND l.depth < $3),"
+            " small AS (SELECT SUM(rows) <= $6 AND SUM(size) <= $7 AS known FROM link),"
+            " total AS (SELECT COUNT(*) AS number, COALESCE(SUM(LENGTH(r.data)), 0) AS size FROM small s"
+            f" CROSS JOIN link l CROSS JOIN triton_openai_row r WHERE NOT s.known AND {wanted})"
             " SELECT l.key, l.used, l.until, t.number, t.size, r.data FROM link l CROSS JOIN total t"
             f" LEFT JOIN triton_openai_row r ON {wanted} AND t.number <= $6 AND t.size <= $7"
-            " ORDER BY l.depth DESC, r.list, r.position",
+            " WHERE l.depth > 0 ORDER BY l.depth DESC, r.list, r.position",
             *(key, owner, most, json.dumps(names), self._before(), most_rows, most_size),
         )
-        links = {link: Link(link, used is not None, until or 0.0) for link, used, until, *_ in found}
-        yield from _touch(list(links), min(used or LARGEST for _, used, *_ in found))
+        links = dict.fromkeys(row[:3] for row in found)
+        yield from _touch([link for link, *_ in links], min(used or LARGEST for _, used, _ in links))
         *_, length, size, _ = found[0]
         rows = [bytes(data) for *_, data in found if data is not None]
-        return Chain([*links.values()][::-1], rows, length, int(size))
+        chain = [Link(link, used is not None, until or 0.0) for link, used, until in links][::-1]
+        return Chain(chain, rows, length or len(rows), int(size) or sum(map(len, rows)))
 
     @_operation()
     def entries(

@@ -52,10 +52,18 @@ def exporter_class(settings: TracesSettings) -> type[SpanExporter]:
     return exporter
 
 
+class _OneResource(Resource):
+    """The only one of this process: the encoder looks it up once for each span, and it is equal to itself alone."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
 def resource() -> Resource:
     """Return the resource that the environment describes, with this program's name and version as defaults."""
     defaults = Resource.create({"service.name": "triton-openai", "service.version": __version__}, SCHEMA_URL)
-    return defaults.merge(OTELResourceDetector().detect())
+    found = defaults.merge(OTELResourceDetector().detect())
+    return _OneResource(found.attributes, found.schema_url)
 
 
 class _Ended(msgspec.Struct):
@@ -85,8 +93,8 @@ class SdkSpans(Spans, SpanExporter):
         provider.add_span_processor(self._processor)
 
     def begin(self, name: str, parent: Context, attributes: Attributes) -> SpanContext:
-        above = get_current_span(parent).get_span_context()
-        trace_id = above.trace_id if above.is_valid else self._ids.generate_trace_id()
+        above = get_current_span(parent).get_span_context() if parent else None
+        trace_id = above.trace_id if above and above.is_valid else self._ids.generate_trace_id()
         sampling = self._sampler.should_sample(parent, trace_id, name, SpanKind.SERVER, attributes, ())
         attributes.update(sampling.attributes)
         sampled = sampling.decision is Decision.RECORD_AND_SAMPLE

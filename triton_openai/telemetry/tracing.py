@@ -1,10 +1,10 @@
 """
 Trace context and spans.
 
-Where spans are made, a request has one from its head to its last byte; under it, one for each stage of the work and one
-for each request to Triton, whose ids are the parents of Triton's own spans. A span has its ids when it begins, and all
-else when it has ended, from the record; nothing happens per token. Where no spans are made, the client's trace context
-goes on to Triton. Needs OpenTelemetry's API only; ``otlp`` sends spans.
+Where spans are made, a request has one from its head to its last byte; under it, one for each stage that takes time and
+one for each request to Triton, whose ids are the parents of Triton's own spans. A span has its ids when it begins, and
+all else when it has ended, from the record; nothing happens per token. Where no spans are made, the client's trace
+context goes on to Triton. Needs OpenTelemetry's API only; ``otlp`` sends spans.
 
 Attributes follow OpenTelemetry's semantic conventions: ``gen_ai.*`` for generative AI, ``http.*``, ``url.*`` and
 ``server.*`` for HTTP servers. ``triton.*`` are those of Triton's own spans; ``triton_openai.*`` is what neither has a
@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion, web
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, SpanKind, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -32,8 +32,6 @@ from triton_openai.telemetry.access_log import input_messages, output_messages
 from triton_openai.telemetry.metrics import PROVIDER
 from triton_openai.telemetry.request_record import (
     CLIENT_CLOSED_REQUEST,
-    RENDER,
-    TOKENIZE,
     Destination,
     Observer,
     Request,
@@ -50,6 +48,9 @@ _Found: TypeAlias = dict[str, str | bool | int | float | Sequence[str] | None]
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.41.0"
 #: ``error.type`` of a request whose client left; metrics use the same word.
 CANCELLED = "cancelled"
+#: Seconds that a stage must take for a span of its own, unless it fails. A chat is rendered and tokenized in a fraction
+#: of a millisecond: to say that, two spans more would cost a third of a trace.
+SHORTEST_STAGE = 0.001
 _NANOSECONDS = 1_000_000_000
 # Clients choose the length of texts.
 _MAX_CHARS = 256
@@ -147,14 +148,9 @@ class Tracing(Observer):
         }
         if context.trace_flags.sampled:
             found = get_current_span(parent).get_span_context()
-            span = Span(
-                name="",
-                context=context,
-                parent=found if found.is_valid else None,
-                kind=SpanKind.SERVER,
-                began=began,
-                attributes=attributes,
-            )
+            above = found if found.is_valid else None
+            kind = SpanKind.SERVER
+            span = Span(name="", context=context, parent=above, kind=kind, began=began, attributes=attributes)
             record.upstream = Trace(self.spans, context, span, record, zero=zero)
 
     def ended(self, record: RequestRecord) -> None:
@@ -237,14 +233,15 @@ class Trace(Upstream):
     def end(self) -> None:
         """End all spans."""
         record, span = self._record, self.span
+        now = time.monotonic()
         for stage in record.stages:
-            self._add(stage)
+            if stage.failed or (stage.ended or now) - stage.began >= SHORTEST_STAGE:
+                self._add(stage)
         for call in self._calls.values():
             self._end_call(*call)
         span.name = span_name(record)
-        span.attributes |= head_attributes(record)
-        span.attributes |= request_attributes(record)
-        span.attributes |= response_attributes(record)
+        found = {**head_attributes(record), **request_attributes(record), **response_attributes(record)}
+        span.attributes |= _known(found)
         error = record.error
         # By the conventions, a client's mistake is no error of the server.
         if error is not None and error.status >= ServiceError.status and not record.client_left:
@@ -263,8 +260,8 @@ class Trace(Upstream):
         self._end(span, time.time_ns() if answer.ended is None else max(span.began, self._at(answer.ended)))
 
     def _add(self, stage: Stage) -> None:
-        attributes, began = stage_attributes(stage.name, self._record), self._at(stage.began)
-        span = Span(name=stage.name, parent=self._context, began=began, attributes=attributes, failed=stage.failed)
+        began = self._at(stage.began)
+        span = Span(name=stage.name, parent=self._context, began=began, attributes={}, failed=stage.failed)
         self._end(span, time.time_ns() if stage.ended is None else self._at(stage.ended))
 
     def _at(self, moment: float) -> int:
@@ -285,33 +282,34 @@ def span_name(record: RequestRecord) -> str:
     return record.method if route is None else f"{record.method} {route}"
 
 
-def head_attributes(record: RequestRecord) -> Attributes:
+def head_attributes(record: RequestRecord) -> _Found:
     """Return what the head of a request tells."""
     request = record.request
-    found: Attributes = {}
+    found: _Found = {
+        "http.request.method": record.method,
+        "url.path": record.path,
+        "triton_openai.request_id": record.request_id,
+    }
     if request is not None:
-        version = f"{request.version.major}.{request.version.minor}"
-        host, agent = (request.headers.get(name, "")[:_LONGEST_HEADER] for name in ("Host", "User-Agent"))
-        found |= shared_attributes(_route(request), request.scheme, version, host, agent)
-    found["http.request.method"] = record.method
-    found["url.path"] = record.path
-    found["triton_openai.request_id"] = record.request_id
+        headers = request.headers
+        host, agent = headers.get("Host", "")[:_LONGEST_HEADER], headers.get("User-Agent", "")[:_LONGEST_HEADER]
+        found |= shared_attributes(_route(request), request.scheme, request.version, host, agent)
     return found
 
 
 @lru_cache(128)
-def shared_attributes(route: str | None, scheme: str, version: str, host: str, agent: str) -> Attributes:
+def shared_attributes(route: str | None, scheme: str, version: HttpVersion, host: str, agent: str) -> Attributes:
     """Return what the heads of many requests have alike."""
     found = _server(f"//{host}") | {
         "http.route": route,
         "url.scheme": scheme,
-        "network.protocol.version": version,
+        "network.protocol.version": f"{version.major}.{version.minor}",
         "user_agent.original": printable(agent, _MAX_CHARS) if agent else None,
     }
     return _known(found)
 
 
-def request_attributes(record: RequestRecord) -> Attributes:
+def request_attributes(record: RequestRecord) -> _Found:
     """Return what the client asked for."""
     operation, model, body = record.operation, record.model, record.parameters
     if operation is None or model is None:
@@ -336,7 +334,7 @@ def request_attributes(record: RequestRecord) -> Attributes:
         found["gen_ai.output.type"] = _OUTPUT_TYPES.get(str(form.get("type"))) if isinstance(form, Mapping) else None
     if (encoding := getattr(body, "encoding_format", None)) is not None:
         found["gen_ai.request.encoding_formats"] = (encoding,)
-    return _known(found)
+    return found
 
 
 def _number(kind: type[int | float], value: Any) -> int | float | None:
@@ -344,13 +342,14 @@ def _number(kind: type[int | float], value: Any) -> int | float | None:
     return kind(value) if isinstance(value, int | float) and abs(value) < 2**63 else None
 
 
-def response_attributes(record: RequestRecord) -> Attributes:
+def response_attributes(record: RequestRecord) -> _Found:
     """Return how the request was answered."""
     left, error = record.client_left, record.error
     found: _Found = {
         "http.response.status_code": None if record.status == CLIENT_CLOSED_REQUEST else record.status,
         "error.type": CANCELLED if left else None if error is None else error.code,
         "triton_openai.client_left": left or None,
+        "triton_openai.chat_template": record.chat_template,
     }
     if record.operation is not None:
         usage, answered_as = record.usage, record.response_model
@@ -368,7 +367,7 @@ def response_attributes(record: RequestRecord) -> Attributes:
                 "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
                 "gen_ai.usage.reasoning.output_tokens": record.reasoning_tokens(),
             }
-    return _known(found)
+    return found
 
 
 def content_attributes(record: RequestRecord, max_chars: int) -> Attributes:
@@ -380,14 +379,6 @@ def content_attributes(record: RequestRecord, max_chars: int) -> Attributes:
         "gen_ai.output.messages": output_messages(record.answers, max_chars),
     }
     return {name: msgspec.json.encode(messages).decode() for name, messages in found.items() if messages}
-
-
-def stage_attributes(name: str, record: RequestRecord) -> Attributes:
-    """Return those of the stage *name*: how the prompt was rendered, and the tokens that came of it."""
-    if name == RENDER:
-        return _known({"triton_openai.chat_template": record.chat_template})
-    usage = record.usage if name == TOKENIZE else None
-    return {} if usage is None else {"triton_openai.prompt_tokens": usage.prompt_tokens}
 
 
 def call_attributes(request: Any, url: str | None, lora: str | None = None) -> Attributes:

@@ -213,7 +213,8 @@ def test_repository_takes_the_place_of_the_default_address(read) -> None:
         ("server: {log_format: xml}", "server.log_format in FILE: 'xml' is not accepted: expected console or json."),
         (
             "access: {openai_restricted_api: [{apis: [all], header: a, value: b}]}",
-            "access.openai_restricted_api in FILE is not accepted: invalid enum value 'all'.",
+            "access.openai_restricted_api in FILE is not accepted: expected one of inference, embedding, batch, "
+            "model-repository, metrics, health, info, not 'all'.",
         ),
         ("server: 1", "server in FILE has to be a mapping of names to values."),
         ("server: {port: 1, port: 2}", "The settings file FILE is not valid YAML: 'port' is there twice"),

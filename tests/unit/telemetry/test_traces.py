@@ -41,8 +41,8 @@ from triton_openai.errors import ConfigurationError, InvalidRequest, UpstreamErr
 from triton_openai.generation import FinishReason, Usage
 from triton_openai.telemetry import otlp
 from triton_openai.telemetry.logging import configure_logging
-from triton_openai.telemetry.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
-from triton_openai.telemetry.tracing import Tracing
+from triton_openai.telemetry.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, Stage
+from triton_openai.telemetry.tracing import SHORTEST_STAGE, Tracing
 from triton_openai.triton.tensors import InferRequest
 
 PARENT = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -257,15 +257,17 @@ def test_numbers_beyond_64_bits_cost_no_batch(recorder: Recorder) -> None:
 
 
 def test_stages_and_calls_lie_under_the_request(recorder: Recorder) -> None:
-    """With their own times, and Triton is told the call's span as its parent."""
+    """With their own times, and Triton is told the call's span as its parent. A stage of no time has none."""
     observation = recorder.begin(headers={"traceparent": PARENT, "tracestate": "x=1"})
     recorder.identify(observation)
-    with observation.stage("render prompt"):
-        pass
+    began = observation.began
+    observation.stages += [
+        Stage("load images", began, began + SHORTEST_STAGE / 2),
+        Stage("render prompt", began, began + SHORTEST_STAGE * 2),
+    ]
     with pytest.raises(InvalidRequest), observation.stage("tokenize prompt"):
         raise InvalidRequest("no")
-    with observation.stage("wait in queue"):
-        pass
+    observation.stages.append(Stage("wait in queue", began - 1))
     answer = FakeAnswer()
     sent = observation.upstream.begin(REQUEST, answer, TRITON, lora="sql")
     answer.first, answer.ended = observation.began + 1, observation.began + 2

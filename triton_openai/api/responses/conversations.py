@@ -20,7 +20,7 @@ from triton_openai.api.responses.event_log import LEASE_SECONDS, RENEW_SECONDS
 from triton_openai.api.responses.items import is_id, rows_of
 from triton_openai.api.responses.objects import Deleted, Item, Metadata
 from triton_openai.api.responses.retrieve import list_of, page_of
-from triton_openai.api.responses.stored import STATE, ResponseStore, is_key, no_conversation
+from triton_openai.api.responses.stored import STATE, ResponseStore, StoredResponse, is_key, no_conversation
 from triton_openai.api.service import key_of, now
 from triton_openai.storage.store import Place, Row
 from triton_openai.telemetry.logging import warn
@@ -71,9 +71,9 @@ async def find(state: ResponseStore, conversation_id: str, owner: str) -> tuple[
 
 
 @asynccontextmanager
-async def claimed(state: ResponseStore, conversation_id: str, owner: str, response_id: str) -> AsyncIterator[None]:
+async def claimed(made: StoredResponse, conversation_id: str) -> AsyncIterator[None]:
     """Hold a conversation for a response: no other is made in it meanwhile. Raises :class:`ConversationBusy`."""
-    store = state.store()
+    store, owner, response_id = made.state.store(), made.owner, made.response.id
 
     async def renew() -> None:
         while True:
@@ -85,7 +85,7 @@ async def claimed(state: ResponseStore, conversation_id: str, owner: str, respon
 
     known = is_key("conv_", conversation_id)
     if not known or not await store.claim(conversation_id, owner, response_id, LEASE_SECONDS):
-        await find(state, conversation_id, owner)
+        await find(made.state, conversation_id, owner)
         raise errors.ConversationBusy("Another response is being made in this conversation.", param="conversation")
     renewing = asyncio.create_task(renew())
     try:
@@ -94,7 +94,8 @@ async def claimed(state: ResponseStore, conversation_id: str, owner: str, respon
         renewing.cancel()
         await asyncio.wait({renewing})
         try:
-            await store.claim(conversation_id, owner, response_id, 0, renew=True)
+            if not made.released:
+                await store.claim(conversation_id, owner, response_id, 0, renew=True)
         except errors.StoreUnavailable as error:
             # Then the lease ends by itself.
             warn(_log, "a conversation is not released", error, conversation=conversation_id)

@@ -98,8 +98,7 @@ async def _chat(
     response = made.response
     async with AsyncExitStack() as stack:
         if response.conversation is not None:
-            conversation = response.conversation["id"]
-            await stack.enter_async_context(claimed(made.state, conversation, made.owner, response.id))
+            await stack.enter_async_context(claimed(made, response.conversation["id"]))
         reading = await _read(context, made)
         context.record.parameters = reading.chat
         try:

@@ -125,6 +125,8 @@ class Sources:
         self._state, self._owner, self._settings = state, owner, settings
         # What the request brings in.
         self._count = 0
+        # The most values that the items before it have; ``None`` if they have to be counted with its own.
+        self._most: int | None = None
 
     async def gather(self, items: Sequence[Item], *, source: str | None, suffix: str, size: int) -> None:
         """
@@ -158,8 +160,10 @@ class Sources:
             # All will stand in the conversation.
             taken = known if param == "conversation" else ()
             self.rows = rows_of(self.resolved, suffix, "input", taken, name="input")
-            if before or wanted:
-                self.check = self._checked([*before, *(row.data for row in self.rows)], param if before else "input")
+            own = [row.data for row in self.rows]
+            few = not wanted and self._most is not None and self._checked(own, param, self._most) is None
+            if (before or wanted) and not few:
+                self.check = self._checked([*before, *own], param if before else "input")
 
         await offload.run(assemble, cost=offload.json_cost(size + self.size))
         if param == "conversation":
@@ -202,13 +206,21 @@ class Sources:
         decoded: Sequence[Item] = _ITEMS.decode(joined(items))
         return decoded
 
-    def _checked(self, items: Sequence[bytes], param: str) -> JsonCheck | None:
-        """Check all *items* together as a body; return what counts the JSON in their texts."""
-        self._check_size(sum(map(len, items)), param)
-        check = JsonCheck(self._settings.limits)
+    def _checked(self, items: Sequence[bytes], param: str, beside: int = 0) -> JsonCheck | None:
+        """
+        Check *items* together as a body; return what counts the JSON in their texts, if that has to be counted.
+
+        They are all that the request is about, or its own, *beside* so many values before them.
+        """
+        size = sum(map(len, items)) + (self.size if beside else 0)
+        self._check_size(size, param)
+        limits = self._settings.limits
+        check = JsonCheck(limits, beside)
         try:
             # Each came in a body whose nesting was checked.
-            return None if check.check(joined(items), nested=True) else check
+            few = check.check(joined(items), nested=True) and size <= limits.max_text_size
+            self._most = check.most if few else None
+            return None if few else check
         except InvalidRequest as error:
             raise too_long(error.message, param) from error
 

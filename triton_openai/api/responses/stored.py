@@ -152,13 +152,13 @@ class ResponseStore:
         self, conversation_id: str, owner: str, items: Sequence[Row], *, holder: str | None = None
     ) -> None:
         """
-        Add *items* to a conversation, those of a response only if that is its *holder*.
+        Add *items* to a conversation, those of a response only if that is its *holder*, which then holds it no longer.
 
         Raises :class:`ConversationFull`, :class:`ConversationBusy` and :class:`ObjectNotFound`.
         """
         most_items, most_size = self._settings.max_conversation_items, self._settings.max_conversation_size
         rows = [row._replace(list="items") for row in items]
-        lease = None if holder is None else (holder, LEASE_SECONDS)
+        lease = None if holder is None else (holder, 0.0)
         try:
             added = await self.store().append(
                 conversation_id, owner, rows, most_rows=most_items, most_size=most_size, lease=lease
@@ -184,6 +184,8 @@ class StoredResponse:
         self.input: Sequence[Row] = ()
         #: The responses before the one that it goes on from, the newest first.
         self.ancestors: Sequence[str] = ()
+        #: Whether it holds its conversation no longer, because it stands there.
+        self.released = False
         #: Its events, if this process makes it in the background.
         self.log: EventLog | None = None
 
@@ -238,6 +240,7 @@ class StoredResponse:
         if response.conversation is not None and response.status in ("completed", "incomplete"):
             try:
                 await self.state.extend(response.conversation["id"], self.owner, rows, holder=response.id)
+                self.released = True
             except errors.ServiceError as error:
                 self.not_kept(error)
                 response.conversation = None

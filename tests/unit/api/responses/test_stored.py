@@ -8,7 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -158,28 +158,50 @@ async def test_one_response_at_a_time_in_a_conversation(state: ResponseStore) ->
     conversation = f"conv_{1:032x}"
     head = msgspec.json.encode(ConversationObject(id=conversation, created_at=1, metadata={}))
     await state.store().put(conversation, "me", head, 0)
-    async with claimed(state, conversation, "me", "resp_1"):
+
+    def hold(number: int, owner: str = "me") -> AbstractAsyncContextManager[None]:
+        response = ResponseObject(id=f"resp_{number}", created_at=1, model="m", reasoning={}, text={})
+        return claimed(StoredResponse(state, owner, response), conversation)
+
+    async with hold(1):
         with pytest.raises(ConversationBusy):
-            async with claimed(state, conversation, "me", "resp_2"):
+            async with hold(2):
                 pass
         # What changes meanwhile leaves the lease as it is.
         assert await state.store().put(conversation, "me", head, 1)
         with pytest.raises(ConversationBusy):
-            async with claimed(state, conversation, "me", "resp_2"):
+            async with hold(2):
                 pass
-    async with claimed(state, conversation, "me", "resp_2"):
+    async with hold(2):
         await state.extend(conversation, "me", [Row("input", "a", b"{}")], holder="resp_2")
-        # It has lost it, and another response has it.
-        await state.store().claim(conversation, "me", "resp_2", 0)
-        async with claimed(state, conversation, "me", "resp_3"):
+        # Its turn is over, and another response has it.
+        async with hold(3):
             with pytest.raises(ConversationBusy):
                 await state.extend(conversation, "me", [Row("input", "b", b"{}")], holder="resp_2")
             # Items that a client adds itself need no turn.
             await state.extend(conversation, "me", [Row("items", "c", b"[]")])
     assert [b"{}", b"[]"] == list((await state.history(conversation, "me", most=9, most_size=99)).rows)
     with pytest.raises(ObjectNotFound):
-        async with claimed(state, conversation, "you", "resp_3"):
+        async with hold(3, "you"):
             pass
+
+
+async def test_a_turn_of_a_conversation_writes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once to hold the conversation, and once to add what was said and to let it go; the next turn follows."""
+    change, changes = SqliteStore._change, list[str]()
+
+    async def changed(self: SqliteStore, key: str, *given: Any) -> bool:
+        changes.append(key)
+        return await change(self, key, *given)
+
+    async with service("memory") as proxy:
+        conversation = (await proxy.post("/v1/conversations", {})).json["id"]
+        monkeypatch.setattr(SqliteStore, "_change", changed)
+        for _ in range(2):
+            body = {"model": "m", "input": "Hi", "conversation": conversation, "store": False}
+            assert 200 == (await proxy.post("/v1/responses", body)).status
+        assert [conversation] * 4 == changes
+        assert 4 == len((await proxy.get(f"/v1/conversations/{conversation}/items")).json["data"])
 
 
 @asynccontextmanager
