@@ -117,7 +117,7 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
         source, param = response.conversation["id"], "conversation"
     sources = Sources(made.state, made.owner, settings)
     suffix, size = f"{response.id.removeprefix('resp_')}i", context.record.body_size or 0
-    await sources.gather(input_items(body), source=source, suffix=suffix, size=size)
+    await sources.gather(input_items(body), source=source, param=param, suffix=suffix, size=size)
     made.input, made.ancestors = sources.rows, sources.ancestors
     context.conversation = sources.root
     # The response says whether it is used.
