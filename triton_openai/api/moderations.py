@@ -30,8 +30,6 @@ _T = TypeVar("_T")
 #: All categories, each of which every result has.
 CATEGORIES: Sequence[Category] = get_args(Category)
 _NAMES = {name.replace("/", "_").replace("-", "_"): name for name in CATEGORIES}
-
-
 _TEXT: Sequence[Literal["text"]] = ("text",)
 
 

@@ -113,8 +113,8 @@ async def inspect_models(settings: Settings) -> list[ModelReport]:
     fleet = Fleet(settings.triton, settings.triton_access)
     try:
         models = Models(settings, fleet)
-        await models.fleet.refresh()
-        error = models.fleet.snapshot.error
+        await fleet.refresh()
+        error = fleet.snapshot.error
         if error is not None:
             urls = " and ".join(url for member in fleet.members.values() for url in member.settings.url)
             raise ConfigurationError(f"No Triton answers at {urls}: {error.detail or error.message}")

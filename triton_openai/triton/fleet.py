@@ -450,7 +450,8 @@ class Fleet:
             pool = self._pools.get(model)
             if pool is None:
                 pool = self._pools[model] = Pool(self.policy(model), max_ejected=0.0, load_factor=1.0)
-            panicked, pool.policy, pool.load_factor = pool.panics, self.policy(model), routing.load_factor
+            panicked = pool.panics
+            pool.policy, pool.load_factor = self.policy(model), routing.load_factor
             pool.max_ejected = self._settings.ejection.max_share if self.several else 0.0
             pool.update(targets, ejected=[each.name for each in members if each.ejected])
             if pool.panics != panicked:
