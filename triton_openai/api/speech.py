@@ -130,7 +130,7 @@ async def _speak(context: RequestContext[SpeechRequest], job: SynthesisJob, text
     body, record = context.body, context.record
     progress = AnswerState(Generation(id=job.id, prompt=body.input, sampling=Sampling(max_tokens=0)))
     record.answers, record.response_id = [progress], job.id
-    speaker = Speaker(context.sender, context.model, job, texts, context.limits, progress)
+    speaker = Speaker(context.sender(), context.model, job, texts, context.limits, progress)
     file = _File(context, speaker)
     try:
         if body.stream_format == "sse":

@@ -116,7 +116,7 @@ class Connection(web.RequestHandler):
         """
         if isinstance(exc, ConnectionError) and (request.transport is None or request.transport.is_closing()):
             raise exc
-        request_id, error = uuid.uuid4().hex, ServiceError("The service failed to answer the request.")
+        request_id, error = uuid.uuid4().hex, ServiceError()
         if isinstance(exc, HttpProcessingError):
             # Not the parser's own message: it repeats what it got.
             error = InvalidRequest("The request is not valid HTTP.", code="invalid_http")

@@ -137,7 +137,7 @@ def _reported(request: web.Request, error: Exception) -> tuple[ServiceError, Map
         case _:
             record = request[RECORD]
             _log.exception("request failed", request_id=record.request_id, path=record.path)
-            return ServiceError("The service failed to answer the request."), {}
+            return ServiceError(), {}
 
 
 def _error_response(

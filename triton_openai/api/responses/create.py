@@ -182,7 +182,7 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
 
     Whatever can be wrong with the request is found out before. Raises :class:`ServiceError`.
     """
-    record = background.observation_of(context, made)
+    record = background.record_of(context, made)
     made.state.beginning += 1
     try:
         async with AsyncExitStack() as stack:
