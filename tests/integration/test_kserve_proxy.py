@@ -64,7 +64,7 @@ def _envoy(triton: TestTriton, tmp_path: Path, log: Path, port: int) -> Sequence
     replaced = {f"port_value: {old} ": f"port_value: {url.rpartition(':')[2]} " for old, url in ports.items()}
     config = tmp_path / "envoy.yaml"
     config.write_text(
-        _shown("yaml", {**replaced, "address: 0.0.0.0, port_value: 8080": f"address: 127.0.0.1, port_value: {port}"}),
+        _shown("yml", {**replaced, "address: 0.0.0.0, port_value: 8080": f"address: 127.0.0.1, port_value: {port}"}),
         encoding="utf-8",
     )
     options = ("--use-dynamic-base-id", "--concurrency", "1", "--log-path", str(log), "--log-level", "warning")
