@@ -15,7 +15,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import offload
-from triton_openai.answer.jobs import activated, activation_of, labels_of
+from triton_openai.answer.job_run import activated, activation_of, labels_of
 from triton_openai.api.bodies import MAX_ITEMS, ModelRequest
 from triton_openai.api.service import begin, new_id
 from triton_openai.config.sources import closest

@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler
 
 from triton_openai.access.authorizer import gateway_header
 from triton_openai.access.keys import KEY, ApiKey
-from triton_openai.answer.jobs import run_job
+from triton_openai.answer.job_run import run_job
 from triton_openai.answer.limits import TimeLimits
 from triton_openai.answer.logits_reader import score_prompts
 from triton_openai.answer.prepare import GenerationSpec, Prompt, prepare

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from triton_openai.adapters._common.base import Adapter, Rule
-from triton_openai.answer.jobs import activation_of
+from triton_openai.answer.job_run import activation_of
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.parameters import neutral_values
