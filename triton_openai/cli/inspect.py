@@ -176,7 +176,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
     if model.adapter.splits_characters:
         notes.append(_LOSES)
     notes += model.adapter.notes
-    if model.adapter.prefers_grpc and not models.over_grpc:
+    if model.adapter.prefers_grpc and not models.fleet.over_grpc:
         notes.append(_NO_GRPC)
     if not generates:
         # Only the note about the tokenizer, which comes first, for a model that takes token ids.
