@@ -181,6 +181,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
     if not generates:
         # Only the note about the tokenizer, which comes first, for a model that takes token ids.
         notes = notes[:1] if capabilities.tokens and not tokenizer else []
+    notes += [*lora_problems, *differences, *([f"it is not ready at {', '.join(missing)}"] if missing else ())]
     counted = "from the responses and the tokenizer" if tokenizer else "left out (not counted)"
     counts = "from the token counts" if capabilities.usage else "from the number of responses"
     refused = {*neutral_values(ChatRequest), *neutral_values(CompletionRequest)} if generates else ()
@@ -206,12 +207,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         guides=sorted(capabilities.guides),
         loras=sorted({each.lora.name for each in names.values() if each.lora is not None}),
         logprobs=_logprobs(model.adapter),
-        notes=[
-            *notes,
-            *lora_problems,
-            *differences,
-            *([f"it is not ready at {', '.join(missing)}"] if missing else ()),
-        ],
+        notes=notes,
         chat=model.can_chat,
         problems=[*([problem.message] if problem is not None else ()), *lora_problems, *differences],
         **found,
@@ -263,8 +259,7 @@ def _classes(model: ServedModel, tokenizer: Tokenizer | None) -> str:
 
 def _suffix(model: ServedModel, tokenizer: Tokenizer | None) -> str | None:
     """Return how a suffix is written. Raises :class:`ConfigurationError`."""
-    form = fim_form(model.settings.fim_template, tokenizer)
-    if form is not None:
+    if (form := fim_form(model.settings.fim_template, tokenizer)) is not None:
         return form
     known = known_fim_form(tokenizer)
     return None if known is None else f"refused (fim_template; the tokenizer has the tokens of '{known}')"

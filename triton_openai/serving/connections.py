@@ -19,7 +19,6 @@ from triton_openai.telemetry.request_record import Observer, RequestRecord
 
 # Longest single header, or request line. A request may have 128 headers.
 _MAX_HEADER_SIZE = 16 * 1024
-#: Returns the body of an error response.
 
 
 class Connection(web.RequestHandler):

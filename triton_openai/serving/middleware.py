@@ -150,12 +150,8 @@ def _error_response(
         warn(_log, "request refused", error, **fields, status=error.status, code=error.code)
     render = request.app.get(ERROR_BODY)
     status, body = (render and render(request, error)) or (error.status, error.envelope())
-    return web.Response(
-        status=status,
-        body=body,
-        content_type="application/json",
-        headers={**error.headers(), **headers},
-    )
+    headers = {**error.headers(), **headers}
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
 def _headers(app: web.Application) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
