@@ -106,7 +106,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     capabilities, voices = model.adapter.capabilities, model.voices
     if capabilities.synthesis is None or voices is None:
         raise ConfigurationError(f"The adapter '{model.adapter.name}' does not say how it speaks.", param="model")
-    await voices.renew()
+    await voices.reload()
     name = body.voice.id if isinstance(body.voice, VoiceId) else body.voice
     voice, only = voices.find(name)
     if only and name is not None:
@@ -222,6 +222,6 @@ async def list_voices(request: web.Request) -> web.Response:
     found = []
     for model in models:
         if model.voices is not None:
-            await model.voices.renew()
+            await model.voices.reload()
             found += [VoiceObject(id=one, name=one, model=model.name) for one in model.voices.names()]
     return json_response(VoiceList(voices=found))
