@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import re
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -167,6 +168,13 @@ def tried(path: str) -> Iterator[tuple[str, str]]:
     yield from itertools.product(tricks(path), ("GET", "POST"))
 
 
+@pytest.fixture
+def _few_lines() -> None:
+    """Log no line for each request: the lines of thousands take as long as all the rest."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+
+
+@pytest.mark.usefixtures("_few_lines")
 async def test_no_way_around_a_key(keys_file: Path) -> None:
     """Without a key nothing but health is answered, whatever the path looks like, and by whatever method."""
     async with service(AccessSettings(api_keys_file=keys_file)) as proxy:
@@ -191,6 +199,7 @@ GROUPS = ("inference", "embedding", "model-repository", "metrics", "health", "in
 
 
 @pytest.mark.parametrize("closed", [set(GROUPS) - {"health"}, {"health"}], ids=["all but health", "health"])
+@pytest.mark.usefixtures("_few_lines")
 async def test_no_way_around_a_restriction(closed: set[Any]) -> None:
     """A restricted group is closed in every spelling, also in those that begin or end with what is open."""
     restricted = RestrictedApi(apis=tuple(closed), header="admin-key", value="secret")
