@@ -202,8 +202,7 @@ class ChatTemplate(PromptTemplate):
         self.takes_developers = self._names("developer") and self._shows(
             _VALUE, {"role": "developer", "content": _VALUE}, _QUESTION
         )
-        late = {"role": "system", "content": _VALUE}
-        early = {"role": "system", "content": _NAME}
+        early, late = ({"role": "system", "content": text} for text in (_NAME, _VALUE))
         self.takes_late_system = all(self._shows(_VALUE, first, late, _QUESTION) for first in (_QUESTION, early))
         try:
             self.render(self._with_parts([_QUESTION]))
