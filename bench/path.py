@@ -52,7 +52,7 @@ from triton_openai.telemetry.logging import configure_logging
 
 _WARM = 4
 _COUNTED = 5
-_SECONDS = 30.0
+_SECONDS = 120.0
 # Lines by which two batches differ.
 _LINES = 50
 # In place of a URL.

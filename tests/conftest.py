@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib
 import logging
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,6 +47,17 @@ class _Scheduling(LoadFileScheduling):  # type: ignore[misc]
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
     """Let files that share processes run together."""
     return _Scheduling(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the run a state folder of its own, which its workers and the processes that tests start share."""
+    if hasattr(config, "workerinput"):
+        return
+    folder = tempfile.TemporaryDirectory(prefix="triton-openai-state-", ignore_cleanup_errors=True)
+    environ = pytest.MonkeyPatch()
+    environ.setenv("XDG_STATE_HOME", folder.name)
+    config.add_cleanup(environ.undo)
+    config.add_cleanup(folder.cleanup)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, get_args
+from functools import cache
+from typing import Any, Literal, get_args, get_type_hints
 
-from openai.types import Completion, CreateEmbeddingResponse, Model, ModerationCreateResponse
+from openai import resources
+from openai.types import Completion, Model
 from openai.types.chat import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -67,11 +69,10 @@ _OTHERS: Mapping[str, type[BaseModel]] = {
     "conversation": Conversation,
     "conversation.deleted": ConversationDeletedResource,
 }
-# By the end of the path: the objects in a list, and those that have no name.
+# By the end of the path: the objects in a list.
 _ITEMS: Mapping[str, Any] = {
     "/input_items": ResponseItem, "/items": ConversationItem, "/messages": ChatCompletionStoreMessage,
 }  # fmt: skip
-_NAMELESS: Mapping[str, Any] = {"/embeddings": CreateEmbeddingResponse, "/moderations": ModerationCreateResponse}
 # What differs from OpenAI's types on purpose: the object and the place in it, and why.
 _DIFFERENT: Mapping[str, str] = {
     r"text_completion: choices\.\d+\.logprobs\.(token|top)_logprobs\.0": "Null for the first token of a prompt.",
@@ -82,12 +83,21 @@ _DIFFERENT: Mapping[str, str] = {
 }
 
 
+@cache
+def _created(path: str) -> type[BaseModel] | None:
+    """Return the type of what OpenAI's client creates at *path*, if it is always the same."""
+    create = getattr(getattr(resources, path.title(), None), "create", None)
+    kind = None if create is None else get_type_hints(create)["return"]
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
 def check_any(path: str, found: Json) -> None:
     """Raise `AssertionError` for an object, or one of a list, that lacks what OpenAI's types require."""
     listed, path = found.get("object") == "list" and "data" in found, path.partition("?")[0]
-    for end, kind in _NAMELESS.items():
-        if path.endswith(end):
-            _complete(kind, found)
+    kind = _created(path.rpartition("/")[2])
+    named = None if kind is None else kind.model_fields.get("object")
+    if kind is not None and (named is None or found.get("object") in get_args(named.annotation)):
+        _complete(kind, found)
     for each in found["data"] if listed else [found]:
         if str(each.get("object")) in _OTHERS:
             _complete(_OTHERS[each["object"]], each)

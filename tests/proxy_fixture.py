@@ -18,6 +18,7 @@ from aiohttp import ClientPayloadError, ClientResponse
 from aiohttp.test_utils import TestClient, TestServer
 
 from tests import described
+from tests.standins.repository import WITHOUT_TOKENIZER
 from tests.triton_fixture import TestTriton
 from triton_openai.api import sse
 from triton_openai.api.service import SERVICE
@@ -151,11 +152,10 @@ def proxy_settings(triton: TestTriton, transport: str, **overrides: Any) -> Sett
     """
     urls = {"http": (triton.http_url,), "grpc": (triton.grpc_url,), "both": (triton.http_url, triton.grpc_url)}
     tokenizer = ModelSettings(tokenizer=str(triton.tokenizer))
-    unnamed = ("tensorrt_llm_llmapi", "vllm_model", "text_model", "text_embedding", "text_rerank_ids")
     return Settings(
         triton=TritonSettings(url=urls[transport], **{"prefer_token_level": "never", **overrides}),
         models={
-            **dict.fromkeys((*unnamed, "text_classification_ids"), tokenizer),
+            **dict.fromkeys(WITHOUT_TOKENIZER, tokenizer),
             "tensorrt_llm": ModelSettings(adapter="trtllm"),
         },
     )

@@ -84,7 +84,7 @@ DRAINING: web.AppKey[Draining] = web.AppKey("draining", Draining)
 
 #: A change that all processes make: models take no requests, their requests are cancelled, they take requests again;
 #: or Triton's list of models is another one.
-ModelChange = Literal["close", "end", "open", "renew"]
+ModelChange = Literal["close", "end", "open", "reload"]
 
 
 class Peers(Protocol):
@@ -183,7 +183,7 @@ class ModelDraining:
             await self.apply("open", models)
             await self.changed("open", models)
 
-    async def changed(self, action: ModelChange = "renew", models: Collection[str] = ()) -> None:
+    async def changed(self, action: ModelChange = "reload", models: Collection[str] = ()) -> None:
         """Have the other processes make a change, and wait until they have: the client may ask one of them next."""
         if changing := self._change_peers(action, models):
             await asyncio.wait(changing, timeout=_ANSWER_SECONDS)

@@ -65,7 +65,8 @@ class ServiceError(Exception):
     This is the base of everything that it reports to a client.
 
     *message* is shown to the client: a clear sentence, free of server paths, tracebacks and secrets. Characters of the
-    client's that control a terminal become ``?``.
+    client's that control a terminal become ``?``. Without one, the service itself is at fault, and only its log says
+    how.
     *detail* goes to the log only. A subclass gives *status*, *type* and *code* where they differ from its base's, and
     *retryable* false where trying again cannot help.
     """
@@ -82,7 +83,7 @@ class ServiceError(Exception):
 
     def __init__(
         self,
-        message: str,
+        message: str = "The service failed to answer the request.",
         *,
         param: str | None = None,
         code: str | None = None,

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import pytest
 
 from tests.proxy_fixture import Answer, Proxy
 from tests.triton_fixture import TestTriton
+from triton_openai.adapters._common.registry import BUILT_IN
 
 # The models whose inputs some tests know by name.
 TRTLLM = (
@@ -26,9 +28,14 @@ TRTLLM = (
 TRTLLM_AND_VLLM = (*TRTLLM, "vllm_model")
 # All that take part in most tests.
 MODELS = (*TRTLLM_AND_VLLM,)
-# What they call the prompt and the limit of the answer.
-PROMPTS = ("text_input", "QUERY", "PROMPT")
-LIMITS = ("max_tokens", "request_output_len", "sampling_param_max_tokens")
+# What the adapters' tables call the limit of an answer.
+LIMITS = {
+    name
+    for path in BUILT_IN.values()
+    for row in getattr(import_module(path.partition(":")[0]), "PARAMETERS", ())
+    if row.name == "max_tokens"
+    for name in row.inputs
+}
 BLS = ("tensorrt_llm_bls", "tensorrt_llm_bls_delta")
 STREAMING = tuple(model for model in MODELS if model != "ensemble_nonstreaming")
 # Where a stream cannot put a character together again that is split over tokens: each token is decoded alone.
@@ -122,6 +129,16 @@ async def inputs_of(triton: TestTriton, model: str, request_id: str) -> Mapping[
     events = await recorded(triton, id=request_id, model=model, event="request")
     (event,) = [event for event in events if "stop" not in event["inputs"]]
     return dict(event["inputs"])
+
+
+def prompt_input(inputs: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the name of the input with the prompt, which the orders in it show: see :func:`steered`."""
+    (name,) = [
+        name
+        for name, tensor in inputs.items()
+        if tensor["dtype"] == "BYTES" and any("<<steer " in text for text in tensor["value"])
+    ]
+    return name
 
 
 async def inputs_asked(triton: TestTriton, model: str, request_id: str, count: int) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from tests.cases import every_case
-from tests.conformance.calls import MODELS, PROMPTS, ask, id_of, in_session_loop, inputs_of, steered
+from tests.conformance.calls import MODELS, ask, id_of, in_session_loop, inputs_of, prompt_input, steered
 from tests.conformance.parameter_cases import CASES, Case
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
@@ -103,7 +103,7 @@ async def received(triton: TestTriton, tokenizer: Tokenizer, adapter: Adapter, r
         del sent["input_lengths"]
         sent["prompt"] = tokenizer.decode(sent.pop("input_ids")[1], skip_special_tokens=False)
     else:
-        sent["prompt"] = next(sent.pop(name) for name in PROMPTS if name in sent)[1][0]
+        sent["prompt"] = sent.pop(prompt_input(inputs))[1][0]
     if JSON in sent:
         keys = json.loads(sent.pop(JSON)[1][0])
         sent |= {f"{JSON}.{name}": value for name, value in keys.items()}

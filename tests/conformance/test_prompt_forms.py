@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.conformance.calls import MODELS, PROMPTS, id_of, in_session_loop, inputs_of, steered
+from tests.conformance.calls import MODELS, id_of, in_session_loop, inputs_of, prompt_input, steered
 from tests.proxy_fixture import TRANSPORTS, Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
 from triton_openai.prompts.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ async def prompt_at(triton: TestTriton, model: str, request_id: str) -> str:
     if "input_ids" in inputs:
         tokenizer = Tokenizer.load(str(triton.tokenizer))
         return tokenizer.decode(inputs["input_ids"]["value"], skip_special_tokens=False)
-    return next(str(inputs[name]["value"][0]) for name in PROMPTS if name in inputs)
+    return str(inputs[prompt_input(inputs)]["value"][0])
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import re
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +163,32 @@ def tricks(path: str) -> Iterator[str]:
     yield f"http://x/health/live/..{path}"
 
 
+@cache
+def spelled() -> frozenset[str]:
+    """Return a path of each handler, with the prefixes that it has by turns: in `/v1`, in none, and as Azure has it."""
+    app = web.Application()
+    add_routes(app)
+    found: dict[Any, list[str]] = {}
+    for route in app[ROUTE_GROUPS]:
+        assert route.resource is not None
+        found.setdefault(route.handler, []).append(route.resource.canonical.replace("{model}", "m"))
+    return frozenset(paths[number % len(paths)] for number, paths in enumerate(found.values()))
+
+
 def tried(path: str) -> Iterator[tuple[str, str]]:
-    """Yield *path* with every method, and each of its spellings with two."""
+    """Yield *path* with every method, and each of its spellings with two if it stands for its handler."""
     yield from ((path, method) for method in METHODS)
-    yield from itertools.product(tricks(path), ("GET", "POST"))
+    if path in spelled():
+        yield from itertools.product(tricks(path), ("GET", "POST"))
 
 
+@pytest.fixture
+def _few_lines() -> None:
+    """Log no line for each request: the lines of thousands take as long as all the rest."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+
+
+@pytest.mark.usefixtures("_few_lines")
 async def test_no_way_around_a_key(keys_file: Path) -> None:
     """Without a key nothing but health is answered, whatever the path looks like, and by whatever method."""
     async with service(AccessSettings(api_keys_file=keys_file)) as proxy:
@@ -191,6 +213,7 @@ GROUPS = ("inference", "embedding", "model-repository", "metrics", "health", "in
 
 
 @pytest.mark.parametrize("closed", [set(GROUPS) - {"health"}, {"health"}], ids=["all but health", "health"])
+@pytest.mark.usefixtures("_few_lines")
 async def test_no_way_around_a_restriction(closed: set[Any]) -> None:
     """A restricted group is closed in every spelling, also in those that begin or end with what is open."""
     restricted = RestrictedApi(apis=tuple(closed), header="admin-key", value="secret")
@@ -202,6 +225,7 @@ async def test_no_way_around_a_restriction(closed: set[Any]) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.usefixtures("_few_lines")
 async def test_a_restricted_group(group: Any) -> None:
     """
     A restricted group is closed on every alias of a path, to all that is not its header, and the other groups are
@@ -214,11 +238,12 @@ async def test_a_restricted_group(group: Any) -> None:
             for method in methods:
                 assert (401 == (await raw(proxy, method, path))[0]) == (of in closed), (method, path)
             method = sorted(methods)[-1]
-            for wrong in (
-                *(("admin-key: Secret",), ("admin-key: secre",), ("admin-key:",), ("admin_key: secret",)),
+            wrong = (
                 *(("admin-key: x", "admin-key: secret"), ("admin-key: secret", "admin-key: x")),
-            ):
-                assert (401 == (await raw(proxy, method, path, *wrong))[0]) == (of in closed)
+                *(("admin-key: Secret",), ("admin-key: secre",), ("admin-key:",), ("admin_key: secret",)),
+            )
+            for headers in wrong if of in closed else wrong[:1]:
+                assert (401 == (await raw(proxy, method, path, *headers))[0]) == (of in closed)
             assert 401 != (await raw(proxy, method, path, "Admin-Key: secret"))[0]
 
 

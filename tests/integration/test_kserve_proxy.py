@@ -1,4 +1,4 @@
-"""The configuration of nginx that the guide to Triton's own protocol shows, in front of a real Triton."""
+"""The configurations of nginx and Envoy that the guide to Triton's own protocol shows, in front of a real Triton."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -21,29 +21,17 @@ from triton_openai.tritonserver.embedded import free_ports
 GUIDE = Path(__file__).parents[2] / "docs/guides/kserve-protocol.md"
 KEY = {"api-key": "secret-key-1"}
 
-pytestmark = needs("nginx")
 
-
-@pytest.fixture
-def ports(triton: TestTriton, tmp_path: Path) -> Iterator[tuple[int, int]]:
-    """Run the guide's nginx, and return its ports for HTTP and gRPC."""
+@pytest.fixture(params=[pytest.param(name, marks=needs(name)) for name in ("nginx", "Envoy")])
+def ports(request: pytest.FixtureRequest, triton: TestTriton, tmp_path: Path) -> Iterator[tuple[int, int]]:
+    """Run the guide's proxy, and return its ports for HTTP and gRPC."""
     http, grpc = free_ports(2)
-    text = GUIDE.read_text(encoding="utf-8").partition("```nginx\n")[2].partition("```")[0]
-    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    folders = "".join(f" {kind}_temp_path {tmp_path}/{kind};" for kind in kinds)
-    replaced = {
-        "127.0.0.1:8000": triton.http_url.removeprefix("http://"),
-        "127.0.0.1:8001": triton.grpc_url.removeprefix("grpc://"),
-        "listen 8080": f"listen 127.0.0.1:{http}",
-        "listen 8081": f"listen 127.0.0.1:{grpc}",
-        "\nhttp {": f"\nhttp {{ access_log off;{folders}",
-    }
-    for old, new in replaced.items():
-        assert 1 == text.count(old), old
-        text = text.replace(old, new)
-    config, log = tmp_path / "nginx.conf", tmp_path / "error.log"
-    config.write_text(f"daemon off; pid {tmp_path}/pid; error_log {log} warn;\n{text}", encoding="utf-8")
-    process = subprocess.Popen([found("nginx"), "-c", str(config), "-e", str(log)])
+    log = tmp_path / "error.log"
+    if request.param == "nginx":
+        command = _nginx(triton, tmp_path, log, http, grpc)
+    else:
+        command, grpc = _envoy(triton, tmp_path, log, http), http
+    process = subprocess.Popen(command)
     try:
         for port in (http, grpc):
             while not _listens(port):
@@ -53,6 +41,43 @@ def ports(triton: TestTriton, tmp_path: Path) -> Iterator[tuple[int, int]]:
     finally:
         process.terminate()
         process.wait(10)
+
+
+def _nginx(triton: TestTriton, tmp_path: Path, log: Path, http: int, grpc: int) -> Sequence[str]:
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    folders = "".join(f" {kind}_temp_path {tmp_path}/{kind};" for kind in kinds)
+    replaced = {
+        "127.0.0.1:8000": triton.http_url.removeprefix("http://"),
+        "127.0.0.1:8001": triton.grpc_url.removeprefix("grpc://"),
+        "listen 8080": f"listen 127.0.0.1:{http}",
+        "listen 8081": f"listen 127.0.0.1:{grpc}",
+        "\nhttp {": f"\nhttp {{ access_log off;{folders}",
+    }
+    config = tmp_path / "nginx.conf"
+    text = _shown("nginx", replaced)
+    config.write_text(f"daemon off; pid {tmp_path}/pid; error_log {log} warn;\n{text}", encoding="utf-8")
+    return found("nginx"), "-c", str(config), "-e", str(log)
+
+
+def _envoy(triton: TestTriton, tmp_path: Path, log: Path, port: int) -> Sequence[str]:
+    ports = {8000: triton.http_url, 8001: triton.grpc_url}
+    replaced = {f"port_value: {old} ": f"port_value: {url.rpartition(':')[2]} " for old, url in ports.items()}
+    config = tmp_path / "envoy.yaml"
+    config.write_text(
+        _shown("yml", {**replaced, "address: 0.0.0.0, port_value: 8080": f"address: 127.0.0.1, port_value: {port}"}),
+        encoding="utf-8",
+    )
+    options = ("--use-dynamic-base-id", "--concurrency", "1", "--log-path", str(log), "--log-level", "warning")
+    return found("Envoy"), "-c", str(config), *options
+
+
+def _shown(language: str, replaced: Mapping[str, str]) -> str:
+    """Return the configuration that the guide shows in *language*, with what is *replaced* for the test."""
+    text = GUIDE.read_text(encoding="utf-8").partition(f"```{language}\n")[2].partition("```")[0]
+    for old, new in replaced.items():
+        assert 1 == text.count(old), old
+        text = text.replace(old, new)
+    return text
 
 
 def _listens(port: int) -> bool:

@@ -259,8 +259,8 @@ async def test_text_offsets_count_characters(direct: Proxy) -> None:
 def context_of(service: Service, model: ServedModel) -> RequestContext[Any]:
     """Return the context of a request that only a test makes."""
     nothing: Any = None
-    observation = RequestRecord(request_id="r", method="POST", path="/")
-    return RequestContext(nothing, service, nothing, model, observation, LIMITS)
+    record = RequestRecord(request_id="r", method="POST", path="/")
+    return RequestContext(nothing, service, nothing, model, record, LIMITS)
 
 
 def nine_tokens() -> GenerationSpec:

@@ -184,6 +184,10 @@ SYNTHESIZERS: Mapping[str, tuple[list[str], str, dict[str, Any]]] = {
     "file_tts": (["text STRING [1]"], "audio STRING [1]", {"decoupled": False}),
     "bytes_tts": (["text STRING [1]"], "audio UINT8 [-1]", {"decoupled": True}),
 }  # fmt: skip
+#: Models that need a tokenizer, and whose configuration names none: the tests' settings do.
+WITHOUT_TOKENIZER = (
+    "tensorrt_llm_llmapi", "vllm_model", "text_model", "text_embedding", "text_rerank_ids", "text_classification_ids",
+)  # fmt: skip
 #: The models that the demo does not serve.
 FURTHER: Mapping[str, Builder] = {
     "tensorrt_llm_bls_multimodal": (_bls_multimodal, PIPELINE),

@@ -200,14 +200,20 @@ async def test_changes_are_seen():
     assert (True, 0) == (two.models.version != before, alone.models.version)
 
 
+async def unloading() -> tuple[Workers, Process, Visitor, asyncio.Task[None]]:
+    """Return two processes, of which the first unloads a model: the second one, a request that runs there, the task."""
+    service = Workers()
+    first, second = Process(service.start(0)), Process(service.start(1))
+    running = Visitor(second)
+    await until(lambda: running.inside)
+    task = asyncio.create_task(unload(first, "m", grace=600))
+    await until(lambda: refused(second, "m"))
+    return service, second, running, task
+
+
 async def test_a_process_that_dies_while_it_unloads():
     """The models that it closed are open again, and what it had claimed is free."""
-    service = Workers()
-    dying, serving = Process(service.start(0)), Process(service.start(1))
-    running = Visitor(serving)
-    await until(lambda: running.inside)
-    task = asyncio.create_task(unload(dying, "m", grace=600))
-    await until(lambda: refused(serving, "m"))
+    service, serving, running, task = await unloading()
     service.kill(0)
     await until(lambda: not refused(serving, "m"))
     running.leave()
@@ -218,12 +224,7 @@ async def test_a_process_that_dies_while_it_unloads():
 
 async def test_a_process_that_dies_is_not_waited_for():
     """What ran in it has ended with it."""
-    service = Workers()
-    unloading, dying = Process(service.start(0)), Process(service.start(1))
-    running = Visitor(dying)
-    await until(lambda: running.inside)
-    task = asyncio.create_task(unload(unloading, "m", grace=600))
-    await until(lambda: refused(dying, "m"))
+    service, _, running, task = await unloading()
     assert not task.done()
     service.kill(1)
     await asyncio.wait_for(task, 10)
@@ -233,12 +234,7 @@ async def test_a_process_that_dies_is_not_waited_for():
 
 async def test_a_process_that_starts_while_a_model_is_unloaded():
     """A process that starts while a model is unloaded takes no requests for it, until the end of that."""
-    service = Workers()
-    unloading, serving = Process(service.start(0)), Process(service.start(1))
-    running = Visitor(serving)
-    await until(lambda: running.inside)
-    task = asyncio.create_task(unload(unloading, "m", grace=600))
-    await until(lambda: refused(serving, "m"))
+    service, _, running, task = await unloading()
     late = Process(service.start(2))
     await until(lambda: refused(late, "m"))
     running.leave()

@@ -476,7 +476,7 @@ def chat_choice(
         index=index,
         message=message,
         logprobs=ChatLogprobs(in_pieces(chat_logprobs(answer.logprobs).content)) if body.logprobs else None,
-        finish_reason=finish_reason(answer.run.progress, turn.parsers[index], turn.plan),
+        finish_reason=finish_reason(answer.run.progress, parser, turn.plan),
         stop_reason=answer.run.progress.stop_reason,
         token_ids=answer.token_ids if body.return_token_ids else msgspec.UNSET,
     )

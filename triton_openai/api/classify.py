@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from triton_openai import offload
-from triton_openai.answer.jobs import Activation, activated, activation_of, labels_of
+from triton_openai.answer.job_run import Activation, activated, activation_of, labels_of
 from triton_openai.api.embeddings import InputRequest, InputUsage, input_usage, inputs_of
 from triton_openai.api.parameters import refusing, truncation
 from triton_openai.api.service import begin, new_id, now

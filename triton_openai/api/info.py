@@ -14,7 +14,7 @@ from triton_openai import __version__
 from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.access.keys import ApiKey
 from triton_openai.answer.fan_out import collect
-from triton_openai.answer.jobs import run_job
+from triton_openai.answer.job_run import run_job
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.prepare import GenerationSpec, prepare
 from triton_openai.answer.run import Sender

@@ -185,7 +185,7 @@ class LineHost:
                 error = known
             except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
                 _log.exception("line failed", request_id=record.request_id, batch=batch.id)
-                error = errors.ServiceError("The service failed to answer the request.")
+                error = errors.ServiceError()
             record.error = error
             render = app.get(ERROR_BODY)
             made = (render and render(cast(web.Request, request), error)) or (error.status, error.envelope())

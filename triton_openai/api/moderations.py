@@ -15,7 +15,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import offload
-from triton_openai.answer.jobs import activated, activation_of, labels_of
+from triton_openai.answer.job_run import activated, activation_of, labels_of
 from triton_openai.api.bodies import MAX_ITEMS, ModelRequest
 from triton_openai.api.service import begin, new_id
 from triton_openai.config.sources import closest
@@ -30,8 +30,6 @@ _T = TypeVar("_T")
 #: All categories, each of which every result has.
 CATEGORIES: Sequence[Category] = get_args(Category)
 _NAMES = {name.replace("/", "_").replace("-", "_"): name for name in CATEGORIES}
-
-
 _TEXT: Sequence[Literal["text"]] = ("text",)
 
 

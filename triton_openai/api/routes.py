@@ -390,6 +390,9 @@ _CHATS = {**_OLDEST_FIRST, "model": ("The model that answered.", _STRING)}
 _VOICES_OF: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "model": ("The model whose voices are wanted; all without it.", _STRING),
 }
+_ENDPOINT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "endpoint": ("The Triton that is meant; all of them without it.", _STRING),
+}
 _FILE_PAGE = {
     **_PAGE,
     "limit": ("Most files that are wanted.", {"type": "integer", "minimum": 1, "maximum": 10_000, "default": 10_000}),
@@ -531,9 +534,9 @@ OPERATIONS = (
     Operation(info.get_model, _openai("GET /models/{model:.+}"), "get_model", "model-repository",
               answer=info.ModelObject, errors=(errors.ModelNotFound,), shared=message_types.ModelInfo),
     Operation(info.load, _openai("POST /models/{model:.*}/load"), "load_model", "model-repository",
-              info.LoadRequest, info.ModelObject, errors=_CONTROL),
+              info.LoadRequest, info.ModelObject, query=_ENDPOINT, errors=_CONTROL),
     Operation(info.unload, _openai("POST /models/{model:.*}/unload"), "unload_model", "model-repository",
-              info.UnloadRequest, info.Unloaded, errors=_CONTROL),
+              info.UnloadRequest, info.Unloaded, query=_ENDPOINT, errors=_CONTROL),
     Operation(info.version, ("GET /version",), "version", "info", answer=info.Version),
     Operation(info.status, ("GET /status",), "status", "model-repository", answer=info.Status),
     # The OpenAPI Initiative's own schema describes this answer.

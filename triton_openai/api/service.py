@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler
 
 from triton_openai.access.authorizer import gateway_header
 from triton_openai.access.keys import KEY, ApiKey
-from triton_openai.answer.jobs import run_job
+from triton_openai.answer.job_run import run_job
 from triton_openai.answer.limits import TimeLimits
 from triton_openai.answer.logits_reader import score_prompts
 from triton_openai.answer.prepare import GenerationSpec, Prompt, prepare
@@ -173,23 +173,19 @@ class RequestContext(Generic[_Body]):
         """Return the context with another *body*."""
         return RequestContext(self.request, self.service, body, self.model, self.record, self.limits, self.conversation)
 
-    @property
     def sender(self) -> Sender:
-        """What sends the work for the request to Triton."""
+        """Return what sends the work for the request to Triton; of several Tritons, the way is recorded from now on."""
         fleet, model = self.service.fleet, self.model
+        key, lora = self._key() if fleet.several else None, "" if model.lora is None else model.lora.name
+        route = Route(fleet, model.triton_model, among=model.endpoints, key=key, lora=lora)
         if fleet.listed:
-            lora = "" if model.lora is None else model.lora.name
-            route = Route(fleet, model.triton_model, among=model.endpoints, key=self._key, lora=lora)
             self.record.route = route
-        else:
-            route = Route(fleet, model.triton_model)
         return Sender(route, self.record.upstream, self.service.background)
 
-    @property
     def _key(self) -> str | None:
-        """What should stay at one Triton: the session of the request, or its conversation."""
+        """Return what should stay at one Triton: the session of the request, or its conversation."""
         fleet = self.service.fleet
-        if not fleet.several or fleet.policy(self.model.triton_model) != "affinity":
+        if fleet.policy(self.model.triton_model) != "affinity":
             return None
         session = self.request.headers.get("x-session-id")
         named = [getattr(self.body, name, None) for name in ("prompt_cache_key", "safety_identifier", "user")]
@@ -204,7 +200,7 @@ class RequestContext(Generic[_Body]):
         """
         self.record.response_id = job.id
         result = await self.admitted(
-            lambda context: run_job(context.sender, context.model, job, cut=cut, timeout=context.limits.total),
+            lambda context: run_job(context.sender(), context.model, job, cut=cut, timeout=context.limits.total),
             param=param,
         )
         self.record.input_tokens = result.prompt_tokens
@@ -265,7 +261,7 @@ async def begin(request: web.Request, kind: type[_Body], *, read_as_chat: bool =
     """
     Return the context of *request*. Raises :class:`InvalidRequest`, also if the model does not do the operation.
 
-    Of a body that is to be *read_as_chat*, the parameters that are observed are the chat's: the handler sets them.
+    Of a body that is to be *read_as_chat*, the parameters that are recorded are the chat's: the handler sets them.
     """
     operation = request.app[OPERATIONS_BY_HANDLER][request.match_info.handler]
     service, body, model = await read_request(request, kind)
@@ -342,14 +338,14 @@ async def runs_of(
     context: RequestContext[Any], tokenizer: Tokenizer | None, prompts: Sequence[Prompt], spec: GenerationSpec
 ) -> list[Run]:
     """Return the runs that answer *prompts* as :func:`prepare` does, with the log probabilities of the prompts."""
-    model, record = context.model, context.record
+    model, record, sender = context.model, context.record, context.sender()
     with record.stage(TOKENIZE):
-        runs = await prepare(model, tokenizer, prompts, spec, context.sender, context.limits)
+        runs = await prepare(model, tokenizer, prompts, spec, sender, context.limits)
     record.answers = [run.progress for run in runs]
     record.n, record.response_id = spec.n, spec.template.id
     if spec.prompt_scoring is not None and tokenizer is not None:
         generations = [run.generation for run in runs[:: spec.n]]
-        scores = await score_prompts(model.adapter, tokenizer, generations, spec.prompt_scoring, context.sender.ask)
+        scores = await score_prompts(model.adapter, tokenizer, generations, spec.prompt_scoring, sender.ask)
         for place, run in enumerate(runs):
             run.prompt_logprobs = scores[place // spec.n]
     return runs

@@ -106,7 +106,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     capabilities, voices = model.adapter.capabilities, model.voices
     if capabilities.synthesis is None or voices is None:
         raise ConfigurationError(f"The adapter '{model.adapter.name}' does not say how it speaks.", param="model")
-    await voices.renew()
+    await voices.reload()
     name = body.voice.id if isinstance(body.voice, VoiceId) else body.voice
     voice, only = voices.find(name)
     if only and name is not None:
@@ -130,7 +130,7 @@ async def _speak(context: RequestContext[SpeechRequest], job: SynthesisJob, text
     body, record = context.body, context.record
     progress = AnswerState(Generation(id=job.id, prompt=body.input, sampling=Sampling(max_tokens=0)))
     record.answers, record.response_id = [progress], job.id
-    speaker = Speaker(context.sender, context.model, job, texts, context.limits, progress)
+    speaker = Speaker(context.sender(), context.model, job, texts, context.limits, progress)
     file = _File(context, speaker)
     try:
         if body.stream_format == "sse":
@@ -222,6 +222,6 @@ async def list_voices(request: web.Request) -> web.Response:
     found = []
     for model in models:
         if model.voices is not None:
-            await model.voices.renew()
+            await model.voices.reload()
             found += [VoiceObject(id=one, name=one, model=model.name) for one in model.voices.names()]
     return json_response(VoiceList(voices=found))

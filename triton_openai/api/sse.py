@@ -407,7 +407,7 @@ def _reported(context: RequestContext[Any], error: Exception) -> ServiceError:
         return error
     # A bug, or an error of a third party's parser. The answer has begun, so the error is an event in it.
     _log.exception("stream failed", **fields)
-    return ServiceError("The service failed to answer the request.")
+    return ServiceError()
 
 
 async def _fail(event_stream: EventStream, record: RequestRecord, error: ServiceError) -> None:

@@ -206,7 +206,7 @@ async def _transcribed(
         live=stream and context.model.adapter.capabilities.streaming,
         parallel=limits.parallel_chunks,
     )
-    transcription = Transcription(context.sender, context.model, wish)
+    transcription = Transcription(context.sender(), context.model, wish)
     if stream:
         return await stream_parts(context, _events(transcription, recording))
     try:

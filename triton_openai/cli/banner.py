@@ -45,8 +45,8 @@ def render_banner(banner: Banner, log_format: str) -> str:
     lines = [
         f"triton-openai {banner.version} listens at {banner.address}",
         f"Triton at {' and '.join(banner.triton) or 'addresses that are still looked up'}",
+        "",
     ]
-    lines.append("")
     if banner.models:
         lines += table(
             ["MODEL", "ADAPTER", "TASKS", "CHAT", "STATE", "ALSO AS"],

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from triton_openai.adapters._common.base import Adapter, Rule
-from triton_openai.answer.jobs import activation_of
+from triton_openai.answer.job_run import activation_of
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.parameters import neutral_values
@@ -113,8 +113,8 @@ async def inspect_models(settings: Settings) -> list[ModelReport]:
     fleet = Fleet(settings.triton, settings.triton_access)
     try:
         models = Models(settings, fleet)
-        await models.fleet.refresh()
-        error = models.fleet.snapshot.error
+        await fleet.refresh()
+        error = fleet.snapshot.error
         if error is not None:
             urls = " and ".join(url for member in fleet.members.values() for url in member.settings.url)
             raise ConfigurationError(f"No Triton answers at {urls}: {error.detail or error.message}")
@@ -176,11 +176,12 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
     if model.adapter.splits_characters:
         notes.append(_LOSES)
     notes += model.adapter.notes
-    if model.adapter.prefers_grpc and not models.over_grpc:
+    if model.adapter.prefers_grpc and not models.fleet.over_grpc:
         notes.append(_NO_GRPC)
     if not generates:
         # Only the note about the tokenizer, which comes first, for a model that takes token ids.
         notes = notes[:1] if capabilities.tokens and not tokenizer else []
+    notes += [*lora_problems, *differences, *([f"it is not ready at {', '.join(missing)}"] if missing else ())]
     counted = "from the responses and the tokenizer" if tokenizer else "left out (not counted)"
     counts = "from the token counts" if capabilities.usage else "from the number of responses"
     refused = {*neutral_values(ChatRequest), *neutral_values(CompletionRequest)} if generates else ()
@@ -206,12 +207,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         guides=sorted(capabilities.guides),
         loras=sorted({each.lora.name for each in names.values() if each.lora is not None}),
         logprobs=_logprobs(model.adapter),
-        notes=[
-            *notes,
-            *lora_problems,
-            *differences,
-            *([f"it is not ready at {', '.join(missing)}"] if missing else ()),
-        ],
+        notes=notes,
         chat=model.can_chat,
         problems=[*([problem.message] if problem is not None else ()), *lora_problems, *differences],
         **found,
@@ -263,8 +259,7 @@ def _classes(model: ServedModel, tokenizer: Tokenizer | None) -> str:
 
 def _suffix(model: ServedModel, tokenizer: Tokenizer | None) -> str | None:
     """Return how a suffix is written. Raises :class:`ConfigurationError`."""
-    form = fim_form(model.settings.fim_template, tokenizer)
-    if form is not None:
+    if (form := fim_form(model.settings.fim_template, tokenizer)) is not None:
         return form
     known = known_fim_form(tokenizer)
     return None if known is None else f"refused (fim_template; the tokenizer has the tokens of '{known}')"

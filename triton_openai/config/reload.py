@@ -88,7 +88,7 @@ class Reloader:
     def __init__(self, settings: Settings, source: Source, apply_settings: ApplySettings) -> None:
         self.settings = settings
         self._source = source
-        self._take_over = apply_settings
+        self._apply_settings = apply_settings
         self._requested = asyncio.Event()
 
     def request(self) -> None:
@@ -108,10 +108,10 @@ class Reloader:
         watch, read = self._source.watch, False
         try:
             changes = await asyncio.to_thread(self._source.changes, self.settings)
-            _check_guards(self.settings.access, changes.settings.access)
+            _check_restrictions(self.settings.access, changes.settings.access)
             read = True
             if changes.live or reload:
-                await self._take_over(changes.settings, reload)
+                await self._apply_settings(changes.settings, reload)
         except Exception as error:  # noqa: BLE001 - whatever it is, the watch goes on
             watch.failed(error)
             return
@@ -126,7 +126,7 @@ class Reloader:
             log.info("settings are read again", changed=list(changes.live))
 
 
-def _check_guards(old: AccessSettings, new: AccessSettings) -> None:
+def _check_restrictions(old: AccessSettings, new: AccessSettings) -> None:
     """
     Raise :class:`ConfigurationError` if *new* removes all keys or all restrictions of *old*.
 

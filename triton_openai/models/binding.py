@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import structlog
+from msgspec.structs import replace
 
 from triton_openai.adapters._common.base import Adapter
 from triton_openai.adapters._common.registry import Registry, helper_role
@@ -47,22 +47,13 @@ class Binder:
         if not variants:
             return self.bind(snapshot.configs[name], snapshot.configs)
         every = [(each, self.bind(each.config, each.repository)) for each in variants]
-        served = [
-            msgspec.structs.replace(bound, endpoints=each.endpoints)
-            for each, bound in every
-            if isinstance(bound, ServedModel)
-        ]
+        served = [replace(bound, endpoints=each.endpoints) for each, bound in every if isinstance(bound, ServedModel)]
         if not served:
             return every[0][1]
         limits = [model.settings.max_model_len for model in served if model.settings.max_model_len is not None]
         if limits:
-            served = [
-                msgspec.structs.replace(
-                    model, settings=msgspec.structs.replace(model.settings, max_model_len=min(limits))
-                )
-                for model in served
-            ]
-        return msgspec.structs.replace(served[0], variants=tuple(served[1:]))
+            served = [replace(each, settings=replace(each.settings, max_model_len=min(limits))) for each in served]
+        return replace(served[0], variants=tuple(served[1:]))
 
     def bind(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> ServedModel | Unserved:
         """Return the model with this *config* among those of *repository*. Blocks: it reads files."""
@@ -92,9 +83,9 @@ class Binder:
             _log.exception("an adapter failed to take a model", model=name)
             return Unserved(name=name, why=f"its adapter failed: {type(error).__name__}", failed=True)
         if settings.multimodal is not None:
-            metadata = msgspec.structs.replace(metadata, images=settings.multimodal)
+            metadata = replace(metadata, images=settings.multimodal)
         if settings.max_model_len is None:
-            settings = msgspec.structs.replace(settings, max_model_len=metadata.max_model_len)
+            settings = replace(settings, max_model_len=metadata.max_model_len)
         return ServedModel(
             name=name,
             triton_model=name,

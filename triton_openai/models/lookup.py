@@ -60,15 +60,6 @@ class Models:
         fleet.watch(self._rebind)
 
     @property
-    def _settings(self) -> Settings:
-        return self._binder.settings
-
-    @property
-    def over_grpc(self) -> bool:
-        """Whether Triton's gRPC address is known."""
-        return self.fleet.over_grpc
-
-    @property
     def ready(self) -> bool:
         """
         Whether Triton answers and at least one served model is ready.
@@ -77,7 +68,7 @@ class Models:
         served, is missing.
         """
         snapshot = self.fleet.snapshot
-        if self.served or not snapshot.reachable or self._settings.triton.model_control_mode != "explicit":
+        if self.served or not snapshot.reachable or self._binder.settings.triton.model_control_mode != "explicit":
             return snapshot.reachable and bool(self.served)
         failed = any(model.failed for model in self.unserved)
         return not failed and all(reason in _NOT_LOADED for reason in snapshot.waiting.values())
@@ -96,7 +87,7 @@ class Models:
         if name not in _DEFAULT_NAMES:
             fitting = [alias for alias in self._binder.aliases if "*" in alias and fnmatchcase(name, alias)]
             return self._binder.aliases[max(fitting, key=len)] if fitting else name
-        default = self._settings.api.default_model
+        default = self._binder.settings.api.default_model
         if default is None and not name:
             raise missing("model")
         return default or name
@@ -165,7 +156,7 @@ class Models:
 
     def unlisted_lora(self, name: str) -> ServedModel | None:
         """Return the model and LoRA adapter that *name* consists of, where only the backend knows its adapters."""
-        return self.loras.unlisted(name, self.served, self._settings.api.lora_separator)
+        return self.loras.unlisted(name, self.served, self._binder.settings.api.lora_separator)
 
     async def _rebind(self, snapshot: Snapshot) -> None:
         async with self._binding:
@@ -199,7 +190,7 @@ class Models:
                 _log.warning("alias is hidden by a model of that name", alias=alias, model=name)
             elif name in served:
                 served[alias] = msgspec.structs.replace(served[name], name=alias)
-        await self.loras.add(served, snapshot, self._settings, over_grpc=self.over_grpc)
+        await self.loras.add(served, snapshot, self._binder.settings, over_grpc=self.fleet.over_grpc)
         for name in served.keys() - self.served.keys():
             _log.info("model is served", model=name, adapter=served[name].adapter.name)
         for name in self.served.keys() - served.keys():
@@ -214,7 +205,7 @@ class Models:
         self.served, self.unserved = served, unserved
         binder.prompters.keep({model.triton_model for model in served.values()})
         known = {entry.name for entry in snapshot.index}
-        misnamed = _misnamed(self._settings, known, served.keys() | self.loras.waiting)
+        misnamed = _misnamed(self._binder.settings, known, served.keys() | self.loras.waiting)
         for name in sorted(misnamed.keys() - self.misnamed):
             _log.warning("a name in the settings is no model's", name=name, reason=misnamed[name])
         self.misnamed = misnamed

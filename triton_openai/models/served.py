@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -73,9 +74,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         every = (self, *self.variants)
         told: dict[str, Callable[[ServedModel], object]] = {
             "Its context length": lambda model: model.metadata.max_model_len,
-            "Its tokenizer": lambda model: (model.metadata.tokenizer or model.metadata.tokenizer_dir or "").rpartition(
-                "/"
-            )[2],
+            "Its tokenizer": lambda model: Path(model.metadata.tokenizer or model.metadata.tokenizer_dir or "").name,
             "Its adapter": lambda model: model.adapter.name,
             "The release of Triton": lambda model: model.adapter.config.server_version,
         }

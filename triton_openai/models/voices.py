@@ -83,7 +83,7 @@ class Voices:
         """Return a voice, ``None`` for the model's own, or if none is known."""
         return next(iter(self._voices.values()), None)
 
-    async def renew(self) -> None:
+    async def reload(self) -> None:
         """Read the folder again if it has changed. What cannot be used is logged, and changes nothing."""
         if self._folder is not None and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_SECONDS

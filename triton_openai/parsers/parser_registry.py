@@ -8,7 +8,7 @@ A model's answers are read by those that the operator names, else by those that 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, NamedTuple, TypeVar
 
@@ -37,7 +37,6 @@ class Registry(Generic[_Parser]):
     package: str
     #: For each built-in one its class, as "module:Class" in the package, and then aliases.
     table: Mapping[str, Sequence[str]]
-    _: KW_ONLY
     #: What a third party's class is derived from.
     base: type
     #: Makes a parser of a class.
@@ -53,12 +52,10 @@ class Registry(Generic[_Parser]):
 
         Raises :class:`ConfigurationError`, listing the known names, and where a third party's class is no parser.
         """
-        built_in = self._built_in(name)
-        if built_in is not None:
+        if (built_in := self._built_in(name)) is not None:
             found: type[_Parser] = built_in.load()
             return found
-        point = self._third_party().get(name)
-        if point is None:
+        if (point := self._third_party().get(name)) is None:
             raise ConfigurationError(f"There is no {self.kind} '{name}'. Known names: {', '.join(self.names())}.")
         subject = f"The {self.kind} '{name}' ({point.value})"
         try:
@@ -83,8 +80,7 @@ class Registry(Generic[_Parser]):
     def _third_party(self) -> dict[str, EntryPoint]:
         found: dict[str, EntryPoint] = {}
         for point in entry_points(group=self.group):
-            taken = self._built_in(point.name) is not None
-            if taken or (point.name in found and found[point.name].value != point.value):
+            if self._built_in(point.name) is not None or found.get(point.name, point).value != point.value:
                 raise ConfigurationError(
                     f"The name '{point.name}' of a {self.kind} is taken twice ({point.value}). "
                     f"Known names: {', '.join(self.names())}."

@@ -51,9 +51,7 @@ def parse(spec: str) -> str:
 
 def known_fim_form(tokenizer: Tokenizer | None) -> str | None:
     """Return the name of the form whose tokens *tokenizer* has, if there is exactly one."""
-    if tokenizer is None:
-        return None
-    found = [name for name, form in FORMS.items() if all(map(tokenizer.has, tokens_of(form)))]
+    found = [name for name, form in FORMS.items() if tokenizer is not None and all(map(tokenizer.has, tokens_of(form)))]
     return found[0] if len(found) == 1 else None
 
 

@@ -15,13 +15,14 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any, NoReturn
 
 import msgspec
 from jinja2 import Template, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import TemplateError
-from jinja2.ext import Extension
+from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -66,9 +67,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 @cache
 def _environment() -> _Environment:
     """Return the environment that all templates share; it is never modified."""
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
-    )
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -109,12 +108,7 @@ class ChatTemplate(PromptTemplate):
     """
 
     def __init__(
-        self,
-        source: str,
-        *,
-        name: str,
-        special_tokens: Mapping[str, str] | None = None,
-        param: str | None = None,
+        self, source: str, *, name: str, special_tokens: Mapping[str, str] | None = None, param: str | None = None
     ) -> None:
         environment = _environment()
         why = ""
@@ -158,9 +152,7 @@ class ChatTemplate(PromptTemplate):
             reason = (refusal.message or "").strip() or "The chat template does not accept these messages."
             raise InvalidRequest(reason[:_LONGEST_REASON], param="messages") from refusal
         except RecursionError as error:
-            raise InvalidRequest(
-                "The messages are nested too deeply for the chat template.", param="messages"
-            ) from error
+            raise InvalidRequest("The messages are nested too deeply for the template.", param="messages") from error
         except Exception as error:
             # A template is a program, and may raise any error.
             reason = f"{_line_of(error.__traceback__)}: {str(error) or type(error).__name__}"
@@ -210,8 +202,7 @@ class ChatTemplate(PromptTemplate):
         self.takes_developers = self._names("developer") and self._shows(
             _VALUE, {"role": "developer", "content": _VALUE}, _QUESTION
         )
-        late = {"role": "system", "content": _VALUE}
-        early = {"role": "system", "content": _NAME}
+        early, late = ({"role": "system", "content": text} for text in (_NAME, _VALUE))
         self.takes_late_system = all(self._shows(_VALUE, first, late, _QUESTION) for first in (_QUESTION, early))
         try:
             self.render(self._with_parts([_QUESTION]))
@@ -269,9 +260,5 @@ def _conversation(form: ToolForm, call_id: str) -> list[dict[str, Any]]:
 
 def _line_of(traceback: TracebackType | None) -> str:
     """Return " (line N of the template)" for the innermost template frame, which jinja2 puts in tracebacks."""
-    line: int | None = None
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename == "<template>":
-            line = traceback.tb_lineno
-        traceback = traceback.tb_next
-    return "" if line is None else f" (line {line} of the template)"
+    lines = [line for frame, line in walk_tb(traceback) if frame.f_code.co_filename == "<template>"]
+    return f" (line {lines[-1]} of the template)" if lines else ""

@@ -252,15 +252,13 @@ class Tokenizer:
 
     def _find_eos(self, files: TokenizerFiles) -> tuple[int, ...]:
         declared = files.generation_config.get("eos_token_id", files.model_config.get("eos_token_id"))
-        found = [self.special_id("eos_token")]
-        found += declared if isinstance(declared, list) else [declared]
+        found = [self.special_id("eos_token"), *(declared if isinstance(declared, list) else [declared])]
         # JSON's true is not an id.
         return tuple(dict.fromkeys(number for number in found if type(number) is int and number >= 0))
 
     def _find_adds_bos(self, files: TokenizerFiles) -> bool:
         # For Llama-like classes transformers rebuilds the post-processor from this flag, so it comes first.
-        declared = files.config.get("add_bos_token")
-        if isinstance(declared, bool):
+        if isinstance(declared := files.config.get("add_bos_token"), bool):
             return declared
         bos = self.special_tokens.get("bos_token")
         return bos is not None and self.encode("", add_special_tokens=True)[:1] == [self.token_id(bos)]
@@ -304,8 +302,7 @@ def _longest_prompt(told: int | None, model: Mapping[str, Any]) -> int | None:
 
     A tokenizer often comes from an older model with a shorter context. Scaling multiplies the positions.
     """
-    text = model.get("text_config")
-    config = {**model, **text} if isinstance(text, dict) else model
+    config = {**model, **text} if isinstance(text := model.get("text_config"), dict) else model
     positions = _max_length(config.get("max_position_embeddings"))
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     factor = scaling.get("factor") if isinstance(scaling, dict) else None

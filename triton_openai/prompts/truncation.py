@@ -50,8 +50,7 @@ class Truncation(msgspec.Struct, frozen=True, kw_only=True):
         """Return this. Raises :class:`InvalidRequest` for more tokens than the *longest* input has."""
         if longest is not None and self.tokens > longest:
             raise InvalidRequest(
-                f"'{_PARAM}' must not be greater than the model's context length of {longest} tokens, got"
-                f" {self.tokens}.",
+                f"'{_PARAM}' ({self.tokens}) must not be greater than the model's context length of {longest} tokens.",
                 param=_PARAM,
                 code="integer_above_max_value",
             )

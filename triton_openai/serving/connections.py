@@ -19,7 +19,6 @@ from triton_openai.telemetry.request_record import Observer, RequestRecord
 
 # Longest single header, or request line. A request may have 128 headers.
 _MAX_HEADER_SIZE = 16 * 1024
-#: Returns the body of an error response.
 
 
 class Connection(web.RequestHandler):
@@ -116,7 +115,7 @@ class Connection(web.RequestHandler):
         """
         if isinstance(exc, ConnectionError) and (request.transport is None or request.transport.is_closing()):
             raise exc
-        request_id, error = uuid.uuid4().hex, ServiceError("The service failed to answer the request.")
+        request_id, error = uuid.uuid4().hex, ServiceError()
         if isinstance(exc, HttpProcessingError):
             # Not the parser's own message: it repeats what it got.
             error = InvalidRequest("The request is not valid HTTP.", code="invalid_http")

@@ -137,7 +137,7 @@ def _reported(request: web.Request, error: Exception) -> tuple[ServiceError, Map
         case _:
             record = request[RECORD]
             _log.exception("request failed", request_id=record.request_id, path=record.path)
-            return ServiceError("The service failed to answer the request."), {}
+            return ServiceError(), {}
 
 
 def _error_response(
@@ -150,12 +150,8 @@ def _error_response(
         warn(_log, "request refused", error, **fields, status=error.status, code=error.code)
     render = request.app.get(ERROR_BODY)
     status, body = (render and render(request, error)) or (error.status, error.envelope())
-    return web.Response(
-        status=status,
-        body=body,
-        content_type="application/json",
-        headers={**error.headers(), **headers},
-    )
+    headers = {**error.headers(), **headers}
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
 def _headers(app: web.Application) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:

@@ -259,8 +259,8 @@ class Series:
     """
     The numbers of one series: one, or those of a histogram with these upper *bounds* of its buckets.
 
-    ``prometheus_client``'s own take several times as long for an observation, and one at a time. Here
-    nothing is locked: only the event loop's thread writes.
+    ``prometheus_client``'s own take several times as long for a value, and one at a time. Here nothing is
+    locked: only the event loop's thread writes.
     """
 
     __slots__ = ("_bounds", "numbers")
@@ -279,13 +279,13 @@ class Series:
         self.numbers[0] = number
 
     def observe(self, amount: float) -> None:
-        """Count one observation."""
+        """Count one value."""
         numbers = self.numbers
         numbers[bisect_left(self._bounds, amount)] += 1
         numbers[-1] += amount
 
     def observe_intervals(self, times: Sequence[float]) -> None:
-        """Count an observation for each interval between *times*; equal times are one."""
+        """Count a value for each interval between *times*; equal times are one."""
         intervals = (after - before for before, after in pairwise(times) if after != before)
         counts = collections.Counter(bisect_left(self._bounds, interval) for interval in intervals)
         for bucket, count in counts.items():

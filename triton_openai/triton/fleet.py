@@ -447,10 +447,10 @@ class Fleet:
         for model in models:
             members = [each for each in self.members.values() if model in each.targets]
             targets = [each.targets[model] for each in members]
-            pool = self._pools.get(model)
-            if pool is None:
+            if (pool := self._pools.get(model)) is None:
                 pool = self._pools[model] = Pool(self.policy(model), max_ejected=0.0, load_factor=1.0)
-            panicked, pool.policy, pool.load_factor = pool.panics, self.policy(model), routing.load_factor
+            panicked = pool.panics
+            pool.policy, pool.load_factor = self.policy(model), routing.load_factor
             pool.max_ejected = self._settings.ejection.max_share if self.several else 0.0
             pool.update(targets, ejected=[each.name for each in members if each.ejected])
             if pool.panics != panicked:

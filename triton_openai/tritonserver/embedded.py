@@ -24,8 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.triton.client import check_name
+from triton_openai.errors import ConfigurationError
 from triton_openai.tritonserver import _guard
 from triton_openai.tritonserver._runtime import Runtime, installed_runtime, packaged_runtime
 
@@ -209,8 +208,9 @@ class EmbeddedTriton:
                 remote = " For one that is no folder, start Triton yourself and write --triton-url."
                 hint = remote if ":/" in str(repository) else ""
                 raise ConfigurationError(f"There is no model repository at {repository}.{hint}")
+        known = {path.name for repository in self._repositories for path in repository.iterdir() if path.is_dir()}
         for name in self._load_models:
-            if name != _ALL_MODELS and not any(_is_model(repository, name) for repository in self._repositories):
+            if name not in (_ALL_MODELS, *known):
                 # Triton would only report that not all models could be loaded.
                 where = " or ".join(map(str, self._repositories))
                 raise ConfigurationError(f"There is no model {name[:200]!r} in {where}.")
@@ -298,14 +298,6 @@ class EmbeddedTriton:
         # The cause is far above the end: Triton unloads all other models before it ends.
         wrong = [line for line in self.log_tail(10_000).splitlines() if _FAILED_TO_LOAD.search(line)]
         return "\n".join(["", *wrong, "The end of its log:", self.log_tail() or "(nothing)"])
-
-
-def _is_model(repository: Path, name: str) -> bool:
-    try:
-        check_name(name)
-    except InvalidRequest:
-        return False
-    return (repository / name).is_dir()
 
 
 def _ipv4(host: str) -> str:

@@ -147,7 +147,7 @@ def test_a_described_model_gets_what_it_takes() -> None:
 
 @every_case("field, value", [("speed", 1.5), ("instructions", "Sing."), ("language", "en")])
 def test_what_a_model_does_not_take(field: str, value: Any) -> None:
-    """It is refused by its name."""
+    """What a model does not take is refused by its name."""
     with pytest.raises(UnsupportedParameter) as caught:
         sent(Synthesizer(zero_shot(COSYVOICE), {}), voice=VOICE, **{field: value})
     assert field == caught.value.param

@@ -121,7 +121,7 @@ async def test_token_ids_reach_a_model_that_takes_texts_as_one_or_not_at_all() -
 
 
 async def test_a_model_of_token_ids_gets_them() -> None:
-    """Those of a text, and those of the client as they are."""
+    """A model of token ids gets those of a text, and those of the client as they are."""
     ids = tuple(TOKENIZER.encode("one two"))
     text, given = await prepared(Texts(tokens=True), ["one two", ids])
 

@@ -193,7 +193,7 @@ def test_what_is_no_integer(count: bytes):
 
 @every_case("ids", [b"[1.0]", b"[1, 2.0]", b"[[1.0]]", b"[1e0]"])
 def test_token_ids_are_written_as_integers(ids: bytes):
-    """Those that are not are refused, and not rounded."""
+    """Token ids that are no integers are refused, and not rounded."""
     with pytest.raises(InvalidRequest, match="got a number") as caught:
         parse_json(b'{"ids": %b, "count": 4.0}' % ids, Numbers)
 

@@ -284,7 +284,7 @@ PIECES = st.lists(st.sampled_from(["a", "b", "ab", "ba", "", "é", "\xc3", "\xa9
 @settings(max_examples=300)
 @given(PIECES, st.lists(st.sampled_from(["ab", "b", "aba", "bb", "é", "éa"]), min_size=1, max_size=3), st.randoms())
 def test_entries_end_where_the_text_does(pieces: list[str], stops: list[str], chance: random.Random) -> None:
-    """Those of tokens before the stop string come once and in order, however they arrive; those behind it never do."""
+    """Entries of tokens before the stop string come once and in order, however they arrive; others never do."""
     # A lone "\xc3" or "\xa9" stands for one byte of the two.
     raws = [piece.encode("latin-1") if piece in ("\xc3", "\xa9") else piece.encode() for piece in pieces]
     entries = [TokenLogprob("x", -1.0, raw, id=place) for place, raw in enumerate(raws)]

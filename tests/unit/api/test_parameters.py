@@ -192,7 +192,7 @@ def test_stop_strings_that_are_refused(stop, code):
 
 
 def test_neutral_values_keep_their_types():
-    """Those of one field are not taken for the equal ones of another: 1 for ``True``, and 0 for ``False``."""
+    """Neutral values of one field are not taken for the equal ones of another: 1 for ``True``, and 0 for ``False``."""
     for kind, name, neutral in ((ChatRequest, "best_of", 1), (RerankRequest, "priority", 0)):
         (found,) = neutral_values(kind)[name]
         assert (type(neutral), neutral) == (type(found), found)

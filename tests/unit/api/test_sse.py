@@ -396,7 +396,7 @@ class ServedParts(Served):
 
 
 async def test_a_client_that_leaves_while_no_part_comes(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is found out by a heartbeat, which is no error, and nobody waits for the part any more."""
+    """A heartbeat finds out that the client has left: that is no error, and nobody waits for the part any more."""
 
     async def write(*given: Any) -> None:
         raise ConnectionResetError

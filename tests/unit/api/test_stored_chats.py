@@ -35,7 +35,7 @@ async def ids(proxy: Proxy, query: str = "") -> list[str]:
 
 
 async def test_a_kept_completion(store_url: str) -> None:
-    """It is what the client got, with its metadata, which can be replaced; its messages are kept too, and it goes."""
+    """A kept completion is what the client got; metadata can be replaced, messages read, and all of it deleted."""
     async with service(store_url) as proxy:
         messages = [
             {"role": "system", "content": "Be brief."},
@@ -68,7 +68,7 @@ async def test_a_kept_completion(store_url: str) -> None:
 
 
 async def test_the_list(store_url: str) -> None:
-    """It has an order, pages, and filters by model and metadata; what was not to be kept is not in it."""
+    """The list has an order, pages, and filters by model and metadata, and only what was to be kept."""
     async with service(store_url) as proxy:
         assert [] == await ids(proxy)
         await proxy.post(CHATS, CHAT)

@@ -378,8 +378,8 @@ async def test_owners_take_turns(tmp_path: Path) -> None:
         large = await one.batch([f"large-{number}" for number in range(100)], name="batch_1")
         small = await one.batch(["small-0", "small-1"], name="batch_2", owner="you")
         for batch in (large, small):
-            await one.until(batch, lambda found: found.status == "in_progress")
-        await asyncio.sleep(0.05)
+            # Its lines are read, and wait.
+            await one.until(batch, lambda found: found.status == "in_progress" and one.runner._held[found.id].window)
         one.host.busy = False
         assert "completed" == (await one.ended(small)).status
         last = [name for _, name in one.host.order].index("small-1")

@@ -17,7 +17,7 @@ def line(id: str, event: str = "request", model: str = "m") -> str:
 
 
 def test_lines_are_found_as_they_come(tmp_path: Path) -> None:
-    """Those that are whole, in their order, by id, model and kind; a file that is not there yet is an empty one."""
+    """A record has whole lines in their order, by id, model and kind; a file that is not there yet is an empty one."""
     record = Record(tmp_path / "record.jsonl")
     assert [] == record.events()
     with record.path.open("a") as file:

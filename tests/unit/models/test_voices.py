@@ -55,16 +55,16 @@ async def test_a_folder_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     voices = voices_of(tmp_path)
     record(tmp_path, "bob.wav", None)
     for _ in range(3):
-        await voices.renew()
+        await voices.reload()
     assert ["ada"] == voices.names()
     (tmp_path / "bob.txt").write_text("I am Bob.")
     for _ in range(3):
-        await voices.renew()
+        await voices.reload()
     assert ["ada", "bob"] == voices.names()
     (tmp_path / "ada.txt").write_text("I was Ada.")
     os.utime(tmp_path / "ada.txt", (1, 1))
     for _ in range(3):
-        await voices.renew()
+        await voices.reload()
     voice, _ = voices.find("ada")
     assert voice is not None
     assert "I was Ada." == voice.text
@@ -94,7 +94,7 @@ def test_wrong_folders(
 
 
 def test_files_that_are_no_audio(tmp_path: Path) -> None:
-    """They are named, as a folder that is not there is."""
+    """An error names files that are no audio, and a folder that is not there."""
     (tmp_path / "ada.mp3").write_bytes(b"hello")
     (tmp_path / "ada.txt").write_text("Hello.")
     with pytest.raises(ConfigurationError, match=r"ada\.mp3.*not audio"):

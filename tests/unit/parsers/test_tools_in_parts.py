@@ -130,7 +130,7 @@ def test_a_doubled_name(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_built_in_templates(name: str, expected: tuple[str | None, str | None]) -> None:
-    """Those of the built-in templates that write calls show which parser reads them."""
+    """Built-in templates that write calls show which parser reads them."""
     assert expected == detect(prompter.read_builtin(name))
 
 

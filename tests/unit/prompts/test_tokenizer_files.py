@@ -66,7 +66,7 @@ async def defaults(model: ServedModel) -> dict[str, Any]:
 
 @pytest.mark.parametrize("source", [None, "auto"])
 def test_generation_config_is_read_beside_the_tokenizer(folder, source):
-    """Those keys count that vLLM's server takes, under the names of a request."""
+    """Of its keys, those count that vLLM's server takes, under the names of a request."""
     notes: list[str] = []
     found, origin = recommended_sampling(source, Tokenizer.load(str(folder)).generation_config, notes)
 

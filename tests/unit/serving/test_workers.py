@@ -238,7 +238,7 @@ async def test_new_settings_reach_everybody() -> None:
 
 
 async def test_settings_that_one_refuses_hold_nowhere() -> None:
-    """Those who took them get the old ones back, and so does who is started later."""
+    """Workers that took new settings get the old ones back if one refuses them, and so does one that starts later."""
     factory = Factory()
     async with running(factory, 3) as pool:
         factory.members[1].refuses = "There is no such template."
@@ -311,7 +311,7 @@ async def test_silence_is_no_consent(clock: Clock) -> None:
         one.far.methods["apply_settings"] = apply_settings
         asking = asyncio.create_task(one.worker.apply_settings(_NEW, reload=False))
         await until(lambda: asked)
-        clock.advance(pool_module._TAKE_OVER_SECONDS)
+        clock.advance(pool_module._APPLY_SECONDS)
         assert "did not answer" in (await asking or "")
 
         answered.set()

@@ -238,7 +238,7 @@ async def test_chains(stores: tuple[Store, Store]) -> None:
 
 
 async def test_entries_in_order(stores: tuple[Store, Store]) -> None:
-    """Those of an owner, with a prefix, in the order of their keys, from any of them on."""
+    """A store lists entries of an owner with a prefix, in the order of their keys, from any of them on."""
     first, second = stores
     keys = [f"a-{number:04x}" for number in range(9, 21)]
     for number, key in enumerate(reversed(keys)):

@@ -176,7 +176,7 @@ def test_latencies_are_observations(latencies: list[list[float]]) -> None:
 
 
 def test_latencies_of_all_answers(metrics: Metrics) -> None:
-    """Those of failed answers count too."""
+    """Latencies of failed answers count too."""
     # Two tokens arrive together at 1.5.
     arrivals = (1.0, 1.5, 1.5, 1.5625, 5.5625)
     failed = FakeAnswer(arrivals=arrivals, error=UpstreamError("x"))

@@ -396,7 +396,7 @@ def test_what_is_not_recorded_is_not_carried() -> None:
 
 
 def test_headers_are_handed_on() -> None:
-    """Those of a trace that is recorded, and the request's id always."""
+    """Triton gets the headers of a trace that is recorded, and the request's id always."""
     observation = RequestRecord(
         request_id="r",
         method="POST",

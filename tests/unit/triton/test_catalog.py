@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import pytest
 import structlog
 
+from bench.fleet import Instant
 from triton_openai.errors import UpstreamUnavailable
 from triton_openai.triton.catalog import Catalog, Snapshot
-from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
-from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
+from triton_openai.triton.client import IndexEntry, ServerInfo
+from triton_openai.triton.tensors import ModelConfig
 
 
-class FakeClient:
+class FakeClient(Instant):
     """Answers the control calls out of what a test has put into it."""
 
     def __init__(self, *names: str) -> None:
@@ -54,21 +55,6 @@ class FakeClient:
         if model not in self.configs:
             raise UpstreamUnavailable(f"no config of {model}")
         return self.configs[model]
-
-    async def load_model(self, model: str) -> None:
-        raise NotImplementedError
-
-    async def unload_model(self, model: str, *, dependents: bool = False) -> None:
-        raise NotImplementedError
-
-    async def infer(self, request: InferRequest) -> InferResponse:
-        raise NotImplementedError
-
-    def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        pass
 
 
 class Changes:

@@ -81,7 +81,7 @@ def test_nobody_is_chosen_without_weight_or_after_a_failure():
 
 @pytest.mark.parametrize("others", [2, 9])
 def test_a_target_that_came_back_begins_with_a_tenth(others):
-    """It gets some 10 % of its share at first, and all of it after ten seconds."""
+    """A target that came back gets some 10 % of its share at first, and all of it after ten seconds."""
     for age, part in ((0.0, 0.1), (5.0, 0.5), (10.0, 1.0)):
         pool = pool_of(*[1] * (others + 1))
         pool.targets[0].restore(100.0)
@@ -174,7 +174,7 @@ def test_a_key_goes_on_where_only_loaded_targets_are_left():
 
 
 def test_requests_of_a_target_that_left_do_not_count():
-    """They end later, and the bound of the others stays right."""
+    """Requests of a target that left end later, and the bound of the others stays right."""
     pool = pool_of(1, 1, 1, policy="affinity")
     gone, *others = pool.targets
     for _ in range(20):

@@ -1280,7 +1280,7 @@ async def test_calls_that_are_not_answered(limit: float | None) -> None:
 
 
 def test_connections_that_break() -> None:
-    """Those are the texts of grpc.aio for an answer that was cut off; the others say that Triton was not reached."""
+    """Connections that break have grpc.aio's texts: of an answer cut off, or of a Triton that was not reached."""
     for text, kind in (
         ("Socket closed", UpstreamError),
         ("Connection reset by peer", UpstreamError),

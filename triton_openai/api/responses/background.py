@@ -38,7 +38,7 @@ _PAGE_ROWS = 100
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0
 
 
-def observation_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -> RequestRecord:
+def record_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -> RequestRecord:
     """
     Return the record of a response that is to be made in the background, beside that of the request for it.
 
@@ -138,7 +138,7 @@ async def _make(
                 failure = error
             except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
                 _log.exception("response failed", request_id=record.request_id, response=made.response.id)
-                failure = errors.ServiceError("The service failed to answer the request.")
+                failure = errors.ServiceError()
             if failure is not None:
                 record.error = failure
                 log.add(events.concluded(failure))

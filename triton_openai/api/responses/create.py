@@ -116,7 +116,7 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
         source, param = response.conversation["id"], "conversation"
     sources = Sources(made.state, made.owner, settings)
     suffix, size = f"{response.id.removeprefix('resp_')}i", context.record.body_size or 0
-    await sources.gather(input_items(body), source=source, suffix=suffix, size=size)
+    await sources.gather(input_items(body), source=source, param=param, suffix=suffix, size=size)
     made.input, made.ancestors = sources.rows, sources.ancestors
     context.conversation = sources.root
     # The response says whether it is used.
@@ -181,7 +181,7 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
 
     Whatever can be wrong with the request is found out before. Raises :class:`ServiceError`.
     """
-    record = background.observation_of(context, made)
+    record = background.record_of(context, made)
     made.state.beginning += 1
     try:
         async with AsyncExitStack() as stack:

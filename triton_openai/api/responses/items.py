@@ -128,18 +128,17 @@ class Sources:
         # The most values that the items before it have; ``None`` if they have to be counted with its own.
         self._most: int | None = None
 
-    async def gather(self, items: Sequence[Item], *, source: str | None, suffix: str, size: int) -> None:
+    async def gather(self, items: Sequence[Item], *, source: str | None, param: str, suffix: str, size: int) -> None:
         """
         Find out what a request with *items*, in a body of *size* bytes, is about.
 
-        *source* is the conversation or the response that it goes on from. The rows have ids with *suffix*. Raises
-        :class:`InvalidRequest`.
+        *source* is what it goes on from: a conversation or a response, as *param* says. The rows have ids with
+        *suffix*. Raises :class:`InvalidRequest`.
         """
-        param = "conversation" if source is not None and source.startswith("conv_") else "previous_response_id"
         before: Sequence[bytes] = ()
         if source is not None:
             most_size = self._settings.server.max_body_size
-            history = await self._state.history(source, self._owner, most=MAX_MESSAGES, most_size=most_size)
+            history = await self._state.history(source, self._owner, param, most=MAX_MESSAGES, most_size=most_size)
             self._add(history.length, history.size, param)
             before, self.ancestors = history.rows, [link.key for link in history.links[1:_ANCESTORS]]
             self.root = history.links[-1].key

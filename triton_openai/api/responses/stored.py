@@ -114,25 +114,27 @@ class ResponseStore:
                 await found.put(_output_rows(response))
         return found
 
-    async def history(self, key: str, owner: str, *, most: int, most_size: int) -> Chain:
+    async def history(self, key: str, owner: str, param: str, *, most: int, most_size: int) -> Chain:
         """
         Return the items of a conversation, or of a response and those before it, each in JSON, the oldest first.
+
+        *param* says which: ``conversation`` or ``previous_response_id``.
 
         They are counted and not read where they are more than *most*, or have more than *most_size* bytes. Raises
         :class:`InvalidRequest` for what is not there, has not ended, or is part of a conversation.
         """
         bounds = {"most_rows": most, "most_size": most_size}
-        if key.startswith("conv_"):
+        if param == "conversation":
             found = await self.store().chain(key, owner, ["items"], most=1, **bounds)
             if not found.links[0].found:
                 raise no_conversation(key)
             return found
-        param, found = "previous_response_id", Chain([Link(key, False, 0.0)], (), 0, 0)
+        found = Chain([Link(key, False, 0.0)], (), 0, 0)
         if is_key("resp_", key):
             found = await self.store().chain(key, owner, _ITEMS, most=most + 1, **bounds)
         for link in found.links:
             if link.key.startswith("conv_"):
-                raise errors.InvalidValue("The response before this one is part of a conversation: give that.", param)
+                raise errors.InvalidValue("That is a conversation, or part of one: give 'conversation' instead.", param)
             if not link.found:
                 missing = f"Previous response with id '{key[:100]}' not found."
                 if link.key != key:

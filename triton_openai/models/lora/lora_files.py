@@ -39,8 +39,7 @@ class FoundLora(Lora, frozen=True, kw_only=True):
 
     def read(self, wanted: LoraFormat) -> Lora:
         """Return the adapter with its weights from its files. Raises :class:`ConfigurationError` for clients to see."""
-        assert self.folder is not None, "an adapter without files has no weights"
-        assert self.root is not None, "an adapter without files has no weights"
+        assert self.folder is not None and self.root is not None, "an adapter without files has no weights"  # noqa: PT018
         try:
             weights, config = load(self.folder, self.root, wanted)
         except ConfigurationError as error:

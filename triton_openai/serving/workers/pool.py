@@ -35,7 +35,7 @@ _DUMP_SECONDS = 0.5
 # Time that a worker has to end after that of its requests.
 _END_SECONDS = 10.0
 # A worker may have to fetch a tokenizer before it can say whether it takes new settings.
-_TAKE_OVER_SECONDS = 300.0
+_APPLY_SECONDS = 300.0
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,10 +118,10 @@ class WorkerProcess:
         """
         self.settings = settings
         try:
-            async with asyncio.timeout(_TAKE_OVER_SECONDS):
+            async with asyncio.timeout(_APPLY_SECONDS):
                 refusal: str | None = await self.channel.call("apply_settings", settings, reload)
         except TimeoutError:
-            return f"The worker with process id {self.pid} did not answer within {_TAKE_OVER_SECONDS:g} seconds."
+            return f"The worker with process id {self.pid} did not answer within {_APPLY_SECONDS:g} seconds."
         return refusal
 
     def signal(self, number: signal.Signals) -> None:

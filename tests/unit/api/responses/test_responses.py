@@ -124,7 +124,7 @@ def test_bad_items(param, item):
 
 
 def test_names_in_include() -> None:
-    """Those that OpenAI's document has are taken, whether or not this service has such items; others are refused."""
+    """Names that OpenAI's document has are taken, whether or not this service has such items; others are refused."""
     known = ["reasoning.encrypted_content", "web_search_call.action.sources", "message.output_text.logprobs"]
 
     assert reading({"input": "x", "include": known}).chat.logprobs

@@ -81,7 +81,7 @@ async def test_what_a_response_goes_on_from(state: ResponseStore) -> None:
 
     async def read(source: str | None, owner: str = "me", items: Any = (), **limits: Any) -> Sources:
         sources = Sources(state, owner, Settings(server=ServerSettings(**limits)))
-        await sources.gather(items, source=source, suffix="x", size=9)
+        await sources.gather(items, source=source, param="previous_response_id", suffix="x", size=9)
         return sources
 
     items = (await read(ids[2])).before
@@ -101,6 +101,17 @@ async def test_what_a_response_goes_on_from(state: ResponseStore) -> None:
         await read(None, "you", [{"type": "item_reference", "id": items[1]["id"]}])
 
 
+async def test_a_conversation_is_no_previous_response() -> None:
+    """A request that names a conversation as its previous response is refused: it does not hold the conversation."""
+    async with service("memory") as proxy:
+        conversation = (await proxy.post("/v1/conversations", {})).json["id"]
+        for path in ("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"):
+            body = {"model": "m", "input": "in", "previous_response_id": conversation}
+            refused = await proxy.post(path, body)
+            assert (400, "previous_response_id") == (refused.status, refused.error["param"]), path
+            assert "give 'conversation'" in refused.error["message"], path
+
+
 async def test_a_deleted_response_in_the_middle() -> None:
     """What follows it can be continued without its items; what is lost is named beside the id that the client sent."""
     async with service("memory") as proxy:
@@ -114,7 +125,7 @@ async def test_a_deleted_response_in_the_middle() -> None:
             if gone is not None:
                 assert 200 == (await send(proxy, "DELETE", f"/v1/responses/{made[gone]}", None)).status
             assert "completed" == (await proxy.post("/v1/responses", body)).json["status"]
-            found = await state.history(made[3], "", most=9, most_size=9999)
+            found = await state.history(made[3], "", "previous_response_id", most=9, most_size=9999)
             assert [made[int(turn)] for turn in reversed(left)] == [link.key for link in found.links]
             assert 2 * len(left) == found.length == len(found.rows)
             assert made[2] == (await proxy.get(f"/v1/responses/{made[3]}")).json["previous_response_id"]
@@ -143,7 +154,7 @@ async def test_a_parent_that_is_deleted_meanwhile(monkeypatch: pytest.MonkeyPatc
             body = {"model": "m", "input": f"turn {turn}", "previous_response_id": made[-1] if made else None, **more}
             answer = await proxy.post("/v1/responses", body)
             made.append(re.findall(rb'"(resp_\w+)"', answer.body)[0].decode())
-        found = await proxy.client.app[STATE].history(made[3], "", most=9, most_size=9999)
+        found = await proxy.client.app[STATE].history(made[3], "", "previous_response_id", most=9, most_size=9999)
         assert [made[3], made[2], made[0]] == [link.key for link in found.links]
 
 
@@ -180,7 +191,7 @@ async def test_one_response_at_a_time_in_a_conversation(state: ResponseStore) ->
                 await state.extend(conversation, "me", [Row("input", "b", b"{}")], holder="resp_2")
             # Items that a client adds itself need no turn.
             await state.extend(conversation, "me", [Row("items", "c", b"[]")])
-    assert [b"{}", b"[]"] == list((await state.history(conversation, "me", most=9, most_size=99)).rows)
+    assert [b"{}", b"[]"] == list((await state.history(conversation, "me", "conversation", most=9, most_size=99)).rows)
     with pytest.raises(ObjectNotFound):
         async with hold(3, "you"):
             pass

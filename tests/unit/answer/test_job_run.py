@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.cases import every_case
-from triton_openai.answer.jobs import Activation, _cosines, activated, sigmoid
+from triton_openai.answer.job_run import Activation, _cosines, activated, sigmoid
 from triton_openai.errors import UpstreamError
 
 
