@@ -103,6 +103,10 @@ class ServerSettings(_Group, frozen=True):
     max_running_requests_per_model: Annotated[
         Count | None, _flag("Most running requests of one model, divided among the workers.", live=True)
     ] = None
+    max_running_requests_per_endpoint: Annotated[
+        Count | None,
+        _flag("Most running requests of one model on each Triton, divided among the workers.", live=True),
+    ] = None
     max_queued_requests: Annotated[
         int,
         Meta(ge=0, extra={"metavar": "N"}),

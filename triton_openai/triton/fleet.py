@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -48,6 +48,8 @@ _MOST_LABELS = 64
 # Multiples of it are spread evenly over 0 to 1.
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _CREDIT_SECONDS = 10.0
+# Between two looks at the requests that are to end.
+_PAUSE = 0.1
 # So many models that are ejected on a Triton eject it for all.
 _EJECTED_MODELS = 3
 
@@ -277,6 +279,8 @@ class Fleet:
         self._observer = observer if self.listed else None
         self._changed: Callable[[Snapshot], Awaitable[None]] | None = None
         self._ask: Callable[[str, str], Awaitable[None]] | None = None
+        self._room: Callable[[], None] = lambda: None
+        self._most_running = math.inf
         #: By name.
         self.members: dict[str, Member] = {}
         #: What all have together.
@@ -311,13 +315,25 @@ class Fleet:
         self,
         changed: Callable[[Snapshot], Awaitable[None]] | None = None,
         ask: Callable[[str, str], Awaitable[None]] | None = None,
+        room: Callable[[], None] | None = None,
     ) -> None:
         """
-        Set *changed*, which is awaited with the models of all when these change, or *ask*.
+        Set *changed*, which is awaited with the models of all when these change, *ask* or *room*.
 
-        *ask* raises :class:`ServiceError` unless a model at the Triton of a name answers a small request.
+        *ask* raises :class:`ServiceError` unless a model at the Triton of a name answers a small request. *room* is
+        called when the :meth:`capacity` of a model may have changed.
         """
-        self._changed, self._ask = changed or self._changed, ask or self._ask
+        self._changed, self._ask, self._room = changed or self._changed, ask or self._ask, room or self._room
+
+    def limit(self, most_running: float) -> None:
+        """Send no Triton more than *most_running* requests for a model at a time while another one has room."""
+        self._most_running = most_running
+        self._update_pools(list(self._pools))
+
+    def capacity(self, model: str) -> float:
+        """Return how many requests for *model* its Tritons run at a time; that of one if none has it."""
+        pool = self._pools.get(model)
+        return self._most_running * max(1, 0 if pool is None else len(pool.candidates))
 
     async def run(self) -> None:
         """Look for Tritons, and at the models of each, until cancelled."""
@@ -452,6 +468,7 @@ class Fleet:
                 pool = self._pools[model] = Pool(self.policy(model), max_ejected=0.0, load_factor=1.0)
             panicked, pool.policy, pool.load_factor = pool.panics, self.policy(model), routing.load_factor
             pool.max_ejected = self._settings.ejection.max_share if self.several else 0.0
+            pool.most_running = self._most_running
             pool.update(targets, ejected=[each.name for each in members if each.ejected])
             if pool.panics != panicked:
                 if self._observer is not None:
@@ -460,6 +477,7 @@ class Fleet:
                     _log.error("too many Tritons are ejected: all are used", model=model)
             if not targets:
                 del self._pools[model]
+        self._room()
 
     # Requests
 
@@ -544,6 +562,24 @@ class Fleet:
         if first:
             self._budget.count(time.monotonic())
         return lease
+
+    @contextlib.asynccontextmanager
+    async def emptied(self, member: Member, models: Collection[str], grace: float) -> AsyncIterator[None]:
+        """Send *member* no requests for *models* meanwhile; first its running ones may end, for *grace* seconds."""
+        targets = [member.targets[model] for model in models if model in member.targets]
+        try:
+            self._weigh(targets, 0.0, models)
+            ends = time.monotonic() + grace
+            while any(target.running for target in targets) and time.monotonic() < ends:  # noqa: ASYNC110 - it is seldom
+                await asyncio.sleep(_PAUSE)
+            yield
+        finally:
+            self._weigh(targets, member.settings.weight, models)
+
+    def _weigh(self, targets: Sequence[Target], weight: float, models: Collection[str]) -> None:
+        for target in targets:
+            target.weight = weight
+        self._update_pools([model for model in models if model in self._pools])
 
     def _count(self, model: str, target: Target, number: int) -> None:
         pool = self._pools.get(model)

@@ -165,6 +165,19 @@ def test_no_target_gets_more_than_its_bounded_load():
     assert sorted(target.running for target in pool.targets)[-3] >= 100
 
 
+@pytest.mark.parametrize("policy", ["least_requests", "round_robin", "affinity"])
+@pytest.mark.parametrize("others", [2, 9])
+def test_no_target_runs_more_than_it_may_while_another_has_room(policy, others):
+    """Whatever the policy and the weights: all are full before one gets more, and then one does."""
+    pool = pool_of(5, *[1] * others, policy=policy)
+    pool.most_running = 4
+    for number in range(4 * (others + 1)):
+        pool.count(pool.choose(100.0, key=b"the same" if number % 2 else None), 1)
+    assert {target.running for target in pool.targets} == {4}
+    assert pool.choose(100.0, key=b"the same") is not None
+    assert pool.choose(100.0, avoid=[target.endpoint for target in pool.targets[1:]]).endpoint == "t0"
+
+
 def test_a_key_goes_on_where_only_loaded_targets_are_left():
     """The bound spreads requests; it refuses none when the others have failed or do not fit."""
     pool = pool_of(1, 1, policy="affinity")
