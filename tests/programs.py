@@ -15,6 +15,7 @@ import pytest
 PROGRAMS = {
     "Chromium": (("chromium", "chromium-browser", "google-chrome"), "chromium"),
     "curl": (("curl",), "curl"),
+    "dnsmasq": (("dnsmasq",), "dnsmasq-base"),
     "nginx": (("nginx",), "nginx"),
     "Node.js": (("node",), "nodejs"),
     "PostgreSQL": (("pg_ctl",), "postgresql"),

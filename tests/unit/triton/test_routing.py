@@ -1,5 +1,7 @@
 """The choice of a Triton for a request."""
 
+import heapq
+import math
 import random
 from collections import Counter
 
@@ -45,6 +47,42 @@ def test_requests_are_spread_by_weight(policy, running, weights):
     got = spread(pool_of(*weights, policy=policy), 6000, running=running)
     for place, weight in enumerate(weights):
         assert got[f"t{place}"] == pytest.approx(6000 * weight / sum(weights), rel=0.25)
+
+
+def work(pools, requests, *, running, key=lambda number: None):
+    """
+    Send *requests* of mixed length, of which *running* run at a time, through *pools*, each of which sees its own only.
+
+    Returns the requests, and the tokens, of each target.
+    """
+    order, got, tokens = random.Random(11), Counter(), Counter()
+    ends: list[tuple[float, int, Pool, Target]] = []
+    now = 0.0
+    for number in range(requests):
+        if len(ends) >= running:
+            now, _, pool, target = heapq.heappop(ends)
+            pool.count(target, -1)
+        pool = pools[number % len(pools)]
+        target = pool.choose(now + 100, key=key(number))
+        pool.count(target, 1)
+        # Most are short, some are very long: 40 tokens are the median, and one in a hundred has more than 1,600.
+        length = order.lognormvariate(math.log(40), 1.6)
+        heapq.heappush(ends, (now + length, number, pool, target))
+        got[target.endpoint] += 1
+        tokens[target.endpoint] += length
+    return got, tokens
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("policy", ["least_requests", "round_robin", "affinity"])
+def test_the_busiest_of_three_tritons_is_near_the_mean(policy, workers):
+    """Of 3,000 requests of mixed length, and of their tokens, it gets 15 % more than the mean at most."""
+    pools = [pool_of(1, 1, 1, policy=policy, seed=seed) for seed in range(workers)]
+    sessions = random.Random(5)
+    got, tokens = work(pools, 3000, running=64, key=lambda _: b"%d" % sessions.randrange(500))
+    assert sum(got.values()) == 3000
+    assert max(got.values()) <= 1.15 * 3000 / 3
+    assert max(tokens.values()) <= 1.15 * sum(tokens.values()) / 3
 
 
 def test_round_robin_takes_turns():
@@ -140,6 +178,7 @@ def test_a_key_stays_and_few_move_when_a_target_leaves():
     assert before == homes("e", "d", "c", "b", "a")
     moved = [key for key in keys if before[key] != after[key]]
     assert {before[key] for key in moved} == {"e"}
+    assert len(moved) == pytest.approx(3000 / 5, rel=0.3)
     assert max(Counter(before.values()).values()) < 1.3 * 3000 / 5
 
 
