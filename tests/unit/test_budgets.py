@@ -62,6 +62,8 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "above its budget": 41,
         "several Tritons, mended": 35,
         "answers of hundreds of megabytes are not copied, texts of errors are bounded": 42,
+        "--max-running-requests-per-endpoint": 20,
+        "a model is loaded and unloaded where that can be done": 9,
     },
     "models": {
         "begin": 1000,
@@ -74,6 +76,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "/v1/audio/transcriptions and /v1/audio/translations": 10,
         "above its budget": 138,
         "/v1/audio/speech": 141,
+        "a model is loaded and unloaded where that can be done": 13,
     },
     "prompts": {
         "begin": 1350,
@@ -95,6 +98,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "several Tritons": 1,
         "above its budget": 36,
         "files and batches": 6,
+        "--max-running-requests-per-endpoint": 4,
     },
     "access": {"begin": 500, "limits in Redis": 94, "files and batches": 18},
     "telemetry": {
@@ -120,6 +124,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "/v1/audio/speech": 9,
         "files and batches": 68,
         "several Tritons, mended": 7,
+        "--max-running-requests-per-endpoint": 4,
     },
     "batches": {"begin": 0, "files and batches": 899},
     "media": {
@@ -158,6 +163,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "audio in chats": 1,
         "files and batches": 24,
         "several Tritons, mended": 1,
+        "--max-running-requests-per-endpoint": 12,
     },
 }
 

@@ -227,7 +227,7 @@ class EndpointSettings(_Group, frozen=True):
     name: Annotated[str, Meta(pattern=ENDPOINT_NAME)] | None = None
     #: Its share of the requests; 0 takes none.
     weight: Annotated[float, Meta(ge=0, le=1000)] = 1.0
-    #: Whether each address of the host is a Triton.
+    #: Whether each address of the host is a Triton; those of the family that the system prefers, IPv4 or IPv6.
     dns: bool = False
     #: Its own certificates and credentials, in place of ``triton_access``.
     access: TritonAccess | None = None

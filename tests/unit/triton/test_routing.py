@@ -3,7 +3,7 @@
 import heapq
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -55,7 +55,9 @@ def work(pools, requests, *, running, key=lambda number: None):
 
     Returns the requests, and the tokens, of each target.
     """
-    order, got, tokens = random.Random(11), Counter(), Counter()
+    order = random.Random(11)
+    got: Counter[str] = Counter()
+    tokens: defaultdict[str, float] = defaultdict(float)
     ends: list[tuple[float, int, Pool, Target]] = []
     now = 0.0
     for number in range(requests):
