@@ -183,6 +183,7 @@ class Bench:
 
 class _Answer(msgspec.Struct, frozen=True):
     whole: bool
+    # When the last bytes came: after an error the service keeps the connection open for a second.
     ended: float
 
 
@@ -197,16 +198,16 @@ async def _stream(
     text = "one two three four five six seven eight nine ten"
     prompt = f"Hello <<steer {json.dumps({'text': text, **orders})}>>"
     body = {"model": _MODEL, "prompt": prompt, "max_tokens": tokens, "stream": True}
-    data = b""
+    data, ended = b"", time.monotonic()
     with contextlib.suppress(aiohttp.ClientError):
         async with session.post("/v1/completions", json=body) as response:
             async for piece in response.content.iter_any():
-                data = (data + piece)[-200:]
+                data, ended = (data + piece)[-200:], time.monotonic()
                 if first is not None:
                     first.set()
     if first is not None:
         first.set()
-    return _Answer(data.rstrip().endswith(b"data: [DONE]") and b"event: error" not in data, time.monotonic())
+    return _Answer(data.rstrip().endswith(b"data: [DONE]") and b"event: error" not in data, ended)
 
 
 def _cpu(pid: int) -> float:
