@@ -98,7 +98,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "several Tritons": 1,
         "above its budget": 36,
         "files and batches": 6,
-        "--max-running-requests-per-endpoint": 4,
+        "--max-running-requests-per-endpoint": 6,
     },
     "access": {"begin": 500, "limits in Redis": 94, "files and batches": 18},
     "telemetry": {

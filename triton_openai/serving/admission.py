@@ -62,6 +62,7 @@ class Admission:
         self._settings = settings
         self._limit = self._share(settings.max_running_requests)
         self._model_limit = self._share(settings.max_running_requests_per_model)
+        self._by_endpoint = settings.max_running_requests_per_endpoint is not None
         self._queue_limit = self._worker.share(settings.max_queued_requests)
         self.admit()
 
@@ -106,7 +107,8 @@ class Admission:
         """
         waits = any(waiting_for == model for waiting_for, _ in self._queue.values())
         room = self._total() < self._limit and self._has_room(model)
-        return room and not waits and lines < max(1, share * self._limit_of(model)) and self._lag() <= _MAX_LOOP_LAG
+        most = max(1, share * min(self._model_limit, self._capacity(model)))
+        return room and not waits and lines < most and self._lag() <= _MAX_LOOP_LAG
 
     def check(self, model: str) -> None:
         """Raise what :meth:`enter` would raise at once."""
@@ -169,7 +171,5 @@ class Admission:
         return sum(map(len, self._running.values()))
 
     def _has_room(self, model: str) -> bool:
-        return len(self._running.get(model, ())) < self._limit_of(model)
-
-    def _limit_of(self, model: str) -> float:
-        return min(self._model_limit, self._capacity(model))
+        running = len(self._running.get(model, ()))
+        return running < self._model_limit and (not self._by_endpoint or running < self._capacity(model))

@@ -132,7 +132,8 @@ async def test_a_full_model_holds_up_nobody_else() -> None:
 async def test_requests_wait_for_a_triton_with_room() -> None:
     """Several Tritons run so many of a model together; when one more has it, further ones go in."""
     capacity = {"a": 2, "b": 1}
-    admission = Admission(ServerSettings(max_running_requests=5), lambda: 0.0, capacity=capacity.__getitem__)
+    limits = ServerSettings(max_running_requests=5, max_running_requests_per_endpoint=1)
+    admission = Admission(limits, lambda: 0.0, capacity=capacity.__getitem__)
     visitors = [Visitor(admission, model) for model in ("a", "a", "a", "a", "b")]
     await settled()
     assert [0, 1, 4] == inside(visitors)
