@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
+
+import structlog
 
 from triton_openai.config.tree import EndpointSettings, Policy, RoutingSettings, TritonSettings
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
@@ -75,6 +78,8 @@ async def _measure(count: int, policy: Policy) -> tuple[float, float]:
 
 def main() -> None:
     """Print a table."""
+    # Not that each Triton answers.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     print("Tritons  policy           µs per request  % of a core for the lists")
     for policy in ("least_requests", "round_robin", "affinity"):
         for count in (1, 3, 20, 1000):
