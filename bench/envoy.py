@@ -38,6 +38,9 @@ _TRITONS = 3
 # Seconds that pass until both see a Triton that has come back.
 _SETTLED = 12.0
 _WARM_TOKENS = 2000
+# Seconds after which a Triton that is frozen should be noticed, and after which a request is given up.
+_NOTICED = 15.0
+_HUNG = 5.0
 _TYPES = "type.googleapis.com/envoy.extensions.filters"
 # After which failures Envoy sends a request again: what has not reached a Triton, or also what had lost its connection
 # before an answer, which may be the request's own fault.
@@ -117,6 +120,15 @@ class Failover(msgspec.Struct, frozen=True):
     later_failed: int
 
 
+class Frozen(msgspec.Struct, frozen=True):
+    """The 99th percentile of the seconds to the answer of one token, before and while a Triton is frozen."""
+
+    normal: float
+    later: float
+    #: Requests that got no answer meanwhile.
+    hung: int
+
+
 class Bench:
     """Measures *rivals* in front of the same *tritons*, each with what its model was asked."""
 
@@ -168,6 +180,40 @@ class Bench:
             later_failed=sum(not answer.whole for answer in after),
         )
 
+    async def frozen(self, rival: Rival, requests: int) -> Frozen:
+        """Freeze a Triton, and send *requests* once there was time to notice it."""
+        triton, _ = self._tritons[0]
+        async with _session(rival) as session:
+            normal = await self._first_tokens(session, requests)
+            assert triton.pid is not None
+            os.killpg(triton.pid, signal.SIGSTOP)
+            try:
+                noticed = time.monotonic() + _NOTICED
+                while time.monotonic() < noticed:
+                    await self._first_tokens(session, 16)
+                later = await self._first_tokens(session, requests)
+            finally:
+                os.killpg(triton.pid, signal.SIGCONT)
+        await asyncio.sleep(_SETTLED)
+        return Frozen(normal=_p99(normal), later=_p99(later), hung=requests - len(later))
+
+    async def _first_tokens(self, session: aiohttp.ClientSession, requests: int) -> list[float]:
+        """Return the seconds until the first token of each request, of 16 at a time; without those that got none."""
+        limit, found = asyncio.Semaphore(16), []
+
+        async def ask() -> None:
+            async with limit:
+                began = time.monotonic()
+                # One that hangs is not waited for.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_HUNG):
+                        answer = await _stream(session, {}, 1)
+                        if answer.whole:
+                            found.append(answer.ended - began)
+
+        await asyncio.gather(*(ask() for _ in range(requests)))
+        return found
+
     async def cost(self, rival: Rival, streams: int, tokens: int) -> float:
         """Return the microseconds of CPU that a token takes, of *streams* with *tokens* each, in all processes."""
         async with _session(rival) as session:
@@ -208,6 +254,10 @@ async def _stream(
     if first is not None:
         first.set()
     return _Answer(data.rstrip().endswith(b"data: [DONE]") and b"event: error" not in data, ended)
+
+
+def _p99(times: Sequence[float]) -> float:
+    return statistics.quantiles(times, n=100)[98] if len(times) > 1 else math.nan
 
 
 def _cpu(pid: int) -> float:
@@ -264,6 +314,7 @@ async def _measure(bench: Bench, options: argparse.Namespace) -> None:
             if number:
                 costs[rival.name].append(cost)
     failovers = {rival.name: [await bench.failover(rival, 100) for _ in range(options.kills)] for rival in bench.rivals}
+    frozen = {rival.name: await bench.frozen(rival, 300) for rival in bench.rivals}
     names = [rival.name for rival in bench.rivals]
     _row("", *names)
     _row("---", *("---" for _ in names))
@@ -279,6 +330,9 @@ async def _measure(bench: Bench, options: argparse.Namespace) -> None:
     _row("… told of 16 with one", *kills(lambda one: one.told))
     _row("… the last after", *kills(lambda one: f"{one.told_seconds:.2f} s"))
     _row("… failed of 100 that came later", *kills(lambda one: one.later_failed))
+    _row("An answer of one token, p99", *(f"{frozen[name].normal * 1000:.0f} ms" for name in names))
+    _row("… after a Triton was frozen", *(f"{frozen[name].later * 1000:.0f} ms" for name in names))
+    _row(f"… of 300, without an answer in {_HUNG:.0f} s", *(str(frozen[name].hung) for name in names))
 
 
 def _row(*cells: str) -> None:
