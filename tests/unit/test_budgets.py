@@ -63,6 +63,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "several Tritons, mended": 35,
         "answers of hundreds of megabytes are not copied, texts of errors are bounded": 42,
         "--max-running-requests-per-endpoint": 20,
+        "server.max_running_requests_per_endpoint": 20,
         "a model is loaded and unloaded where that can be done": 9,
         "a model that differs between Tritons is a warning": 5,
     },
@@ -100,7 +101,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "several Tritons": 1,
         "above its budget": 36,
         "files and batches": 6,
-        "--max-running-requests-per-endpoint": 6,
+        "server.max_running_requests_per_endpoint": 6,
     },
     "access": {"begin": 500, "limits in Redis": 94, "files and batches": 18},
     "telemetry": {
@@ -126,7 +127,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "/v1/audio/speech": 9,
         "files and batches": 68,
         "several Tritons, mended": 7,
-        "--max-running-requests-per-endpoint": 4,
+        "server.max_running_requests_per_endpoint": 4,
     },
     "batches": {"begin": 0, "files and batches": 899},
     "media": {
@@ -165,7 +166,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "audio in chats": 1,
         "files and batches": 24,
         "several Tritons, mended": 1,
-        "--max-running-requests-per-endpoint": 12,
+        "server.max_running_requests_per_endpoint": 12,
     },
 }
 

@@ -105,7 +105,7 @@ class ServerSettings(_Group, frozen=True):
     ] = None
     max_running_requests_per_endpoint: Annotated[
         Count | None,
-        _flag("Most running requests of one model on each Triton, divided among the workers.", live=True),
+        _file_only("Most running requests of one model on each Triton, divided among the workers.", live=True),
     ] = None
     max_queued_requests: Annotated[
         int,
