@@ -237,6 +237,27 @@ async def test_all_tritons_are_replaced_under_load(three: dict[str, One], tmp_pa
     assert outcomes.keys() == {True}
 
 
+async def test_a_triton_that_leaves_gives_its_requests_a_time(three: dict[str, One], tmp_path: Path) -> None:
+    """What has not ended within the grace of a shutdown ends with an error event; the others' requests go on."""
+    file = tmp_path / "endpoints.yaml"
+    endpoints = {name: one.endpoint for name, one in three.items()}
+    write_endpoints(file, *endpoints.values())
+    settings = settings_of(three)
+    triton = msgspec.structs.replace(settings.triton, endpoints=(), endpoints_file=file)
+    server = msgspec.structs.replace(settings.server, shutdown_grace=0.1)
+    async with (
+        fleet(msgspec.structs.replace(settings, triton=triton, server=server)) as proxy,
+        running(proxy, 3) as streams,
+    ):
+        assert leases(proxy) == dict.fromkeys(NAMES, 1)
+        write_endpoints(file, endpoints["a"], endpoints["b"])
+        done, others = await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)
+        (told,) = done
+        assert b"event: error" in told.result()[1]
+        assert len(others) == 2
+        assert leases(proxy) == {"a": 1, "b": 1}
+
+
 async def test_stop_requests_reach_the_triton_that_works(three: dict[str, One]) -> None:
     """Clients that leave an ensemble stop the engine that works for them, on whichever Triton."""
     async with fleet(settings_of(three)) as proxy:

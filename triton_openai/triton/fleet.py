@@ -119,6 +119,12 @@ class Member:
         self._credit -= 1
         return self._credit >= 0
 
+    def lose(self, *, final: bool) -> None:
+        """Tell its requests that it has stopped answering."""
+        for lease in list(self.leases):
+            if lease.lost is not None:
+                lease.lost(final)
+
     @property
     def ejected(self) -> bool:
         """Whether so many of its models fail that it gets no requests at all."""
@@ -141,8 +147,8 @@ class Lease:
         self.model = model
         #: Whether it is one of several Tritons, whose requests are counted.
         self.counted = target is not None
-        #: Called when the Triton has stopped answering, if the request can still go elsewhere.
-        self.lost: Callable[[], None] | None = None
+        #: Called when the Triton has stopped answering, so that the request may go elsewhere; with true, it also ends.
+        self.lost: Callable[[bool], None] | None = None
 
     @property
     def name(self) -> str | None:
@@ -435,9 +441,7 @@ class Fleet:
         await self._merge(was.keys() | member.targets.keys())
         if lost and self.several:
             # It has not answered a simple question: what has no token yet is better off elsewhere.
-            for lease in list(member.leases):
-                if lease.lost is not None:
-                    lease.lost()
+            member.lose(final=False)
 
     async def _merge(self, models: Collection[str]) -> None:
         """Prepare the choice for *models*, and tell of the models of all. What comes meanwhile is told together."""
@@ -715,6 +719,7 @@ class Fleet:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._grace):
                         await member.idle.wait()
+                member.lose(final=True)
         finally:
             await member.catalog.close()
             # Whoever waits for the first look need not wait for this one.

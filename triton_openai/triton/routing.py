@@ -153,11 +153,8 @@ class Pool:
             two = [one for one in (self._sample(now), self._sample(now)) if one is not None and fits(one)]
             found = min(two, key=lambda target: target.running / target.share(now), default=None)
         # Few, or those that were looked at do not fit: that is seldom, and then all are looked at.
-        return (
-            found
-            or self._least([one for one in self._candidates if fits(one)], now)
-            or self._least([one for one in self._candidates if one.endpoint not in avoid], now)
-        )
+        rest = [] if found else [one for one in self._candidates if one.endpoint not in avoid]
+        return found or self._least([one for one in rest if fits(one)] or rest, now)
 
     def _least(self, targets: Sequence[Target], now: float) -> Target | None:
         """Return the target with the fewest requests for its weight, of equal ones at random by their weights."""

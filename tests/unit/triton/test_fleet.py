@@ -279,10 +279,10 @@ async def test_requests_without_a_token_learn_that_their_triton_is_lost(fleets):
     fleet = await fleets(tritons={"a": a, "b": b})
     lost = []
     for name in "ab":
-        fleet.lease("m", at=name).lost = lambda name=name: lost.append(name)
+        fleet.lease("m", at=name).lost = lambda final, name=name: lost.append((name, final))
     a.error = UpstreamTimeout("frozen")
     await fleet.refresh()
-    assert lost == ["a"]
+    assert lost == [("a", False)]
 
 
 async def test_a_triton_that_leaves_may_finish(fleets):
