@@ -62,7 +62,6 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "above its budget": 41,
         "several Tritons, mended": 35,
         "answers of hundreds of megabytes are not copied, texts of errors are bounded": 42,
-        "--max-running-requests-per-endpoint": 20,
         "server.max_running_requests_per_endpoint": 20,
         "a model is loaded and unloaded where that can be done": 9,
         "a model that differs between Tritons is a warning": 5,

@@ -48,8 +48,6 @@ _MOST_LABELS = 64
 # Multiples of it are spread evenly over 0 to 1.
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _CREDIT_SECONDS = 10.0
-# Between two looks at the requests that are to end.
-_PAUSE = 0.1
 # So many models that are ejected on a Triton eject it for all.
 _EJECTED_MODELS = 3
 
@@ -575,7 +573,7 @@ class Fleet:
             self._weigh(targets, 0.0, models)
             ends = time.monotonic() + grace
             while any(target.running for target in targets) and time.monotonic() < ends:  # noqa: ASYNC110 - it is seldom
-                await asyncio.sleep(_PAUSE)
+                await asyncio.sleep(0.1)
             yield
         finally:
             self._weigh(targets, member.settings.weight, models)
