@@ -17,6 +17,7 @@ import pytest
 PROGRAMS: Mapping[str, tuple[Sequence[str], str]] = {
     "Chromium": (("chromium", "chromium-browser", "google-chrome"), "chromium"),
     "curl": (("curl",), "curl"),
+    "dnsmasq": (("dnsmasq",), "dnsmasq-base"),
     "nginx": (("nginx",), "nginx"),
     "Node.js": (("node",), "nodejs"),
     "PostgreSQL": (("pg_ctl",), "postgresql"),

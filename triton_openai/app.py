@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 
 import structlog
@@ -24,7 +25,7 @@ from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.batches.file_folder import Files
 from triton_openai.batches.line_limits import FirstTokens
 from triton_openai.config.sources import SDK_REFUSES
-from triton_openai.config.tree import AUTO, NONE, AccessSettings, Settings
+from triton_openai.config.tree import AUTO, NONE, AccessSettings, ServerSettings, Settings
 from triton_openai.config.worker import WORKER, Worker
 from triton_openai.draining import DRAINING, Draining, ModelDraining
 from triton_openai.errors import ConfigurationError
@@ -119,10 +120,17 @@ def create_app(
         fleet=fleet,
         background=Background(),
         admission=Admission(
-            settings.server, lambda: lag.sustained, worker=worker, model_draining=model_draining, observer=metrics
+            settings.server,
+            lambda: lag.sustained,
+            worker=worker,
+            model_draining=model_draining,
+            observer=metrics,
+            capacity=fleet.capacity,
         ),
         images=_image_loader(settings),
     )
+    fleet.watch(room=service.admission.admit)
+    _limit(fleet, worker, settings.server)
     app = web.Application(client_max_size=settings.server.max_body_size)
     app[SERVICE] = service
     app[WORKER] = worker
@@ -152,6 +160,11 @@ def create_app(
     if settings.server.page:
         add_page(app)
     return app
+
+
+def _limit(fleet: Fleet, worker: Worker, server: ServerSettings) -> None:
+    most = server.max_running_requests_per_endpoint
+    fleet.limit(math.inf if most is None else worker.share(most))
 
 
 def _limits(access: AccessSettings, shared: SharedClient | None, metrics: Metrics) -> LimitStore:
@@ -283,6 +296,7 @@ async def apply_settings(app: web.Application, settings: Settings, reload: bool)
     await take_endpoints()
     take_access()
     app[CORS].replace(settings.access)
+    _limit(service.fleet, app[WORKER], settings.server)
     service.admission.replace(settings.server)
     service.settings = settings
 

@@ -46,7 +46,7 @@ class FakeTriton:
 
     Its list of models is answered while *may_list* is set, and what follows the first response of a stream while
     *may_go_on* is. Each of the next *failing* requests to a model ends with *failure*. It tells its *version* where it
-    has one.
+    has one; of its models, the version *loaded* is.
     """
 
     def __init__(self, *configs: dict[str, Any]) -> None:
@@ -56,6 +56,7 @@ class FakeTriton:
         self.failing: float = 0
         self.failure = ""
         self.version = ""
+        self.loaded = "1"
         self.index_calls = 0
         self.may_list = asyncio.Event()
         self.may_list.set()
@@ -89,7 +90,7 @@ class FakeTriton:
     async def _index(self, request: web.Request) -> web.Response:
         self.index_calls += 1
         await self.may_list.wait()
-        index = [{"name": name, "version": "1", "state": "READY"} for name in self.models]
+        index = [{"name": name, "version": self.loaded, "state": "READY"} for name in self.models]
         # Of a model that was never loaded, the real one knows nothing but the name.
         index += [
             {"name": name, **({"state": "UNAVAILABLE", "reason": why} if why else {})}

@@ -3,7 +3,8 @@
 the store of responses hangs and is lost, and nobody reads the log.
 
 It prints what became of every request, and in the end what is left behind. The exit status is 1 if anything is, if an
-answer was wrong, or if a request failed for no reason that lies in Triton or in the store.
+answer was wrong, or if a request failed for no reason that lies in Triton or in the store. With several Tritons
+(``--tritons 3``) these things happen to one after the other, and then only an answer that has begun may fail.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ _EXCUSED: Mapping[str, tuple[str, ...]] = {
     "store": ("store_unavailable", "not_found", "not_kept"),
     "log": (),
 }
+# With several Tritons the others answer what has not begun.
+_EXCUSED_AMONG_SEVERAL = {**_EXCUSED, "Triton": ("upstream_disconnected",)}
 # After the last fault, so that its end is part of it.
 _QUIET_SECONDS = 3.0
 
@@ -77,6 +80,7 @@ class Figures:
     first: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    excused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _EXCUSED)
     seconds: float = 0.0
     memory: tuple[int, int] = (0, 0)
 
@@ -87,7 +91,7 @@ class Figures:
 
     def _excused(self, outcome: str, began: float, ended: float) -> bool:
         return any(
-            outcome.endswith(_EXCUSED[name.partition(" ")[0]])
+            outcome.endswith(self.excused[name.partition(" ")[0]])
             and began < last + _AFTERMATH_SECONDS
             and first - _NOTICE_SECONDS < ended
             for name, first, last in self.faults
@@ -105,7 +109,7 @@ class Soak:
     def __init__(
         self,
         service: Watched,
-        triton: EmbeddedTriton,
+        tritons: Sequence[EmbeddedTriton],
         store: Store,
         log: Log,
         *,
@@ -114,14 +118,18 @@ class Soak:
         seed: int,
     ) -> None:
         self._service = service
-        self._triton = triton
+        self._tritons = tritons
+        # Whose turn it is.
+        self._triton = tritons[0]
+        # One that is being restarted has not ended by itself.
+        self._changing = threading.RLock()
         self._store = store
         self._log = log
         self._clients = clients
         self._seconds = seconds
         self._chance = random.Random(seed)
         self._ends = 0.0
-        self.figures = Figures()
+        self.figures = Figures(excused=_EXCUSED if len(tritons) == 1 else _EXCUSED_AMONG_SEVERAL)
 
     async def run(self) -> Figures:
         """Run, wait until all is quiet, and return what was seen."""
@@ -270,6 +278,8 @@ class Soak:
 
     async def _all_faults(self) -> None:
         triton = {"killed": self._kill, "frozen": self._freeze, "unloaded": self._unload, "restarted": self._restart}
+        if len(self._tritons) > 1:
+            triton["emptied"] = triton.pop("unloaded")
         of_triton = {f"Triton {name}": do for name, do in triton.items()}
         store = {f"store {name}": partial(do, self._chance) for name, do in self._store.faults.items()}
         log = {f"log {name}": partial(do, self._chance) for name, do in self._log.faults.items()}
@@ -291,30 +301,47 @@ class Soak:
         """Do nothing for *seconds*; a Triton that ends by itself is started."""
         ends = min(time.monotonic() + seconds, self._ends)
         while time.monotonic() < ends:
-            if self._triton.poll() is not None:
+            if any(triton.poll() is not None for triton in self._tritons):
                 await self._fault("Triton ended by itself", self._start_again)
             await asyncio.sleep(0.1)
 
     async def _fault(self, name: str, do: Callable[[], None]) -> None:
         began = time.monotonic()
-        await asyncio.to_thread(do)
+        await asyncio.to_thread(self._do, name, do)
         await asyncio.to_thread(lambda: until(self._ready, _READY_SECONDS))
         self.figures.faults.append((name, began, time.monotonic()))
 
+    def _do(self, name: str, do: Callable[[], None]) -> None:
+        if not name.startswith("Triton"):
+            do()
+            return
+        with self._changing:
+            do()
+            self._triton = self._tritons[(self._tritons.index(self._triton) + 1) % len(self._tritons)]
+
     def _ready(self) -> bool:
         """Whether the service is ready; it will not be without a Triton, which may end by itself meanwhile, too."""
-        if self._triton.poll() is not None:
+        if any(triton.poll() is not None for triton in self._tritons):
             self._start_again()
-        return self._service.status("/health/ready") == 200
+        if len(self._tritons) == 1:
+            return self._service.status("/health/ready") == 200
+        # Two may not be away at a time.
+        lines = self._service.send("GET", "/status").json["endpoints"]
+        return all(set(MODELS) <= set(line["models"]) for line in lines)
 
     def _start_again(self) -> None:
-        status = self._triton.poll()
-        how = signal.Signals(-status).name if status is not None and status < 0 else f"status {status}"
+        with self._changing:
+            for triton in self._tritons:
+                if (status := triton.poll()) is not None:
+                    self._tell_and_start(triton, status)
+
+    def _tell_and_start(self, triton: EmbeddedTriton, status: int) -> None:
+        how = signal.Signals(-status).name if status < 0 else f"status {status}"
         if self.figures.faults:
             name, _, over = self.figures.faults[-1]
             how += f" {time.monotonic() - over:.0f} s after it was {name}"
-        self.figures.endings.append((how, self._triton.log_tail(30)))
-        self._triton.start()
+        self.figures.endings.append((how, triton.log_tail(30)))
+        triton.start()
 
     def _kill(self) -> None:
         self._triton.kill()
@@ -330,10 +357,11 @@ class Soak:
 
     def _unload(self) -> None:
         for verb in ("unload", "load"):
-            url = f"{self._triton.http_url}/v2/repository/models/vllm_model/{verb}"
-            # A Triton that has ended meanwhile is started, with the model.
-            with contextlib.suppress(ConnectionError, http.client.HTTPException, urllib.error.URLError):
-                urllib.request.urlopen(urllib.request.Request(url, b"{}", method="POST"), timeout=60).close()
+            for model in MODELS if len(self._tritons) > 1 else ["vllm_model"]:
+                url = f"{self._triton.http_url}/v2/repository/models/{model}/{verb}"
+                # A Triton that has ended meanwhile is started, with the model.
+                with contextlib.suppress(ConnectionError, http.client.HTTPException, urllib.error.URLError):
+                    urllib.request.urlopen(urllib.request.Request(url, b"{}", method="POST"), timeout=60).close()
             time.sleep(1)
 
 
@@ -473,7 +501,8 @@ def _expected(line: str) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description="Mixed traffic with faults.")
-    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seconds", type=float, help="600; with several Tritons 1,800")
+    parser.add_argument("--tritons", type=int, default=1)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
@@ -482,8 +511,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="triton-openai-soak-")))
         repository = build_repository(folder / "models", models=MODELS)
-        triton = opened.enter_context(_started(repository))
-        flags = ["--triton-url", triton.http_url, "--triton-url", triton.grpc_url]
+        tritons = [opened.enter_context(_started(repository)) for _ in range(options.tritons)]
+        if len(tritons) > 1:
+            flags = [part for one in tritons for part in ("--endpoint", f"{one.http_url}+{one.grpc_url}")]
+        else:
+            flags = ["--triton-url", tritons[0].http_url, "--triton-url", tritons[0].grpc_url]
         flags += ["--tokenizer", str(repository.tokenizer)]
         has_redis = find("Redis") is not None and importlib.util.find_spec("redis") is not None
         redis = opened.enter_context(running_redis(str(folder))) if has_redis else None
@@ -495,7 +527,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         started = watched(folder, *flags, triton=settings, strict=False, stderr=log.pipe)
         service = opened.enter_context(started)
         until(lambda: service.status("/health/ready") == 200)
-        soak = Soak(service, triton, store, log, clients=options.clients, seconds=options.seconds, seed=options.seed)
+        seconds = options.seconds or (600.0 if len(tritons) == 1 else 1800.0)
+        soak = Soak(service, tritons, store, log, clients=options.clients, seconds=seconds, seed=options.seed)
         figures = asyncio.run(soak.run())
         log.close()
         complaints = [line for line in service.complaints() if not _expected(line)]

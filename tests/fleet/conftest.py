@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -48,16 +49,25 @@ class One:
         return len(self.record.events(model=model, event="request"))
 
 
+def port_of(url: str) -> int:
+    """Return the port in *url*."""
+    port = urlsplit(url).port
+    assert port is not None
+    return port
+
+
 @pytest.fixture(scope="session")
 def tritons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, One]]:
-    """The three, running."""
+    """The three, running, on the same ports of 127.0.0.1, .2 and .3, as behind one name."""
     with contextlib.ExitStack() as opened:
-        found = {}
-        for name in NAMES:
+        found: dict[str, One] = {}
+        for number, name in enumerate(NAMES, 1):
             folder = tmp_path_factory.mktemp(name)
             record = folder / "record.jsonl"
             repository = build_repository(folder, models=MODELS, record=record)
-            server = embedded(repository, model_control_mode="explicit", load_models=MODELS)
+            first = found["a"].server if found else None
+            listen = (f"127.0.0.{number}", port_of(first.http_url), port_of(first.grpc_url)) if first else None
+            server = embedded(repository, model_control_mode="explicit", load_models=MODELS, listen=listen)
             server.start()
             opened.callback(server.stop, timeout=1.0)
             found[name] = One(name, server, repository, Record(record))

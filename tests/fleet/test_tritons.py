@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ from tests.faults.surroundings import ENDS
 from tests.fleet.conftest import MODELS, NAMES, One, fleet, settings_of, write_endpoints
 from tests.proxy_fixture import Proxy
 from tests.triton_fixture import frozen
+from triton_openai.api.service import SERVICE, Service
 from triton_openai.cli.inspect import inspect_models
 from triton_openai.config.tree import RoutingSettings
 
 COMPLETIONS = "/v1/completions"
 
 
-def steered(prompt: str, **steering: float) -> str:
+def steered(prompt: str, **steering: Any) -> str:
     return f"{prompt} <<steer {json.dumps(steering)}>>"
 
 
@@ -57,21 +59,68 @@ async def until(condition: Any) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("policy", ["least_requests", "round_robin"])
-async def test_requests_are_spread(three: dict[str, One], policy: Any) -> None:
+async def test_requests_take_turns(three: dict[str, One]) -> None:
     """Each Triton gets its share, of streams, whole answers and embeddings."""
     before = {name: sum(map(one.asked, MODELS)) for name, one in three.items()}
-    async with fleet(settings_of(three, routing=RoutingSettings(policy=policy))) as proxy:
-        for _ in range(4):
-            work: list[Any] = [stream(proxy, body("vllm_model", f"Hello {number}")) for number in range(12)]
-            work += [proxy.post("/v1/embeddings", {"model": "text_embedding", "input": "Hello"}) for _ in range(12)]
-            await asyncio.gather(*work)
+    async with fleet(settings_of(three, routing=RoutingSettings(policy="round_robin"))) as proxy:
+        work: list[Any] = [stream(proxy, body("vllm_model", f"Hello {number}")) for number in range(12)]
+        work += [proxy.post("/v1/embeddings", {"model": "text_embedding", "input": "Hello"}) for _ in range(12)]
+        work += [proxy.post(COMPLETIONS, body("vllm_model", "Hello")) for _ in range(12)]
+        await asyncio.gather(*work)
         status = (await proxy.get("/status")).json
-    got = {name: sum(map(one.asked, MODELS)) - before[name] for name, one in three.items()}
-    assert sum(got.values()) == 96
-    assert min(got.values()) >= 20
+    assert {name: sum(map(one.asked, MODELS)) - before[name] for name, one in three.items()} == dict.fromkeys(NAMES, 12)
     assert {line["name"]: line["state"] for line in status["endpoints"]} == dict.fromkeys(NAMES, "ready")
     assert set(status["endpoints"][0]["models"]) == set(MODELS)
+
+
+@contextlib.asynccontextmanager
+async def running(proxy: Proxy, count: int) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """Run *count* streams that do not end, each with a token already."""
+    begun = [asyncio.Event() for _ in range(count)]
+    streams = [
+        asyncio.create_task(stream(proxy, body("vllm_model", steered(f"Long {number}", hang_at=2)), event))
+        for number, event in enumerate(begun)
+    ]
+    try:
+        await asyncio.gather(*(event.wait() for event in begun))
+        yield streams
+    finally:
+        for one in streams:
+            one.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+
+
+def _queued(proxy: Proxy) -> int:
+    assert proxy.client.app is not None
+    service: Service = proxy.client.app[SERVICE]
+    return service.admission.queued
+
+
+def leases(proxy: Proxy) -> dict[str, int]:
+    """Return how many requests each Triton runs."""
+    return {name: len(member.leases) for name, member in proxy.models.fleet.members.items()}
+
+
+async def test_the_fewest_requests_decide(three: dict[str, One]) -> None:
+    """Of streams that run at a time, each Triton has as many."""
+    async with fleet(settings_of(three)) as proxy, running(proxy, 12):
+        assert leases(proxy) == dict.fromkeys(NAMES, 4)
+
+
+async def test_a_request_waits_until_a_triton_has_room(three: dict[str, One]) -> None:
+    """With a limit for each Triton, it waits in the service, and goes to the one where a request ends."""
+    settings = settings_of(three, routing=RoutingSettings(policy="affinity"))
+    limited = msgspec.structs.replace(settings.server, max_running_requests_per_endpoint=1)
+    async with fleet(msgspec.structs.replace(settings, server=limited)) as proxy, running(proxy, 3) as streams:
+        assert leases(proxy) == dict.fromkeys(NAMES, 1)
+        waiting = asyncio.create_task(stream(proxy, body("vllm_model", "Hello")))
+        await until(lambda: _queued(proxy) == 1)
+        # Another model is another engine.
+        assert 200 == (await proxy.post("/v1/embeddings", {"model": "text_embedding", "input": "Hello"})).status
+        assert not waiting.done()
+        streams[0].cancel()
+        assert complete(await waiting)
+        assert _queued(proxy) == 0
 
 
 async def test_a_session_stays_at_its_triton(three: dict[str, One]) -> None:
@@ -115,29 +164,23 @@ async def test_several_answers_share_a_triton(three: dict[str, One]) -> None:
 
 async def test_a_triton_that_is_killed_loses_only_what_has_a_token(three: dict[str, One]) -> None:
     """Of 64 streams, those without a token are answered by the others; those with one end with an error event."""
-    async with fleet(settings_of(three)) as proxy:
-        begun = [asyncio.Event() for _ in range(16)]
-        slow = [
-            asyncio.create_task(stream(proxy, body("vllm_model", steered(f"Slow {number}", delay_ms=200)), event))
-            for number, event in enumerate(begun)
-        ]
-        await asyncio.gather(*(event.wait() for event in begun))
-        waiting = [
-            asyncio.create_task(stream(proxy, body("vllm_model", steered(f"Waiting {number}", first_delay_ms=1500))))
-            for number in range(48)
-        ]
-        total = lambda: sum(len(member.leases) for member in proxy.models.fleet.members.values())  # noqa: E731
-        await until(lambda: total() == 64)
+    settings = settings_of(three, routing=RoutingSettings(policy="round_robin"))
+    async with fleet(settings) as proxy, running(proxy, 15) as streams:
+        assert leases(proxy) == dict.fromkeys(NAMES, 5)
         pid = three["a"].server.pid
         assert pid is not None
+        # So that it gives no token to those that come now.
+        os.killpg(pid, signal.SIGSTOP)
+        waiting = [asyncio.create_task(stream(proxy, body("vllm_model", f"Waiting {number}"))) for number in range(49)]
+        await until(lambda: leases(proxy)["a"] >= 5 + 16 or all(one.done() for one in waiting))
         os.killpg(pid, signal.SIGKILL)
         answers = await asyncio.gather(*waiting)
         assert all(map(complete, answers))
-        told = [answer for answer in await asyncio.gather(*slow) if not complete(answer)]
-        assert 0 < len(told) < 16
-        assert all(b"event: error" in data for _, data in told)
-        assert {line.state for line in _lines(proxy) if line.name == "a"} == {"does not answer"}
-        await until(lambda: total() == 0)
+        await until(lambda: sum(one.done() for one in streams) == 5)
+        told = {one for one in streams if one.done()}
+        assert all(b"event: error" in one.result()[1] for one in told)
+        await until(lambda: {line.state for line in _lines(proxy) if line.name == "a"} == {"does not answer"})
+        assert leases(proxy) == {"a": 0, "b": 5, "c": 5}
 
 
 def _lines(proxy: Proxy) -> Any:
@@ -186,10 +229,33 @@ async def test_all_tritons_are_replaced_under_load(three: dict[str, One], tmp_pa
             await asyncio.to_thread(one.server.start)
             write_endpoints(file, *endpoints.values())
             await until(lambda name=name: name in members and "vllm_model" in members[name].targets)
+            # All clients have been answered with this one.
+            answered = outcomes.total()
+            await until(lambda answered=answered: outcomes.total() >= answered + 2 * len(clients))
         stop.set()
         await asyncio.gather(*clients)
     assert outcomes.keys() == {True}
-    assert outcomes[True] > 30
+
+
+async def test_a_triton_that_leaves_gives_its_requests_a_time(three: dict[str, One], tmp_path: Path) -> None:
+    """What has not ended within the grace of a shutdown ends with an error event; the others' requests go on."""
+    file = tmp_path / "endpoints.yaml"
+    endpoints = {name: one.endpoint for name, one in three.items()}
+    write_endpoints(file, *endpoints.values())
+    settings = settings_of(three)
+    triton = msgspec.structs.replace(settings.triton, endpoints=(), endpoints_file=file)
+    server = msgspec.structs.replace(settings.server, shutdown_grace=0.1)
+    async with (
+        fleet(msgspec.structs.replace(settings, triton=triton, server=server)) as proxy,
+        running(proxy, 3) as streams,
+    ):
+        assert leases(proxy) == dict.fromkeys(NAMES, 1)
+        write_endpoints(file, endpoints["a"], endpoints["b"])
+        done, others = await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)
+        (told,) = done
+        assert b"event: error" in told.result()[1]
+        assert len(others) == 2
+        assert leases(proxy) == {"a": 1, "b": 1}
 
 
 async def test_stop_requests_reach_the_triton_that_works(three: dict[str, One]) -> None:
@@ -260,16 +326,16 @@ async def test_a_request_goes_to_the_variant_that_takes_it(three: dict[str, One]
     await asyncio.to_thread(three["c"].server.stop)
     await asyncio.to_thread(three["c"].server.start)
     try:
-        async with fleet(settings_of(three)) as proxy:
+        # In turns, so that each gets some.
+        async with fleet(settings_of(three, routing=RoutingSettings(policy="round_robin"))) as proxy:
             (variant,) = proxy.models.served["vllm_model"].variants
             assert variant.endpoints == {"c"}
             asked = three["c"].asked("vllm_model")
             answers = [await proxy.post(COMPLETIONS, body("vllm_model", "Hello", logprobs=1)) for _ in range(12)]
             assert {answer.status for answer in answers} == {200}
             assert three["c"].asked("vllm_model") == asked
-            # At once, so that the one with the fewest requests is sought.
-            posts = (proxy.post(COMPLETIONS, body("vllm_model", steered("Hello", delay_ms=20))) for _ in range(12))
-            assert {answer.status for answer in await asyncio.gather(*posts)} == {200}
+            answers = [await proxy.post(COMPLETIONS, body("vllm_model", "Hello")) for _ in range(12)]
+            assert {answer.status for answer in answers} == {200}
             assert three["c"].asked("vllm_model") > asked
     finally:
         config.write_text(before)

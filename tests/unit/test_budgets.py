@@ -63,6 +63,9 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "above its budget": 39,
         "several Tritons, mended": 35,
         "answers of hundreds of megabytes are not copied, texts of errors are bounded": 42,
+        "server.max_running_requests_per_endpoint": 20,
+        "a model is loaded and unloaded where that can be done": 9,
+        "a model that differs between Tritons is a warning": 5,
     },
     "models": {
         "begin": 1000,
@@ -75,6 +78,8 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "/v1/audio/transcriptions and /v1/audio/translations": 10,
         "above its budget": 118,
         "/v1/audio/speech": 141,
+        "a model is loaded and unloaded where that can be done": 13,
+        "a model that differs between Tritons is a warning": 8,
     },
     "prompts": {
         "begin": 1350,
@@ -95,6 +100,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "several Tritons": 1,
         "above its budget": 32,
         "files and batches": 13,
+        "server.max_running_requests_per_endpoint": 6,
     },
     "access": {"begin": 500, "limits in Redis": 94, "files and batches": 18},
     "telemetry": {
@@ -121,6 +127,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "/v1/audio/speech": 9,
         "files and batches": 68,
         "several Tritons, mended": 7,
+        "server.max_running_requests_per_endpoint": 4,
     },
     "batches": {"begin": 0, "files and batches": 899, "metrics of batches and files": 45},
     "media": {
@@ -160,6 +167,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "files and batches": 24,
         "metrics of batches and files": 4,
         "several Tritons, mended": 1,
+        "server.max_running_requests_per_endpoint": 12,
     },
 }
 

@@ -377,6 +377,20 @@ def test_the_network_policy_lets_out_to_triton(urls: list[str], ports: list[int]
     assert [18000] == allowed(tritonPorts=[18000])
 
 
+def test_several_tritons_take_the_place_of_one() -> None:
+    """Those of the settings are the service's; one address beside them would be an error, and a sidecar has its own."""
+    endpoints = ["a=http://a:8000+grpc://a:8001", {"name": "b", "url": ["https://b"], "dns": True}]
+    settings = {"triton": {"endpoints": endpoints}}
+    made = files.render({"settings": settings, "networkPolicy": {"enabled": True}})
+    (deployment,) = files.documents(made["templates/deployment.yaml"])
+    container = files.service_container(deployment["spec"]["template"]["spec"])
+    assert "TRITON_OPENAI_TRITON_URL" not in {one["name"] for one in container["env"]}
+    (policy,) = files.documents(made["templates/networkpolicy.yaml"])
+    assert [8000, 8001, 443] == [port["port"] for port in policy["spec"]["egress"][1]["ports"]]
+    with pytest.raises(ValueError, match="needs mode standalone"):
+        files.render({"mode": "sidecar", "settings": settings, "triton": {"modelRepository": {"url": "s3://b/m"}}})
+
+
 def test_pods_stay_when_only_the_chart_changes() -> None:
     """Nothing of the chart's own version is in the pods: replacing one with a Triton loads its models again."""
     metadata = files.only(files.chart_documents("sidecar"), "Deployment")["spec"]["template"]["metadata"]

@@ -6,6 +6,7 @@ import asyncio
 import configparser
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -351,6 +352,29 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert (0, "") == (verified.returncode, verified.stderr)
     shut_in = run("security", "--offline=true", "--threshold=15")
     assert shut_in.returncode == 0, shut_in.stdout[-300:]
+
+
+def test_the_template_starts_a_triton_for_a_gpu(tmp_path: Path) -> None:
+    """The unit of the GPU 3 sees that alone, and has ports of its own; systemd's checker has nothing to say of it."""
+    text = TEXTS["systemd/triton@.service"]
+    (command,) = re.findall(r"^ExecStart=((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    server = tmp_path / "tritonserver"
+    server.write_text('#!/bin/sh\necho "$@"\n')
+    server.chmod(0o755)
+    # As systemd reads it.
+    words = shlex.split(command.replace("\\\n", " ").replace("%i", "3").replace("$$", "$"))
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MODEL_REPOSITORY": "/srv/a b"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    ports = "--http-port=8030 --grpc-port=8031 --metrics-port=8032"
+    assert done.stdout == f"--model-repository=/srv/a b {ports}\n"
+    assert "Environment=CUDA_VISIBLE_DEVICES=%i\n" in text
+
+    (tmp_path / "triton@.service").write_text(text)
+    verify = [found("systemd-analyze"), "verify", "--man=no", str(tmp_path / "triton@3.service")]
+    verified = subprocess.run(verify, capture_output=True, text=True, check=False, timeout=60)
+    if "Failed to" in verified.stderr and "bus" in verified.stderr:
+        pytest.skip("systemd-analyze does not work here")
+    assert (0, "") == (verified.returncode, verified.stderr)
 
 
 def test_the_unit_leaves_metrics_of_the_process() -> None:

@@ -179,10 +179,11 @@ class Run:
             self._abort(error)
         return True
 
-    def _lose(self) -> None:
-        """Take it that the Triton has stopped answering; what cannot go on elsewhere waits."""
-        if not self.over:
-            self._begin_again(cut_off_error("Triton has stopped answering"))
+    def _lose(self, final: bool) -> None:
+        """Take it that the Triton has stopped answering; what cannot go elsewhere waits or, if it is *final*, ends."""
+        error = cut_off_error("Triton has stopped answering, or is off the list")
+        if not self.over and not self._begin_again(error) and final:
+            self._abort(error)
 
     def _release(self, error: Exception | None) -> None:
         lease, self._lease = self._lease, None

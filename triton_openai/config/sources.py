@@ -373,7 +373,7 @@ def _check(found: _Layer) -> None:
     if content is not None and level not in ("debug", "info"):
         raise ConfigurationError(f"{origin} and {level_origin} exclude each other: contents are logged at 'info'.")
     workers, _ = get("server", "workers", 1)
-    for name in ("max_running_requests", "max_running_requests_per_model"):
+    for name in ("max_running_requests", "max_running_requests_per_model", "max_running_requests_per_endpoint"):
         limit, origin = get("server", name)
         if limit is not None and limit < workers:
             raise ConfigurationError(f"{origin}: {limit} is too few for {workers} workers, which need one each.")

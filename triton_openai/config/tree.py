@@ -103,6 +103,10 @@ class ServerSettings(_Group, frozen=True):
     max_running_requests_per_model: Annotated[
         Count | None, _flag("Most running requests of one model, divided among the workers.", live=True)
     ] = None
+    max_running_requests_per_endpoint: Annotated[
+        Count | None,
+        _file_only("Most running requests of one model on each Triton, divided among the workers.", live=True),
+    ] = None
     max_queued_requests: Annotated[
         int,
         Meta(ge=0, extra={"metavar": "N"}),
@@ -223,7 +227,7 @@ class EndpointSettings(_Group, frozen=True):
     name: Annotated[str, Meta(pattern=ENDPOINT_NAME)] | None = None
     #: Its share of the requests; 0 takes none.
     weight: Annotated[float, Meta(ge=0, le=1000)] = 1.0
-    #: Whether each address of the host is a Triton.
+    #: Whether each address of the host is a Triton; those of the family that the system prefers, IPv4 or IPv6.
     dns: bool = False
     #: Its own certificates and credentials, in place of ``triton_access``.
     access: TritonAccess | None = None

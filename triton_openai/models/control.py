@@ -68,7 +68,7 @@ class ModelControl:
         Load the model *name*, or the one that this is an alias of, and return its own name, once it is loaded.
 
         It is loaded on every Triton, on two at a time, so that the others go on with what they serve; or on the one
-        called *endpoint*.
+        called *endpoint*. What fails at one Triton does not keep it from the others.
 
         The second value is why it is not served, such as a step of an ensemble; ``None`` for a model that is. Raises
         :class:`ManagementDisabled`, :class:`ModelNotFound`, :class:`ModelConflict` for a model that is loaded already
@@ -82,14 +82,14 @@ class ModelControl:
         """
         Unload the model *name*, or the one that this is an alias of, and return its own name, once it is gone.
 
-        It is unloaded on every Triton at once, or on the one called *endpoint*.
+        It is unloaded on every Triton at once, or on the one called *endpoint*, while the others go on with it.
 
         Running requests on it may finish first, for the configured time. With *dependents* the models that an ensemble
         consists of go too. Raises as :meth:`load` does; a model that is not loaded, or that a loaded one uses, is a
         :class:`ModelConflict`.
         """
         model = self._resolve(name)
-        await asyncio.shield(self._start(self._unload(model, self._members(endpoint), dependents=dependents)))
+        await asyncio.shield(self._start(self._unload(model, endpoint, dependents=dependents)))
         return model
 
     async def close(self) -> None:
@@ -130,37 +130,57 @@ class ModelControl:
 
     async def _load(self, model: str, members: Sequence[Member]) -> None:
         async with self._draining.claim([model]):
-            indexes = await self._indexes(members)
-            _check_known(model, indexes)
-            if all(any(entry.ready for entry in index if entry.name == model) for index in indexes.values()):
-                raise _conflict(f"The model '{model}' is already loaded.", "model_already_loaded")
+            indexes, failures = await self._indexes(model, members)
             missing = [
                 member
                 for member, index in indexes.items()
                 if not any(entry.ready for entry in index if entry.name == model)
             ]
-            if any(_held(indexes[member], [model]) for member in missing):
-                # By another way than this service.
-                raise _conflict(f"Triton is loading or unloading the model '{model}'.", "model_busy")
-            _log.info("loading model", model=model)
+            if not missing and not failures:
+                raise _conflict(f"The model '{model}' is already loaded.", "model_already_loaded")
+
+            async def load(member: Member) -> None:
+                if _held(indexes[member], [model]):
+                    # By another way than this service.
+                    raise _conflict(f"Triton is loading or unloading the model '{model}'.", "model_busy")
+                _log.info("loading model", model=model, endpoint=member.name)
+                try:
+                    await member.client.load_model(model)
+                except ServiceError as error:
+                    warn(_log, "model was not loaded", error, model=model, endpoint=member.name)
+                    raise
+
             try:
-                await self._on_each(missing, lambda member: member.client.load_model(model), parallel=_LOADS)
-            except ServiceError as error:
-                warn(_log, "model was not loaded", error, model=model)
-                raise
+                failures |= await self._on_each(missing, load, parallel=_LOADS)
             finally:
                 # Also after a failure, of which the index has the reason.
                 await self._models.fleet.reload()
-            await self._draining.changed()
+                await self._draining.changed()
+            self._check(failures, members, "loaded")
 
-    async def _indexes(self, members: Sequence[Member]) -> Mapping[Member, Sequence[IndexEntry]]:
-        indexes = await asyncio.gather(*(member.client.repository_index() for member in members))
-        return dict(zip(members, indexes, strict=True))
+    async def _indexes(
+        self, model: str, members: Sequence[Member]
+    ) -> tuple[Mapping[Member, Sequence[IndexEntry]], dict[str, ServiceError]]:
+        """
+        Return the lists of Tritons, and by name why one cannot be read.
+
+        Raises :class:`ModelNotFound` for a *model* that none has: only names in a list reach a Triton.
+        """
+        indexes: dict[Member, Sequence[IndexEntry]] = {}
+
+        async def read(member: Member) -> None:
+            indexes[member] = await member.client.repository_index()
+
+        failures = await self._on_each(members, read, parallel=len(members) or 1)
+        if not any(entry.name == model for index in indexes.values() for entry in index):
+            self._check(failures, members, "found")
+            raise ModelNotFound(model)
+        return indexes, failures
 
     async def _on_each(
         self, members: Sequence[Member], work: Callable[[Member], Awaitable[None]], *, parallel: int
-    ) -> None:
-        """Do *work* on each Triton, on *parallel* at a time. Raises :class:`UpstreamError`, which names them."""
+    ) -> dict[str, ServiceError]:
+        """Do *work* on each Triton, on *parallel* at a time, and return by name what has failed."""
         limit = asyncio.Semaphore(parallel)
         failures: dict[str, ServiceError] = {}
 
@@ -172,14 +192,18 @@ class ModelControl:
                     failures[member.name] = error
 
         await asyncio.gather(*map(on, members))
+        return failures
+
+    def _check(self, failures: Mapping[str, ServiceError], members: Sequence[Member], done: str) -> None:
+        """Raise :class:`UpstreamError`, which says at which of several Tritons a model is *done*, if one failed."""
         if failures and not self._fleet.several:
             raise next(iter(failures.values()))
         if failures:
-            done = [member.name for member in members if member.name not in failures]
+            well = [member.name for member in members if member.name not in failures]
             said = " ".join(f"At '{name}': {error.message}" for name, error in failures.items())
             raise UpstreamError(
                 f"This failed at {len(failures)} of {len(members)} Tritons. {said}"
-                + (f" Done at {_listed(done)}." if done else ""),
+                + (f" The model is {done} at {_listed(well)}." if well and done != "found" else ""),
                 detail="; ".join(f"{name}: {error.reason}" for name, error in failures.items()),
             )
 
@@ -198,12 +222,12 @@ class ModelControl:
                 return entry.why
         raise _conflict(f"The model '{model}' was loaded and is gone again.", "model_not_loaded")
 
-    async def _unload(self, model: str, members: Sequence[Member], *, dependents: bool) -> None:
+    async def _unload(self, model: str, endpoint: str | None, *, dependents: bool) -> None:
+        members = self._members(endpoint)
         async with self._draining.claim([model]):
-            indexes = await self._indexes(members)
-            _check_known(model, indexes)
-            members = [member for member, index in indexes.items() if _held(index, [model])]
-            if not members:
+            indexes, failures = await self._indexes(model, members)
+            loaded = [member for member, index in indexes.items() if _held(index, [model])]
+            if not loaded and not failures:
                 raise _conflict(f"The model '{model}' is not loaded.", "model_not_loaded")
             await self._models.fleet.reload()
             configs = self._models.fleet.snapshot.configs
@@ -215,13 +239,19 @@ class ModelControl:
                     await member.client.unload_model(model, dependents=dependents)
                     await _gone(member.client, {model, *parts})
 
-                async with self._draining.drained({model, *parts}, self._grace):
+                alone = endpoint is not None and self._fleet.several
+                async with (
+                    self._fleet.emptied(members[0], {model, *parts}, self._grace)
+                    if alone
+                    else self._draining.drained({model, *parts}, self._grace)
+                ):
                     _log.info("unloading model", model=model, with_parts=sorted(parts))
                     try:
-                        await self._on_each(members, unload, parallel=len(members))
+                        failures |= await self._on_each(loaded, unload, parallel=len(members))
                     finally:
                         await self._models.fleet.reload()
                         await self._draining.changed()
+            self._check(failures, members, "unloaded")
 
 
 async def _gone(client: TritonClient, models: Collection[str]) -> None:
@@ -233,12 +263,6 @@ async def _gone(client: TritonClient, models: Collection[str]) -> None:
                 await asyncio.sleep(_PAUSE)
     except TimeoutError as error:
         raise UpstreamTimeout(f"Triton has not yet unloaded {_listed(left)}.", param="model") from error
-
-
-def _check_known(model: str, indexes: Mapping[Member, Sequence[IndexEntry]]) -> None:
-    """Raise :class:`ModelNotFound` for a name that no Triton has: only names in a list reach one."""
-    if not any(entry.name == model for index in indexes.values() for entry in index):
-        raise ModelNotFound(model)
 
 
 def _held(index: Sequence[IndexEntry], models: Collection[str]) -> list[str]:

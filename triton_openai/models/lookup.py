@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import msgspec
@@ -195,7 +195,11 @@ class Models:
             _log.info("model is served", model=name, adapter=served[name].adapter.name)
         for name in self.served.keys() - served.keys():
             _log.info("model is gone", model=name)
-        differences = {name: found for name, model in served.items() if (found := model.differences)}
+        differences = {
+            name: found
+            for name, model in served.items()
+            if (found := [*model.differences, *_versions(snapshot.versions.get(model.triton_model, {}))])
+        }
         for name, sentences in differences.items():
             if sentences != self.differences.get(name):
                 _log.warning("model differs between Tritons", model=name, differences=sentences)
@@ -210,6 +214,13 @@ class Models:
             _log.warning("a name in the settings is no model's", name=name, reason=misnamed[name])
         self.misnamed = misnamed
         self.changed.set()
+
+
+def _versions(loaded: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield the sentence that several Tritons have *loaded* different versions of a model."""
+    if loaded:
+        parts = [f"{version} at {' and '.join(names)}" for version, names in sorted(loaded.items())]
+        yield f"Its loaded version is {', '.join(parts)}."
 
 
 async def keep_loaded(models: Models) -> None:

@@ -80,7 +80,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         }
         found = []
         for what, value_of in told.items():
-            values = [f"{value_of(model)} at {' and '.join(sorted(model.endpoints))}" for model in every]
+            values = [f"{value_of(model) or 'unknown'} at {' and '.join(sorted(model.endpoints))}" for model in every]
             if len({value_of(model) for model in every}) > 1:
                 found.append(f"{what} is {', '.join(values)}.")
         return found

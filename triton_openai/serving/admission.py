@@ -32,7 +32,8 @@ class Admission:
 
     A request whose model is full does not hold up those for other models. *lag* returns the seconds by which the event
     loop is late; *model_draining* knows which models take no requests now; *worker* is this process among those that
-    serve together, which gets its share of each limit.
+    serve together, which gets its share of each limit. *capacity* returns how many requests for a model the Tritons
+    that have it take from this process.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Admission:
         worker: Worker | None = None,
         model_draining: ModelDraining | None = None,
         observer: Observer | None = None,
+        capacity: Callable[[str], float] = lambda _: math.inf,
     ) -> None:
         self._lag = lag
+        self._capacity = capacity
         self._worker = worker or Worker()
         self._model_draining = model_draining or ModelDraining(Draining())
         self._model_draining.reject_queued = self.reject_queued
@@ -61,8 +64,9 @@ class Admission:
         self._settings = settings
         self._limit = self._share(settings.max_running_requests)
         self._model_limit = self._share(settings.max_running_requests_per_model)
+        self._by_endpoint = settings.max_running_requests_per_endpoint is not None
         self._queue_limit = self._worker.share(settings.max_queued_requests)
-        self._admit()
+        self.admit()
 
     def _share(self, limit: int | None) -> float:
         return math.inf if limit is None else self._worker.share(limit)
@@ -108,9 +112,10 @@ class Admission:
         """
         own = sum(lines_model == model for lines_model in self._lines.values())
         live = len(self._running.get(model, ())) - own
-        free = min(self._model_limit - live, self._limit - (self._total() - own))
+        limit = min(self._model_limit, self._capacity(model))
+        free = min(limit - live, self._limit - (self._total() - own))
         waits = any(waiting_for == model for waiting_for, _ in self._queue.values())
-        room = lines < min(share * free, free - (live > 0)) and lines + 1 <= max(1, share * self._model_limit)
+        room = lines < min(share * free, free - (live > 0)) and lines + 1 <= max(1, share * limit)
         return room and not waits and self._lag() <= _MAX_LOOP_LAG
 
     def check(self, model: str) -> None:
@@ -127,7 +132,7 @@ class Admission:
         """Count the request of *task*, which was admitted for *model*, out."""
         self._lines.pop(task, None)
         self._model_draining.leave(model, task)
-        self._admit()
+        self.admit()
 
     async def _wait(self, model: str, task: _Task, record: RequestRecord, patience: float | None) -> None:
         seconds = min(self._settings.queue_timeout, math.inf if patience is None else patience)
@@ -158,7 +163,7 @@ class Admission:
             if waiting_for == model and not turn.done():
                 turn.set_exception(ModelUnloading(model))
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Admit waiting requests that have room, longest wait first."""
         while self._queue and self._total() < self._limit:
             turn = next((one for one, (model, _) in self._queue.items() if self._has_room(model)), None)
@@ -175,4 +180,5 @@ class Admission:
         return sum(map(len, self._running.values()))
 
     def _has_room(self, model: str) -> bool:
-        return len(self._running.get(model, ())) < self._model_limit
+        running = len(self._running.get(model, ()))
+        return running < self._model_limit and (not self._by_endpoint or running < self._capacity(model))

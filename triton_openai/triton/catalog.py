@@ -59,6 +59,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     kinds: Mapping[str, bytes] = {}
     #: By model, where several Tritons have it in different ways: the one with most Tritons first.
     variants: Mapping[str, Sequence[Variant]] = {}
+    #: By model of which several Tritons have loaded different versions: the Tritons of each.
+    versions: Mapping[str, Mapping[str, Sequence[str]]] = {}
 
     @property
     def reachable(self) -> bool:
@@ -126,10 +128,13 @@ def merge(snapshots: Mapping[str, Snapshot]) -> Snapshot:
     index: dict[tuple[str, str], IndexEntry] = {}
     waiting: dict[str, str] = {}
     groups: dict[str, dict[bytes, list[str]]] = {}
+    loaded: dict[str, dict[str, list[str]]] = {}
     for endpoint, each in reached.items():
         for entry in each.index:
             if entry.ready or (entry.name, entry.version) not in index:
                 index[entry.name, entry.version] = entry
+            if entry.ready:
+                loaded.setdefault(entry.name, {}).setdefault(entry.version, []).append(endpoint)
         for model, reason in each.waiting.items():
             waiting.setdefault(model, reason)
         for model in each.configs:
@@ -155,6 +160,7 @@ def merge(snapshots: Mapping[str, Snapshot]) -> Snapshot:
         complete=all(each.complete for each in reached.values()),
         server=next((each.server for each in reached.values() if each.server is not None), None),
         variants=variants,
+        versions={model: found for model, found in loaded.items() if len(set(map(tuple, found.values()))) > 1},
     )
 
 

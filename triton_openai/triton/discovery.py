@@ -22,9 +22,13 @@ Lookup = Callable[[str], Awaitable[Collection[str]]]
 
 
 async def lookup(host: str) -> Collection[str]:
-    """Return the addresses of *host*, as the system finds them. Raises ``OSError``."""
+    """
+    Return the addresses of *host*, as the system finds them, of the family that it prefers. Raises ``OSError``.
+
+    A name with addresses of IPv4 and of IPv6 has each Triton twice.
+    """
     found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return {str(address[0]) for *_, address in found}
+    return {str(address[0]) for family, *_, address in found if family == found[0][0]}
 
 
 class Discovery:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -117,6 +117,12 @@ class Member:
         self._credit -= 1
         return self._credit >= 0
 
+    def lose(self, *, final: bool) -> None:
+        """Tell its requests that it has stopped answering."""
+        for lease in list(self.leases):
+            if lease.lost is not None:
+                lease.lost(final)
+
     @property
     def ejected(self) -> bool:
         """Whether so many of its models fail that it gets no requests at all."""
@@ -139,8 +145,8 @@ class Lease:
         self.model = model
         #: Whether it is one of several Tritons, whose requests are counted.
         self.counted = target is not None
-        #: Called when the Triton has stopped answering, if the request can still go elsewhere.
-        self.lost: Callable[[], None] | None = None
+        #: Called when the Triton has stopped answering, so that the request may go elsewhere; with true, it also ends.
+        self.lost: Callable[[bool], None] | None = None
 
     @property
     def name(self) -> str | None:
@@ -277,6 +283,8 @@ class Fleet:
         self._observer = observer if self.listed else None
         self._changed: Callable[[Snapshot], Awaitable[None]] | None = None
         self._ask: Callable[[str, str], Awaitable[None]] | None = None
+        self._room: Callable[[], None] = lambda: None
+        self._most_running = math.inf
         #: By name.
         self.members: dict[str, Member] = {}
         #: What all have together.
@@ -311,13 +319,25 @@ class Fleet:
         self,
         changed: Callable[[Snapshot], Awaitable[None]] | None = None,
         ask: Callable[[str, str], Awaitable[None]] | None = None,
+        room: Callable[[], None] | None = None,
     ) -> None:
         """
-        Set *changed*, which is awaited with the models of all when these change, or *ask*.
+        Set *changed*, which is awaited with the models of all when these change, *ask* or *room*.
 
-        *ask* raises :class:`ServiceError` unless a model at the Triton of a name answers a small request.
+        *ask* raises :class:`ServiceError` unless a model at the Triton of a name answers a small request. *room* is
+        called when the :meth:`capacity` of a model may have changed.
         """
-        self._changed, self._ask = changed or self._changed, ask or self._ask
+        self._changed, self._ask, self._room = changed or self._changed, ask or self._ask, room or self._room
+
+    def limit(self, most_running: float) -> None:
+        """Send no Triton more than *most_running* requests for a model at a time while another one has room."""
+        self._most_running = most_running
+        self._update_pools(list(self._pools))
+
+    def capacity(self, model: str) -> float:
+        """Return how many requests for *model* its Tritons run at a time; that of one if none has it."""
+        pool = self._pools.get(model)
+        return self._most_running * max(1, 0 if pool is None else len(pool.candidates))
 
     async def run(self) -> None:
         """Look for Tritons, and at the models of each, until cancelled."""
@@ -419,9 +439,7 @@ class Fleet:
         await self._merge(was.keys() | member.targets.keys())
         if lost and self.several:
             # It has not answered a simple question: what has no token yet is better off elsewhere.
-            for lease in list(member.leases):
-                if lease.lost is not None:
-                    lease.lost()
+            member.lose(final=False)
 
     async def _merge(self, models: Collection[str]) -> None:
         """Prepare the choice for *models*, and tell of the models of all. What comes meanwhile is told together."""
@@ -452,6 +470,7 @@ class Fleet:
             panicked = pool.panics
             pool.policy, pool.load_factor = self.policy(model), routing.load_factor
             pool.max_ejected = self._settings.ejection.max_share if self.several else 0.0
+            pool.most_running = self._most_running
             pool.update(targets, ejected=[each.name for each in members if each.ejected])
             if pool.panics != panicked:
                 if self._observer is not None:
@@ -460,6 +479,7 @@ class Fleet:
                     _log.error("too many Tritons are ejected: all are used", model=model)
             if not targets:
                 del self._pools[model]
+        self._room()
 
     # Requests
 
@@ -544,6 +564,24 @@ class Fleet:
         if first:
             self._budget.count(time.monotonic())
         return lease
+
+    @contextlib.asynccontextmanager
+    async def emptied(self, member: Member, models: Collection[str], grace: float) -> AsyncIterator[None]:
+        """Send *member* no requests for *models* meanwhile; first its running ones may end, for *grace* seconds."""
+        targets = [member.targets[model] for model in models if model in member.targets]
+        try:
+            self._weigh(targets, 0.0, models)
+            ends = time.monotonic() + grace
+            while any(target.running for target in targets) and time.monotonic() < ends:  # noqa: ASYNC110 - it is seldom
+                await asyncio.sleep(0.1)
+            yield
+        finally:
+            self._weigh(targets, member.settings.weight, models)
+
+    def _weigh(self, targets: Sequence[Target], weight: float, models: Collection[str]) -> None:
+        for target in targets:
+            target.weight = weight
+        self._update_pools([model for model in models if model in self._pools])
 
     def _count(self, model: str, target: Target, number: int) -> None:
         pool = self._pools.get(model)
@@ -679,6 +717,7 @@ class Fleet:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._grace):
                         await member.idle.wait()
+                member.lose(final=True)
         finally:
             await member.catalog.close()
             # Whoever waits for the first look need not wait for this one.

@@ -89,6 +89,8 @@ class Pool:
         self._random = random.Random(seed)
         #: All targets, those included that take no requests.
         self.targets: Sequence[Target] = ()
+        #: Requests that one target runs at most, as long as another one has room.
+        self.most_running = math.inf
         self._counted: Collection[Target] = frozenset()
         self._candidates: Sequence[Target] = ()
         #: Requests of all targets that have not ended.
@@ -133,26 +135,26 @@ class Pool:
         Return the target for a request, ``None`` if there is none.
 
         *key* is what should stay at one Triton, for the policy ``affinity``; without one the request goes to where the
-        fewest run. *avoid* are names of Tritons that have failed for it.
+        fewest run. *avoid* are names of Tritons that have failed for it. Where all have as much as they may, one gets
+        more: what fails over, and further answers to a prompt, do not wait.
         """
 
         def fits(target: Target) -> bool:
-            return target.endpoint not in avoid
+            return target.running < self.most_running and target.endpoint not in avoid
 
         if len(self._candidates) == 1:
-            return self._candidates[0] if fits(self._candidates[0]) else None
+            return self._candidates[0] if self._candidates[0].endpoint not in avoid else None
+        found: Target | None = None
         if self.policy == "round_robin":
-            return self._next(fits)
-        if self._ring and key is not None:
-            nearest = self._nearest(key, fits)
-            if nearest is not None:
-                return nearest
+            found = self._next(fits)
+        elif self._ring and key is not None:
+            found = self._nearest(key, fits)
         elif len(self._candidates) > _FEW:
-            found = [one for one in (self._sample(now), self._sample(now)) if one is not None and fits(one)]
-            if found:
-                return min(found, key=lambda target: target.running / target.share(now))
-        # Few, or those that were looked at have failed: that is seldom, and then all are looked at.
-        return self._least([one for one in self._candidates if fits(one)], now)
+            two = [one for one in (self._sample(now), self._sample(now)) if one is not None and fits(one)]
+            found = min(two, key=lambda target: target.running / target.share(now), default=None)
+        # Few, or those that were looked at do not fit: that is seldom, and then all are looked at.
+        rest = [] if found else [one for one in self._candidates if one.endpoint not in avoid]
+        return found or self._least([one for one in rest if fits(one)] or rest, now)
 
     def _least(self, targets: Sequence[Target], now: float) -> Target | None:
         """Return the target with the fewest requests for its weight, of equal ones at random by their weights."""

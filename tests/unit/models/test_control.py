@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.cases import every_case
@@ -16,7 +17,9 @@ from triton_openai.errors import (
     ModelConflict,
     ModelNotFound,
     ModelUnloading,
+    UpstreamError,
     UpstreamTimeout,
+    UpstreamUnavailable,
 )
 from triton_openai.models import control as module
 from triton_openai.models.control import ModelControl
@@ -66,10 +69,18 @@ class Triton:
             self.states[each] = "UNLOADING"
 
 
+class Away(Triton):
+    """Its list cannot be read."""
+
+    async def repository_index(self) -> list[IndexEntry]:
+        """Fail."""
+        raise UpstreamUnavailable("It cannot be reached.")
+
+
 def control(
-    triton: Triton, *, configs: Any = CONFIGS, settings: Settings = EXPLICIT, draining: ModelDraining | None = None
+    *tritons: Triton, configs: Any = CONFIGS, settings: Settings = EXPLICIT, draining: ModelDraining | None = None
 ) -> ModelControl:
-    """Return what controls the models of *triton*, of which *configs* are loaded and served."""
+    """Return what controls the models of *tritons*, called a, b, …, of which *configs* are loaded and served."""
 
     async def reload() -> None:
         """Do nothing: the snapshot stays."""
@@ -81,8 +92,12 @@ def control(
         unserved=[],
         triton_model=lambda name: name,
     )
-    client: Any = triton
-    fleet = Fleet(settings.triton, connect=lambda _: client)
+    clients: dict[str | None, Any] = dict(zip("abc", tritons, strict=False))
+    triton = settings.triton
+    if len(tritons) > 1:
+        listed = tuple(f"{name}=http://{name}:8000" for name in clients)
+        triton = msgspec.structs.replace(triton, endpoints=listed)
+    fleet = Fleet(triton, connect=lambda each: clients.get(each.name, tritons[0]))
     return ModelControl(settings, models, fleet, draining or ModelDraining(Draining()))
 
 
@@ -170,3 +185,55 @@ async def test_what_cannot_be_loaded() -> None:
         await control(triton).load("none")
     with pytest.raises(ModelConflict, match="was loaded and is gone again"):
         await control(triton, configs={}).load("alone")
+
+
+async def test_a_load_does_what_it_can_and_names_the_rest() -> None:
+    """A Triton whose list cannot be read, and one that is busy with the model, keep it from no other one."""
+    a, b, c = Triton(), Away(), Triton()
+    a.states["alone"] = c.states["alone"] = "UNAVAILABLE"
+
+    with pytest.raises(UpstreamError) as caught:
+        await control(a, b, c).load("alone")
+    assert (a.states["alone"], c.states["alone"]) == ("READY", "READY")
+    assert caught.value.status == 502
+    assert caught.value.message == (
+        "This failed at 1 of 3 Tritons. At 'b': It cannot be reached. The model is loaded at 'a' and 'c'."
+    )
+    a.states["alone"], c.states["alone"] = "UNAVAILABLE", "LOADING"
+    with pytest.raises(UpstreamError, match=r"failed at 2 of 3 .* At 'c': Triton is loading .* loaded at 'a'"):
+        await control(a, b, c).load("alone")
+    assert a.states["alone"] == "READY"
+    # Also where nothing is left to be done, it is not loaded everywhere.
+    with pytest.raises(UpstreamError, match=r"At 'b': It cannot be reached. The model is loaded at 'a'"):
+        await control(a, b).load("alone")
+
+
+async def test_an_unload_does_what_it_can_and_names_the_rest() -> None:
+    """The others let go of the model."""
+    a, b = Triton(), Away()
+
+    with pytest.raises(UpstreamError, match=r"At 'b': It cannot be reached. The model is unloaded at 'a'"):
+        await control(a, b).unload("alone")
+    assert a.states["alone"] == "UNAVAILABLE"
+
+
+async def test_a_name_that_no_list_has_reaches_no_triton() -> None:
+    """It is unknown, unless a list that cannot be read may have it."""
+    with pytest.raises(ModelNotFound):
+        await control(Triton(), Triton()).load("none")
+    with pytest.raises(UpstreamError, match="At 'b'") as caught:
+        await control(Triton(), Away()).load("none")
+    assert caught.value.status == 502
+    with pytest.raises(UpstreamUnavailable, match=r"^It cannot be reached"):
+        await control(Away()).load("alone")
+
+
+async def test_an_unload_at_one_triton_leaves_the_model_to_the_others() -> None:
+    """Meanwhile requests for it are not refused."""
+    a, b, draining = Triton(looks=100), Triton(), ModelDraining(Draining())
+    work = asyncio.create_task(control(a, b, draining=draining).unload("alone", endpoint="a"))
+    while not a.calls:  # noqa: ASYNC110 - what happens in tasks sets no event here
+        await asyncio.sleep(0)
+    draining.check("alone")
+    await work
+    assert (a.states["alone"], b.states["alone"]) == ("UNAVAILABLE", "READY")

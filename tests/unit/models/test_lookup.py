@@ -5,6 +5,7 @@ from __future__ import annotations
 from unittest.mock import Mock
 
 import pytest
+import structlog
 from msgspec.structs import replace
 
 from tests.conformance.fake_triton import FakeTriton, config_of
@@ -100,6 +101,31 @@ async def test_a_model_that_is_gone() -> None:
             with pytest.raises(ModelNotFound):
                 await proxy.models.find(old)
             assert new == (await proxy.models.find(new)).triton_model
+
+
+async def test_a_model_that_differs_between_tritons() -> None:
+    """The log tells once how, with the names of both; and again when it differs in another way."""
+    async with FakeTriton(config_of("m")) as first, FakeTriton(config_of("m")) as second:
+        first.version, second.version = "2.51.0", "2.52.0"
+        settings = Settings(triton=TritonSettings(endpoints=(f"a={first.url}", f"b={second.url}")))
+        with structlog.testing.capture_logs() as lines:
+            async with serving(settings) as proxy:
+                await proxy.ready()
+                second.loaded = "2"
+                for _ in range(2):
+                    await proxy.models.fleet.reload()
+                model = proxy.models.served["m"]
+        told = [line["differences"] for line in lines if line["event"] == "model differs between Tritons"]
+        release = "The release of Triton is 2.51.0 at a, 2.52.0 at b."
+        assert told == [[release], [release, "Its loaded version is 1 at a, 2 at b."]]
+
+        metadata = replace(model.metadata, max_model_len=2048, tokenizer="/models/other")
+        (there,) = model.variants
+        assert replace(model, variants=(replace(there, metadata=metadata),)).differences == [
+            "Its context length is unknown at a, 2048 at b.",
+            "Its tokenizer is unknown at a, other at b.",
+            release,
+        ]
 
 
 async def test_an_engine_without_a_tokenizer_that_works() -> None:

@@ -133,6 +133,27 @@ async def test_a_full_model_holds_up_nobody_else() -> None:
     assert [3] == inside(visitors)
 
 
+async def test_requests_wait_for_a_triton_with_room() -> None:
+    """Several Tritons run so many of a model together; when one more has it, further ones go in."""
+    capacity = {"a": 2, "b": 1}
+    limits = ServerSettings(max_running_requests=5, max_running_requests_per_endpoint=1)
+    admission = Admission(limits, lambda: 0.0, capacity=capacity.__getitem__)
+    visitors = [Visitor(admission, model) for model in ("a", "a", "a", "a", "b")]
+    await settled()
+    assert [0, 1, 4] == inside(visitors)
+    assert not admission.spare("a", 0, 0.5)
+    capacity["a"] = 3
+    admission.admit()
+    await settled()
+    assert [0, 1, 2, 4] == inside(visitors)
+    await visitors[1].leave()
+    assert [0, 2, 3, 4] == inside(visitors)
+    for number in (0, 2, 3, 4):
+        await visitors[number].leave()
+    assert admission.spare("a", 1, 0.5)
+    assert not admission.spare("a", 2, 0.5)
+
+
 async def test_a_full_queue_refuses_at_once() -> None:
     """With the time after which it may be worth to come again."""
     admission = gate(max_running_requests=1, max_queued_requests=1, queue_timeout=7)

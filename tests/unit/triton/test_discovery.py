@@ -1,6 +1,7 @@
 """The list of Tritons: settings, a file and names."""
 
 import asyncio
+import socket
 
 import pytest
 import structlog
@@ -70,6 +71,23 @@ async def test_a_lookup_that_fails_keeps_the_old_addresses():
 async def test_the_system_finds_addresses():
     """The lookup is the system's own."""
     assert "127.0.0.1" in await lookup("localhost")
+
+
+async def test_a_triton_with_addresses_of_two_families_is_one(monkeypatch):
+    """Those of the family that the system prefers count: it knows which of them can be reached."""
+    four = [(socket.AF_INET, 1, 6, "", (address, 0)) for address in ("10.0.0.1", "10.0.0.2")]
+    six = [(socket.AF_INET6, 1, 6, "", (address, 0)) for address in ("fd00::1", "fd00::2")]
+    for found, expected in (
+        ([*four, *six], {"10.0.0.1", "10.0.0.2"}),
+        ([*six, *four], {"fd00::1", "fd00::2"}),
+        (four[1:], {"10.0.0.2"}),
+    ):
+
+        async def getaddrinfo(*_, found=found, **__):
+            return found
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+        assert await lookup("tritons") == expected
 
 
 async def test_a_file_adds_endpoints(tmp_path):

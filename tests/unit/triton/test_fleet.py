@@ -1,6 +1,7 @@
 """Several Tritons as one: what they have together, leases, failover and ejection."""
 
 import asyncio
+import math
 from collections import Counter
 from typing import Any
 
@@ -188,8 +189,11 @@ async def test_what_did_not_reach_a_model_goes_elsewhere(fleets, failure):
     """A request that one Triton cannot take is answered by another one."""
     a, b = Triton("m"), Triton("m")
     fleet = await fleets(tritons={"a": a, "b": b}, failover=FailoverSettings(budget=1.0))
+    # So that the first goes to the one that fails.
+    busy = fleet.lease("m", at="b")
     a.failure = failure
     answers = [await asked(fleet) for _ in range(10)]
+    busy.close()
     assert answers == [(b,)] * 10
     assert fleet._observer.running.total() == 0
     assert fleet._observer.events["failed over", failure.code] == len(a.asked_for) > 0
@@ -275,10 +279,10 @@ async def test_requests_without_a_token_learn_that_their_triton_is_lost(fleets):
     fleet = await fleets(tritons={"a": a, "b": b})
     lost = []
     for name in "ab":
-        fleet.lease("m", at=name).lost = lambda name=name: lost.append(name)
+        fleet.lease("m", at=name).lost = lambda final, name=name: lost.append((name, final))
     a.error = UpstreamTimeout("frozen")
     await fleet.refresh()
-    assert lost == ["a"]
+    assert lost == [("a", False)]
 
 
 async def test_a_triton_that_leaves_may_finish(fleets):
@@ -499,6 +503,44 @@ async def test_endpoints_that_cannot_be_used_change_nothing(fleets):
     with pytest.raises(ConfigurationError):
         await fleet._apply([EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in ("new", "wrong")])
     assert list(fleet.members) == ["a", "b"]
+
+
+async def test_the_capacity_of_a_model_follows_its_tritons(fleets):
+    """It is that of those that take requests; whoever waits for room is told when it may be another one."""
+    fleet = await fleets(tritons={"a": Triton("m"), "b": Triton("m"), "c": Triton("n")})
+    told = []
+    fleet.watch(room=lambda: told.append(fleet.capacity("m")))
+    assert fleet.capacity("m") == math.inf
+    fleet.limit(3)
+    assert (fleet.capacity("m"), fleet.capacity("n"), fleet.capacity("nobody's")) == (6, 3, 3)
+    for _ in range(5):
+        fleet.lease("m", at="a").close(UpstreamError("The model failed."))
+    assert told[-1] == fleet.capacity("m") == 3
+    await fleet._apply([EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in "bc"])
+    assert told[-1] == fleet.capacity("m") == 3
+
+
+async def test_a_triton_is_emptied_of_a_model(fleets):
+    """It gets no more requests for it, its running ones end first, and the others go on."""
+    fleet = await fleets(tritons={"a": Triton("m", "n"), "b": Triton("m", "n")})
+    held, inside, leave = fleet.lease("m", at="a"), asyncio.Event(), asyncio.Event()
+
+    async def empty():
+        async with fleet.emptied(fleet.members["a"], ["m", "unknown"], 1000.0):
+            inside.set()
+            await leave.wait()
+
+    emptying = asyncio.create_task(empty())
+    await until(lambda: not fleet.takes("m", "a"))
+    assert {fleet.lease("m").endpoint for _ in range(9)} == {"b"}
+    assert {fleet.lease("n").endpoint for _ in range(9)} == {"a", "b"}
+    assert not inside.is_set()
+    held.close()
+    await inside.wait()
+    assert {fleet.lease("m").endpoint for _ in range(9)} == {"b"}
+    leave.set()
+    await emptying
+    assert fleet.takes("m", "a")
 
 
 async def test_an_adapter_that_fails_to_ask_leaves_no_triton_ejected(fleets):

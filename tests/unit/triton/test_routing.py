@@ -1,7 +1,9 @@
 """The choice of a Triton for a request."""
 
+import heapq
+import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -45,6 +47,44 @@ def test_requests_are_spread_by_weight(policy, running, weights):
     got = spread(pool_of(*weights, policy=policy), 6000, running=running)
     for place, weight in enumerate(weights):
         assert got[f"t{place}"] == pytest.approx(6000 * weight / sum(weights), rel=0.25)
+
+
+def work(pools, requests, *, running, key=lambda number: None):
+    """
+    Send *requests* of mixed length, of which *running* run at a time, through *pools*, each of which sees its own only.
+
+    Returns the requests, and the tokens, of each target.
+    """
+    order = random.Random(11)
+    got: Counter[str] = Counter()
+    tokens: defaultdict[str, float] = defaultdict(float)
+    ends: list[tuple[float, int, Pool, Target]] = []
+    now = 0.0
+    for number in range(requests):
+        if len(ends) >= running:
+            now, _, pool, target = heapq.heappop(ends)
+            pool.count(target, -1)
+        pool = pools[number % len(pools)]
+        target = pool.choose(now + 100, key=key(number))
+        pool.count(target, 1)
+        # Most are short, some are very long: 40 tokens are the median, and one in a hundred has more than 1,600.
+        length = order.lognormvariate(math.log(40), 1.6)
+        heapq.heappush(ends, (now + length, number, pool, target))
+        got[target.endpoint] += 1
+        tokens[target.endpoint] += length
+    return got, tokens
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("policy", ["least_requests", "round_robin", "affinity"])
+def test_the_busiest_of_three_tritons_is_near_the_mean(policy, workers):
+    """Of 3,000 requests of mixed length, and of their tokens, it gets 15 % more than the mean at most."""
+    pools = [pool_of(1, 1, 1, policy=policy, seed=seed) for seed in range(workers)]
+    sessions = random.Random(5)
+    got, tokens = work(pools, 3000, running=64, key=lambda _: b"%d" % sessions.randrange(500))
+    assert sum(got.values()) == 3000
+    assert max(got.values()) <= 1.15 * 3000 / 3
+    assert max(tokens.values()) <= 1.15 * sum(tokens.values()) / 3
 
 
 def test_round_robin_takes_turns():
@@ -140,6 +180,7 @@ def test_a_key_stays_and_few_move_when_a_target_leaves():
     assert before == homes("e", "d", "c", "b", "a")
     moved = [key for key in keys if before[key] != after[key]]
     assert {before[key] for key in moved} == {"e"}
+    assert len(moved) == pytest.approx(3000 / 5, rel=0.3)
     assert max(Counter(before.values()).values()) < 1.3 * 3000 / 5
 
 
@@ -163,6 +204,19 @@ def test_no_target_gets_more_than_its_bounded_load():
         pool.count(pool.choose(0.0, key=b"the same"), 1)
     assert max(target.running for target in pool.targets) <= 126
     assert sorted(target.running for target in pool.targets)[-3] >= 100
+
+
+@pytest.mark.parametrize("policy", ["least_requests", "round_robin", "affinity"])
+@pytest.mark.parametrize("others", [2, 9])
+def test_no_target_runs_more_than_it_may_while_another_has_room(policy, others):
+    """Whatever the policy and the weights: all are full before one gets more, and then one does."""
+    pool = pool_of(5, *[1] * others, policy=policy)
+    pool.most_running = 4
+    for number in range(4 * (others + 1)):
+        pool.count(pool.choose(100.0, key=b"the same" if number % 2 else None), 1)
+    assert {target.running for target in pool.targets} == {4}
+    assert pool.choose(100.0, key=b"the same") is not None
+    assert pool.choose(100.0, avoid=[target.endpoint for target in pool.targets[1:]]).endpoint == "t0"
 
 
 def test_a_key_goes_on_where_only_loaded_targets_are_left():

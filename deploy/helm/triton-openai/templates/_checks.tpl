@@ -31,6 +31,9 @@
 {{- fail "mode sidecar needs either triton.modelRepository.volume or triton.modelRepository.url." }}
 {{- end }}
 {{- end }}
+{{- if and (include "triton-openai.several" .) (include "triton-openai.sidecar" .) }}
+{{- fail "settings.triton.endpoints needs mode standalone: the sidecar is in front of the Triton in its pod." }}
+{{- end }}
 {{- if and .Values.kserve.enabled (not (include "triton-openai.sidecar" .)) }}
 {{- fail "kserve.enabled needs mode sidecar: clients reach another Triton at its own Service." }}
 {{- end }}

@@ -71,11 +71,28 @@ httpGet:
 {{- end }}
 {{- end }}
 
+{{/* Whether the settings name several Tritons, in place of triton.urls. */}}
+{{- define "triton-openai.several" -}}
+{{- $triton := default dict (get .Values.settings "triton") }}
+{{- if or (get $triton "endpoints") (get $triton "endpoints_file") }}true{{ end }}
+{{- end }}
+
 {{/* Triton's ports: those that are named, else those of its addresses. */}}
 {{- define "triton-openai.tritonPorts" -}}
 {{- $ports := .Values.networkPolicy.tritonPorts }}
 {{- if not $ports }}
-{{- range .Values.triton.urls }}
+{{- $urls := .Values.triton.urls }}
+{{- if include "triton-openai.several" . }}
+{{- $urls = list }}
+{{- range (get .Values.settings "triton").endpoints }}
+{{- if kindIs "string" . }}
+{{- $urls = concat $urls (regexFindAll "(https?|grpcs?)://[^+]+" . -1) }}
+{{- else }}
+{{- $urls = concat $urls .url }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range $urls }}
 {{- $url := urlParse . }}
 {{- $port := regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host) }}
 {{- $ports = append $ports (int (default (ternary "443" "80" (hasSuffix "s" $url.scheme)) $port)) }}
