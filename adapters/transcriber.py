@@ -26,7 +26,7 @@ from triton_openai.errors import ConfigurationError, UnsupportedParameter, Upstr
 from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
 from triton_openai.languages import LANGUAGES, code_of
-from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
+from triton_openai.triton.tensors import ARRAY_CODES, InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
 
 _AUDIO, _LENGTH, _PREFIX, _LANGUAGE, _NORM, _IDS = "audio", "length", "prefix", "language", "norm", "ids"
 _PROMPT, _TEXT, _SEGMENTS = "prompt", "text", "segments"
@@ -185,7 +185,7 @@ class Transcriber(tensors.DescribedAdapter):
             count = len(samples)
             if self.config.decoupled and spec.datatype != "FP16":
                 # HTTP's generate extension, where there is no gRPC, takes numbers.
-                values = array({"FP32": "f", "FP64": "d", "INT16": "h"}[spec.datatype], values)
+                values = array(ARRAY_CODES[spec.datatype], values)
         yield Tensor(spec.name, spec.datatype, self.config.wire_shape(spec, count), values)
         if _LENGTH in self._inputs:
             yield self.tensor(self._inputs[_LENGTH].name, length)
@@ -231,9 +231,12 @@ class Transcriber(tensors.DescribedAdapter):
         """Return what is spoken, also for the first of the responses. Raises :class:`UpstreamError`."""
         if self._ids:
             return Transcript(text="", token_ids=self._row(job, responses))
-        texts = ["".join(response.texts(self._outputs[_TEXT].name)[:1]) for response in responses]
+        texts = (
+            "".join(response.texts(self._outputs[_TEXT].name)[:1])
+            for response in (responses if self._text == "delta" else reversed(responses))
+        )
         # The last response may be empty.
-        text = "".join(texts) if self._text == "delta" else next(filter(None, reversed(texts)), "")
+        text = "".join(texts) if self._text == "delta" else next(filter(None, texts), "")
         tagged = next((code for code in _TAG.findall(text) if code in LANGUAGES), None)
         told = {
             use: next((each for one in reversed(responses) for each in one.texts(spec.name)), "")

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import math
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import pairwise
@@ -22,6 +23,7 @@ from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, serving
 from tests.speech import RATE, SENTENCE, encoded, muxed, speak, wav
 from tests.standins.repository import RECOGNIZERS
 from tests.triton_fixture import TestTriton
+from triton_openai.api import transcriptions
 from triton_openai.config.tree import AudioLimits, AudioSettings, ModelSettings, Settings, TritonSettings
 
 pytestmark = in_session_loop
@@ -323,6 +325,23 @@ async def test_bad_files(services: dict[str, Proxy]) -> None:
             assert (400, "file", code) == await refused(proxy, file, model="infer_bls"), what
             assert (400, "file", code) == await refused(proxy, file, model="infer_bls", stream="true"), what
         assert TEXT == (await send(proxy, good, model="infer_bls")).json["text"]
+
+
+async def test_seconds_that_were_heard(recognizers: TestTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted, and the event loop imports none of the libraries."""
+    importing: list[threading.Thread] = []
+    monkeypatch.setattr(transcriptions, "require_audio", lambda: importing.append(threading.current_thread()))
+    async with serving(settings_for(recognizers, "grpc")) as proxy:
+        await proxy.ready()
+        for fields in ({}, {"stream": "true"}):
+            assert 200 == (await send(proxy, wav(speak(SENTENCE)), model="parakeet", **fields)).status
+        cut = encoded(speak(SENTENCE), RATE, "FLAC")
+        assert 400 == (await send(proxy, cut[: len(cut) // 2], model="zipformer")).status
+        metrics = (await proxy.get("/metrics")).body.decode()
+    heard = [each for each in metrics.splitlines() if each.startswith("triton_openai_audio_seconds_total{")]
+    assert 'triton_openai_audio_seconds_total{adapter="transcriber",direction="input",model="parakeet"} 6.0' in heard
+    assert importing
+    assert threading.main_thread() not in importing
 
 
 async def test_bad_requests(services: dict[str, Proxy], recognizers: TestTriton) -> None:
