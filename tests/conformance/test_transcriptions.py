@@ -17,6 +17,7 @@ import aiohttp
 import numpy as np
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from tests.conformance.calls import in_session_loop
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, serving
@@ -24,7 +25,14 @@ from tests.speech import RATE, SENTENCE, encoded, muxed, speak, wav
 from tests.standins.repository import RECOGNIZERS
 from tests.triton_fixture import TestTriton
 from triton_openai.api import transcriptions
-from triton_openai.config.tree import AudioLimits, AudioSettings, ModelSettings, Settings, TritonSettings
+from triton_openai.config.tree import (
+    AccessSettings,
+    AudioLimits,
+    AudioSettings,
+    ModelSettings,
+    Settings,
+    TritonSettings,
+)
 
 pytestmark = in_session_loop
 
@@ -342,6 +350,34 @@ async def test_seconds_that_were_heard(recognizers: TestTriton, monkeypatch: pyt
     assert 'triton_openai_audio_seconds_total{adapter="transcriber",direction="input",model="parakeet"} 6.0' in heard
     assert importing
     assert threading.main_thread() not in importing
+
+
+async def test_audio_seconds_per_minute(recognizers: TestTriton, tmp_path: Path) -> None:
+    """A key may have so much audio heard in a minute; what it asks for beside that is answered."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: [{name: few, key: sk-few, audio_seconds_per_minute: 5}, {name: all, key: sk-all}]")
+    settings = replace(settings_for(recognizers, "grpc"), access=AccessSettings(api_keys_file=keys))
+    file = wav(speak(SENTENCE))
+    async with serving(settings) as proxy:
+        few, everything = {"api-key": "sk-few"}, {"api-key": "sk-all"}
+        await proxy.ready()
+
+        async def status(headers: dict[str, str], path: str = PATH) -> tuple[int, str | None, str]:
+            form = aiohttp.FormData({"model": "infer_bls", "language": "en"} if path == PATH else {"model": "whisper"})
+            form.add_field("file", io.BytesIO(file), filename="speech.wav")
+            async with proxy.client.post(path, data=form, headers=headers) as response:
+                left = response.headers.get("x-ratelimit-remaining-audio-seconds")
+                return response.status, left, await response.text()
+
+        assert (200, "5") == (await status(few))[:2]
+        assert (200, "2") == (await status(few, TRANSLATIONS))[:2]
+        refused, left, text = await status(few)
+        error = json.loads(text)["error"]
+        assert (429, "0", "audio_seconds") == (refused, left, error["type"])
+        assert "limit 5" in error["message"]
+        assert (200, None) == (await status(everything))[:2]
+        async with proxy.client.get("/v1/models", headers=few) as response:
+            assert (200, False) == (response.status, "x-ratelimit-limit-audio-seconds" in response.headers)
 
 
 async def test_bad_requests(services: dict[str, Proxy], recognizers: TestTriton) -> None:

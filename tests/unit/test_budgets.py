@@ -97,7 +97,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "above its budget": 36,
         "files and batches": 13,
     },
-    "access": {"begin": 500, "limits in Redis": 94, "files and batches": 18},
+    "access": {"begin": 500, "limits in Redis": 94, "files and batches": 18, "audio_seconds_per_minute": 1},
     "telemetry": {
         "begin": 1200,
         "a log that nobody waits for, and triton_openai_log_lines_lost_total": 126,
@@ -122,6 +122,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "/v1/audio/speech": 9,
         "files and batches": 68,
         "several Tritons, mended": 7,
+        "audio_seconds_per_minute": 1,
     },
     "batches": {"begin": 0, "files and batches": 899, "metrics of batches and files": 45},
     "media": {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -14,8 +15,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from triton_openai.access.authorizer import gateway_header
+from triton_openai.access.authorizer import AUTHORIZER, gateway_header
 from triton_openai.access.keys import KEY, ApiKey
+from triton_openai.access.rate_limits import RateLimit
 from triton_openai.answer.jobs import run_job
 from triton_openai.answer.limits import TimeLimits
 from triton_openai.answer.logits_reader import score_prompts
@@ -24,7 +26,14 @@ from triton_openai.answer.run import Run, Sender
 from triton_openai.api import parameters
 from triton_openai.api.bodies import FormRequest, ModelRequest, read_form, read_json, tell_ignored
 from triton_openai.config.tree import Group, Settings
-from triton_openai.errors import InvalidRequest, InvalidValue, PromptRefused, ServiceError, UnsupportedParameter
+from triton_openai.errors import (
+    InvalidRequest,
+    InvalidValue,
+    PromptRefused,
+    RateLimited,
+    ServiceError,
+    UnsupportedParameter,
+)
 from triton_openai.generation import Generation
 from triton_openai.jobs import Job, JobType, Result
 from triton_openai.media.images import ImageLoader
@@ -39,6 +48,8 @@ from triton_openai.tasks import Background
 from triton_openai.telemetry.request_record import OBSERVERS, RECORD, TOKENIZE, RequestRecord
 from triton_openai.triton.fleet import Fleet, Route
 
+# The accounts of seconds of audio: no key has such a name.
+_AUDIO = "audio\n"
 _Body = TypeVar("_Body", bound=ModelRequest)
 _Other = TypeVar("_Other", bound=ModelRequest)
 _Sampled = TypeVar("_Sampled", bound=parameters.SamplingRequest)
@@ -118,6 +129,31 @@ def service_of(request: web.Request) -> Service:
 def key_of(request: web.Request) -> ApiKey:
     """Return the API key of *request*; one that allows everything where the service asks for no keys."""
     return request[KEY]
+
+
+@contextlib.asynccontextmanager
+async def counting_audio(request: web.Request) -> AsyncIterator[None]:
+    """
+    Charge the key of *request* with the seconds of audio that its record has at the end.
+
+    Raises :class:`RateLimited` where the key has none left in this minute.
+    """
+    key, record, limits = key_of(request), request[RECORD], request.app[AUTHORIZER].limits
+    most, account = key.limit.audio_seconds_per_minute, _AUDIO + key.name
+    if most is None:
+        yield
+        return
+    decision = await limits.admit(account, RateLimit(tokens_per_minute=most))
+    told = {name.replace("tokens", "audio-seconds"): value for name, value in decision.headers.items()}
+    record.headers = {**record.headers, **told}
+    if decision.refusal is not None:
+        wait = decision.refusal.wait
+        message = f"Rate limit reached for '{key.name}' on seconds of audio per minute: limit {most}. Please try again"
+        raise RateLimited(f"{message} in {math.ceil(wait)}s.", kind="audio_seconds", wait=wait)
+    try:
+        yield
+    finally:
+        limits.leave(account, math.ceil(sum(record.audio_seconds.values())))
 
 
 def new_id(prefix: str, separator: str = "-") -> str:

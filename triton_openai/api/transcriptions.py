@@ -22,7 +22,7 @@ from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.transcription import Transcription, Wish
 from triton_openai.api.bodies import FileField, FormRequest, json_response
 from triton_openai.api.parameters import refusing
-from triton_openai.api.service import RequestContext, begin, new_id
+from triton_openai.api.service import RequestContext, begin, counting_audio, new_id
 from triton_openai.api.sse import data_event, stream_parts
 from triton_openai.errors import InvalidRequest, InvalidValue, PayloadTooLarge, UnsupportedParameter
 from triton_openai.jobs import Segment, TranscriptionJob, TranslationJob
@@ -135,7 +135,12 @@ async def transcribe(request: web.Request) -> web.StreamResponse:
 
     The formats are JSON, plain text and subtitles. With `stream`, the text comes piece by piece.
     """
-    context = await begin(request, TranscriptionRequest)
+    async with counting_audio(request):
+        context = await begin(request, TranscriptionRequest)
+        return await _transcribe(context)
+
+
+async def _transcribe(context: RequestContext[TranscriptionRequest]) -> web.StreamResponse:
     body = context.body
     if body.stream and body.response_format in _TIMED:
         raise InvalidValue(f"'stream' does not go with the format '{body.response_format}'.", "stream")
@@ -162,9 +167,10 @@ async def translate(request: web.Request) -> web.StreamResponse:
 
     The formats are JSON, plain text and subtitles.
     """
-    context = await begin(request, TranslationRequest)
-    job = TranslationJob(id=new_id("transl"), samples=b"", prompt=context.body.prompt or None)
-    return await _answer(context, job)
+    async with counting_audio(request):
+        context = await begin(request, TranslationRequest)
+        job = TranslationJob(id=new_id("transl"), samples=b"", prompt=context.body.prompt or None)
+        return await _answer(context, job)
 
 
 async def _answer(

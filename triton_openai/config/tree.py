@@ -564,6 +564,7 @@ class GatewaySettings(_Group, frozen=True):
     tokens_per_minute: Count | None = None
     concurrent_requests: Count | None = None
     batch_tokens_per_minute: Count | None = None
+    audio_seconds_per_minute: Count | None = None
 
 
 class AccessSettings(_Group, frozen=True):
