@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -24,12 +25,13 @@ from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, serving
 from tests.speech import RATE, SENTENCE, encoded, muxed, speak, wav
 from tests.standins.repository import RECOGNIZERS
 from tests.triton_fixture import TestTriton
-from triton_openai.api import transcriptions
+from triton_openai.api import bodies, service, transcriptions
 from triton_openai.config.tree import (
     AccessSettings,
     AudioLimits,
     AudioSettings,
     ModelSettings,
+    ServerSettings,
     Settings,
     TritonSettings,
 )
@@ -350,6 +352,38 @@ async def test_seconds_that_were_heard(recognizers: TestTriton, monkeypatch: pyt
     assert 'triton_openai_audio_seconds_total{adapter="transcriber",direction="input",model="parakeet"} 6.0' in heard
     assert importing
     assert threading.main_thread() not in importing
+
+
+async def test_a_hundred_uploads_at_once(recognizers: TestTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings bound how many files are held at the same time; the others wait unread, and all are answered."""
+    file = wav(speak(SENTENCE))
+    held: list[int] = []
+    limits = AudioLimits(max_total_size=4 * len(file))
+    async with serving(replace(settings_for(recognizers, "grpc"), audio=limits)) as proxy:
+        await proxy.ready()
+        reading = bodies.read_form
+
+        async def watched(*arguments: Any, **options: Any) -> Any:
+            held.append(proxy.client.app[service.SERVICE].audio.held)
+            return await reading(*arguments, **options)
+
+        monkeypatch.setattr(service, "read_form", watched)
+        answers = await asyncio.gather(*(send(proxy, file, model="infer_bls", language="en") for _ in range(100)))
+        assert {(200, TEXT)} == {(answer.status, answer.json["text"]) for answer in answers}
+        assert 100 == len(held)
+        assert 2 * len(file) < max(held) <= limits.max_total_size
+        assert 0 == proxy.client.app[service.SERVICE].audio.held
+
+
+async def test_the_largest_upload(recognizers: TestTriton) -> None:
+    """The limit is that of audio and not of bodies, and what has more is refused before it is read."""
+    file = wav(speak([*SENTENCE] * 12))
+    audio, server = AudioLimits(max_file_size=len(file)), ServerSettings(max_body_size=100_000)
+    async with serving(replace(settings_for(recognizers, "grpc"), audio=audio, server=server)) as proxy:
+        await proxy.ready()
+        assert 200 == (await send(proxy, file, model="zipformer")).status
+        for more in (1, 2 * 1024 * 1024):
+            assert (413, "file", "request_too_large") == await refused(proxy, file + bytes(more), model="zipformer")
 
 
 async def test_audio_seconds_per_minute(recognizers: TestTriton, tmp_path: Path) -> None:

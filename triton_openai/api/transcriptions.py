@@ -22,9 +22,9 @@ from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.transcription import Transcription, Wish
 from triton_openai.api.bodies import FileField, FormRequest, json_response
 from triton_openai.api.parameters import refusing
-from triton_openai.api.service import RequestContext, begin, counting_audio, new_id
+from triton_openai.api.service import RequestContext, audio_too_large, begin, new_id, receiving_audio
 from triton_openai.api.sse import data_event, stream_parts
-from triton_openai.errors import InvalidRequest, InvalidValue, PayloadTooLarge, UnsupportedParameter
+from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.jobs import Segment, TranscriptionJob, TranslationJob
 from triton_openai.languages import LANGUAGES, code_of
 from triton_openai.media.audio import Pauses, Recording, require_audio
@@ -135,7 +135,7 @@ async def transcribe(request: web.Request) -> web.StreamResponse:
 
     The formats are JSON, plain text and subtitles. With `stream`, the text comes piece by piece.
     """
-    async with counting_audio(request):
+    async with receiving_audio(request):
         context = await begin(request, TranscriptionRequest)
         return await _transcribe(context)
 
@@ -167,7 +167,7 @@ async def translate(request: web.Request) -> web.StreamResponse:
 
     The formats are JSON, plain text and subtitles.
     """
-    async with counting_audio(request):
+    async with receiving_audio(request):
         context = await begin(request, TranslationRequest)
         job = TranslationJob(id=new_id("transl"), samples=b"", prompt=context.body.prompt or None)
         return await _answer(context, job)
@@ -186,7 +186,7 @@ async def _answer(
         _check_prompt(context, "prompt")
     await asyncio.to_thread(require_audio)
     if len(body.file.content) > limits.max_file_size:
-        raise PayloadTooLarge(f"The file is larger than the limit of {limits.max_file_size} bytes.", param="file")
+        raise audio_too_large(limits.max_file_size)
     context.record.response_id = job.id
     return await context.admitted(lambda each: _transcribed(each, job, pauses, languages), param="file")
 
