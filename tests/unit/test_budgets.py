@@ -97,6 +97,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "several Tritons": 1,
         "above its budget": 36,
         "files and batches": 13,
+        "/v1/audio/transcriptions and /v1/audio/translations": 1,
     },
     "access": {"begin": 500, "limits in Redis": 94, "files and batches": 18, "audio_seconds_per_minute": 1},
     "telemetry": {

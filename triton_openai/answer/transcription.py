@@ -30,8 +30,8 @@ from triton_openai.tasks import cancel
 from triton_openai.triton.status import no_answer_error
 from triton_openai.triton.tensors import InferResponse
 
-# Seconds of the chunks of one recording that are on their way: 15 MB of samples, of which a transport makes copies.
-_ON_THEIR_WAY = 240.0
+# Seconds of the chunks of one recording that are on their way: 8 MB of samples, of which a transport makes copies.
+_ON_THEIR_WAY = 120.0
 # Thai, Lao, Burmese, Khmer, Chinese, Japanese and their punctuation, which put no blanks between sentences.
 _UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3000-\u30ff\u3400-\u9fff\uf900-\ufaff\uff00-\uff60"
 _JOINS = re.compile(rf"[{_UNSPACED}]\Z|\A[{_UNSPACED}]")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 import io
+import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -334,10 +335,9 @@ class _Cutter:
     def _limited(self) -> Iterator[Chunk]:
         """Yield chunks as long as there is more than one may have."""
         while self._begin is not None and self._place - self._begin > self._longest:
-            kept = self._joined()
             stop = self._begin - self._first + self._longest
             searched = min(int(_SEARCHED * self.rate), self._longest // 2)
-            place = stop - searched + _quietest(kept[stop - searched : stop], int(_QUIET * self.rate))
+            place = stop - searched + _quietest(self._joined()[stop - searched : stop], int(_QUIET * self.rate))
             begin, self._begin = self._begin, place + self._first
             yield self._take(begin, self._begin)
 
@@ -399,4 +399,5 @@ def _loudest(samples: _Samples, width: int) -> float:
     whole = len(samples) // width * width
     parts = [samples[:whole].reshape(-1, width)] if whole else []
     parts += [samples[whole:].reshape(1, -1)] if len(samples) > whole else []
-    return max((float(np.sqrt(np.square(part).mean(axis=1).max())) for part in parts), default=0.0)
+    # Without an array of the squares.
+    return max((math.sqrt(np.einsum("ij,ij->i", part, part).max() / part.shape[1]) for part in parts), default=0.0)
