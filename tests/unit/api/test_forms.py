@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
-from triton_openai.api import routes
+from triton_openai.api import routes, service
 from triton_openai.api.bodies import FileField, FormRequest, json_response
 from triton_openai.api.service import Operation, begin
 from triton_openai.config.tree import (
@@ -34,7 +34,7 @@ from triton_openai.serving.request_body import LIMITS
 KEY = {"Authorization": "Bearer k"}
 LARGEST = 200_000
 # What a form of a file may have beside that.
-FIELDS = 1024 * 1024
+FIELDS = 1000
 
 
 class HearingRequest(FormRequest, kw_only=True):
@@ -78,6 +78,7 @@ async def heard(monkeypatch: pytest.MonkeyPatch, *, strict: bool = False, patien
         Operation(hear, ("POST /v1/hear",), "hear", "inference", HearingRequest, Heard, jobs=(Generation,)),
         Operation(count, ("POST /v1/count",), "count", "inference", answer=Heard),
     )
+    monkeypatch.setattr(service, "_FIELDS", FIELDS)
     monkeypatch.setattr(routes, "OPERATIONS", (*routes.OPERATIONS, *more))
     routes._schemas.cache_clear()
     monkeypatch.setattr(routes, "_schemas", routes._schemas.__wrapped__)
