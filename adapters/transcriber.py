@@ -82,6 +82,11 @@ class Transcriber(tensors.DescribedAdapter):
                     f"The model '{config.name}' has none of the tensors of the public recognizers: describe its own "
                     "with 'inputs', 'constants' and 'outputs' in its settings."
                 )
+        if any(one.sequences for one in (config, *(self.repository.get(step.model, config) for step in config.steps))):
+            raise ConfigurationError(
+                f"The model '{config.name}' takes a recording as a sequence of requests (sequence_batching), which is "
+                "not supported: serve its repository's offline model."
+            )
         self._inputs, self._outputs = inputs, outputs
         self._ids = _IDS in inputs
         self._whisper = self._ids or _PREFIX in inputs

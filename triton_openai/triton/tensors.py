@@ -73,6 +73,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[EnsembleStep, ...] = ()
     #: Those of the dynamic batcher's queue; 0 where it has none.
     priority_levels: int = 0
+    #: Whether requests belong to sequences, whose state the backend keeps.
+    sequences: bool = False
     #: That of the Triton that has the model ("2.53.0"), empty if unknown.
     server_version: str = ""
 
@@ -398,6 +400,7 @@ def read_model_config(config: Any) -> ModelConfig:
                 for step in config.get("ensemble_scheduling", {}).get("step", ())
             ],
             "priority_levels": config.get("dynamic_batching", {}).get("priority_levels", 0),
+            "sequences": "sequence_batching" in config,
         }
         # Not strict: protobuf's JSON form writes int64 as text, Triton's own writes numbers.
         return msgspec.convert(found, ModelConfig, strict=False)
