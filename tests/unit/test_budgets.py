@@ -25,7 +25,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "a response whose parent is deleted while it is made": 3,
         "streams of audio, in two forms": 36,
         "/v1/audio/speech": 209,
-        "/v1/audio/transcriptions and /v1/audio/translations": 298,
+        "/v1/audio/transcriptions and /v1/audio/translations": 299,
         "audio_seconds_per_minute": 11,
         "audio in chats": 9,
         "files and batches": 781,

@@ -217,8 +217,9 @@ async def read_request(request: web.Request, kind: type[_Body]) -> tuple[Service
     gets the name of the default one. Raises as :func:`read_json` and :func:`find_model`.
     """
     service = service_of(request)
-    form = partial(read_form, most=_largest_form(service.settings))
-    read = form if issubclass(kind, FormRequest) else read_json
+    read: Callable[..., Awaitable[Any]] = read_json
+    if issubclass(kind, FormRequest):
+        read = partial(read_form, most=_largest_form(service.settings))
     body = await read(request, kind, strict=service.settings.api.strict_parameters)
     model = await service.models.find(request.match_info.get("deployment", body.model), key_of(request).allows)
     body.model = model.name
