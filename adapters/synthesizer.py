@@ -20,7 +20,7 @@ from triton_openai.adapters._common.tensor_mapping import DescribedAdapter, Kind
 from triton_openai.errors import ConfigurationError, UnsupportedParameter, UpstreamError
 from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import Speech, SynthesisJob
-from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
+from triton_openai.triton.tensors import ARRAY_CODES, InferRequest, InferResponse, ModelConfig, Tensor
 
 _REFERENCE, _LENGTH, _SAID, _TARGET = "reference_wav", "reference_wav_len", "reference_text", "target_text"
 _WAVEFORM = "waveform"
@@ -43,31 +43,21 @@ _END_OF_INSTRUCTIONS = "<|endofprompt|>"
 _LONGEST = 30.0
 
 
-class ZeroShot(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a kind of zero-shot synthesizers, in Hz and seconds."""
-
-    reference_rate: int
-    rate: int
-    longest: float
-    #: Whether the longest output includes the recording.
-    with_reference: bool = False
-    #: By how much its parts overlap.
-    overlap: float = 0.0
+# What is known of the kinds of zero-shot synthesizers, and of all others.
+_SPARK = Synthesis(reference_rate=16_000, rate=16_000, longest=10.0, overlap=0.1)
+_F5 = Synthesis(reference_rate=24_000, rate=24_000, longest=43.7, with_reference=True)
+_COSYVOICE = Synthesis(reference_rate=16_000, rate=24_000, longest=30.0)
+_OTHER = Synthesis(rate=0, longest=_LONGEST)
 
 
-_SPARK = ZeroShot(reference_rate=16_000, rate=16_000, longest=10.0, overlap=0.1)
-_F5 = ZeroShot(reference_rate=24_000, rate=24_000, longest=43.7, with_reference=True)
-_COSYVOICE = ZeroShot(reference_rate=16_000, rate=24_000, longest=30.0)
-
-
-def _zero_shot(config: ModelConfig) -> ZeroShot | None:
-    """Return the kind of a zero-shot synthesizer by the names of its parameters; ``None`` if they do not show it."""
+def _zero_shot(config: ModelConfig) -> Synthesis:
+    """Return the kind of a zero-shot synthesizer by the names of its parameters."""
     names = config.parameters.keys()
     if names & {"audio_tokenizer_frame_rate", "stream_factor"}:
         return _SPARK
     if {"vocab_file", "vocoder"} <= names:
         return _F5
-    return _COSYVOICE if "model_dir" in names else None
+    return _COSYVOICE if "model_dir" in names else _OTHER
 
 
 def _is_zero_shot(config: ModelConfig) -> bool:
@@ -101,7 +91,7 @@ class Synthesizer(DescribedAdapter):
         config, audio = self.config, (mapping and mapping.audio) or AudioFormat()
         described = mapping is not None and mapping.describes
         self._zero_shot = _is_zero_shot(config) and not described
-        kind = _zero_shot(config) if self._zero_shot else None
+        kind = _zero_shot(config) if self._zero_shot else _OTHER
         if self._zero_shot:
             found = TensorMapping(inputs={_TEXT: _TARGET}, outputs={_AUDIO: _WAVEFORM})
         else:
@@ -114,23 +104,22 @@ class Synthesizer(DescribedAdapter):
             filled += [_REFERENCE, _LENGTH, _SAID]
         given = constants(config, mapping, filled=filled)
         self._constants = [self.tensor(name, *values) for name, values in given.items()]
-        rate = audio.sample_rate or (kind.rate if kind else 0)
-        reference_rate = 0
+        rate, reference_rate = audio.sample_rate or kind.rate, 0
         if self._zero_shot:
-            reference_rate = audio.reference_sample_rate or _declared(config) or (kind.reference_rate if kind else 0)
+            reference_rate = audio.reference_sample_rate or _declared(config) or kind.reference_rate
         self._check_rates(rate, reference_rate)
         voice = _REFERENCE if self._zero_shot else self._inputs.get(_VOICE)
         own = voice is None or config.inputs[voice].optional or voice in given
         overlap = audio.overlap_seconds
         if overlap is None:
-            overlap = _overlap(config, kind.overlap) if kind is not None and config.decoupled else 0.0
+            overlap = _overlap(config, kind.overlap) if kind is not _OTHER and config.decoupled else 0.0
         # CosyVoice2 with DiT and CosyVoice3, which do without a recording.
-        cached = self._zero_shot and kind is _COSYVOICE and own
+        cached = kind is _COSYVOICE and own
         self._takes_prompt = cached and "vocoder" in self.repository
         synthesis = Synthesis(
             rate=0 if self._gives_files else rate,
-            longest=audio.max_seconds or (kind.longest if kind else _LONGEST),
-            with_reference=kind is not None and kind.with_reference and audio.max_seconds is None,
+            longest=audio.max_seconds or kind.longest,
+            with_reference=kind.with_reference and audio.max_seconds is None,
             overlap=overlap,
             reference_rate=reference_rate,
             tells_voices_by_text=cached,
@@ -217,9 +206,8 @@ class Synthesizer(DescribedAdapter):
         if tensor is not None:
             # A file's bytes follow their number.
             return bytes(tensor.data[4:] if datatype == "BYTES" else tensor.data)
-        codes = {"FP32": "f", "FP64": "d", "INT16": "h", "UINT8": "B"}
         try:
-            return array(codes[datatype], response.numbers(name)).tobytes()
+            return array(ARRAY_CODES[datatype], response.numbers(name)).tobytes()
         except (TypeError, ValueError, OverflowError, KeyError) as error:
             raise UpstreamError(f"Triton sent a malformed '{name}' output.") from error
 

@@ -26,7 +26,7 @@ from triton_openai.errors import ConfigurationError, UnsupportedParameter, Upstr
 from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
 from triton_openai.languages import LANGUAGES, code_of
-from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
+from triton_openai.triton.tensors import ARRAY_CODES, InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
 
 _AUDIO, _LENGTH, _PREFIX, _LANGUAGE, _NORM, _IDS = "audio", "length", "prefix", "language", "norm", "ids"
 _PROMPT, _TEXT, _SEGMENTS = "prompt", "text", "segments"
@@ -43,8 +43,8 @@ OUTPUTS: Mapping[str, Kind] = {_TEXT: "text", _LANGUAGE: "text", _SEGMENTS: "tex
 _SENSEVOICE: Mapping[str, int] = {"auto": 0, "zh": 3, "en": 4, "yue": 7, "ja": 11, "ko": 12}
 _AUTO, _NORMALIZED = "auto", 14
 # Seconds of audio. Whisper sees 30 at once; the text that sherpa's and TensorRT-LLM's code generates for it ends after
-# about 20 and 10. The others take what fits into memory, and so does this service.
-_WINDOW, _SHERPA, _TENSORRT_LLM, _ANY = 30.0, 20.0, 10.0, 240.0
+# about 20 and 10. The others take what fits into memory; in this service, a request is copied a few times, 8 MB each.
+_WINDOW, _SHERPA, _TENSORRT_LLM, _ANY = 30.0, 20.0, 10.0, 120.0
 # What sherpa's client pads audio to a multiple of, so that Triton can batch it.
 _PADDED = 10.0
 # The name that sherpa's code for Whisper calls its engine by.
@@ -82,6 +82,11 @@ class Transcriber(tensors.DescribedAdapter):
                     f"The model '{config.name}' has none of the tensors of the public recognizers: describe its own "
                     "with 'inputs', 'constants' and 'outputs' in its settings."
                 )
+        if any(one.sequences for one in (config, *(self.repository.get(step.model, config) for step in config.steps))):
+            raise ConfigurationError(
+                f"The model '{config.name}' takes a recording as a sequence of requests (sequence_batching), which is "
+                "not supported: serve its repository's offline model."
+            )
         self._inputs, self._outputs = inputs, outputs
         self._ids = _IDS in inputs
         self._whisper = self._ids or _PREFIX in inputs
@@ -108,7 +113,7 @@ class Transcriber(tensors.DescribedAdapter):
         own = (
             (_WINDOW if self._ids else _TENSORRT_LLM if "engine_dir" in config.parameters else _SHERPA)
             if self._whisper
-            else _ANY
+            else _ANY / (2 if spec.datatype == "FP64" else 1)
         )
         self._pad = audio.pad_seconds
         if self._pad is None:
@@ -185,7 +190,7 @@ class Transcriber(tensors.DescribedAdapter):
             count = len(samples)
             if self.config.decoupled and spec.datatype != "FP16":
                 # HTTP's generate extension, where there is no gRPC, takes numbers.
-                values = array({"FP32": "f", "FP64": "d", "INT16": "h"}[spec.datatype], values)
+                values = array(ARRAY_CODES[spec.datatype], values)
         yield Tensor(spec.name, spec.datatype, self.config.wire_shape(spec, count), values)
         if _LENGTH in self._inputs:
             yield self.tensor(self._inputs[_LENGTH].name, length)
@@ -231,9 +236,12 @@ class Transcriber(tensors.DescribedAdapter):
         """Return what is spoken, also for the first of the responses. Raises :class:`UpstreamError`."""
         if self._ids:
             return Transcript(text="", token_ids=self._row(job, responses))
-        texts = ["".join(response.texts(self._outputs[_TEXT].name)[:1]) for response in responses]
+        texts = (
+            "".join(response.texts(self._outputs[_TEXT].name)[:1])
+            for response in (responses if self._text == "delta" else reversed(responses))
+        )
         # The last response may be empty.
-        text = "".join(texts) if self._text == "delta" else next(filter(None, reversed(texts)), "")
+        text = "".join(texts) if self._text == "delta" else next(filter(None, texts), "")
         tagged = next((code for code in _TAG.findall(text) if code in LANGUAGES), None)
         told = {
             use: next((each for one in reversed(responses) for each in one.texts(spec.name)), "")

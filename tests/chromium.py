@@ -84,12 +84,20 @@ class Tab:
 
 
 @asynccontextmanager
-async def tab(folder: Path) -> AsyncIterator[Tab]:
-    """Start the browser with its files in *folder* and yield a tab of it."""
+async def tab(folder: Path, *, microphone: Path | None = None) -> AsyncIterator[Tab]:
+    """
+    Start the browser with its files in *folder* and yield a tab of it.
+
+    It hears the WAV file *microphone* over and over, and lets every page do so.
+    """
+    hearing = [
+        "--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream",
+        f"--use-file-for-fake-audio-capture={microphone}",
+    ]  # fmt: skip
     process = await asyncio.create_subprocess_exec(
         found("Chromium"), "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
         "--no-first-run", "--disable-background-networking", "--remote-debugging-port=0",
-        f"--user-data-dir={folder}", "about:blank",
+        f"--user-data-dir={folder}", *(hearing if microphone is not None else []), "about:blank",
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stderr is not None

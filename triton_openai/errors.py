@@ -264,7 +264,7 @@ class Overloaded(ServiceError, status=429, type="rate_limit_error", code="rate_l
 
 
 class RateLimited(Overloaded):
-    """The key has reached its limit per minute or of concurrent requests; *kind* is ``requests`` or ``tokens``."""
+    """The key has reached its limit per minute or of concurrent requests; *kind* says of what."""
 
     def __init__(self, message: str, *, kind: str, wait: float) -> None:
         super().__init__(message, retry_after=wait)

@@ -192,7 +192,7 @@ class Transcript(Result, frozen=True, kw_only=True):
     text: str
     #: The code of the language, where the model tells it.
     language: str | None = None
-    #: Where the model tells when what is spoken.
+    #: Its parts in order, with times from the beginning of the job's audio; none where the model tells no times.
     segments: Sequence[Segment] = ()
     #: In place of the text, of a model that answers in these: what follows the prompt.
     token_ids: Sequence[int] = ()

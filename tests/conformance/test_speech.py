@@ -26,7 +26,7 @@ from tests.proxy_fixture import TRANSPORTS, Proxy, proxy_settings, serving
 from tests.standins.repository import SYNTHESIZERS, build_repository
 from tests.triton_fixture import TestTriton, embedded, shared
 from triton_openai.answer.speech import pieces
-from triton_openai.config.tree import AudioSettings, ModelSettings
+from triton_openai.config.tree import AccessSettings, AudioSettings, ModelSettings
 from triton_openai.demo.record import Record
 
 pytestmark = in_session_loop
@@ -323,6 +323,20 @@ async def test_the_official_client(speaking: TestTriton, voices: Path, transport
             parts = [part async for part in response.iter_bytes()]
     expected = [spoken(piece) for piece in pieces(TWO, 1000, streams=False)]
     assert np.array_equal(np.concatenate(expected), np.frombuffer(b"".join(parts), "<i2"))
+
+
+async def test_audio_seconds_per_minute(speaking: TestTriton, voices: Path, tmp_path: Path) -> None:
+    """What is spoken counts for the key."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: [{name: few, key: sk-few, audio_seconds_per_minute: 1}]")
+    access = AccessSettings(api_keys_file=keys)
+    async with speech_proxy(speaking, "grpc", voices, access=access) as proxy:
+        body = {"model": "cosyvoice2", "voice": "ada", "input": TEXT, "response_format": "pcm"}
+        for expected in ((200, None), (429, "audio_seconds")):
+            async with proxy.client.post(PATH, json=body, headers={"api-key": "sk-few"}) as response:
+                data = await response.read()
+                kind = None if response.status == 200 else json.loads(data)["error"]["type"]
+                assert expected == (response.status, kind)
 
 
 async def test_metrics(speaking: TestTriton, voices: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 import math
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import pairwise
@@ -16,13 +18,23 @@ import aiohttp
 import numpy as np
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from tests.conformance.calls import in_session_loop
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, serving
 from tests.speech import RATE, SENTENCE, encoded, muxed, speak, wav
 from tests.standins.repository import RECOGNIZERS
 from tests.triton_fixture import TestTriton
-from triton_openai.config.tree import AudioLimits, AudioSettings, ModelSettings, Settings, TritonSettings
+from triton_openai.api import bodies, service, transcriptions
+from triton_openai.config.tree import (
+    AccessSettings,
+    AudioLimits,
+    AudioSettings,
+    ModelSettings,
+    ServerSettings,
+    Settings,
+    TritonSettings,
+)
 
 pytestmark = in_session_loop
 
@@ -323,6 +335,83 @@ async def test_bad_files(services: dict[str, Proxy]) -> None:
             assert (400, "file", code) == await refused(proxy, file, model="infer_bls"), what
             assert (400, "file", code) == await refused(proxy, file, model="infer_bls", stream="true"), what
         assert TEXT == (await send(proxy, good, model="infer_bls")).json["text"]
+
+
+async def test_seconds_that_were_heard(recognizers: TestTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted, and the event loop imports none of the libraries."""
+    importing: list[threading.Thread] = []
+    monkeypatch.setattr(transcriptions, "require_audio", lambda: importing.append(threading.current_thread()))
+    async with serving(settings_for(recognizers, "grpc")) as proxy:
+        await proxy.ready()
+        for fields in ({}, {"stream": "true"}):
+            assert 200 == (await send(proxy, wav(speak(SENTENCE)), model="parakeet", **fields)).status
+        cut = encoded(speak(SENTENCE), RATE, "FLAC")
+        assert 400 == (await send(proxy, cut[: len(cut) // 2], model="zipformer")).status
+        metrics = (await proxy.get("/metrics")).body.decode()
+    heard = [each for each in metrics.splitlines() if each.startswith("triton_openai_audio_seconds_total{")]
+    assert 'triton_openai_audio_seconds_total{adapter="transcriber",direction="input",model="parakeet"} 6.0' in heard
+    assert importing
+    assert threading.main_thread() not in importing
+
+
+async def test_a_hundred_uploads_at_once(recognizers: TestTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings bound how many files are held at the same time; the others wait unread, and all are answered."""
+    file = wav(speak(SENTENCE))
+    held: list[int] = []
+    limits = AudioLimits(max_total_size=4 * len(file))
+    async with serving(replace(settings_for(recognizers, "grpc"), audio=limits)) as proxy:
+        await proxy.ready()
+        reading = bodies.read_form
+
+        async def watched(*arguments: Any, **options: Any) -> Any:
+            held.append(proxy.client.app[service.SERVICE].audio.held)
+            return await reading(*arguments, **options)
+
+        monkeypatch.setattr(service, "read_form", watched)
+        answers = await asyncio.gather(*(send(proxy, file, model="infer_bls", language="en") for _ in range(100)))
+        assert {(200, TEXT)} == {(answer.status, answer.json["text"]) for answer in answers}
+        assert 100 == len(held)
+        assert 2 * len(file) < max(held) <= limits.max_total_size
+        assert 0 == proxy.client.app[service.SERVICE].audio.held
+
+
+async def test_the_largest_upload(recognizers: TestTriton) -> None:
+    """The limit is that of audio and not of bodies, and what has more is refused before it is read."""
+    file = wav(speak([*SENTENCE] * 12))
+    audio, server = AudioLimits(max_file_size=len(file)), ServerSettings(max_body_size=100_000)
+    async with serving(replace(settings_for(recognizers, "grpc"), audio=audio, server=server)) as proxy:
+        await proxy.ready()
+        assert 200 == (await send(proxy, file, model="zipformer")).status
+        for more in (1, 2 * 1024 * 1024):
+            assert (413, "file", "request_too_large") == await refused(proxy, file + bytes(more), model="zipformer")
+
+
+async def test_audio_seconds_per_minute(recognizers: TestTriton, tmp_path: Path) -> None:
+    """A key may have so much audio heard in a minute; what it asks for beside that is answered."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: [{name: few, key: sk-few, audio_seconds_per_minute: 5}, {name: all, key: sk-all}]")
+    settings = replace(settings_for(recognizers, "grpc"), access=AccessSettings(api_keys_file=keys))
+    file = wav(speak(SENTENCE))
+    async with serving(settings) as proxy:
+        few, everything = {"api-key": "sk-few"}, {"api-key": "sk-all"}
+        await proxy.ready()
+
+        async def status(headers: dict[str, str], path: str = PATH) -> tuple[int, str | None, str]:
+            form = aiohttp.FormData({"model": "infer_bls", "language": "en"} if path == PATH else {"model": "whisper"})
+            form.add_field("file", io.BytesIO(file), filename="speech.wav")
+            async with proxy.client.post(path, data=form, headers=headers) as response:
+                left = response.headers.get("x-ratelimit-remaining-audio-seconds")
+                return response.status, left, await response.text()
+
+        assert (200, "5") == (await status(few))[:2]
+        assert (200, "2") == (await status(few, TRANSLATIONS))[:2]
+        refused, left, text = await status(few)
+        error = json.loads(text)["error"]
+        assert (429, "0", "audio_seconds") == (refused, left, error["type"])
+        assert "limit 5" in error["message"]
+        assert (200, None) == (await status(everything))[:2]
+        async with proxy.client.get("/v1/models", headers=few) as response:
+            assert (200, False) == (response.status, "x-ratelimit-limit-audio-seconds" in response.headers)
 
 
 async def test_bad_requests(services: dict[str, Proxy], recognizers: TestTriton) -> None:

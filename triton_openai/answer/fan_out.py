@@ -82,7 +82,7 @@ class RunGroup:
         if self._timeout is not None:
             left = min(left, self._began + self._timeout - now)
             if left <= 0:
-                self._expired = too_long(self._timeout, self.runs)
+                self._expired = timeout_error(self._timeout, self.runs)
                 self.wake()
                 return
         self._timer = self._loop.call_later(left, self._check_time)
@@ -130,7 +130,7 @@ class RunGroup:
         del self._push, self._check
 
 
-def too_long(timeout: float | None, runs: Sequence[Run] = ()) -> UpstreamTimeout:
+def timeout_error(timeout: float | None, runs: Sequence[Run] = ()) -> UpstreamTimeout:
     """Return the error for an answer, of *runs* if there are any, that took more than *timeout* seconds."""
     cause = next((run.cause_of_silence for run in runs if run.cause_of_silence), "")
     return UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.{cause}")

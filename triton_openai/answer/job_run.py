@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, cast
 from msgspec.structs import replace
 
 from triton_openai import offload
-from triton_openai.answer.fan_out import too_long
+from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.limits import check_size, too_many_tokens_error
 from triton_openai.answer.prepare import check_ids, no_tokenizer_error
 from triton_openai.answer.run import Sender
@@ -92,7 +92,7 @@ async def _answers(
                 await asyncio.sleep(0)
             return await asyncio.gather(*tasks)
     except TimeoutError as error:
-        raise too_long(timeout) from error
+        raise timeout_error(timeout) from error
     finally:
         for task in tasks:
             task.cancel()

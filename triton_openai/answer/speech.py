@@ -35,7 +35,7 @@ _SYLLABLES = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 # clauses, and between words.
 _CUTS = (
     re.compile(
-        r"(?<=[.!?\u2026])(?<!\b[A-Z]\.)(?<!\b(?:Mr|Dr|St|vs)\.)(?<!\bMrs\.)[\"'\u201d\u2019)\]]*\s+(?![a-z])"
+        r"(?<=[.!?\u2026])(?<!\b[A-Z]\.)(?<!\b(?:Mr|Dr|St|vs)\.)(?<!\bMrs\.)[\"'\u201d\u2019)\]]*\s+(?![a-z\s])"
         r"|(?<=[\u3002\uff01\uff1f])(?![\u201d\u2019\u300d\u300f\uff09])|(?<!\s)\s*\n\s*"
     ),
     re.compile(r"(?<=[,;:\u2013\u2014])\s+|(?<=[\uff0c\u3001\uff1b\uff1a])"),
@@ -111,7 +111,11 @@ class _Answers:
         self._lease = sender.route.lease()
         self._call = sender.upstream.call(request, self._lease)
         sent, client = self._call.__enter__(), self._lease.client
-        self._stream = client.stream(sent, self) if sent.stream else SingleAnswer(client, sent, self)
+        try:
+            self._stream = client.stream(sent, self) if sent.stream else SingleAnswer(client, sent, self)
+        except BaseException as error:
+            self._finish(error)
+            raise
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
         self._came = True

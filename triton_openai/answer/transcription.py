@@ -11,7 +11,7 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from itertools import takewhile
 from typing import TypeAlias
 
@@ -30,15 +30,17 @@ from triton_openai.tasks import cancel
 from triton_openai.triton.status import no_answer_error
 from triton_openai.triton.tensors import InferResponse
 
-# Seconds of the chunks of one recording that are on their way: 15 MB of samples, of which a transport makes copies.
-_ON_THEIR_WAY = 240.0
+# Seconds of the chunks of one recording that are on their way: 8 MB of samples, of which a transport makes copies.
+_ON_THEIR_WAY = 120.0
 # Thai, Lao, Burmese, Khmer, Chinese, Japanese and their punctuation, which put no blanks between sentences.
 _UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3000-\u30ff\u3400-\u9fff\uf900-\ufaff\uff00-\uff60"
 _JOINS = re.compile(rf"[{_UNSPACED}]\Z|\A[{_UNSPACED}]")
 # A letter or a digit of a word whose end has to be awaited.
 _IN_WORD = re.compile(rf"[^\W{_UNSPACED}]")
 
-_Tell: TypeAlias = Callable[[str], None]
+# Returns what was heard so far.
+_Hear: TypeAlias = Callable[[], str]
+_Tell: TypeAlias = Callable[[_Hear], None]
 _Ask: TypeAlias = Callable[[Chunk, _Tell | None], Awaitable[Transcript]]
 
 
@@ -47,9 +49,9 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Without samples, which each chunk has.
     job: TranscriptionJob
-    #: The languages that it can be in, if the client names some.
+    #: The codes of the languages that it can be in, if the client names some.
     languages: Sequence[str] = ()
-    #: Whether it is of interest when what is spoken.
+    #: Whether the client wants to know when each part is spoken.
     times: bool = False
     #: Whether the text is wanted while the model still writes it.
     live: bool = False
@@ -61,6 +63,7 @@ class Transcription:
     """The transcript of one recording by *model*, as far as it goes."""
 
     def __init__(self, sender: Sender, model: ServedModel, wish: Wish) -> None:
+        #: The text so far: all pieces that :meth:`deltas` has yielded.
         self.text = ""
         #: Those that the model tells; where it tells none, one for each chunk.
         self.segments: list[Segment] = []
@@ -127,19 +130,17 @@ class Transcription:
         return replace(result, text=text, segments=segments if self._wish.times else ())
 
     async def _run(self, chunk: Chunk, ids: Sequence[int], tell: _Tell | None) -> Transcript:
-        """Return what the model says of *chunk*, and tell its text so far. Raises :class:`ServiceError`."""
+        """Return what *chunk* says; *tell* gets what hears its text so far. Raises :class:`ServiceError`."""
         self._number += 1
         adapter, wish = self._model.adapter, self._wish.job
         job = replace(wish, id=f"{wish.id}-{self._number}", samples=chunk.samples, prompt_ids=ids)
 
         def heard(responses: Sequence[InferResponse]) -> None:
-            # What cannot be read is reported at the end.
-            with suppress(ServiceError):
-                if tell is not None:
-                    tell(adapter.decode(job, responses).text)
+            assert tell is not None, "nobody else listens"
+            tell(lambda: str(adapter.decode(job, responses).text))
 
-        (request,) = await offload.run(lambda: adapter.encode(job), cost=offload.JSON * len(chunk.samples))
-        responses = await self._sender.ask(request, heard)
+        (request,) = await offload.run(adapter.encode, job, cost=offload.JSON * len(chunk.samples))
+        responses = await self._sender.ask(request, heard if tell is not None else None)
         if not responses:
             raise no_answer_error(self._model.name)
         result: Transcript = adapter.decode(job, responses)
@@ -168,13 +169,25 @@ class _Asked:
 
     def __init__(self, chunk: Chunk, ask: _Ask, *, live: bool) -> None:
         self.chunk = chunk
-        # The text so far, and what of it will not change.
+        # The text so far, and what of it will not change. Until somebody reads it, none of it is decoded.
         self._before = self._sure = ""
+        self._reads = False
+        self._hear: _Hear | None = None
         self._news = asyncio.Event()
         self.task = asyncio.ensure_future(ask(chunk, self._tell if live else None))
         self.task.add_done_callback(lambda _: self._news.set())
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, hear: _Hear) -> None:
+        self._hear = hear
+        if self._reads:
+            self._listen(hear)
+
+    def _listen(self, hear: _Hear) -> None:
+        try:
+            text = hear()
+        except ServiceError:
+            # What cannot be read is reported at the end.
+            return
         sure = _agreed(self._before, text)
         self._before = text
         if len(sure) > len(self._sure) and sure.startswith(self._sure):
@@ -187,7 +200,9 @@ class _Asked:
 
         What was said stays said, even if the model changes its mind about what two of its answers agreed on.
         """
-        told = 0
+        told, self._reads = 0, True
+        if self._hear is not None:
+            self._listen(self._hear)
         while not self.task.done():
             await self._news.wait()
             self._news.clear()

@@ -98,12 +98,16 @@ class FormRequest(ModelRequest, kw_only=True):
     """Base of the requests that come as forms. A :class:`FileField` is a file; items of a list ``a`` are ``a[]``."""
 
 
-async def read_form(request: web.Request, kind: type[_T], *, strict: bool) -> _T:
-    """Return the form as *kind*; *strict* refuses fields that *kind* does not know. Raises :class:`InvalidRequest`."""
+async def read_form(request: web.Request, kind: type[_T], *, strict: bool, most: int) -> _T:
+    """
+    Return the form, of *most* bytes, as *kind*; *strict* refuses fields that *kind* does not know.
+
+    Raises :class:`InvalidRequest`.
+    """
     limits, record = request.app[LIMITS], request[RECORD]
     fields: dict[str, Any] = {}
     ignored = record.unknown_fields = []
-    form, left = Form(request, limits), limits.max_text_size
+    form, left = Form(request, limits, most=most), limits.max_text_size
     async for part in form:
         name = part.name.removesuffix("[]")
         if name not in kind.__struct_encode_fields__:
@@ -112,7 +116,7 @@ async def read_form(request: web.Request, kind: type[_T], *, strict: bool) -> _T
             if len(ignored) < _MOST_UNKNOWN:
                 ignored.append(name)
         elif part.filename is not None:
-            _add(fields, part, FileField(part.filename, part.media_type, await part.read(request.client_max_size)))
+            _add(fields, part, FileField(part.filename, part.media_type, await part.read(most)))
         else:
             content = await part.read(left)
             left -= len(content)

@@ -13,17 +13,19 @@ from aiohttp import web
 
 from triton_openai.access.keys import ROUTE_GROUPS
 
+_SCRIPTS = ("page", "docs", "common", "markdown", "speech")
 #: By path: the file, and its type.
 FILES = {
     "/": ("index.html", "text/html"),
     "/docs": ("docs.html", "text/html"),
-    **{f"/page/{name}": (name, "text/javascript") for name in ("page.js", "docs.js", "common.js", "markdown.js")},
+    **{f"/page/{name}.js": (f"{name}.js", "text/javascript") for name in _SCRIPTS},
     "/page/style.css": ("style.css", "text/css"),
 }
-#: Nothing comes from elsewhere, nothing runs that is not in the files, and no other site shows them in a frame.
+#: Nothing comes from elsewhere, nothing runs that is not in the files, and no other site shows them in a frame. What is
+#: played, the page has made itself.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src 'self' data:; media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",

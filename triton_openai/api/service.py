@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -14,8 +16,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from triton_openai.access.authorizer import gateway_header
+from triton_openai.access.authorizer import AUTHORIZER, gateway_header
 from triton_openai.access.keys import KEY, ApiKey
+from triton_openai.access.rate_limits import RateLimit
 from triton_openai.answer.job_run import run_job
 from triton_openai.answer.limits import TimeLimits
 from triton_openai.answer.logits_reader import score_prompts
@@ -24,7 +27,15 @@ from triton_openai.answer.run import Run, Sender
 from triton_openai.api import parameters
 from triton_openai.api.bodies import FormRequest, ModelRequest, read_form, read_json, tell_ignored
 from triton_openai.config.tree import Group, Settings
-from triton_openai.errors import InvalidRequest, InvalidValue, PromptRefused, ServiceError, UnsupportedParameter
+from triton_openai.errors import (
+    InvalidRequest,
+    InvalidValue,
+    PayloadTooLarge,
+    PromptRefused,
+    RateLimited,
+    ServiceError,
+    UnsupportedParameter,
+)
 from triton_openai.generation import Generation
 from triton_openai.jobs import Job, JobType, Result
 from triton_openai.media.images import ImageLoader
@@ -35,10 +46,14 @@ from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 from triton_openai.serving.admission import Admission
-from triton_openai.tasks import Background
+from triton_openai.tasks import Background, Room
 from triton_openai.telemetry.request_record import OBSERVERS, RECORD, TOKENIZE, RequestRecord
 from triton_openai.triton.fleet import Fleet, Route
 
+# The accounts of seconds of audio: no key has such a name.
+_AUDIO = "audio\n"
+# Bytes of a form beside its file.
+_FIELDS = 1024 * 1024
 _Body = TypeVar("_Body", bound=ModelRequest)
 _Other = TypeVar("_Other", bound=ModelRequest)
 _Sampled = TypeVar("_Sampled", bound=parameters.SamplingRequest)
@@ -57,6 +72,8 @@ class Service:
     background: Background
     admission: Admission
     images: ImageLoader
+    #: Bytes of files of audio.
+    audio: Room = field(default_factory=Room)
 
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
@@ -120,6 +137,58 @@ def key_of(request: web.Request) -> ApiKey:
     return request[KEY]
 
 
+@contextlib.asynccontextmanager
+async def counting_audio(request: web.Request) -> AsyncIterator[None]:
+    """
+    Charge the key of *request* with the seconds of audio that its record has at the end.
+
+    Raises :class:`RateLimited` where the key has none left in this minute.
+    """
+    key, record, limits = key_of(request), request[RECORD], request.app[AUTHORIZER].limits
+    most, account = key.limit.audio_seconds_per_minute, _AUDIO + key.name
+    if most is None:
+        yield
+        return
+    decision = await limits.admit(account, RateLimit(tokens_per_minute=most))
+    told = {name.replace("tokens", "audio-seconds"): value for name, value in decision.headers.items()}
+    record.headers = {**record.headers, **told}
+    if decision.refusal is not None:
+        wait = decision.refusal.wait
+        message = f"Rate limit reached for '{key.name}' on seconds of audio per minute: limit {most}. Please try again"
+        raise RateLimited(f"{message} in {math.ceil(wait)}s.", kind="audio_seconds", wait=wait)
+    try:
+        yield
+    finally:
+        limits.leave(account, math.ceil(sum(record.audio_seconds.values())))
+
+
+@contextlib.asynccontextmanager
+async def receiving_audio(request: web.Request) -> AsyncIterator[None]:
+    """
+    Count the audio that *request* brings, as :func:`counting_audio` does, and wait until there is room for it.
+
+    Raises also :class:`PayloadTooLarge`, before anything is read, and :class:`ServiceOverloaded`.
+    """
+    service, limits = service_of(request), service_of(request).settings.audio
+    most = _largest_form(service.settings)
+    # Unless a client says how much it sends.
+    size = most if request.content_length is None else request.content_length
+    if size > most:
+        raise audio_too_large(limits.max_file_size)
+    patience = service.settings.server.queue_timeout
+    async with counting_audio(request), service.audio.hold(size, most=limits.max_total_size, patience=patience):
+        yield
+
+
+def audio_too_large(most: int) -> PayloadTooLarge:
+    """Return the error for a file of more than *most* bytes."""
+    return PayloadTooLarge(f"The file is larger than the limit of {most} bytes.", param="file")
+
+
+def _largest_form(settings: Settings) -> int:
+    return settings.audio.max_file_size + _FIELDS
+
+
 def new_id(prefix: str, separator: str = "-") -> str:
     """Return a fresh object id such as ``chatcmpl-…``; Triton gets the same id for the request."""
     return f"{prefix}{separator}{os.urandom(16).hex()}"
@@ -148,7 +217,9 @@ async def read_request(request: web.Request, kind: type[_Body]) -> tuple[Service
     gets the name of the default one. Raises as :func:`read_json` and :func:`find_model`.
     """
     service = service_of(request)
-    read = read_form if issubclass(kind, FormRequest) else read_json
+    read: Callable[..., Awaitable[Any]] = read_json
+    if issubclass(kind, FormRequest):
+        read = partial(read_form, most=_largest_form(service.settings))
     body = await read(request, kind, strict=service.settings.api.strict_parameters)
     model = await service.models.find(request.match_info.get("deployment", body.model), key_of(request).allows)
     body.model = model.name

@@ -21,7 +21,7 @@ from triton_openai import offload
 from triton_openai.answer.speech import Speaker, longest_piece, pieces
 from triton_openai.api.bodies import ModelRequest, json_response, tell_ignored
 from triton_openai.api.parameters import accepting
-from triton_openai.api.service import RequestContext, begin, find_model, key_of, new_id, service_of
+from triton_openai.api.service import RequestContext, begin, counting_audio, find_model, key_of, new_id, service_of
 from triton_openai.api.sse import data_event, stream_parts
 from triton_openai.errors import ConfigurationError, InvalidValue, UpstreamError
 from triton_openai.generation import AnswerState, Generation, Sampling
@@ -101,7 +101,11 @@ class VoiceList(msgspec.Struct, frozen=True, kw_only=True):
 
 async def handle(request: web.Request) -> web.StreamResponse:
     """Speak a text. The audio is sent while it is made."""
-    context = await begin(request, SpeechRequest)
+    async with counting_audio(request):
+        return await _spoken(await begin(request, SpeechRequest))
+
+
+async def _spoken(context: RequestContext[SpeechRequest]) -> web.StreamResponse:
     body, model = context.body, context.model
     capabilities, voices = model.adapter.capabilities, model.voices
     if capabilities.synthesis is None or voices is None:

@@ -19,7 +19,7 @@ import msgspec
 import structlog
 from aiohttp import HttpVersion11, web
 
-from triton_openai.answer.fan_out import RunGroup, too_long
+from triton_openai.answer.fan_out import RunGroup, timeout_error
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
 from triton_openai.api.service import RequestContext, now, service_of
@@ -379,7 +379,7 @@ async def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Re
                 async with asyncio.timeout(timeout):
                     await event_stream.run()
         except TimeoutError as error:
-            raise too_long(timeout, runs) from error
+            raise timeout_error(timeout, runs) from error
         finally:
             event_stream.close()
     except ConnectionError:
@@ -461,7 +461,7 @@ async def stream_parts(
             raise
     except Exception as error:
         if isinstance(error, TimeoutError):
-            error = too_long(timeout)
+            error = timeout_error(timeout)
         if not response.prepared:
             raise error from None
         failure = _reported(context, error)

@@ -18,16 +18,16 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from triton_openai.answer.fan_out import too_long
+from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.transcription import Transcription, Wish
 from triton_openai.api.bodies import FileField, FormRequest, json_response
 from triton_openai.api.parameters import refusing
-from triton_openai.api.service import RequestContext, begin, new_id
+from triton_openai.api.service import RequestContext, audio_too_large, begin, new_id, receiving_audio
 from triton_openai.api.sse import data_event, stream_parts
-from triton_openai.errors import InvalidRequest, InvalidValue, PayloadTooLarge, UnsupportedParameter
+from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.jobs import Segment, TranscriptionJob, TranslationJob
 from triton_openai.languages import LANGUAGES, code_of
-from triton_openai.media.audio import Backoff, Recording, require_audio
+from triton_openai.media.audio import Pauses, Recording, require_audio
 from triton_openai.serving.connections import WholeResponse
 
 _encode = msgspec.json.Encoder().encode
@@ -135,7 +135,12 @@ async def transcribe(request: web.Request) -> web.StreamResponse:
 
     The formats are JSON, plain text and subtitles. With `stream`, the text comes piece by piece.
     """
-    context = await begin(request, TranscriptionRequest)
+    async with receiving_audio(request):
+        context = await begin(request, TranscriptionRequest)
+        return await _transcribe(context)
+
+
+async def _transcribe(context: RequestContext[TranscriptionRequest]) -> web.StreamResponse:
     body = context.body
     if body.stream and body.response_format in _TIMED:
         raise InvalidValue(f"'stream' does not go with the format '{body.response_format}'.", "stream")
@@ -162,13 +167,14 @@ async def translate(request: web.Request) -> web.StreamResponse:
 
     The formats are JSON, plain text and subtitles.
     """
-    context = await begin(request, TranslationRequest)
-    job = TranslationJob(id=new_id("transl"), samples=b"", prompt=context.body.prompt or None)
-    return await _answer(context, job)
+    async with receiving_audio(request):
+        context = await begin(request, TranslationRequest)
+        job = TranslationJob(id=new_id("transl"), samples=b"", prompt=context.body.prompt or None)
+        return await _answer(context, job)
 
 
 async def _answer(
-    context: RequestContext[Any], job: TranscriptionJob, *, pauses: Backoff | None = None, languages: Sequence[str] = ()
+    context: RequestContext[Any], job: TranscriptionJob, *, pauses: Pauses | None = None, languages: Sequence[str] = ()
 ) -> web.StreamResponse:
     """Return the answer to a request for *job*, whose recording is cut at *pauses*. Raises :class:`ServiceError`."""
     body, limits = context.body, context.service.settings.audio
@@ -178,15 +184,15 @@ async def _answer(
         raise UnsupportedParameter("This model takes no temperature but 0.", param="temperature")
     if body.prompt:
         _check_prompt(context, "prompt")
-    require_audio()
+    await asyncio.to_thread(require_audio)
     if len(body.file.content) > limits.max_file_size:
-        raise PayloadTooLarge(f"The file is larger than the limit of {limits.max_file_size} bytes.", param="file")
+        raise audio_too_large(limits.max_file_size)
     context.record.response_id = job.id
     return await context.admitted(lambda each: _transcribed(each, job, pauses, languages), param="file")
 
 
 async def _transcribed(
-    context: RequestContext[Any], job: TranscriptionJob, pauses: Backoff | None, languages: Sequence[str]
+    context: RequestContext[Any], job: TranscriptionJob, pauses: Pauses | None, languages: Sequence[str]
 ) -> web.StreamResponse:
     body, limits = context.body, context.service.settings.audio
     recognition = context.model.adapter.capabilities.recognition
@@ -207,14 +213,16 @@ async def _transcribed(
         parallel=limits.parallel_chunks,
     )
     transcription = Transcription(context.sender(), context.model, wish)
-    if stream:
-        return await stream_parts(context, _events(transcription, recording))
     try:
+        if stream:
+            return await stream_parts(context, _events(transcription, recording))
         async with asyncio.timeout(context.limits.total), aclosing(transcription.deltas(recording)) as deltas:
             async for _ in deltas:
                 pass
     except TimeoutError as error:
-        raise too_long(context.limits.total) from error
+        raise timeout_error(context.limits.total) from error
+    finally:
+        context.record.audio_seconds = {"input": recording.seconds}
     return _rendered(body.response_format, transcription, recording, translated=isinstance(job, TranslationJob))
 
 
@@ -316,28 +324,28 @@ def _check_prompt(context: RequestContext[Any], param: str) -> None:
         )
 
 
-def _pauses(body: TranscriptionRequest) -> Backoff | None:
+def _pauses(body: TranscriptionRequest) -> Pauses | None:
     """Return how the audio is cut at silence, if it is. Raises :class:`InvalidValue`."""
     given = body.chunking_strategy
     if given == "auto":
-        return Backoff()
-    fields = (body.chunking_type, body.threshold, body.padding, body.silence)
-    if not given and fields.count(None) == len(fields):
+        return Pauses()
+    fields: dict[str, Any] = {
+        **{"type": body.chunking_type, "threshold": body.threshold},
+        **{"prefix_padding_ms": body.padding, "silence_duration_ms": body.silence},
+    }
+    told = {name: value for name, value in fields.items() if value is not None}
+    if not given and not told:
         return None
-    activity = VoiceActivity(
-        type="server_vad",
-        threshold=0.5 if body.threshold is None else body.threshold,
-        prefix_padding_ms=300 if body.padding is None else body.padding,
-        silence_duration_ms=200 if body.silence is None else body.silence,
-    )
     try:
         if given:
             activity = msgspec.json.decode(given, type=VoiceActivity)
+        else:
+            activity = VoiceActivity(**{"type": "server_vad", **told})
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise InvalidValue(
             "'chunking_strategy' must be 'auto' or an object of the type 'server_vad'.", "chunking_strategy"
         ) from error
-    return Backoff(
+    return Pauses(
         threshold=activity.threshold,
         padding=activity.prefix_padding_ms / 1000,
         silence=activity.silence_duration_ms / 1000,

@@ -470,9 +470,12 @@ class MediaSettings(_Group, frozen=True):
 class AudioLimits(_Group, frozen=True):
     """Audio in requests. Reading it needs the extra [audio], and for MP4, WebM and AAC also [media]."""
 
-    max_file_size: Annotated[
-        Bytes, _file_only("Largest file of audio; server.max_body_size has to have room for it.")
-    ] = 25 * 1024 * 1024
+    max_file_size: Annotated[Bytes, _file_only("Largest file of audio, whatever server.max_body_size is.")] = (
+        25 * 1024 * 1024
+    )
+    max_total_size: Annotated[
+        Bytes, _file_only("Files of audio that a worker holds at the same time; further ones wait to be read.")
+    ] = 512 * 1024 * 1024
     max_duration: Annotated[Seconds, _file_only("Longest audio of a request.")] = 3600.0
     parallel_chunks: Annotated[
         Count, Meta(le=64), _file_only("Most chunks of one recording that Triton has at the same time.")
@@ -568,6 +571,7 @@ class GatewaySettings(_Group, frozen=True):
     tokens_per_minute: Count | None = None
     concurrent_requests: Count | None = None
     batch_tokens_per_minute: Count | None = None
+    audio_seconds_per_minute: Count | None = None
 
 
 class AccessSettings(_Group, frozen=True):

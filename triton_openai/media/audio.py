@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 import io
+import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -49,7 +50,7 @@ _Samples: TypeAlias = Any
 """An array of NumPy, which is not imported here before it is needed."""
 
 
-class Backoff(msgspec.Struct, frozen=True, kw_only=True):
+class Pauses(msgspec.Struct, frozen=True, kw_only=True):
     """Where speech is told from silence, as the API's ``server_vad`` has it. Times are in seconds."""
 
     #: From 0 to 1: a level of -60 dBFS to -20 dBFS (root mean square), below which it is silent.
@@ -88,7 +89,7 @@ class Recording:
     the file may have.
     """
 
-    def __init__(self, data: bytes, *, rate: int, longest: float, most: float, pauses: Backoff | None = None) -> None:
+    def __init__(self, data: bytes, *, rate: int, longest: float, most: float, pauses: Pauses | None = None) -> None:
         """Raises :class:`ConfigurationError` without the extra, and :class:`InvalidRequest` for other formats."""
         require_audio()
         self._blocks, self._most = _blocks(data, most), most
@@ -146,25 +147,15 @@ async def load(references: Sequence[AudioReference], *, most: float) -> tuple[st
 
     Raises :class:`InvalidRequest` with its place, and :class:`ConfigurationError` without the extra.
     """
-    require_audio()
-    import numpy as np
-    import soundfile
-
+    await asyncio.to_thread(require_audio)
     found = []
     left = min(most, _LONGEST_IN_CHATS)
     for one in references:
-
-        def encode(chunks: Sequence[Chunk]) -> str:
-            target = io.BytesIO()
-            samples = np.frombuffer(b"".join(chunk.samples for chunk in chunks), "<f4")
-            soundfile.write(target, samples, _CHAT_RATE, format="WAV", subtype="PCM_16")
-            return binascii.b2a_base64(target.getvalue(), newline=False).decode("ascii")
-
         try:
             data = await asyncio.to_thread(binascii.a2b_base64, one.data, strict_mode=True)
             recording = Recording(data, rate=_CHAT_RATE, longest=left, most=left)
             chunks = [chunk async for chunk in recording.chunks()]
-            found.append(await asyncio.to_thread(encode, chunks))
+            found.append(await asyncio.to_thread(_wav, chunks))
             left -= recording.seconds
         except ValueError as error:
             raise InvalidRequest("The audio is not valid base64.", param=one.place, code="invalid_base64") from error
@@ -172,6 +163,17 @@ async def load(references: Sequence[AudioReference], *, most: float) -> tuple[st
             error.param = one.place
             raise
     return tuple(found)
+
+
+def _wav(chunks: Sequence[Chunk]) -> str:
+    """Return a file with all of *chunks*, in base64."""
+    import numpy as np
+    import soundfile
+
+    target = io.BytesIO()
+    samples = np.frombuffer(b"".join(chunk.samples for chunk in chunks), "<f4")
+    soundfile.write(target, samples, _CHAT_RATE, format="WAV", subtype="PCM_16")
+    return binascii.b2a_base64(target.getvalue(), newline=False).decode("ascii")
 
 
 @cache
@@ -304,7 +306,7 @@ def _with_av(data: bytes, container: str) -> Iterator[tuple[int, _Samples]]:
 class _Cutter:
     """Cuts mono samples that come piece by piece. Places are numbers of samples since the start of the recording."""
 
-    def __init__(self, rate: int, longest: float, pauses: Backoff | None) -> None:
+    def __init__(self, rate: int, longest: float, pauses: Pauses | None) -> None:
         self.rate = rate
         self._longest, self._frame = int(longest * rate), int(FRAME * rate)
         self._pauses = pauses
@@ -333,14 +335,13 @@ class _Cutter:
     def _limited(self) -> Iterator[Chunk]:
         """Yield chunks as long as there is more than one may have."""
         while self._begin is not None and self._place - self._begin > self._longest:
-            kept = self._joined()
             stop = self._begin - self._first + self._longest
             searched = min(int(_SEARCHED * self.rate), self._longest // 2)
-            place = stop - searched + _quietest(kept[stop - searched : stop], int(_QUIET * self.rate))
+            place = stop - searched + _quietest(self._joined()[stop - searched : stop], int(_QUIET * self.rate))
             begin, self._begin = self._begin, place + self._first
             yield self._take(begin, self._begin)
 
-    def _at_pauses(self, pauses: Backoff) -> Iterator[Chunk]:
+    def _at_pauses(self, pauses: Pauses) -> Iterator[Chunk]:
         import numpy as np
 
         unread = self._joined()[self._place - self._first :]
@@ -398,4 +399,5 @@ def _loudest(samples: _Samples, width: int) -> float:
     whole = len(samples) // width * width
     parts = [samples[:whole].reshape(-1, width)] if whole else []
     parts += [samples[whole:].reshape(1, -1)] if len(samples) > whole else []
-    return max((float(np.sqrt(np.square(part).mean(axis=1).max())) for part in parts), default=0.0)
+    # Without an array of the squares.
+    return max((math.sqrt(np.einsum("ij,ij->i", part, part).max() / part.shape[1]) for part in parts), default=0.0)

@@ -67,7 +67,7 @@ def encoder(kind: Format, rate: int) -> Encoder:
 def _imported(module: str, extra: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise UnsupportedParameter(
             f"The response_format {what} needs the extra [{extra}] of this service (pip install "
             f"'triton-openai[{extra}]').",
@@ -249,7 +249,7 @@ def read_audio(data: bytes) -> tuple[Samples, int]:
     """
     try:
         soundfile = importlib.import_module("soundfile")
-    except ImportError:
+    except (ImportError, OSError):
         return _read_wav(data)
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
@@ -262,6 +262,7 @@ def read_audio(data: bytes) -> tuple[Samples, int]:
 
 
 def _read_wav(data: bytes) -> tuple[Samples, int]:
+    """Return what :func:`read_audio` does, of a WAV file with 16 bits, by the standard library alone."""
     try:
         with wave.open(io.BytesIO(data)) as file:
             if file.getsampwidth() != 2:
@@ -273,12 +274,16 @@ def _read_wav(data: bytes) -> tuple[Samples, int]:
 
 
 def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
-    """Return *samples* at another rate. Raises ``ValueError`` if that needs what is not installed."""
+    """
+    Return *samples* of *rate* Hz, an array with one dimension, at *wanted* Hz.
+
+    Raises ``ValueError`` if that needs what is not installed.
+    """
     if rate == wanted:
         return samples
     try:
         soxr: Any = importlib.import_module("soxr")
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise ValueError(f"It has {rate} Hz; to make {wanted} Hz of it needs the extra [audio].") from error
     converted: Samples = soxr.resample(samples, rate, wanted)
     return converted

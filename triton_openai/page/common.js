@@ -1,4 +1,4 @@
-// What both pages share: making elements, and requests with the reader's API key.
+// What the pages share: making elements, requests with the reader's API key, and streams.
 
 export const $ = (selector) => document.querySelector(selector);
 
@@ -46,4 +46,21 @@ export function onKey(ready) {
       $("#key-problem").textContent = error.message;
     }
   });
+}
+
+/** Yield the events of a stream. Throws an Error with the service's own sentence. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
+      const event = JSON.parse(line.slice(6));
+      if (event.error) throw new Error(event.error.message);
+      yield event;
+    }
+  }
 }

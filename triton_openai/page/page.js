@@ -1,6 +1,7 @@
-// The page: models and figures from GET status, and a chat through v1/chat/completions.
-import { $, ask, el, hasKey, onKey } from "./common.js";
+// The page: models and figures from GET status, and a chat through v1/chat/completions. Speech has a module of its own.
+import { $, ask, el, events, hasKey, onKey } from "./common.js";
 import { Markdown } from "./markdown.js";
+import { showSpeech } from "./speech.js";
 
 const POLL_MS = 2000, WINDOW_MS = 15000;
 const EXAMPLES = {
@@ -138,6 +139,7 @@ async function refresh() {
   $("#about").textContent = `${status.version} · ${triton} ${status.triton_answers ? "answers" : "does not answer"}`;
   $("#about").className = status.triton_answers ? "good" : "bad";
   showModels(status.models);
+  showSpeech(status.models);
   showEndpoints(status.endpoints);
   showFigures(status.figures);
   await showBatches();
@@ -235,22 +237,6 @@ function atEnd(change, always = false) {
   const log = $("#log"), follow = always || log.scrollHeight - log.scrollTop - log.clientHeight < 50;
   change();
   if (follow) log.scrollTop = log.scrollHeight;
-}
-
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let rest = ""; ;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
-      const event = JSON.parse(line.slice(6));
-      if (event.error) throw new Error(event.error.message);
-      yield event;
-    }
-  }
 }
 
 /** Add what a delta, or a whole message, brings to the answer. */

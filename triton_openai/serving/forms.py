@@ -7,6 +7,7 @@ What reads a whole form into a typed request is ``read_form`` in ``api/bodies.py
 from __future__ import annotations
 
 import asyncio
+import io
 import warnings
 from collections.abc import AsyncIterator, Awaitable
 from typing import TypeVar
@@ -106,13 +107,14 @@ class Part:
 
     async def read(self, most: int) -> bytes:
         """Return the contents. Raises :class:`PayloadTooLarge` for more than *most* bytes, and as :meth:`pieces`."""
-        content = bytearray()
+        # Its bytes are not copied at the end.
+        content = io.BytesIO()
         async for piece in self.pieces():
-            content += piece
-            if len(content) > most:
+            content.write(piece)
+            if content.tell() > most:
                 name = self.name[:100]
                 raise PayloadTooLarge(f"The field '{name}' is larger than the limit of {most} bytes.", param=name)
-        return bytes(content)
+        return content.getvalue()
 
 
 def _malformed() -> InvalidRequest:

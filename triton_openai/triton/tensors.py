@@ -24,8 +24,8 @@ Buffer: TypeAlias = bytes | memoryview
 LARGE = 1 << 20
 # Rows in a request to a model that takes any number of them.
 _FREE_BATCH = 64
-# numpy is not needed for this: arrays of these item codes have exactly the protocol's sizes on every platform we serve.
-_ARRAY_CODES = {
+#: Item codes of arrays, which have exactly the protocol's sizes on every platform we serve. They need no NumPy.
+ARRAY_CODES = {
     "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q",
     "FP32": "f", "FP64": "d",
 }  # fmt: skip
@@ -73,6 +73,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[EnsembleStep, ...] = ()
     #: Those of the dynamic batcher's queue; 0 where it has none.
     priority_levels: int = 0
+    #: Whether requests belong to sequences, whose state the backend keeps.
+    sequences: bool = False
     #: That of the Triton that has the model ("2.53.0"), empty if unknown.
     server_version: str = ""
 
@@ -158,7 +160,7 @@ class Tensor(msgspec.Struct, frozen=True):
             return bytes(map(bool, self.values))
         if self.datatype == "FP16":
             return struct.pack(f"<{len(self.values)}e", *self.values)
-        numbers = array(_ARRAY_CODES[self.datatype], self.values)
+        numbers = array(ARRAY_CODES[self.datatype], self.values)
         if sys.byteorder == "big":
             numbers.byteswap()
         return numbers.tobytes()
@@ -333,7 +335,7 @@ class BinaryResponse:
             return [byte != 0 for byte in output.data]
         if output.datatype == "FP16":
             return struct.unpack(f"<{len(output.data) // 2}e", output.data)
-        code = _ARRAY_CODES.get(output.datatype)
+        code = ARRAY_CODES.get(output.datatype)
         if code is None:
             raise UpstreamError(f"Triton sent output '{name}' as {output.datatype}, which has no plain numbers.")
         values = array(code)
@@ -378,9 +380,9 @@ def _reader(name: str, datatype: str) -> Callable[[Buffer], Any]:
 
     if datatype == "BYTES":
         return text
-    if datatype not in _ARRAY_CODES:
+    if datatype not in ARRAY_CODES:
         return other
-    item = struct.Struct("<" + _ARRAY_CODES[datatype])
+    item = struct.Struct("<" + ARRAY_CODES[datatype])
     return number
 
 
@@ -398,6 +400,7 @@ def read_model_config(config: Any) -> ModelConfig:
                 for step in config.get("ensemble_scheduling", {}).get("step", ())
             ],
             "priority_levels": config.get("dynamic_batching", {}).get("priority_levels", 0),
+            "sequences": "sequence_batching" in config,
         }
         # Not strict: protobuf's JSON form writes int64 as text, Triton's own writes numbers.
         return msgspec.convert(found, ModelConfig, strict=False)

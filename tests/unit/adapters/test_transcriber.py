@@ -19,7 +19,14 @@ from triton_openai.adapters.transcriber import Transcriber
 from triton_openai.errors import ConfigurationError, UnsupportedParameter, UpstreamError
 from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import TranscriptionJob, TranslationJob
-from triton_openai.triton.tensors import BinaryResponse, JsonResponse, Layout, ModelConfig
+from triton_openai.triton.tensors import (
+    BinaryResponse,
+    EnsembleStep,
+    JsonResponse,
+    Layout,
+    ModelConfig,
+    read_model_config,
+)
 
 WAV = ("WAV FP32 [-1]", "WAV_LENS INT32 [1]")
 TEXT = ("TRANSCRIPTS STRING [1]",)
@@ -87,7 +94,7 @@ def test_who_is_claimed(inputs, outputs, claimed):
 @every_case(
     "inputs, fields, audio, seconds",
     [
-        (WAV, {}, {}, 240),
+        (WAV, {}, {}, 120),
         ((*WAV, "TEXT_PREFIX STRING [1]"), {}, {}, 20),
         ((*WAV, "TEXT_PREFIX STRING [1]"), {"parameters": {"engine_dir": "/engine"}}, {}, 10),
         ((*WAV, "TEXT_PREFIX STRING [1]"), {}, {"max_seconds": 25.0}, 25),
@@ -159,6 +166,18 @@ def test_wrong_settings(inputs, outputs, interface, audio, said):
     """A description that does not fit is an error that names what is wrong."""
     with pytest.raises(ConfigurationError, match=said):
         adapter(config(inputs, outputs), interface, **audio)
+
+
+def test_sequences():
+    """A streaming model, and an ensemble with one, is not served: it would take one request for a whole recording."""
+    step = EnsembleStep(model="encoder", input_map={}, output_map={})
+    streaming = config(WAV, sequences=True)
+    for model in (streaming, config(WAV, steps=(step,))):
+        with pytest.raises(ConfigurationError, match="sequence_batching"):
+            Transcriber.described(model, {"m": model, "encoder": streaming}, None)
+    assert "transcriber" == Transcriber.described(config(WAV, steps=(step,)), {"encoder": config(WAV)}, None).name
+    assert read_model_config({"name": "m", "sequence_batching": {}}).sequences
+    assert not read_model_config({"name": "m", "dynamic_batching": {}}).sequences
 
 
 def test_prefixes():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
@@ -18,7 +19,7 @@ from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout
 from triton_openai.jobs import Voice
 from triton_openai.tasks import Background
-from triton_openai.telemetry.request_record import Upstream
+from triton_openai.telemetry.request_record import Destination, Request, Upstream
 from triton_openai.triton.client import Receiver, TritonClient
 from triton_openai.triton.fleet import Fleet, Route
 from triton_openai.triton.tensors import InferRequest, JsonResponse
@@ -44,6 +45,8 @@ SENTENCES = [
         ("A title\nand a line", 12, True, ["A title", "and a line"]),
         ("one, two; three: four five", 11, True, ["one, two;", "three:", "four five"]),
         ("x" * 20, 12, True, ["x" * 12, "x" * 8]),
+        ("At 3 p.m.   we left. Then", 21, True, ["At 3 p.m.   we left.", "Then"]),
+        ("At 3 p.m.  we go", 15, True, ["At 3 p.m.  we", "go"]),
         (" \n\t ", 100, False, []),
     ],
 )  # fmt: skip
@@ -140,6 +143,39 @@ async def test_ends(parts: int, error: ServiceError | None, expected: type[Servi
         await answers.next(1)
     assert [] == ended
     answers.close()
+
+
+class Watched(Upstream):
+    """Notes the errors with which calls end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[BaseException | None] = []
+
+    @contextmanager
+    def call(self, request: Request, to: Destination) -> Iterator[Request]:
+        """Note how it ends."""
+        try:
+            yield request
+        except BaseException as error:
+            self.ends.append(error)
+            raise
+        self.ends.append(None)
+
+
+async def test_a_request_that_cannot_be_sent() -> None:
+    """Nothing stays of it: the call has ended with the error."""
+
+    class Broken(FakeStream):
+        def stream(self, request: InferRequest, receiver: Receiver) -> FakeStream:
+            raise UpstreamError("Not now.")
+
+    watched = Watched()
+    fleet = Fleet(TritonSettings(), connect=lambda _: cast(TritonClient, Broken()))
+    sender = Sender(Route(fleet, "tts"), watched, Background())
+    with pytest.raises(UpstreamError) as caught:
+        _Answers(sender, InferRequest(model="tts", id="1", inputs=(), stream=True), lambda: None)
+    assert [caught.value] == watched.ends
 
 
 async def test_silence() -> None:

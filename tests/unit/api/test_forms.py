@@ -15,12 +15,13 @@ from msgspec import Meta
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
-from triton_openai.api import routes
+from triton_openai.api import routes, service
 from triton_openai.api.bodies import FileField, FormRequest, json_response
 from triton_openai.api.service import Operation, begin
 from triton_openai.config.tree import (
     AccessSettings,
     ApiSettings,
+    AudioLimits,
     LimitSettings,
     ServerSettings,
     Settings,
@@ -32,6 +33,8 @@ from triton_openai.serving.request_body import LIMITS
 
 KEY = {"Authorization": "Bearer k"}
 LARGEST = 200_000
+# What a form of a file may have beside that.
+FIELDS = 1000
 
 
 class HearingRequest(FormRequest, kw_only=True):
@@ -75,6 +78,7 @@ async def heard(monkeypatch: pytest.MonkeyPatch, *, strict: bool = False, patien
         Operation(hear, ("POST /v1/hear",), "hear", "inference", HearingRequest, Heard, jobs=(Generation,)),
         Operation(count, ("POST /v1/count",), "count", "inference", answer=Heard),
     )
+    monkeypatch.setattr(service, "_FIELDS", FIELDS)
     monkeypatch.setattr(routes, "OPERATIONS", (*routes.OPERATIONS, *more))
     routes._schemas.cache_clear()
     monkeypatch.setattr(routes, "_schemas", routes._schemas.__wrapped__)
@@ -84,6 +88,7 @@ async def heard(monkeypatch: pytest.MonkeyPatch, *, strict: bool = False, patien
             api=ApiSettings(strict_parameters=strict),
             access=AccessSettings(api_key=("k",)),
             server=ServerSettings(max_body_size=LARGEST),
+            audio=AudioLimits(max_file_size=LARGEST),
             limits=LimitSettings(body_timeout=patience, max_text_size=1000),
         )
         async with serving(settings) as proxy:
@@ -171,7 +176,7 @@ async def test_wrong_forms(monkeypatch: pytest.MonkeyPatch) -> None:
         (raw(MODEL, FILE, NAMED % b"prompt" + b"\r\n\xff"), typed, 400, "prompt", "invalid_value"),
         (raw(MODEL, FILE, NAMED % b"prompt" + b"\r\n" + b"a" * 1001), typed, 413, "prompt", "request_too_large"),
         (raw(MODEL, *[NAMED % b"words[]" + b"\r\na"] * MAX_PARTS), typed, 413, None, "request_too_large"),
-        (raw(MODEL, FILE + b"a" * LARGEST), typed, 413, None, "request_too_large"),
+        (raw(MODEL, FILE + b"a" * (LARGEST + FIELDS)), typed, 413, None, "request_too_large"),
         (raw(NAMED % b"model" + b"\r\nother", FILE), typed, 404, "model", "model_not_found"),
         (raw(MODEL, FILE, NAMED % b"unknown" + b"\r\na"), typed, 400, "unknown", "unknown_parameter"),
     ]  # fmt: skip

@@ -14,12 +14,12 @@ import pytest
 from tests.cases import every_case
 from tests.speech import RATE, SENTENCE, encoded, hear, muxed, speak, wav
 from triton_openai.errors import InvalidRequest
-from triton_openai.media.audio import Backoff, Chunk, Recording
+from triton_openai.media.audio import Chunk, Pauses, Recording
 from triton_openai.media.encode import encoder
 
 
 async def chunks_of(
-    data: bytes, *, rate: int = RATE, longest: float = 30, most: float = 3600, pauses: Backoff | None = None
+    data: bytes, *, rate: int = RATE, longest: float = 30, most: float = 3600, pauses: Pauses | None = None
 ) -> list[Chunk]:
     """Return the chunks of a file."""
     recording = Recording(data, rate=rate, longest=longest, most=most, pauses=pauses)
@@ -80,16 +80,16 @@ def test_pauses():
     silence = np.zeros(RATE * 2, np.float32)
     noise = np.random.default_rng(1).normal(0, 0.002, RATE * 2).astype(np.float32)
     file = wav(np.concatenate([silence, speak(("never", "tried")), noise, speak(("again",)), silence]))
-    found = asyncio.run(chunks_of(file, pauses=Backoff(silence=0.2, padding=0.1)))
+    found = asyncio.run(chunks_of(file, pauses=Pauses(silence=0.2, padding=0.1)))
     assert [["never", "tried"], ["again"]] == [words(chunk) for chunk in found]
     assert [pytest.approx(1.9, abs=0.03), pytest.approx(4.9, abs=0.03)] == [chunk.start for chunk in found]
     assert [pytest.approx(3.1, abs=0.03), pytest.approx(5.6, abs=0.03)] == [chunk.end for chunk in found]
     # A lower threshold takes the noise for speech, and shorter silence ends after every word.
-    assert 1 == len(asyncio.run(chunks_of(file, pauses=Backoff(threshold=0.05, silence=1))))
-    assert 3 == len(asyncio.run(chunks_of(file, pauses=Backoff(silence=0.08))))
+    assert 1 == len(asyncio.run(chunks_of(file, pauses=Pauses(threshold=0.05, silence=1))))
+    assert 3 == len(asyncio.run(chunks_of(file, pauses=Pauses(silence=0.08))))
     # Speech without a pause is cut at the limit.
     assert all(one.seconds <= 3 for one in asyncio.run(chunks_of(wav(speak(["no"] * 20, pause=0)), longest=3)))
-    assert [] == asyncio.run(chunks_of(wav(np.zeros(RATE * 90)), pauses=Backoff()))
+    assert [] == asyncio.run(chunks_of(wav(np.zeros(RATE * 90)), pauses=Pauses()))
 
 
 def test_an_hour_of_silence_ends_at_the_limit():

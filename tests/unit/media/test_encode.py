@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import wave
-from typing import Any
+from typing import Any, cast
 
 import av
 import numpy as np
@@ -97,6 +97,28 @@ def test_what_is_not_installed(module: str, kind: Format, rate: int, extra: str)
         assert "response_format" == caught.value.param
         for free in (encoder("wav", 16_000), encoder("pcm", 24_000)):
             assert free.encode(tone(24_000))
+
+
+class _WithoutLibrary:
+    """Finds no module: each fails as soundfile does where its C library is missing."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        """Fail for the modules of the extra."""
+        if name in ("soundfile", "soxr"):
+            raise OSError("cannot load library 'libsndfile.so'")
+
+
+def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module without its C library counts as not installed."""
+    for name in ("soundfile", "soxr"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [_WithoutLibrary(), *sys.meta_path])
+    for kind, rate in (("mp3", 24_000), ("pcm", 16_000)):
+        with pytest.raises(UnsupportedParameter, match=r"\[audio\]"):
+            encoder(cast(Format, kind), rate)
+    for read in (lambda: read_audio(b"fLaC"), lambda: resampled(tone(16_000), 16_000, 24_000)):
+        with pytest.raises(ValueError, match=r"\[audio\]"):
+            read()
 
 
 @every_case(
