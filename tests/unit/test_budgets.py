@@ -17,9 +17,9 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 #: changelog gives it. "Above its budget" is what is still to be cut.
 BUDGETS: Mapping[str, Mapping[str, int]] = {
     "api": {
-        "today": 5764,
+        "today": 5809,
         "the fewest turns that make a conversation fit": 97,
-        "a chain is read at one moment": 10,
+        "a chain is read at one moment": 21,
         "a conversation stays at its Triton": 3,
         "stored chat completions": 167,
         "a response whose parent is deleted while it is made": 3,

@@ -132,9 +132,7 @@ class ModelControl:
         async with self._draining.claim([model]):
             indexes, failures = await self._indexes(model, members)
             missing = [
-                member
-                for member, index in indexes.items()
-                if not any(entry.ready for entry in index if entry.name == model)
+                member for member, index in indexes.items() if model not in {one.name for one in index if one.ready}
             ]
             if not missing and not failures:
                 raise _conflict(f"The model '{model}' is already loaded.", "model_already_loaded")
@@ -154,7 +152,7 @@ class ModelControl:
                 failures |= await self._on_each(missing, load, parallel=_LOADS)
             finally:
                 # Also after a failure, of which the index has the reason.
-                await self._models.fleet.reload()
+                await self._fleet.reload()
                 await self._draining.changed()
             self._check(failures, members, "loaded")
 
@@ -208,7 +206,7 @@ class ModelControl:
             )
 
     def _why_not_served(self, model: str) -> str | None:
-        snapshot = self._models.fleet.snapshot
+        snapshot = self._fleet.snapshot
         if snapshot.error is not None:
             raise snapshot.error
         if model in self._models.served:
@@ -229,8 +227,8 @@ class ModelControl:
             loaded = [member for member, index in indexes.items() if _held(index, [model])]
             if not loaded and not failures:
                 raise _conflict(f"The model '{model}' is not loaded.", "model_not_loaded")
-            await self._models.fleet.reload()
-            configs = self._models.fleet.snapshot.configs
+            await self._fleet.reload()
+            configs = self._fleet.snapshot.configs
             parts = _parts(model, configs) if dependents else set()
             async with self._draining.claim(sorted(parts)):
                 _refuse_used({model, *parts}, configs)
@@ -249,7 +247,7 @@ class ModelControl:
                     try:
                         failures |= await self._on_each(loaded, unload, parallel=len(members))
                     finally:
-                        await self._models.fleet.reload()
+                        await self._fleet.reload()
                         await self._draining.changed()
             self._check(failures, members, "unloaded")
 
