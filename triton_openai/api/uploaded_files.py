@@ -129,14 +129,13 @@ async def create(request: web.Request) -> web.Response:
         seconds = files.settings.max_age * 86_400 if upload.purpose == "batch" else None
         if upload.expires_after is not None:
             seconds = upload.expires_after.seconds
-        file = StoredFile(
-            id=file.id,
-            owner=file.owner,
+        file = msgspec.structs.replace(
+            file,
             purpose=upload.purpose,
             filename=upload.file.name,
             bytes=writing.size,
-            created=created,
             expires=None if seconds is None else created + seconds,
+            state="processed",
         )
         await files.store.written(file)
     except BaseException:
@@ -210,12 +209,12 @@ async def list_files(request: web.Request) -> web.Response:
     if order not in ("asc", "desc"):
         raise errors.InvalidValue("'order' must be 'asc' or 'desc'.", "order")
     limit = agents.page_limit(query, 10_000, default=10_000)
-    found: Sequence[StoredFile] | None = None if after else []
+    found: Sequence[StoredFile] | None = [] if after is None else None
     if files.exist:
         found = await files.store.files(
             key_of(request).name,
             purpose=query.get("purpose"),
-            after=after or None,
+            after=after,
             limit=limit + 1,
             reverse=order == "desc",
         )

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
@@ -252,9 +253,9 @@ class BatchRunner:
         if len(self._held) >= _BATCHES:
             return
         if self._lock < 0:
-            self._lock = await on_disk(lambda: self._files.hold(self._holder))
+            self._lock = await on_disk(self._files.hold, self._holder)
         for holder in await self._store.holders():
-            if holder != self._holder and await on_disk(lambda holder=holder: self._files.has_died(holder)):  # type: ignore[misc]
+            if holder != self._holder and await on_disk(self._files.has_died, holder):
                 _log.warning("a process that ran batches has died: its batches are taken over")
                 await self._store.bury(holder)
         owners = [held.batch.owner for held in self._held.values()]
@@ -372,7 +373,7 @@ class BatchRunner:
         for (line, limit, _), content in zip(picked, contents, strict=True):
             task = asyncio.create_task(self._run(held, line, content, limit))
             held.running[line.number] = task
-            task.add_done_callback(lambda _, number=line.number, limit=limit: self._left(held, number, limit))  # type: ignore[misc]
+            task.add_done_callback(partial(self._left, held, line.number, limit))
 
     async def _run(self, held: _Held, line: Line, content: bytes, limit: Limit) -> None:
         """Have a line answered, and keep its result, or let it wait for another attempt."""
@@ -393,7 +394,7 @@ class BatchRunner:
         except Exception:  # noqa: BLE001 - the last resort: it is tried again when another process takes the batch
             _log.exception("a line failed", batch=batch.id)
 
-    def _left(self, held: _Held, number: int, limit: Limit) -> None:
+    def _left(self, held: _Held, number: int, limit: Limit, _: object) -> None:
         """Count a line out. Not where it runs: a task that is cancelled before it has begun never does."""
         if limit.suspect or len(held.done) >= _GROUP:
             held.full.set()
@@ -637,11 +638,11 @@ class BatchRunner:
 
             after = (0, -1)
             while rows := await self._store.results(batch, after, _CHUNK):
-                await on_disk(lambda rows=rows: copy(rows))  # type: ignore[misc]
+                await on_disk(copy, rows)
                 after = rows[-1].part, rows[-1].place
             last = 0
             while lines := await self._store.never_ran(batch, last, _CHUNK):
-                await on_disk(lambda lines=lines: tell(lines))  # type: ignore[misc]
+                await on_disk(tell, lines)
                 last = lines[-1].number
             sizes = {}
             for file_id, writing in writings.items():

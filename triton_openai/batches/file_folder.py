@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import structlog
 
@@ -25,6 +25,7 @@ from triton_openai.storage.batch_store import BatchStore, StoredFile, failed_wri
 from triton_openai.storage.sqlite import SqliteDatabase
 
 _log = structlog.get_logger(__name__)
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 # Bytes that are written at once.
 _PIECE = 256 * 1024
@@ -89,7 +90,7 @@ class Files:
         now = time.time()
         oldest = now - self.settings.max_age * 86_400
         gone = await self.store.drop_expired(uploads_before=now - _UPLOAD_SECONDS, batches_before=oldest)
-        left = await on_disk(lambda: self._left(now - _UPLOAD_SECONDS))
+        left = await on_disk(self._left, now - _UPLOAD_SECONDS)
         batches = await self.store.open_batches()
         await self.unlink(*gone, *(name for name in left if name.partition(".")[0].partition("-")[0] not in batches))
         if gone:
@@ -152,7 +153,7 @@ class Writing:
     async def add(self, data: bytes) -> None:
         """Write *data* next. Raises :class:`ServiceError` if the disk cannot."""
         if self._waiting + len(data) >= _PIECE:
-            await on_disk(lambda: self.put(data))
+            await on_disk(self.put, data)
         else:
             self.put(data)
 
@@ -207,10 +208,10 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-async def on_disk(work: Callable[[], _T]) -> _T:
+async def on_disk(work: Callable[_P, _T], *args: _P.args, **options: _P.kwargs) -> _T:
     """Return what *work* returns, in a thread. Raises :class:`ServiceError` if the disk cannot."""
     try:
-        return await asyncio.to_thread(work)
+        return await asyncio.to_thread(work, *args, **options)
     except OSError as error:
         raise failed_write(error) from error
 

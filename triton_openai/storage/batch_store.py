@@ -211,7 +211,11 @@ class BatchStore:
     # Files
 
     async def reserve(self, file: StoredFile, most: int) -> bool:
-        """Add a *file* that is to be written, unless its owner then has more than *most* bytes; return whether."""
+        """
+        Add a *file* that is to be written, unless its owner's files would have more than *most* bytes with it.
+
+        Returns whether it was added.
+        """
 
         def steps() -> Steps[bool]:
             found = yield "SELECT COALESCE(SUM(bytes), 0) FROM file WHERE owner = $1", file.owner
@@ -258,7 +262,7 @@ class BatchStore:
         return await self._run(steps())
 
     async def drop_file(self, file_id: str) -> bool:
-        """Drop a file, unless an open batch reads it; return whether none does."""
+        """Drop a file, unless an open batch reads it; return whether it was dropped."""
 
         def steps() -> Steps[bool]:
             if (yield "SELECT 1 FROM batch WHERE open = 1 AND input = $1", file_id):
@@ -458,10 +462,16 @@ class BatchStore:
 
     async def waiting(self, batch: Batch, after: int, limit: int) -> Sequence[Line]:
         """Return *limit* lines that wait, in the order of their numbers, behind the line *after*."""
+        return await self._lines(batch, "state = 0", after, limit)
 
+    async def never_ran(self, batch: Batch, after: int, limit: int) -> Sequence[Line]:
+        """Return *limit* lines that have not ended, in the order of their numbers, behind the line *after*."""
+        return await self._lines(batch, "state < 2", after, limit)
+
+    async def _lines(self, batch: Batch, condition: str, after: int, limit: int) -> Sequence[Line]:
         def steps() -> Steps[Sequence[Line]]:
             found = yield (
-                "SELECT number, place, length, model, prefix, attempts FROM line WHERE batch = $1 AND state = 0"
+                f"SELECT number, place, length, model, prefix, attempts FROM line WHERE batch = $1 AND {condition}"
                 " AND number > $2 ORDER BY number LIMIT $3",
                 *(batch.id, after, limit),
             )
@@ -519,19 +529,6 @@ class BatchStore:
                 *(batch.id, *after, limit),
             )
             return [Result(*row) for row in found]
-
-        return await self._run(steps())
-
-    async def never_ran(self, batch: Batch, after: int, limit: int) -> Sequence[Line]:
-        """Return *limit* lines that have not ended, in the order of their numbers, behind the line *after*."""
-
-        def steps() -> Steps[Sequence[Line]]:
-            found = yield (
-                "SELECT number, place, length, model, prefix, attempts FROM line WHERE batch = $1 AND state < 2"
-                " AND number > $2 ORDER BY number LIMIT $3",
-                *(batch.id, after, limit),
-            )
-            return [Line(*row) for row in found]
 
         return await self._run(steps())
 
