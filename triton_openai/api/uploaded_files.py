@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 from urllib.parse import quote
 
@@ -16,7 +16,7 @@ from triton_openai import errors
 from triton_openai.api import agents
 from triton_openai.api.bodies import FileField, explain, json_response, tell_ignored, unknown_field
 from triton_openai.api.service import key_of, new_id, service_of
-from triton_openai.batches.file_folder import Files, Writing
+from triton_openai.batches.file_folder import Files, Remote, Writing
 from triton_openai.serving.forms import Form
 from triton_openai.serving.request_body import LIMITS
 from triton_openai.storage.batch_store import StoredFile
@@ -233,19 +233,56 @@ async def retrieve(request: web.Request) -> web.Response:
 async def content(request: web.Request) -> web.StreamResponse:
     """Return the contents of a file, or a range of them. No browser shows them."""
     file = await find_file(request, request.match_info["file"], "file_id")
-    return send_file(request, file.id, file.filename)
+    return await send_file(request, file, file.filename)
 
 
-def send_file(
-    request: web.Request, name: str, filename: str, media_type: str = "application/octet-stream"
-) -> web.FileResponse:
-    """Return the response with what the folder has as *name*; clients are told to save it as *filename*."""
+async def send_file(
+    request: web.Request, file: StoredFile, filename: str, media_type: str = "application/octet-stream"
+) -> web.StreamResponse:
+    """Send the contents of *file*, or a range of them; clients are told to save it as *filename*."""
     headers = {
         "Content-Type": media_type,
         "Content-Disposition": f"attachment; filename*=UTF-8''{quote(filename, safe='', errors='replace')}",
         "X-Content-Type-Options": "nosniff",
     }
-    return web.FileResponse(files_of(request).folder / name, headers=headers)
+    files = files_of(request)
+    if files.remote is None:
+        return web.FileResponse(files.folder / file.id, headers=headers)
+    return await _send_remote(request, files.remote, file, headers)
+
+
+async def _send_remote(
+    request: web.Request, remote: Remote, file: StoredFile, headers: Mapping[str, str]
+) -> web.StreamResponse:
+    # A file never changes.
+    response = web.StreamResponse(headers={**headers, "ETag": f'"{file.id}"', "Accept-Ranges": "bytes"})
+    if any(tag.value in (file.id, "*") for tag in request.if_none_match or ()):
+        response.set_status(304)
+        await response.prepare(request)
+        return response
+    start, end = 0, file.bytes
+    if "Range" in request.headers and request.headers.get("If-Range", f'"{file.id}"') == f'"{file.id}"':
+        try:
+            start, end, _ = request.http_range.indices(file.bytes)
+        except ValueError:
+            # As if it was not there: it is no range of bytes, or has several.
+            pass
+        else:
+            response.set_status(206 if start < end else 416)
+            told = f"{start}-{end - 1}" if start < end else "*"
+            response.headers["Content-Range"] = f"bytes {told}/{file.bytes}"
+    response.content_length = max(0, end - start)
+    # Before the head: what fails now is still an error that the client can read.
+    try:
+        piece = await remote.read(file.id, start, end) if start < end and request.method != "HEAD" else b""
+    except FileNotFoundError as error:
+        raise errors.ObjectNotFound(f"There is no file '{file.id}'.", param="file_id") from error
+    await response.prepare(request)
+    while piece:
+        await response.write(piece)
+        start += len(piece)
+        piece = await remote.read(file.id, start, end) if start < end else b""
+    return response
 
 
 async def delete(request: web.Request) -> web.Response:

@@ -17,17 +17,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import obstore
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from tests.store_fixture import Bucket, Server
 from triton_openai import errors
 from triton_openai.batches import batch_runner as runner_module
 from triton_openai.batches import file_folder as files_module
 from triton_openai.batches.batch_runner import BatchRunner, Outcome
+from triton_openai.batches.bucket import BucketFiles, file_key
 from triton_openai.batches.file_folder import Files
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
 from triton_openai.config.tree import BatchesSettings, FilesSettings
@@ -103,13 +106,41 @@ class Host:
         return Outcome(200, b'{"a":1}', "r", usage=BatchUsage(input_tokens=2, output_tokens=1))
 
 
-class Process:
-    """A process of the service, with what it runs batches with."""
+class Place(NamedTuple):
+    """Where files and batches are kept, and a folder for the machines that share them."""
 
-    def __init__(self, folder: Path, host: Host | None = None) -> None:
-        self.files = Files(
-            FilesSettings(store=f"dir:{folder / 'files'}"), BatchesSettings(store=f"sqlite:{folder / 'db'}")
-        )
+    folder: Path
+    files: str
+    batches: str
+
+
+def local(folder: Path) -> Place:
+    """Return a place on one machine."""
+    return Place(folder, f"dir:{folder / 'files'}", f"sqlite:{folder / 'db'}")
+
+
+@pytest.fixture(params=["one machine", "several machines"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A folder and SQLite, and a bucket and PostgreSQL."""
+    return local(tmp_path) if request.param == "one machine" else request.getfixturevalue("shared")
+
+
+@pytest.fixture
+def shared(postgresql: Server, bucket: Bucket, tmp_path: Path) -> Place:
+    """A bucket and PostgreSQL."""
+    return Place(tmp_path, bucket.url, postgresql.url())
+
+
+class Process:
+    """A process of the service, with what it runs batches with; each has a machine of its own where it can."""
+
+    def __init__(self, place: Place | Path, host: Host | None = None, *, checkpoint: float = 0.001) -> None:
+        place = local(place) if isinstance(place, Path) else place
+        settings = FilesSettings(store=place.files), BatchesSettings(store=place.batches, checkpoint=checkpoint)
+        self.files = Files(*settings)
+        if place.files.startswith("s3:"):
+            self.files = BucketFiles(*settings)
+            self.files.folder = Path(tempfile.mkdtemp(dir=place.folder))
         self.host = host or Host()
         self.runner = BatchRunner(self.files, self.host, FirstTokens())
         self.task: asyncio.Task[None] | None = None
@@ -139,6 +170,9 @@ class Process:
         await asyncio.wait([task for task in tasks if task is not None])
         if self.runner._lock >= 0:
             os.close(self.runner._lock)
+        if isinstance(self.files, BucketFiles):
+            # Other machines do not see the lock: they wait until the leases have ended.
+            await self.files.store.bury(self.runner._holder)
         await self.files.store.close()
 
     async def batch(
@@ -179,12 +213,31 @@ class Process:
         """Return *batch* when it has ended."""
         return await self.until(batch, lambda found: not found.open)
 
+    def content(self, file_id: str) -> bytes:
+        """Return what is in a file."""
+        if isinstance(self.files, BucketFiles):
+            return bytes(obstore.get(self.files.bucket, file_key(file_id)).bytes())
+        return (self.files.folder / file_id).read_bytes()
+
+    async def leaves(self, *expected: str | None) -> None:
+        """Wait until *expected* are the names of all files; the last are deleted when the batch has ended."""
+        async with asyncio.timeout(20):
+            while set(expected) != self.left():  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.002)
+
+    def left(self) -> set[str]:
+        """Return the names of all files, but for the locks of processes."""
+        names = {path.name for path in self.files.folder.iterdir() if path.suffix != ".lock"}
+        if isinstance(self.files, BucketFiles):
+            names |= {one["path"].removeprefix("files/") for page in obstore.list(self.files.bucket) for one in page}
+        return names
+
     def results(self, batch: Batch) -> dict[str, list[Any]]:
         """Return what is in the files of *batch* by id: the status, or the code of a line that never ran."""
         found: dict[str, list[Any]] = {}
         for file_id in (batch.output, batch.errors):
             if file_id is not None:
-                for text in (self.files.folder / file_id).read_text().splitlines():
+                for text in self.content(file_id).splitlines():
                     one = json.loads(text)
                     answer = one["response"]
                     result = one["error"]["code"] if answer is None else answer["status_code"]
@@ -199,9 +252,9 @@ def request(name: str, model: object = "m", **fields: Any) -> bytes:
 
 
 @asynccontextmanager
-async def process(folder: Path, host: Host | None = None) -> Any:
+async def process(place: Place | Path, host: Host | None = None) -> Any:
     """Run a process for the block."""
-    made = Process(folder, host)
+    made = Process(place, host)
     made.start()
     try:
         yield made
@@ -212,16 +265,15 @@ async def process(folder: Path, host: Host | None = None) -> Any:
 NAMES = [f"id-{number}" for number in range(20)]
 
 
-async def test_all_lines_are_answered_once(tmp_path: Path) -> None:
+async def test_all_lines_are_answered_once(place: Place) -> None:
     """A batch ends with a result of each line, its counts and its usage, and nothing is left beside its files."""
-    async with process(tmp_path) as one:
+    async with process(place) as one:
         done = await one.ended(await one.batch(NAMES))
         assert {name: [200] for name in NAMES} == one.results(done)
         assert ("completed", 20, 20, 0) == (done.status, done.total, done.succeeded, done.failed)
         assert (40, 20, "m") == (done.usage.input_tokens, done.usage.output_tokens, done.model)
         assert one.host.most_seen <= 4
-        names = {path.name for path in one.files.folder.iterdir() if path.suffix != ".lock"}
-        assert {done.input, done.output} == names
+        await one.leaves(done.input, done.output)
         assert [] == await one.files.store.never_ran(done, 0, 10)
 
 
@@ -268,9 +320,9 @@ async def test_small_oddities_of_inputs(tmp_path: Path) -> None:
         assert {"a": [200], "b": [200]} == one.results(await one.ended(await one.batch(content)))
 
 
-async def test_a_cancelled_batch_keeps_its_results(tmp_path: Path) -> None:
+async def test_a_cancelled_batch_keeps_its_results(place: Place) -> None:
     """Lines that run end, the others never run, and each has one result."""
-    async with process(tmp_path) as one:
+    async with process(place) as one:
         one.host.may_answer.clear()
         batch = await one.batch(NAMES)
         await one.until(batch, lambda _: one.host.running)
@@ -285,9 +337,9 @@ async def test_a_cancelled_batch_keeps_its_results(tmp_path: Path) -> None:
         assert expected == one.results(done)
 
 
-async def test_an_expired_batch_aborts_what_runs(tmp_path: Path) -> None:
+async def test_an_expired_batch_aborts_what_runs(place: Place) -> None:
     """At the end of its window a batch ends; what ran then has no result but that."""
-    async with process(tmp_path) as one:
+    async with process(place) as one:
         one.host.may_answer.clear()
         batch = await one.batch(NAMES, hours=0.05 / 3600)
         done = await one.ended(batch)
@@ -329,9 +381,9 @@ async def test_failing_is_tried_again(tmp_path: Path, monkeypatch: pytest.Monkey
         assert 3 == refusals
 
 
-async def test_lines_are_tried_again(tmp_path: Path) -> None:
+async def test_lines_are_tried_again(place: Place) -> None:
     """What another attempt may change is tried three times more; what it cannot change is not."""
-    async with process(tmp_path) as one:
+    async with process(place) as one:
         host = one.host
         host.answers = {
             "id-0": [errors.UpstreamError("no")] * 3,
@@ -376,9 +428,9 @@ async def test_owners_take_turns(tmp_path: Path) -> None:
         assert 100 == (await one.ended(large)).succeeded
 
 
-async def test_a_removed_key_ends_its_batches(tmp_path: Path) -> None:
+async def test_a_removed_key_ends_its_batches(place: Place) -> None:
     """A batch whose key is gone fails."""
-    async with process(tmp_path) as one:
+    async with process(place) as one:
         one.host.busy = True
         batch = await one.batch(NAMES)
         await one.until(batch, lambda found: found.status == "in_progress")
@@ -392,12 +444,12 @@ def _asks(host: Host, name: str, _: Batch) -> bool:
 
 
 async def _interrupted(
-    folder: Path, names: Sequence[str], times: int, end: Callable[[Process], Awaitable[None]]
+    place: Place, names: Sequence[str], times: int, end: Callable[[Process], Awaitable[None]]
 ) -> Batch:
     """Return a batch of *names* whose process ended in the way *end* for so many *times*, while its first line ran."""
     batch: Batch | None = None
     for _ in range(times):
-        one = Process(folder)
+        one = Process(place)
         one.host.may_answer.clear()
         one.start()
         batch = batch or await one.batch(names)
@@ -407,10 +459,10 @@ async def _interrupted(
     return batch
 
 
-async def test_a_line_that_ends_processes(tmp_path: Path) -> None:
+async def test_a_line_that_ends_processes(place: Place) -> None:
     """A line that ran when three processes died is an error; those that ran beside it are answered."""
-    batch = await _interrupted(tmp_path, NAMES[:4], 3, Process.die)
-    async with process(tmp_path) as last:
+    batch = await _interrupted(place, NAMES[:4], 3, Process.die)
+    async with process(place) as last:
         done = await last.ended(batch)
         found = last.results(done)
         assert [500] == found.pop("id-0")
@@ -418,16 +470,16 @@ async def test_a_line_that_ends_processes(tmp_path: Path) -> None:
         assert "id-0" not in last.host.calls
 
 
-async def test_a_service_that_stops_counts_no_attempt(tmp_path: Path) -> None:
+async def test_a_service_that_stops_counts_no_attempt(place: Place) -> None:
     """Lines that run when the service ends wait again, as often as it does."""
-    batch = await _interrupted(tmp_path, NAMES[:2], 5, Process.stop)
-    async with process(tmp_path) as last:
+    batch = await _interrupted(place, NAMES[:2], 5, Process.stop)
+    async with process(place) as last:
         assert 2 == (await last.ended(batch)).succeeded
 
 
-async def test_a_frozen_process_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frozen_process_writes_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever wakes up after another process has taken over changes nothing."""
-    frozen = Process(tmp_path)
+    frozen = Process(place)
     frozen.host.may_answer.clear()
     frozen.start()
     batch = await frozen.batch(NAMES)
@@ -437,7 +489,7 @@ async def test_a_frozen_process_writes_nothing(tmp_path: Path, monkeypatch: pyte
     frozen.task.cancel()
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 90)
-    async with process(tmp_path) as other:
+    async with process(place) as other:
         done = await other.ended(batch)
         assert {name: [200] for name in NAMES} == other.results(done)
         assert 20 == done.succeeded
@@ -448,6 +500,92 @@ async def test_a_frozen_process_writes_nothing(tmp_path: Path, monkeypatch: pyte
         assert done == await other.seen(batch)
         assert {name: [200] for name in NAMES} == other.results(done)
     await frozen.die()
+
+
+def _has_written(one: Process, lines: int, batch: Batch) -> bool:
+    held = one.runner._held.get(batch.id)
+    return held is not None and len(held.written) == lines
+
+
+async def test_answers_that_are_not_uploaded_are_asked_for_again(shared: Place) -> None:
+    """With a bucket, lines whose answers are lost with the machine run again, and are not to blame for its death."""
+    batch: Batch | None = None
+    for _ in range(4):
+        lost = Process(shared, checkpoint=1000)
+        lost.host.answers = {"id-19": [errors.ServiceOverloaded("no")] * 1000}
+        lost.start()
+        batch = batch or await lost.batch(NAMES)
+        # The last line keeps the batch from ending.
+        await lost.until(batch, partial(_has_written, lost, 19))
+        assert 0 == (await lost.seen(batch)).succeeded
+        await lost.die()
+    assert batch is not None
+    async with process(shared) as last:
+        done = await last.ended(batch)
+        assert {name: [200] for name in NAMES} == last.results(done)
+        assert 20 == last.host.calls.total()
+
+
+async def test_uploaded_answers_are_kept(shared: Place) -> None:
+    """With a bucket, what was uploaded before the machine was lost is not asked for again."""
+    first = Process(shared)
+    first.host.answers = {"id-19": [errors.ServiceOverloaded("no")] * 1000}
+    first.start()
+    batch = await first.batch(NAMES)
+    await first.until(batch, lambda found: found.succeeded == 19)
+    await first.die()
+    async with process(shared) as last:
+        done = await last.ended(batch)
+        assert {name: [200] for name in NAMES} == last.results(done)
+        assert {"id-19"} == last.host.calls.keys()
+        await last.leaves(done.input, done.output)
+
+
+async def test_two_processes_share_batches(place: Place) -> None:
+    """Batches of two processes that run at the same time are answered once, whoever has them."""
+    async with process(place) as one, process(place, one.host) as other:
+        made = [await one.batch([f"{name}-{number}" for number in range(5)], name=f"batch_{name}") for name in range(6)]
+        for batch in made:
+            done = await other.ended(batch)
+            assert ("completed", 5) == (done.status, done.succeeded)
+            assert {f"{batch.id[6:]}-{number}": [200] for number in range(5)} == other.results(done)
+        assert 30 == one.host.calls.total()
+
+
+async def test_a_bucket_that_is_away_pauses_batches(shared: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing can be uploaded, batches wait; then they end, each line answered once."""
+    async with process(shared) as one:
+        upload, refusals = BucketFiles.upload, 0
+        batch = await one.batch(NAMES)
+
+        async def refused(*given: Any) -> None:
+            nonlocal refusals
+            refusals += 1
+            if refusals < 4:
+                raise errors.StoreUnavailable("no")
+            await upload(*given)
+
+        monkeypatch.setattr(BucketFiles, "upload", refused)
+        done = await one.ended(batch)
+        assert {name: [200] for name in NAMES} == one.results(done)
+        assert 20 == one.host.calls.total()
+        assert refusals > 4
+
+
+async def test_what_no_batch_needs_is_swept_from_the_bucket(shared: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expired files, and what processes that were lost have left below a batch that has ended, are deleted."""
+    async with process(shared) as one:
+        done = await one.ended(await one.batch(NAMES))
+        await one.leaves(done.input, done.output)
+        assert isinstance(one.files, BucketFiles)
+        await obstore.put_async(one.files.bucket, "batches/batch_1/7-0", b"late")
+        one.host.busy = True
+        waiting = await one.batch(NAMES[:1], name="batch_2", hours=24 * 365)
+        await obstore.put_async(one.files.bucket, "batches/batch_2/7-0", b"of an open one")
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + 31 * 86_400)
+        await one.files.sweep()
+        assert {done.input, waiting.input, "batches/batch_2/7-0"} == one.left()
 
 
 async def test_a_full_disk_pauses_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,7 +658,7 @@ class Life(RuleBasedStateMachine):
     as ended runs again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shared: Place | None = None) -> None:
         super().__init__()
         self._loop = asyncio.Runner()
         self._patch = pytest.MonkeyPatch()
@@ -532,6 +670,7 @@ class Life(RuleBasedStateMachine):
         self._ahead = 0.0
         self._patch.setattr(time, "time", lambda: self._now() + self._ahead)
         self._folder = tempfile.TemporaryDirectory()
+        self._place = shared or local(Path(self._folder.name))
         self._made: list[Batch] = []
         self._names: dict[str, list[str]] = {}
         self._may_cancel: set[str] = set()
@@ -541,7 +680,7 @@ class Life(RuleBasedStateMachine):
         self._loop.run(self._begin())
 
     async def _begin(self) -> None:
-        self.process = Process(Path(self._folder.name))
+        self.process = Process(self._place)
         self.process.start()
 
     @initialize()
@@ -605,7 +744,7 @@ class Life(RuleBasedStateMachine):
         async def restart() -> None:
             old = self.process
             await (old.die() if kills else old.stop())
-            self.process = Process(Path(self._folder.name))
+            self.process = Process(self._place)
             self.process.host.refused = old.host.refused
             for batch in self._made:
                 if (await self.process.seen(batch)).open:
@@ -659,5 +798,19 @@ class Life(RuleBasedStateMachine):
             self._folder.cleanup()
 
 
-TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=15, stateful_step_count=15, deadline=None, phases=[Phase.generate])
+LIVES = settings(max_examples=15, stateful_step_count=15, deadline=None, phases=[Phase.generate])
+
+
+def test_life() -> None:
+    """On one machine, batches are as the contract says whatever happens."""
+    run_state_machine_as_test(Life, settings=LIVES)
+
+
+def test_life_on_several_machines(postgresql: Server, s3: Callable[[], Bucket], bucket: Bucket, tmp_path: Path) -> None:
+    """With a bucket and PostgreSQL, so they are."""
+
+    class SharedLife(Life):
+        def __init__(self) -> None:
+            super().__init__(Place(tmp_path, s3().url, postgresql.url()))
+
+    run_state_machine_as_test(SharedLife, settings=settings(LIVES, max_examples=5))

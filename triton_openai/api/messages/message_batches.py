@@ -201,7 +201,7 @@ async def results(request: web.Request) -> web.StreamResponse:
     if file is None:
         why = "has not ended" if batch.open else "has no results any more, or never had any"
         raise errors.ObjectNotFound(f"The batch {why}.", param="message_batch_id")
-    return send_file(request, file.id, f"{batch.id}_results.jsonl", "application/x-jsonl")
+    return await send_file(request, file, f"{batch.id}_results.jsonl", "application/x-jsonl")
 
 
 def _batch_object(batch: Batch) -> MessageBatch:
