@@ -416,8 +416,8 @@ class BatchesSettings(_Group, frozen=True):
         ),
     ] = "sqlite"
     lease: Annotated[
-        Seconds,
-        Meta(ge=5),
+        float,
+        Meta(ge=5, le=86_400, extra=_SECONDS),
         _file_only("Time after which other processes take over the batches of one that does not answer."),
     ] = 60.0
     checkpoint: Annotated[
