@@ -192,3 +192,28 @@ def store_url(request: pytest.FixtureRequest) -> str:
         return "memory"
     server: Server = request.getfixturevalue(request.param)
     return server.url()
+
+
+class Place(NamedTuple):
+    """Where files and batches are kept, and a folder for the machines that share them."""
+
+    folder: Path
+    files: str
+    batches: str
+
+
+def local(folder: Path) -> Place:
+    """Return a place on one machine."""
+    return Place(folder, f"dir:{folder / 'files'}", f"sqlite:{folder / 'db'}")
+
+
+@pytest.fixture(params=["one machine", "several machines"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A folder and SQLite, and a bucket and PostgreSQL."""
+    return local(tmp_path) if request.param == "one machine" else request.getfixturevalue("shared")
+
+
+@pytest.fixture
+def shared(postgresql: Server, bucket: Bucket, tmp_path: Path) -> Place:
+    """A bucket and PostgreSQL."""
+    return Place(tmp_path, bucket.url, postgresql.url())

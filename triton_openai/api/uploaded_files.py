@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Literal
 from urllib.parse import quote
 
@@ -17,6 +18,7 @@ from triton_openai.api import agents
 from triton_openai.api.bodies import FileField, explain, json_response, tell_ignored, unknown_field
 from triton_openai.api.service import key_of, new_id, service_of
 from triton_openai.batches.file_folder import Files, Remote, Writing
+from triton_openai.errors import ServiceError
 from triton_openai.serving.forms import Form
 from triton_openai.serving.request_body import LIMITS
 from triton_openai.storage.batch_store import StoredFile
@@ -141,8 +143,9 @@ async def create(request: web.Request) -> web.Response:
     except BaseException:
         if writing is not None:
             writing.close()
-        # Also when the client has left.
-        await asyncio.shield(files.delete(file))
+        # Also when the client has left. What cannot be deleted now is swept.
+        with suppress(ServiceError):
+            await asyncio.shield(files.delete(file))
         raise
     return json_response(file_object(file))
 
@@ -164,7 +167,9 @@ async def _read(request: web.Request, form: Form, writing: Writing, *, strict: b
         elif name == "file":
             if part.filename is None:
                 raise errors.InvalidRequest("'file' must be a file.", param="file", code="invalid_type")
-            into[key] = FileField(part.filename[:_LONGEST_NAME], part.media_type, b"")
+            # Databases have no texts with a NUL.
+            name = part.filename[:_LONGEST_NAME].replace("\0", "\N{REPLACEMENT CHARACTER}")
+            into[key] = FileField(name, part.media_type, b"")
             async for piece in part.pieces():
                 await writing.add(piece)
         else:

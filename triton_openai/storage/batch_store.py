@@ -221,7 +221,9 @@ class BatchStore:
 
         def steps() -> Steps[bool]:
             yield (_ALONE,)
-            found = yield "SELECT COALESCE(SUM(bytes), 0) FROM file WHERE owner = $1", file.owner
+            # But for those that are being deleted.
+            kept = "SELECT COALESCE(SUM(bytes), 0) FROM file WHERE owner = $1 AND COALESCE(expires, 1) > 0"
+            found = yield kept, file.owner
             if found[0][0] + file.bytes > most:
                 return False
             yield from _insert_file(file)

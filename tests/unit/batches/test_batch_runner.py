@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import obstore
 import pytest
@@ -25,7 +25,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from tests.store_fixture import Bucket, Server
+from tests.store_fixture import Bucket, Place, Server, local
 from triton_openai import errors
 from triton_openai.batches import batch_runner as runner_module
 from triton_openai.batches import file_folder as files_module
@@ -104,31 +104,6 @@ class Host:
             refusal = planned.pop(0)
             return Outcome(refusal.status, refusal.envelope(), "r", refusal)
         return Outcome(200, b'{"a":1}', "r", usage=BatchUsage(input_tokens=2, output_tokens=1))
-
-
-class Place(NamedTuple):
-    """Where files and batches are kept, and a folder for the machines that share them."""
-
-    folder: Path
-    files: str
-    batches: str
-
-
-def local(folder: Path) -> Place:
-    """Return a place on one machine."""
-    return Place(folder, f"dir:{folder / 'files'}", f"sqlite:{folder / 'db'}")
-
-
-@pytest.fixture(params=["one machine", "several machines"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """A folder and SQLite, and a bucket and PostgreSQL."""
-    return local(tmp_path) if request.param == "one machine" else request.getfixturevalue("shared")
-
-
-@pytest.fixture
-def shared(postgresql: Server, bucket: Bucket, tmp_path: Path) -> Place:
-    """A bucket and PostgreSQL."""
-    return Place(tmp_path, bucket.url, postgresql.url())
 
 
 class Process:
