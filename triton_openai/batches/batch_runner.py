@@ -194,6 +194,8 @@ class BatchRunner:
         self._woken = asyncio.Event()
         self._next_poll = self._next_renewal = self._next_sweep = 0.0
         self._lock = -1
+        self._in_trouble = False
+        self._sweeping: asyncio.Task[None] | None = None
 
     def wake(self) -> None:
         """Look at the tables now: a batch was made or cancelled."""
@@ -207,15 +209,22 @@ class BatchRunner:
                 if self._files.exist:
                     await self._look()
                     await self._begin()
+                if self._in_trouble:
+                    self._in_trouble = False
+                    _log.info("batches go on")
             except Exception as error:  # noqa: BLE001 - the last resort: logged, and the batches go on
                 expected = isinstance(error, ServiceError)
-                _log.warning("batches wait", reason=getattr(error, "reason", repr(error)), exc_info=not expected)
+                if not (expected and self._in_trouble):
+                    _log.warning("batches wait", reason=getattr(error, "reason", repr(error)), exc_info=not expected)
+                self._in_trouble = True
                 await asyncio.sleep(_TROUBLE_SECONDS)
             await wait_any(self._woken, timeout=_POLL)
             self._woken.clear()
 
     async def close(self) -> None:
         """Give all batches back: lines that run wait again. Call it after :meth:`run` was cancelled."""
+        if self._sweeping is not None:
+            await cancel(self._sweeping)
         for held in list(self._held.values()):
             await cancel(*held.running.values(), *([] if held.task is None else [held.task]))
             with suppress(ServiceError, LeaseLost):
@@ -235,7 +244,8 @@ class BatchRunner:
         now = time.monotonic()
         if now >= self._next_sweep:
             self._next_sweep = now + _SWEEP_SECONDS
-            await self._files.sweep()
+            # Leases are renewed meanwhile, however many files there are.
+            self._sweeping = asyncio.create_task(self._sweep())
         if now < self._next_poll:
             return
         self._next_poll = now + _POLL
@@ -257,6 +267,12 @@ class BatchRunner:
                 held.woken.set()
         if not self._host.stopping:
             await self._claim()
+
+    async def _sweep(self) -> None:
+        try:
+            await self._files.sweep()
+        except (ServiceError, OSError) as error:
+            _log.warning("files that have expired are not deleted yet", reason=getattr(error, "reason", str(error)))
 
     async def _claim(self) -> None:
         """Take one more batch. Others are left to other processes for a while."""

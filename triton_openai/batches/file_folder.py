@@ -21,6 +21,7 @@ import structlog
 
 from triton_openai.config.files import state_folder
 from triton_openai.config.tree import BatchesSettings, FilesSettings
+from triton_openai.errors import ConfigurationError
 from triton_openai.storage import open_batch_store
 from triton_openai.storage.batch_store import Batch, StoredFile, failed_write
 
@@ -48,7 +49,7 @@ class Files:
     """
     Files in a folder, and the tables about them. Nothing is made before the first file is.
 
-    All processes that share the tables share the folder.
+    All processes that share the tables share the folder. Raises :class:`ConfigurationError` if they cannot.
     """
 
     #: Seconds between the times when results that are here become safe from the loss of this machine; 0 if they are.
@@ -61,6 +62,11 @@ class Files:
         kind, _, given = settings.store.partition(":")
         self.folder = Path(given) if given and kind == "dir" else state_folder() / "files"
         self.store, self._path = open_batch_store(batches.store)
+        if self._path is None and settings.store == "dir":
+            raise ConfigurationError(
+                "--files-store: batches in PostgreSQL need files that all replicas see: s3://BUCKET, or dir:PATH with a"
+                " folder that they share."
+            )
 
     @property
     def exist(self) -> bool:

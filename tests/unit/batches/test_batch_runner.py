@@ -32,9 +32,10 @@ from triton_openai.batches import file_folder as files_module
 from triton_openai.batches.batch_runner import BatchRunner, Outcome
 from triton_openai.batches.bucket import BucketFiles, file_key
 from triton_openai.batches.file_folder import Files
+from triton_openai.batches.inputs import InputReader
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
 from triton_openai.config.tree import BatchesSettings, FilesSettings
-from triton_openai.storage.batch_store import Batch, BatchUsage, LeaseLost, StoredFile
+from triton_openai.storage.batch_store import Batch, BatchUsage, LeaseLost, StoredFile, failed_write
 
 OWNER = "me"
 
@@ -137,6 +138,7 @@ class Process:
         """End at once: nothing is kept that is not on the disk, and locks are gone."""
         tasks = [
             self.task,
+            self.runner._sweeping,
             *(task for held in self.runner._held.values() for task in (held.task, *held.running.values())),
         ]
         for task in tasks:
@@ -286,6 +288,38 @@ async def test_wrong_inputs_fail_as_a_whole(tmp_path: Path) -> None:
         assert {"duplicate_custom_id", "too_many_requests"} >= {one.code for one in many.problems}
         assert 3 == many.problems[0].line
         assert not host.calls
+
+
+def test_names_that_are_far_apart(tmp_path: Path) -> None:
+    """In 50,000 lines, the last one may not have the name of the first one; no more than some lines are in memory."""
+    path = tmp_path / "input"
+    path.write_bytes(b"".join(request(f"id-{number % 49_999}") for number in range(50_000)))
+    batch = Batch(
+        id="batch_1", owner=OWNER, kind="openai", endpoint="/x", input="file-1", created=0, window="24h", expires=1
+    )  # fmt: skip
+    descriptor = os.open(path, os.O_RDONLY)
+    reader = InputReader(descriptor, batch, most=50_000, longest=10_000)
+    most = 0
+    while lines := reader.read(1000):
+        most = max(most, len(lines))
+    reader.close()
+    os.close(descriptor)
+    assert (1000, 50_000) == (most, reader.total)
+    assert [("duplicate_custom_id", 50_000)] == [(one.code, one.line) for one in reader.problems]
+
+
+def test_a_database_on_a_shared_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite on NFS is refused; where the file system is shared, PostgreSQL is not, and needs files that are too."""
+    files = Process(tmp_path).files
+    assert files.unusable() is None
+    assert files_module.file_system(tmp_path) not in ("", "nfs")
+    mounts = f"1 2 0:1 / / rw - ext4 a b\n3 1 0:2 / {tmp_path} rw shared:1 - nfs4 server:/a rw\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: mounts)
+    assert f"{tmp_path / 'db'} is on nfs4, where SQLite loses data" == files.unusable()
+    url = "postgresql://nobody@127.0.0.1:1/none"
+    assert Files(FilesSettings(store=f"dir:{tmp_path}"), BatchesSettings(store=url)).unusable() is None
+    with pytest.raises(errors.ConfigurationError, match="--files-store"):
+        Files(FilesSettings(), BatchesSettings(store=url))
 
 
 async def test_small_oddities_of_inputs(tmp_path: Path) -> None:
@@ -482,31 +516,38 @@ def _has_written(one: Process, lines: int, batch: Batch) -> bool:
     return held is not None and len(held.written) == lines
 
 
+async def _with_a_line_that_waits(place: Place, checkpoint: float) -> tuple[Process, Batch]:
+    """Return a process, and its batch, of which the last line does not begin: its model is gone."""
+    one = Process(place, checkpoint=checkpoint)
+    one.host.busy = True
+    one.start()
+    batch = await one.batch(b"".join(request(name, "n" if name == "id-19" else "m") for name in NAMES))
+    await one.until(batch, lambda found: found.status == "in_progress")
+    del one.host.served["n"]
+    one.host.busy = False
+    return one, batch
+
+
 async def test_answers_that_are_not_uploaded_are_asked_for_again(shared: Place) -> None:
     """With a bucket, lines whose answers are lost with the machine run again, and are not to blame for its death."""
-    batch: Batch | None = None
+    one, batch = await _with_a_line_that_waits(shared, 1000)
     for _ in range(4):
-        lost = Process(shared, checkpoint=1000)
-        lost.host.answers = {"id-19": [errors.ServiceOverloaded("no")] * 1000}
-        lost.start()
-        batch = batch or await lost.batch(NAMES)
-        # The last line keeps the batch from ending.
-        await lost.until(batch, partial(_has_written, lost, 19))
-        assert 0 == (await lost.seen(batch)).succeeded
-        await lost.die()
-    assert batch is not None
-    async with process(shared) as last:
-        done = await last.ended(batch)
-        assert {name: [200] for name in NAMES} == last.results(done)
-        assert 20 == last.host.calls.total()
+        await one.until(batch, partial(_has_written, one, 19))
+        assert 0 == (await one.seen(batch)).succeeded
+        await one.die()
+        one = Process(shared, checkpoint=1000)
+        del one.host.served["n"]
+        one.start()
+    one.host.served["n"] = "N"
+    done = await one.ended(batch)
+    assert {name: [200] for name in NAMES} == one.results(done)
+    assert 20 == one.host.calls.total()
+    await one.stop()
 
 
 async def test_uploaded_answers_are_kept(shared: Place) -> None:
     """With a bucket, what was uploaded before the machine was lost is not asked for again."""
-    first = Process(shared)
-    first.host.answers = {"id-19": [errors.ServiceOverloaded("no")] * 1000}
-    first.start()
-    batch = await first.batch(NAMES)
+    first, batch = await _with_a_line_that_waits(shared, 0.001)
     await first.until(batch, lambda found: found.succeeded == 19)
     await first.die()
     async with process(shared) as last:
@@ -514,6 +555,25 @@ async def test_uploaded_answers_are_kept(shared: Place) -> None:
         assert {name: [200] for name in NAMES} == last.results(done)
         assert {"id-19"} == last.host.calls.keys()
         await last.leaves(done.input, done.output)
+
+
+async def test_a_line_that_waits_for_another_attempt(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not run when the process dies is not to blame, however often that is."""
+    batch: Batch | None = None
+    with monkeypatch.context() as patch:
+        patch.setattr(runner_module, "_RETRY_SECONDS", 1000)
+        for _ in range(4):
+            one = Process(place)
+            one.host.answers = {"id-0": [errors.ServiceOverloaded("no")]}
+            one.start()
+            batch = batch or await one.batch(NAMES[:1])
+            async with asyncio.timeout(20):
+                while not one.host.calls or (await one.files.store.never_ran(batch, 0, 1))[0].attempts:  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
+            await one.die()
+    assert batch is not None
+    async with process(place) as last:
+        assert {"id-0": [200]} == last.results(await last.ended(batch))
 
 
 async def test_two_processes_share_batches(place: Place) -> None:
@@ -563,26 +623,53 @@ async def test_what_no_batch_needs_is_swept_from_the_bucket(shared: Place, monke
         assert {done.input, waiting.input, "batches/batch_2/7-0"} == one.left()
 
 
-async def test_a_full_disk_pauses_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be written is kept in memory until there is room again, and is there once."""
-    async with process(tmp_path) as one:
-        full, refusals = True, 0
+def _full() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        def write_at(*given: Any) -> None:
+
+@pytest.mark.parametrize("phase", ["validating", "claiming", "beginning", "writing", "marking", "finalizing", "ending"])
+async def test_a_full_disk_pauses_batches(phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a batch is when the disk is full, it waits until there is room, and then each line is there once."""
+    async with process(tmp_path) as one:
+        store, full, refusals = one.files.store, True, 0
+        owner, name = {
+            "validating": (store, "add_lines"),
+            "claiming": (store, "claim"),
+            "beginning": (store, "begin"),
+            "writing": (runner_module, "write_at"),
+            "marking": (store, "end"),
+            "finalizing": (files_module, "write_at"),
+            "ending": (store, "finish"),
+        }[phase]
+        usual: Callable[..., Any] = getattr(owner, name)
+
+        def refuse() -> None:
             nonlocal refusals
             if full:
                 refusals += 1
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            files_module.write_at(*given)
+                raise _full() if name == "write_at" else failed_write(_full())
 
-        monkeypatch.setattr(runner_module, "write_at", write_at)
+        def write_at(*given: Any) -> None:
+            refuse()
+            usual(*given)
+
+        async def operation(*given: Any, **options: Any) -> Any:
+            refuse()
+            return await usual(*given, **options)
+
+        # Its lines do not begin by then.
+        one.host.busy = True
         batch = await one.batch(NAMES)
-        await one.until(batch, lambda _: refusals > 1)
-        assert 0 == (await one.seen(batch)).succeeded
+        monkeypatch.setattr(owner, name, write_at if name == "write_at" else operation)
+        one.host.busy = False
+        if phase in ("claiming", "validating"):
+            batch = await one.batch(NAMES, name="batch_2")
+        await one.until(batch, lambda found: refusals > 1)
+        assert (await one.seen(batch)).open
         full = False
         done = await one.ended(batch)
         assert {name: [200] for name in NAMES} == one.results(done)
-        assert 20 == one.host.calls.total()
+        assert 20 <= one.host.calls.total() <= 40
 
 
 async def test_an_input_that_is_gone(tmp_path: Path) -> None:
