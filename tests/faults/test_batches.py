@@ -182,8 +182,8 @@ async def _fetch(url: str, batch: str) -> tuple[bool, set[int]]:
     """Return whether *batch* is open in PostgreSQL, and the numbers of its lines that have ended."""
     connection = await asyncpg.connect(url)
     try:
-        ended_ones = "SELECT number FROM triton_openai_batches.line WHERE batch = $1 AND state > 1"
-        opened = await connection.fetchval("SELECT open = 1 FROM triton_openai_batches.batch WHERE id = $1", batch)
+        ended_ones = "SELECT number FROM openai_batches.line WHERE batch = $1 AND state > 1"
+        opened = await connection.fetchval("SELECT open = 1 FROM openai_batches.batch WHERE id = $1", batch)
         return opened, {row[0] for row in await connection.fetch(ended_ones, batch)}
     finally:
         await connection.close()

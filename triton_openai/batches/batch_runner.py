@@ -236,7 +236,7 @@ class BatchRunner:
             with suppress(ServiceError):
                 # One may have been claimed by what was cancelled.
                 await self._store.bury(self._holder)
-                await self._files.unlink(f"{self._holder}.lock")
+                await self._files.forget(self._holder)
 
     # Leases
 
@@ -284,6 +284,8 @@ class BatchRunner:
             if holder != self._holder and await on_disk(self._files.has_died, holder):
                 _log.warning("a process that ran batches has died: its batches are taken over")
                 await self._store.bury(holder)
+                # Last: whoever finds no lock has to wait until the leases have ended.
+                await self._files.forget(holder)
         owners = [held.batch.owner for held in self._held.values()]
         full = {owner for owner in owners if owners.count(owner) >= _OWNERS_BATCHES}
         batch = await self._store.claim(self._holder, self._host.settings.lease, full=full)

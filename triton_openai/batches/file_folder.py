@@ -173,8 +173,11 @@ class Files:
             return False
         finally:
             os.close(descriptor)
-        path.unlink(missing_ok=True)
         return True
+
+    async def forget(self, holder: str) -> None:
+        """Delete the lock of *holder*, who has no leases any more. Raises :class:`ServiceError` if the disk cannot."""
+        await on_disk(self._unlink, [f"{holder}.lock"])
 
     def _left(self, before: float) -> Sequence[str]:
         """Return incomplete files that were last changed before *before*, and locks of processes that have died."""

@@ -59,4 +59,4 @@ def open_batch_store(url: str) -> tuple[BatchStore, Path | None]:
     except ImportError as error:
         advice = "It needs the extra [postgresql]: pip install 'triton-openai[postgresql]'."
         raise ConfigurationError(f"--batches-store: PostgreSQL cannot be used: {error}. {advice}") from error
-    return BatchStore(PostgresDatabase(url, lacking, namespace="triton_openai_batches")), None
+    return BatchStore(PostgresDatabase(url, lacking, namespace="openai_batches")), None

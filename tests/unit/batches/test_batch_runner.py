@@ -486,6 +486,18 @@ async def test_a_service_that_stops_counts_no_attempt(place: Place) -> None:
         assert 2 == (await last.ended(batch)).succeeded
 
 
+async def test_whoever_finds_a_dead_process_may_die_too(tmp_path: Path) -> None:
+    """When a process dies between finding another one dead and taking its batches, the next one still takes them."""
+    batch = await _interrupted(tmp_path, NAMES[:2], 1, Process.die)
+    second = Process(tmp_path)
+    (dead,) = await second.files.store.holders()
+    assert second.files.has_died(dead)
+    await second.files.store.close()
+    async with process(tmp_path) as third:
+        assert 2 == (await third.ended(batch)).succeeded
+        assert not third.files.has_died(dead)
+
+
 async def test_a_frozen_process_writes_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever wakes up after another process has taken over changes nothing."""
     frozen = Process(place)
