@@ -10,6 +10,7 @@ import asyncio
 import errno
 import json
 import os
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import obstore
 import pytest
 from hypothesis import Phase, settings
@@ -27,6 +29,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.store_fixture import Bucket, Place, Server, local
 from triton_openai import errors
+from triton_openai.app import create_app
 from triton_openai.batches import batch_runner as runner_module
 from triton_openai.batches import file_folder as files_module
 from triton_openai.batches.batch_runner import BatchRunner, Outcome
@@ -34,7 +37,7 @@ from triton_openai.batches.bucket import BucketFiles, file_key
 from triton_openai.batches.file_folder import Files
 from triton_openai.batches.inputs import InputReader
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
-from triton_openai.config.tree import BatchesSettings, FilesSettings
+from triton_openai.config.tree import BatchesSettings, FilesSettings, Settings
 from triton_openai.storage.batch_store import Batch, BatchUsage, LeaseLost, StoredFile, failed_write
 
 OWNER = "me"
@@ -488,7 +491,7 @@ async def test_a_service_that_stops_counts_no_attempt(place: Place) -> None:
 
 async def test_whoever_finds_a_dead_process_may_die_too(tmp_path: Path) -> None:
     """When a process dies between finding another one dead and taking its batches, the next one still takes them."""
-    batch = await _interrupted(tmp_path, NAMES[:2], 1, Process.die)
+    batch = await _interrupted(local(tmp_path), NAMES[:2], 1, Process.die)
     second = Process(tmp_path)
     (dead,) = await second.files.store.holders()
     assert second.files.has_died(dead)
@@ -597,6 +600,44 @@ async def test_two_processes_share_batches(place: Place) -> None:
             assert ("completed", 5) == (done.status, done.succeeded)
             assert {f"{batch.id[6:]}-{number}": [200] for number in range(5)} == other.results(done)
         assert 30 == one.host.calls.total()
+
+
+async def test_limits_hold_over_processes(place: Place) -> None:
+    """Uploads and batches that two processes take at the same time exceed no limit together."""
+    one, other = Process(place), Process(place)
+    # Both are connected, and the tables are there.
+    assert [] == [*await one.files.store.open_batches(), *await other.files.store.open_batches()]
+    made = StoredFile(id="", owner=OWNER, purpose="", filename="", bytes=10, created=1, expires=None)
+    reserved = [
+        store.files.store.reserve(msgspec.structs.replace(made, id=f"file-{number}"), 35)
+        for number, store in enumerate([one, other] * 5)
+    ]
+    assert 3 == sum(await asyncio.gather(*reserved))
+    batch = Batch(
+        id="", owner=OWNER, kind="anthropic", endpoint="/x", input="", created=1, window="24h", expires=1
+    )  # fmt: skip
+    added = [
+        store.files.store.add(msgspec.structs.replace(batch, id=f"batch_{number}", input=f"batch_{number}"), most=3)
+        for number, store in enumerate([one, other] * 5)
+    ]
+    assert {"added": 3, "too many": 7} == Counter(await asyncio.gather(*added))
+    for store in (one, other):
+        await store.files.store.close()
+
+
+@pytest.mark.parametrize("library, extra", [("obstore", "s3"), ("asyncpg", "postgresql")])
+async def test_a_library_that_is_not_installed(
+    library: str, extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A store whose extra is not installed ends the start, with how to get it."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("triton_openai.batches.bucket", "triton_openai.storage.postgresql"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    files, batches = ("s3://bucket", "sqlite") if extra == "s3" else (f"dir:{tmp_path}", "postgresql://nobody@x/y")
+    settings = Settings(files=FilesSettings(store=files), batches=BatchesSettings(store=batches))
+    with pytest.raises(errors.ConfigurationError, match=rf"pip install 'triton-openai\[{extra}\]'"):
+        create_app(settings)
 
 
 async def test_a_bucket_that_is_away_pauses_batches(shared: Place, monkeypatch: pytest.MonkeyPatch) -> None:
