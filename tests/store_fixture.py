@@ -137,6 +137,8 @@ def s3() -> Iterator[Callable[[], Bucket]]:
     ports = {kind: _free_port() for kind in (*kinds, "s3.port", "s3.port.grpc")}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Path(folder, "log").open("w") as log:
         command = [program, "server", "-s3", "-s3.iam=false", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+        # What nobody asks has fixed ports, of which a second server would die.
+        command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
         # A bucket has a few volumes of its own.
         command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=16", "-volume.max=1000"]
         command += [f"-{kind}={port}" for kind, port in ports.items()]
