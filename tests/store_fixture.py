@@ -1,4 +1,4 @@
-"""The servers of stores: PostgreSQL, Redis, a file."""
+"""The servers of stores: PostgreSQL, Redis, S3, a file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -120,6 +120,48 @@ def running_redis(folder: str) -> Iterator[Server]:
         stop()
 
 
+class Bucket(NamedTuple):
+    """An empty bucket: its address, and the variables of who uses it."""
+
+    url: str
+    environ: Mapping[str, str]
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Callable[[], Bucket]]:
+    """What makes buckets of an S3 server of its own."""
+    pytest.importorskip("obstore")
+    program, numbers = found("SeaweedFS"), count()
+    environ = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+    kinds = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
+    ports = {kind: _free_port() for kind in (*kinds, "s3.port", "s3.port.grpc")}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Path(folder, "log").open("w") as log:
+        command = [program, "server", "-s3", "-s3.iam=false", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+        # What nobody asks has fixed ports, of which a second server would die.
+        command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
+        # A bucket has a few volumes of its own.
+        command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=16", "-volume.max=1000"]
+        command += [f"-{kind}={port}" for kind, port in ports.items()]
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environ})
+        try:
+            _until_open(ports["s3.port"], process)
+            environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{ports['s3.port']}"
+            # It makes a bucket with its first object.
+            yield lambda: Bucket(f"s3://test-{next(numbers)}/some/prefix", environ)
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def bucket(s3: Callable[[], Bucket], monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """An empty bucket, which this process may use."""
+    made = s3()
+    for name, value in made.environ.items():
+        monkeypatch.setenv(name, value)
+    return made
+
+
 def _until_open(port: int, process: subprocess.Popen[bytes]) -> None:
     while process.poll() is None:
         try:
@@ -152,3 +194,28 @@ def store_url(request: pytest.FixtureRequest) -> str:
         return "memory"
     server: Server = request.getfixturevalue(request.param)
     return server.url()
+
+
+class Place(NamedTuple):
+    """Where files and batches are kept, and a folder for the machines that share them."""
+
+    folder: Path
+    files: str
+    batches: str
+
+
+def local(folder: Path) -> Place:
+    """Return a place on one machine."""
+    return Place(folder, f"dir:{folder / 'files'}", f"sqlite:{folder / 'db'}")
+
+
+@pytest.fixture(params=["one machine", "several machines"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A folder and SQLite, and a bucket and PostgreSQL."""
+    return local(tmp_path) if request.param == "one machine" else request.getfixturevalue("shared")
+
+
+@pytest.fixture
+def shared(postgresql: Server, bucket: Bucket, tmp_path: Path) -> Place:
+    """A bucket and PostgreSQL."""
+    return Place(tmp_path, bucket.url, postgresql.url())

@@ -184,7 +184,7 @@ def _files(settings: Settings, worker: Worker) -> Files | None:
     """Return where files and batches are kept; ``None`` where they are off."""
     if settings.batches.enabled is False:
         return None
-    files = Files(settings.files, settings.batches)
+    files = _open_files(settings)
     if (reason := files.unusable()) is not None:
         if settings.batches.enabled:
             raise ConfigurationError(f"--batches: {reason}.")
@@ -192,6 +192,18 @@ def _files(settings: Settings, worker: Worker) -> Files | None:
             _log.warning("files and batches are off", reason=reason)
         return None
     return files
+
+
+def _open_files(settings: Settings) -> Files:
+    if settings.files.store.startswith("dir"):
+        return Files(settings.files, settings.batches)
+    try:
+        # Imported here: S3 belongs to an extra.
+        from triton_openai.batches.bucket import BucketFiles
+    except ImportError as error:
+        advice = "It needs the extra [s3]: pip install 'triton-openai[s3]'."
+        raise ConfigurationError(f"--files-store: S3 cannot be used: {error}. {advice}") from error
+    return BucketFiles(settings.files, settings.batches)
 
 
 def _traces(settings: Settings) -> tuple[Observer, Callable[[web.Application], AsyncIterator[None]] | None]:

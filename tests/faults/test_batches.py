@@ -1,11 +1,14 @@
 """
 A service that is killed while it runs a batch, again and again, and the disk that is full meanwhile.
 
+Workers that share batches, of which one is killed, and services that do, of which one is frozen.
+
 ``BATCH_KILLS=50`` makes the test the long one: 2,000 lines and as many kills.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -16,14 +19,18 @@ import socket
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import asyncpg
 from openai import OpenAI
 
 from tests.clients.service import Service, serving, steered, until
 from tests.faults.surroundings import Own
+from tests.faults.test_workers import workers
+from tests.store_fixture import Bucket, Server
 
 KILLS = int(os.environ.get("BATCH_KILLS", "5"))
 LINES = 40 * KILLS
@@ -48,9 +55,9 @@ def calls(own: Own) -> Counter[int]:
     return found
 
 
-def request(number: int) -> bytes:
-    """Return a line of the input; each seventh is refused."""
-    text = steered(f"line {number}", text="one two", delay_ms=2)
+def request(number: int, delay: int = 2) -> bytes:
+    """Return a line of the input, whose words take *delay* milliseconds each; each seventh is refused."""
+    text = steered(f"line {number}", text="one two", delay_ms=delay)
     body = {"model": MODEL, "prompt": text, "max_tokens": -1 if number % 7 == 0 else 50}
     line = {"custom_id": f"id-{number}", "method": "POST", "url": "/v1/completions", "body": body}
     return json.dumps(line).encode() + b"\n"
@@ -109,6 +116,135 @@ def test_kills(own: Own, tmp_path: Path) -> None:
     assert {} == {number: (count, after[number]) for number, count in before.items() if after[number] != count}
     left = {path.name for path in (state / "triton-openai" / "files").iterdir() if path.suffix == ".part"}
     assert not left
+
+
+def results(client: OpenAI, batch: Any) -> Counter[str]:
+    """Return how often each ``custom_id`` is in the files of *batch*."""
+    files = [client.files.content(one).text for one in (batch.output_file_id, batch.error_file_id) if one is not None]
+    return Counter(json.loads(line)["custom_id"] for text in files for line in text.splitlines())
+
+
+def started(client: OpenAI, first: int, lines: int, delay: int = 2) -> Any:
+    """Make a batch of *lines* that begin with the number *first*."""
+    content = b"".join([request(number, delay) for number in range(first, first + lines)])
+    file = client.files.create(file=("in", content), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+
+
+def held(state: Path, pid: int) -> Mapping[str, Mapping[int, int]]:
+    """Return the open batches that the process *pid* runs: it has a lock of the name in the tables. And their lines."""
+    names = [Path(os.path.realpath(one)) for one in Path(f"/proc/{pid}/fd").iterdir()]
+    found: dict[str, dict[int, int]] = {}
+    with contextlib.closing(sqlite3.connect(state / "triton-openai" / "batches.sqlite")) as tables:
+        query = (
+            "SELECT batch.id, line.number, line.state FROM batch JOIN line ON batch.id = line.batch"
+            " WHERE batch.open = 1 AND holder = ?"
+        )
+        for name in (one.stem for one in names if one.suffix == ".lock"):
+            for batch, number, line in tables.execute(query, (name,)):
+                found.setdefault(batch, {})[number] = line
+    return found
+
+
+def _busy(state: Path, pids: Sequence[int], client: OpenAI, batches: Sequence[str]) -> Sequence[int]:
+    """Return the processes that run lines, or all when *batches* have ended."""
+    busy = [pid for pid in pids if held(state, pid)]
+    return busy or (pids if all(_completed(client, batch) for batch in batches) else [])
+
+
+def test_workers_share_batches(own: Own, tmp_path: Path) -> None:
+    """When a worker is killed, another one goes on with its batches; no line runs again but those that ran then."""
+    state, lines = tmp_path / "state", 60
+    options = ("--workers", "2", "--triton-url", own.url("http"), "--tokenizer", str(own.repository.tokenizer))
+    with serving(tmp_path, *options) as service, OpenAI(base_url=service.base_url, api_key="none") as client:
+        already = calls(own)
+        made: dict[str, int] = {}
+        lost: Mapping[str, Mapping[int, int]] = {}
+        while not lost:
+            for _ in range(4):
+                first = 10_000 + lines * len(made)
+                made[started(client, first, lines, 20).id] = first
+            pids = [*workers(service).values()]
+            pid = until(partial(_busy, state, pids, client, [*made]))[0]
+            os.kill(pid, signal.SIGSTOP)
+            # It may have ended them all by now.
+            lost = held(state, pid)
+            os.kill(pid, signal.SIGKILL if lost else signal.SIGCONT)
+        for batch, first in made.items():
+            done: Any = until(partial(_completed, client, batch), LINES)
+            assert {f"id-{one}": 1 for one in range(first, first + lines)} == results(client, done)
+        ran = {made[batch] + number - 1 for batch, found in lost.items() for number, line in found.items() if line == 1}
+        assert {number for number, times in (calls(own) - already).items() if times > 1} <= ran
+        until(lambda: any("a process that ran batches has died" in line for line in service.log_lines()))
+        assert all('"event":"worker ended"' in line for line in service.complaints())
+
+
+def _completed(client: OpenAI, batch: str) -> Any:
+    found = client.batches.retrieve(batch)
+    return found if found.completed_at else None
+
+
+async def _fetch(url: str, batch: str) -> tuple[bool, set[int]]:
+    """Return whether *batch* is open in PostgreSQL, and the numbers of its lines that have ended."""
+    connection = await asyncpg.connect(url)
+    try:
+        ended_ones = "SELECT number FROM openai_batches.line WHERE batch = $1 AND state > 1"
+        opened = await connection.fetchval("SELECT open = 1 FROM openai_batches.batch WHERE id = $1", batch)
+        return opened, {row[0] for row in await connection.fetch(ended_ones, batch)}
+    finally:
+        await connection.close()
+
+
+def _running(services: Sequence[Service], batch: str) -> Sequence[int]:
+    """Return which of *services* have answered a line of *batch*."""
+    mark = f'"batch":"{batch}","custom_id"'
+    return [number for number, one in enumerate(services) if any(mark in line for line in one.log_lines())]
+
+
+def _counted(client: OpenAI, batch: str) -> int:
+    counts = client.batches.retrieve(batch).request_counts
+    return counts.completed if counts else 0
+
+
+def test_a_frozen_replica(own: Own, postgresql: Server, bucket: Bucket, tmp_path: Path) -> None:
+    """Of two services that share batches, one is frozen: the other one goes on, and nothing is twice or lost."""
+    url, lines = postgresql.url(), 200
+    options = ["--triton-url", own.url("http"), "--tokenizer", str(own.repository.tokenizer)]
+    options += ["--batches-store", url, "--files-store", bucket.url]
+    settings = {"batches": {"lease": 5, "checkpoint": 0.5}}
+    folders, environ = [tmp_path / name for name in ("one", "other")], dict[str, Any](bucket.environ)
+    with contextlib.ExitStack() as stack:
+        services = []
+        for folder in folders:
+            folder.mkdir()
+            services.append(stack.enter_context(serving(folder, *options, settings=settings, **environ)))
+        clients = [stack.enter_context(OpenAI(base_url=one.base_url, api_key="none")) for one in services]
+        first, already = 100_000, calls(own)
+        while True:
+            batch = started(clients[0], first, lines, 20).id
+            place = until(partial(_running, services, batch))[0]
+            other = clients[1 - place]
+            until(partial(_counted, other, batch))
+            services[place].process.send_signal(signal.SIGSTOP)
+            opened, kept = asyncio.run(_fetch(url, batch))
+            if opened:
+                break
+            # It was over before.
+            services[place].process.send_signal(signal.SIGCONT)
+            first += lines
+        before = {number: calls(own)[number + first - 1] for number in kept}
+        done: Any = until(partial(_completed, other, batch), 120)
+        services[place].process.send_signal(signal.SIGCONT)
+        until(lambda: any("another process has taken a batch over" in line for line in services[place].log_lines()), 60)
+        assert done == clients[place].batches.retrieve(batch)
+        expected = {f"id-{number}": 1 for number in range(first, first + lines)}
+        assert [expected] * 2 == [results(client, done) for client in clients]
+        counts = done.request_counts
+        assert lines == counts.total == counts.completed + counts.failed
+        assert before == {number: calls(own)[number + first - 1] for number in kept}
+        asked = calls(own) - already
+        assert all(asked[number] for number in range(first, first + lines) if number % 7)
+        assert [] == [line for service in services for line in service.complaints()]
 
 
 def kill(own: Own, service: Service, client: OpenAI, batch: str, asked: int) -> None:

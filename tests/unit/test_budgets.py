@@ -29,6 +29,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "audio_seconds_per_minute": 11,
         "audio in chats": 9,
         "files and batches": 781,
+        "batches that several replicas share": 25,
     },
     "answer": {
         "begin": 1350,
@@ -51,6 +52,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "stored chat completions": 29,
         "files and batches": 412,
         "metrics of batches and files": 10,
+        "batches that several replicas share": 46,
         "a response whose parent is deleted while it is made": 13,
     },
     "triton": {
@@ -128,11 +130,17 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "above its budget": 49,
         "/v1/audio/speech": 9,
         "files and batches": 68,
+        "batches that several replicas share": 12,
         "several Tritons, mended": 7,
         "server.max_running_requests_per_endpoint": 4,
         "audio_seconds_per_minute": 1,
     },
-    "batches": {"begin": 0, "files and batches": 899, "metrics of batches and files": 45},
+    "batches": {
+        "begin": 0,
+        "files and batches": 899,
+        "metrics of batches and files": 45,
+        "batches that several replicas share": 178,
+    },
     "media": {
         "begin": 310,
         "files of text": 34,
@@ -169,6 +177,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "audio in chats": 1,
         "files and batches": 24,
         "metrics of batches and files": 4,
+        "batches that several replicas share": 9,
         "several Tritons, mended": 1,
         "server.max_running_requests_per_endpoint": 12,
     },

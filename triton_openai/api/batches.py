@@ -14,7 +14,7 @@ from triton_openai import errors
 from triton_openai.api import agents
 from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.lines import endpoints
-from triton_openai.api.responses.objects import Metadata
+from triton_openai.api.responses.objects import InputTokensDetails, Metadata, OutputTokensDetails, ResponseUsage
 from triton_openai.api.service import OPERATIONS_BY_HANDLER, key_of, new_id, service_of
 from triton_openai.api.uploaded_files import ExpiresAfter, files_of, find_file
 from triton_openai.batches.batch_runner import BatchRunner
@@ -59,28 +59,6 @@ class BatchCounts(msgspec.Struct, kw_only=True):
     failed: int
 
 
-class InputDetails(msgspec.Struct, kw_only=True):
-    """Tokens that the engine had in its cache."""
-
-    cached_tokens: int
-
-
-class OutputDetails(msgspec.Struct, kw_only=True):
-    """Tokens of reasoning."""
-
-    reasoning_tokens: int
-
-
-class BatchTokens(msgspec.Struct, kw_only=True):
-    """The tokens of a batch, as far as backends count them."""
-
-    input_tokens: int
-    input_tokens_details: InputDetails
-    output_tokens: int
-    output_tokens_details: OutputDetails
-    total_tokens: int
-
-
 class BatchObject(msgspec.Struct, kw_only=True):
     """A batch. Times are null until they have come."""
 
@@ -104,7 +82,7 @@ class BatchObject(msgspec.Struct, kw_only=True):
     cancelling_at: int | None
     cancelled_at: int | None
     request_counts: BatchCounts
-    usage: BatchTokens
+    usage: ResponseUsage
     metadata: dict[str, str] | None
 
 
@@ -159,12 +137,12 @@ async def add(request: web.Request, batch: Batch, param: str) -> None:
     request.app[RUNNER].wake()
 
 
-async def find_batch(request: web.Request, kind: Literal["openai", "anthropic"]) -> Batch:
+async def find_batch(request: web.Request, kind: Literal["openai", "anthropic"], param: str = "batch_id") -> Batch:
     """Return the batch that the path of *request* names, if it is its key's. Raises :class:`ObjectNotFound`."""
     files, batch_id = files_of(request), request.match_info["batch"]
     batch = await files.store.batch(batch_id, key_of(request).name, kind) if files.exist else None
     if batch is None:
-        raise errors.ObjectNotFound(f"There is no batch '{batch_id[:100]}'.", param="batch_id")
+        raise errors.ObjectNotFound(f"There is no batch '{batch_id[:100]}'.", param=param)
     return batch
 
 
@@ -200,8 +178,8 @@ async def cancel(request: web.Request) -> web.Response:
 async def list_batches(request: web.Request) -> web.Response:
     """List the batches of the request's key, newest first."""
     files, query = files_of(request), request.query
-    limit, after = agents.page_limit(query, 100), query.get("after") or None
-    found: Sequence[Batch] | None = None if after else []
+    limit, after = agents.page_limit(query, 100), query.get("after")
+    found: Sequence[Batch] | None = [] if after is None else None
     if files.exist:
         found = await files.store.batches(key_of(request).name, "openai", after=after, limit=limit + 1)
     if found is None:
@@ -214,7 +192,7 @@ async def list_batches(request: web.Request) -> web.Response:
 def batch_object(batch: Batch) -> BatchObject:
     """Return *batch* as clients see it. Its files are told once they are there."""
     usage, ended = batch.usage, not batch.open
-    faults = [BatchFault(code=one.code, message=one.message, param=one.param, line=one.line) for one in batch.problems]
+    faults = [BatchFault(**msgspec.structs.asdict(one)) for one in batch.problems]
     statuses = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     times: dict[str, Any] = {f"{status}_at": batch.times.get(f"{status}_at") for status in statuses}
     return BatchObject(
@@ -230,11 +208,11 @@ def batch_object(batch: Batch) -> BatchObject:
         created_at=int(batch.created),
         expires_at=int(batch.expires),
         request_counts=BatchCounts(total=batch.total, completed=batch.succeeded, failed=batch.failed),
-        usage=BatchTokens(
+        usage=ResponseUsage(
             input_tokens=usage.input_tokens,
-            input_tokens_details=InputDetails(cached_tokens=usage.cached_tokens),
+            input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
             output_tokens=usage.output_tokens,
-            output_tokens_details=OutputDetails(reasoning_tokens=usage.reasoning_tokens),
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=usage.reasoning_tokens),
             total_tokens=usage.input_tokens + usage.output_tokens,
         ),
         metadata=batch.metadata,

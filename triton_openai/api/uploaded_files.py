@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Literal
 from urllib.parse import quote
 
@@ -16,7 +17,8 @@ from triton_openai import errors
 from triton_openai.api import agents
 from triton_openai.api.bodies import FileField, explain, json_response, tell_ignored, unknown_field
 from triton_openai.api.service import key_of, new_id, service_of
-from triton_openai.batches.file_folder import Files, Writing
+from triton_openai.batches.file_folder import Files, Remote, Writing
+from triton_openai.errors import ServiceError
 from triton_openai.serving.forms import Form
 from triton_openai.serving.request_body import LIMITS
 from triton_openai.storage.batch_store import StoredFile
@@ -129,21 +131,21 @@ async def create(request: web.Request) -> web.Response:
         seconds = files.settings.max_age * 86_400 if upload.purpose == "batch" else None
         if upload.expires_after is not None:
             seconds = upload.expires_after.seconds
-        file = StoredFile(
-            id=file.id,
-            owner=file.owner,
+        file = msgspec.structs.replace(
+            file,
             purpose=upload.purpose,
             filename=upload.file.name,
             bytes=writing.size,
-            created=created,
             expires=None if seconds is None else created + seconds,
+            state="processed",
         )
         await files.store.written(file)
     except BaseException:
         if writing is not None:
             writing.close()
-        # Also when the client has left.
-        await asyncio.shield(files.delete(file))
+        # Also when the client has left. What cannot be deleted now is swept.
+        with suppress(ServiceError):
+            await asyncio.shield(files.delete(file))
         raise
     return json_response(file_object(file))
 
@@ -165,7 +167,9 @@ async def _read(request: web.Request, form: Form, writing: Writing, *, strict: b
         elif name == "file":
             if part.filename is None:
                 raise errors.InvalidRequest("'file' must be a file.", param="file", code="invalid_type")
-            into[key] = FileField(part.filename[:_LONGEST_NAME], part.media_type, b"")
+            # Databases have no texts with a NUL.
+            name = part.filename[:_LONGEST_NAME].replace("\0", "\N{REPLACEMENT CHARACTER}")
+            into[key] = FileField(name, part.media_type, b"")
             async for piece in part.pieces():
                 await writing.add(piece)
         else:
@@ -210,12 +214,12 @@ async def list_files(request: web.Request) -> web.Response:
     if order not in ("asc", "desc"):
         raise errors.InvalidValue("'order' must be 'asc' or 'desc'.", "order")
     limit = agents.page_limit(query, 10_000, default=10_000)
-    found: Sequence[StoredFile] | None = None if after else []
+    found: Sequence[StoredFile] | None = [] if after is None else None
     if files.exist:
         found = await files.store.files(
             key_of(request).name,
             purpose=query.get("purpose"),
-            after=after or None,
+            after=after,
             limit=limit + 1,
             reverse=order == "desc",
         )
@@ -234,19 +238,56 @@ async def retrieve(request: web.Request) -> web.Response:
 async def content(request: web.Request) -> web.StreamResponse:
     """Return the contents of a file, or a range of them. No browser shows them."""
     file = await find_file(request, request.match_info["file"], "file_id")
-    return send_file(request, file.id, file.filename)
+    return await send_file(request, file, file.filename)
 
 
-def send_file(
-    request: web.Request, name: str, filename: str, media_type: str = "application/octet-stream"
-) -> web.FileResponse:
-    """Return the response with what the folder has as *name*; clients are told to save it as *filename*."""
+async def send_file(
+    request: web.Request, file: StoredFile, filename: str, media_type: str = "application/octet-stream"
+) -> web.StreamResponse:
+    """Send the contents of *file*, or a range of them; clients are told to save it as *filename*."""
     headers = {
         "Content-Type": media_type,
         "Content-Disposition": f"attachment; filename*=UTF-8''{quote(filename, safe='', errors='replace')}",
         "X-Content-Type-Options": "nosniff",
     }
-    return web.FileResponse(files_of(request).folder / name, headers=headers)
+    files = files_of(request)
+    if files.remote is None:
+        return web.FileResponse(files.folder / file.id, headers=headers)
+    return await _send_remote(request, files.remote, file, headers)
+
+
+async def _send_remote(
+    request: web.Request, remote: Remote, file: StoredFile, headers: Mapping[str, str]
+) -> web.StreamResponse:
+    # A file never changes.
+    response = web.StreamResponse(headers={**headers, "ETag": f'"{file.id}"', "Accept-Ranges": "bytes"})
+    if any(tag.value in (file.id, "*") for tag in request.if_none_match or ()):
+        response.set_status(304)
+        await response.prepare(request)
+        return response
+    start, end = 0, file.bytes
+    if "Range" in request.headers and request.headers.get("If-Range", f'"{file.id}"') == f'"{file.id}"':
+        try:
+            start, end, _ = request.http_range.indices(file.bytes)
+        except ValueError:
+            # As if it was not there: it is no range of bytes, or has several.
+            pass
+        else:
+            response.set_status(206 if start < end else 416)
+            told = f"{start}-{end - 1}" if start < end else "*"
+            response.headers["Content-Range"] = f"bytes {told}/{file.bytes}"
+    response.content_length = max(0, end - start)
+    # Before the head: what fails now is still an error that the client can read.
+    try:
+        piece = await remote.read(file.id, start, end) if start < end and request.method != "HEAD" else b""
+    except FileNotFoundError as error:
+        raise errors.ObjectNotFound(f"There is no file '{file.id}'.", param="file_id") from error
+    await response.prepare(request)
+    while piece:
+        await response.write(piece)
+        start += len(piece)
+        piece = await remote.read(file.id, start, end) if start < end else b""
+    return response
 
 
 async def delete(request: web.Request) -> web.Response:

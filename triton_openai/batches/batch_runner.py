@@ -15,16 +15,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from itertools import count
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import structlog
 
 from triton_openai import errors
-from triton_openai.batches.file_folder import Files, Writing, on_disk, sync_folder, write_at
+from triton_openai.batches.file_folder import Files, Writing, on_disk, write_at
 from triton_openai.batches.inputs import InputReader, id_and_body
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
 from triton_openai.config.tree import BatchesSettings
@@ -39,6 +39,7 @@ from triton_openai.storage.batch_store import (
     Done,
     LeaseLost,
     Line,
+    Result,
     StoredFile,
 )
 from triton_openai.tasks import cancel, wait_any
@@ -52,14 +53,16 @@ from triton_openai.telemetry.metrics import (
 )
 
 _log = structlog.get_logger(__name__)
-# A lease lasts so many seconds, and is renewed this often; the tables are looked at this often.
-_LEASE, _RENEW, _POLL = 60.0, 15.0, 1.0
+# The tables are looked at this often, and leases renewed so many times while they last.
+_POLL, _RENEWALS = 1.0, 4
 # Batches of one owner, and of all, that a process runs at the same time.
 _OWNERS_BATCHES, _BATCHES = 16, 256
 # Lines that are looked at together, and are added to the tables at once.
 _WINDOW, _CHUNK = 1000, 1000
 # Results are kept together: those of so many seconds, or so many.
 _GROUP_SECONDS, _GROUP = 0.2, 100
+# Results that become safe from the loss of this machine together, though no checkpoint is due: bytes, or lines.
+_MOST_UNSAFE, _MOST_UNSAFE_LINES = 64 * 1024 * 1024, 10_000
 # A line is not begun again once so many processes have died while it ran, or it was refused so often.
 _ATTEMPTS, _RETRIES = 3, 3
 _RETRY_SECONDS, _LONGEST_RETRY = 1.0, 60.0
@@ -146,8 +149,8 @@ class _Ended(NamedTuple):
 class _Held:
     """A batch that this process runs."""
 
-    def __init__(self, batch: Batch, source: Path, part: Path) -> None:
-        self.batch, self.source, self.part = batch, source, part
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
         self.waiting: dict[str, deque[Line]] = {}
         #: Lines that are to be tried again, with their times.
         self.retrying: list[tuple[float, int, Line]] = []
@@ -157,8 +160,11 @@ class _Held:
         #: The last line that was read, and whether there are more.
         self.last, self.more = 0, True
         self.input = self.output = -1
-        #: The bytes of the part that rows tell of.
-        self.size = 0
+        #: The bytes of the part, and those that rows tell of, since when; and results of which no row tells yet.
+        self.size, self.safe, self.safe_at = 0, 0, time.monotonic()
+        self.written: list[Done] = []
+        #: Whether results are to become safe though no checkpoint is due.
+        self.urgent = False
         self.woken, self.full = asyncio.Event(), asyncio.Event()
         self.in_trouble = False
         #: Why it can only fail.
@@ -177,6 +183,11 @@ class _Held:
         """The lines that were read and have not begun."""
         return sum(map(len, self.waiting.values()))
 
+    @property
+    def idle(self) -> bool:
+        """Whether it has no lines that run or wait."""
+        return not (self.running or self.window or self.retrying or self.more)
+
 
 class BatchRunner:
     """Runs the batches in *files* that nobody else runs, and counts in *metrics*; *host* answers their lines."""
@@ -194,6 +205,8 @@ class BatchRunner:
         self._woken = asyncio.Event()
         self._next_poll = self._next_renewal = self._next_sweep = 0.0
         self._lock = -1
+        self._in_trouble = False
+        self._sweeping: asyncio.Task[None] | None = None
 
     def wake(self) -> None:
         """Look at the tables now: a batch was made or cancelled."""
@@ -208,9 +221,14 @@ class BatchRunner:
                     await self._look()
                     await self._begin()
                 self._show(0)
+                if self._in_trouble:
+                    self._in_trouble = False
+                    _log.info("batches go on")
             except Exception as error:  # noqa: BLE001 - the last resort: logged, and the batches go on
                 expected = isinstance(error, ServiceError)
-                _log.warning("batches wait", reason=getattr(error, "reason", repr(error)), exc_info=not expected)
+                if not (expected and self._in_trouble):
+                    _log.warning("batches wait", reason=getattr(error, "reason", repr(error)), exc_info=not expected)
+                self._in_trouble = True
                 self._show(1)
                 await asyncio.sleep(_TROUBLE_SECONDS)
             await wait_any(self._woken, timeout=_POLL)
@@ -226,10 +244,12 @@ class BatchRunner:
 
     async def close(self) -> None:
         """Give all batches back: lines that run wait again. Call it after :meth:`run` was cancelled."""
+        if self._sweeping is not None:
+            await cancel(self._sweeping)
         for held in list(self._held.values()):
             await cancel(*held.running.values(), *([] if held.task is None else [held.task]))
             with suppress(ServiceError, LeaseLost):
-                await self._keep(held)
+                await self._keep(held, at_once=True)
                 await self._store.release(held.batch)
             held.close()
         if self._lock >= 0:
@@ -237,7 +257,7 @@ class BatchRunner:
             with suppress(ServiceError):
                 # One may have been claimed by what was cancelled.
                 await self._store.bury(self._holder)
-                await self._files.unlink(f"{self._holder}.lock")
+                await self._files.forget(self._holder)
 
     # Leases
 
@@ -245,13 +265,14 @@ class BatchRunner:
         now = time.monotonic()
         if now >= self._next_sweep:
             self._next_sweep = now + _SWEEP_SECONDS
-            await self._files.sweep()
+            # Leases are renewed meanwhile, however many files there are.
+            self._sweeping = asyncio.create_task(self._sweep())
         if now < self._next_poll:
             return
         self._next_poll = now + _POLL
         if self._held and now >= self._next_renewal:
-            self._next_renewal = now + _RENEW
-            await self._store.renew(self._holder, _LEASE)
+            self._next_renewal = now + self._host.settings.lease / _RENEWALS
+            await self._store.renew(self._holder, self._host.settings.lease)
         slowest = self._host.settings.live_first_token
         if slowest is not None and self._first_tokens.slowest() > slowest:
             for limit in self._limits.values():
@@ -268,26 +289,32 @@ class BatchRunner:
         if not self._host.stopping:
             await self._claim()
 
+    async def _sweep(self) -> None:
+        try:
+            await self._files.sweep()
+        except (ServiceError, OSError) as error:
+            _log.warning("files that have expired are not deleted yet", reason=getattr(error, "reason", str(error)))
+
     async def _claim(self) -> None:
         """Take one more batch. Others are left to other processes for a while."""
         if len(self._held) >= _BATCHES:
             return
         if self._lock < 0:
-            self._lock = await on_disk(lambda: self._files.hold(self._holder))
+            self._lock = await on_disk(self._files.hold, self._holder)
         for holder in await self._store.holders():
-            if holder != self._holder and await on_disk(lambda holder=holder: self._files.has_died(holder)):  # type: ignore[misc]
+            if holder != self._holder and await on_disk(self._files.has_died, holder):
                 _log.warning("a process that ran batches has died: its batches are taken over")
                 await self._store.bury(holder)
+                # Last: whoever finds no lock has to wait until the leases have ended.
+                await self._files.forget(holder)
         owners = [held.batch.owner for held in self._held.values()]
         full = {owner for owner in owners if owners.count(owner) >= _OWNERS_BATCHES}
-        batch = await self._store.claim(self._holder, _LEASE, full=full)
+        batch = await self._store.claim(self._holder, self._host.settings.lease, full=full)
         if batch is None:
             return
         if (older := self._held.get(batch.id)) is not None:
             self._lose(older)
-        source = self._files.folder / (f"{batch.id}.requests" if batch.input == batch.id else batch.input)
-        held = _Held(batch, source, self._files.folder / f"{batch.id}-{batch.generation}.part")
-        self._held[batch.id] = held
+        held = self._held[batch.id] = _Held(batch)
         held.task = asyncio.create_task(self._attend(held))
 
     def _lose(self, held: _Held) -> None:
@@ -312,7 +339,7 @@ class BatchRunner:
         if (suspect := self._suspect()) is not None or any(limit.suspect for limit in self._limits.values()):
             # It runs alone, and is kept before the next one runs: no line has to answer for another one.
             busy = any(limit.running for limit in self._limits.values())
-            busy |= any(held.done for held in self._held.values())
+            busy |= any(held.done or held.urgent for held in self._held.values())
             if suspect is not None and not busy and (limit := self._limit(suspect[1][0].model)) is not None:
                 limit.running, limit.suspect = 1, True
                 await self._start(suspect[0], [(suspect[1].popleft(), limit, False)])
@@ -374,9 +401,7 @@ class BatchRunner:
 
     async def _start(self, held: _Held, picked: Sequence[tuple[Line, Limit, bool]]) -> None:
         try:
-            new = [line.number for line, _, again in picked if not again]
-            if new:
-                await self._store.begin(held.batch, new)
+            await self._store.begin(held.batch, [line.number for line, _, _ in picked])
             contents = await on_disk(lambda: [os.pread(held.input, line.length, line.place) for line, _, _ in picked])
         except (ServiceError, LeaseLost) as error:
             for line, limit, again in picked:
@@ -392,7 +417,7 @@ class BatchRunner:
         for (line, limit, _), content in zip(picked, contents, strict=True):
             task = asyncio.create_task(self._run(held, line, content, limit))
             held.running[line.number] = task
-            task.add_done_callback(lambda _, number=line.number, limit=limit: self._left(held, number, limit))  # type: ignore[misc]
+            task.add_done_callback(partial(self._left, held, line.number, limit))
 
     async def _run(self, held: _Held, line: Line, content: bytes, limit: Limit) -> None:
         """Have a line answered, and keep its result, or let it wait for another attempt."""
@@ -410,11 +435,15 @@ class BatchRunner:
                 state = SUCCEEDED if outcome.error is None else FAILED
                 data = rendered(batch, line.number, custom_id, outcome)
                 held.done.append(_Ended(line.number, state, data, outcome.usage))
+                return
+            with suppress(ServiceError, LeaseLost):
+                await self._store.stopped(batch, [line.number])
         except Exception:  # noqa: BLE001 - the last resort: it is tried again when another process takes the batch
             _log.exception("a line failed", batch=batch.id)
 
-    def _left(self, held: _Held, number: int, limit: Limit) -> None:
+    def _left(self, held: _Held, number: int, limit: Limit, _: object) -> None:
         """Count a line out. Not where it runs: a task that is cancelled before it has begun never does."""
+        held.urgent |= limit.suspect
         if limit.suspect or len(held.done) >= _GROUP:
             held.full.set()
         limit.leave()
@@ -494,7 +523,7 @@ class BatchRunner:
             await self._end(held, {})
             return True
         if held.input < 0:
-            held.input = await asyncio.to_thread(os.open, held.source, os.O_RDONLY)
+            held.input = await self._files.open_input(held.batch)
         batch = held.batch
         if batch.outcome:
             return await self._finalize(held)
@@ -516,7 +545,7 @@ class BatchRunner:
             if not patient:
                 await cancel(*held.running.values())
             if not held.running:
-                await self._keep(held)
+                await self._keep(held, at_once=True)
                 await self._decide(held, outcome)
                 return False
         elif held.more and held.window < _WINDOW // 2:
@@ -535,7 +564,7 @@ class BatchRunner:
         batch = held.batch
         await self._store.clear_lines(batch)
         most, longest = self._host.settings.max_requests, self._host.longest_line
-        reader = await asyncio.to_thread(InputReader, held.source, batch, most=most, longest=longest)
+        reader = await asyncio.to_thread(InputReader, held.input, batch, most=most, longest=longest)
         try:
             checked = 0
             while lines := await asyncio.to_thread(reader.read, _CHUNK):
@@ -589,30 +618,46 @@ class BatchRunner:
         for model in [model for model, queue in held.waiting.items() if not queue]:
             del held.waiting[model]
 
-    async def _keep(self, held: _Held) -> None:
-        """Write the results of lines that have ended, and then mark the lines."""
-        ended = held.done[:]
-        if not ended:
+    async def _keep(self, held: _Held, *, at_once: bool = False) -> None:
+        """
+        Write the results of lines that have ended, and then mark the lines.
+
+        What has to leave this machine to be safe does so now and then, or *at_once*; lines are marked after that.
+        """
+        if held.done:
+            await self._write(held)
+        if not held.written:
+            held.urgent = False
             return
-        place, done = held.size, list[Done]()
+        unsafe, seconds = held.size - held.safe, time.monotonic() - held.safe_at
+        due = at_once or held.urgent or held.idle or seconds >= self._files.checkpoint
+        if due or unsafe >= _MOST_UNSAFE or len(held.written) >= _MOST_UNSAFE_LINES:
+            await self._files.keep_part(held.batch, held.output, held.safe, held.size)
+            before, batch = held.batch, await self._store.end(held.batch, held.written)
+            held.batch = batch
+            self._series(BATCH_LINES, "succeeded").inc(batch.succeeded - before.succeeded)
+            self._series(BATCH_LINES, "failed").inc(batch.failed - before.failed)
+            held.written, held.urgent, held.safe, held.safe_at = [], False, held.size, time.monotonic()
+            self._woken.set()
+
+    async def _write(self, held: _Held) -> None:
+        ended, place, done = held.done[:], held.size, list[Done]()
         for one in ended:
             done.append(Done(one.number, one.state, place, len(one.data), one.usage))
             place += len(one.data)
-        data = b"".join([one.data for one in ended])
 
         def write() -> None:
             if held.output < 0:
-                held.output = os.open(held.part, os.O_CREAT | os.O_WRONLY, 0o600)
-                sync_folder(held.part.parent)
+                held.output = self._files.make_part(held.batch)
             # What a failed attempt has left there is overwritten.
-            write_at(held.output, data, held.size)
+            write_at(held.output, b"".join([one.data for one in ended]), held.size)
             os.fdatasync(held.output)
 
         await on_disk(write)
-        before, batch = held.batch, await self._store.end(held.batch, done)
-        held.batch, held.size = batch, place
-        self._series(BATCH_LINES, "succeeded").inc(batch.succeeded - before.succeeded)
-        self._series(BATCH_LINES, "failed").inc(batch.failed - before.failed)
+        if self._files.checkpoint:
+            await self._store.stopped(held.batch, [one.number for one in done])
+        held.written += done
+        held.size = place
         del held.done[: len(ended)]
         held.full.clear()
         self._woken.set()
@@ -644,10 +689,8 @@ class BatchRunner:
             succeeded = writings.get(batch.output or "")
             failed = writings.get(batch.errors or "") or succeeded
 
-            def copy(rows: Sequence[Any]) -> None:
+            def copy(rows: Sequence[Result]) -> None:
                 for row in rows:
-                    if row.part not in parts:
-                        parts[row.part] = os.open(self._files.folder / f"{batch.id}-{row.part}.part", os.O_RDONLY)
                     into = succeeded if row.state == SUCCEEDED else failed
                     assert into is not None
                     into.put(os.pread(parts[row.part], row.length, row.place))
@@ -660,11 +703,13 @@ class BatchRunner:
 
             after = (0, -1)
             while rows := await self._store.results(batch, after, _CHUNK):
-                await on_disk(lambda rows=rows: copy(rows))  # type: ignore[misc]
+                for part in {row.part for row in rows} - parts.keys():
+                    parts[part] = await self._files.open_part(batch, part)
+                await on_disk(copy, rows)
                 after = rows[-1].part, rows[-1].place
             last = 0
             while lines := await self._store.never_ran(batch, last, _CHUNK):
-                await on_disk(lambda lines=lines: tell(lines))  # type: ignore[misc]
+                await on_disk(tell, lines)
                 last = lines[-1].number
             sizes = {}
             for file_id, writing in writings.items():
@@ -709,9 +754,8 @@ class BatchRunner:
         self._series(BATCH_LINES, "never_ran").inc(done.total - done.succeeded - done.failed)
         counts = {"total": done.total, "completed": done.succeeded, "failed": done.failed}
         _log.info("batch has ended", batch=done.id, status=done.status, **counts)
-        left = [f"{batch.id}-{generation}.part" for generation in range(1, batch.generation + 1)]
         with suppress(ServiceError):
-            await self._files.unlink(*left, *([held.source.name] if batch.input == batch.id else []))
+            await self._files.clear(batch)
 
 
 def rendered(batch: Batch, number: int, custom_id: str, outcome: Outcome) -> bytes:

@@ -14,25 +14,26 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import structlog
 
 from triton_openai.config.files import state_folder
 from triton_openai.config.tree import BatchesSettings, FilesSettings
-from triton_openai.errors import ServiceError
-from triton_openai.storage.batch_store import OPEN, Batch, BatchStore, StoredFile, failed_write, lacking
-from triton_openai.storage.sqlite import SqliteDatabase
+from triton_openai.errors import ConfigurationError, ServiceError
+from triton_openai.storage import open_batch_store
+from triton_openai.storage.batch_store import OPEN, Batch, StoredFile, failed_write
 from triton_openai.telemetry.gauges import BatchState
 
 _log = structlog.get_logger(__name__)
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 # Bytes that are written at once.
 _PIECE = 256 * 1024
-# Seconds after which an upload that has not ended never will.
-_UPLOAD_SECONDS = 86_400.0
+#: Seconds after which an upload that has not ended never will.
+UPLOAD_SECONDS = 86_400.0
 # Longest time that a scrape waits for the tables.
 _STATE_SECONDS = 2.0
 _SHARED = frozenset(
@@ -40,65 +41,87 @@ _SHARED = frozenset(
 )
 
 
+class Remote(Protocol):
+    """Reads files that are elsewhere."""
+
+    async def read(self, name: str, start: int, end: int) -> bytes:
+        """Return the bytes of the file *name* from *start* to *end*. Raises :class:`ServiceError`."""
+        ...
+
+
 class Files:
-    """Files and the tables about them. Nothing is made before the first file is."""
+    """
+    Files in a folder, and the tables about them. Nothing is made before the first file is.
+
+    All processes that share the tables share the folder. Raises :class:`ConfigurationError` if they cannot.
+    """
+
+    #: Seconds between the times when results that are here become safe from the loss of this machine; 0 if they are.
+    checkpoint = 0.0
+    #: What reads files that are not in the folder.
+    remote: Remote | None = None
 
     def __init__(self, settings: FilesSettings, batches: BatchesSettings) -> None:
         self.settings = settings
-        given, database = settings.store.partition(":")[2], batches.store.partition(":")[2]
-        self.folder = Path(given) if given else state_folder() / "files"
-        self._path = Path(database) if database else state_folder() / "batches.sqlite"
-        self.store = BatchStore(SqliteDatabase(self._path, lacking, synchronous="FULL"))
+        kind, _, given = settings.store.partition(":")
+        self.folder = Path(given) if given and kind == "dir" else state_folder() / "files"
+        self.store, self._path = open_batch_store(batches.store)
+        if self._path is None and settings.store == "dir":
+            raise ConfigurationError(
+                "--files-store: batches in PostgreSQL need files that all replicas see: s3://BUCKET, or dir:PATH with a"
+                " folder that they share."
+            )
 
     @property
     def exist(self) -> bool:
-        """Whether a file has ever been made."""
-        return self._path.exists()
+        """Whether a file has ever been made, as far as is known."""
+        return self._path is None or self._path.exists()
 
     def unusable(self) -> str | None:
         """Return why nothing can be kept here; ``None`` if it can."""
-        for path in (self.folder, self._path.parent):
+        for path in (self.folder, *([] if self._path is None else [self._path.parent])):
             there = next(one for one in (path, *path.absolute().parents) if one.exists())
             if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
                 return f"{path} cannot be written to"
-        kind = _file_system(self._path)
+        kind = "" if self._path is None else file_system(self._path)
         return f"{self._path} is on {kind}, where SQLite loses data" if kind in _SHARED else None
 
-    async def write(self, file_id: str) -> Writing:
-        """Begin to write the file of *file_id*. Raises :class:`ServiceError` if the disk cannot."""
+    async def write(self, name: str) -> Writing:
+        """Begin to write the file *name*. Raises :class:`ServiceError` if the disk cannot."""
+        return Writing(self.folder, name, await on_disk(self._begin, name))
 
-        def begin() -> int:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return os.open(self.folder / f"{file_id}.new", os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600)
-
-        return Writing(self.folder, file_id, await on_disk(begin))
+    def _begin(self, name: str) -> int:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.open(self.folder / f"{name}.new", os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600)
 
     async def unlink(self, *names: str) -> None:
-        """Delete what the folder has of *names*."""
+        """Delete the files *names*, those that are there."""
+        await on_disk(self._unlink, names)
 
-        def unlink() -> None:
-            for name in names:
-                (self.folder / name).unlink(missing_ok=True)
-
-        await on_disk(unlink)
+    def _unlink(self, names: Iterable[str]) -> None:
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
 
     async def delete(self, file: StoredFile) -> bool:
         """Delete *file*, unless an open batch reads it; return whether it was deleted."""
-        if not await self.store.drop_file(file.id):
+        if not await self.store.hide_file(file.id):
             return False
         await self.unlink(file.id)
+        await self.store.drop([file.id])
         return True
 
     async def sweep(self) -> None:
         """Delete what has expired, and what nobody needs any more."""
         now = time.time()
-        oldest = now - self.settings.max_age * 86_400
-        gone = await self.store.drop_expired(uploads_before=now - _UPLOAD_SECONDS, batches_before=oldest)
-        left = await on_disk(lambda: self._left(now - _UPLOAD_SECONDS))
+        gone = await self.store.expired(uploads_before=now - UPLOAD_SECONDS)
+        # The tables have them until they are gone.
+        await self.unlink(*gone)
+        await self.store.drop(gone, batches_before=now - self.settings.max_age * 86_400)
+        left = await on_disk(self._left, now - UPLOAD_SECONDS)
         batches = await self.store.open_batches()
-        await self.unlink(*gone, *(name for name in left if name.partition(".")[0].partition("-")[0] not in batches))
+        await on_disk(self._unlink, [one for one in left if one.partition(".")[0].partition("-")[0] not in batches])
         if gone:
-            _log.info("files and batches have expired", number=len(gone))
+            _log.info("files have expired", number=len(gone))
 
     async def state(self) -> BatchState | None:
         """Return what the tables say of files and batches; ``None`` if they cannot be read soon."""
@@ -121,6 +144,36 @@ class Files:
             needed=needed,
             files_bytes=size,
         )
+
+    # What batches read and write
+
+    async def open_input(self, batch: Batch) -> int:
+        """Return a descriptor of the requests of *batch*. Raises :class:`OSError`."""
+        name = f"{batch.id}.requests" if batch.input == batch.id else batch.input
+        return await asyncio.to_thread(os.open, self.folder / name, os.O_RDONLY)
+
+    def make_part(self, batch: Batch) -> int:
+        """Return a descriptor of an empty file for the results of *batch*. Raises :class:`OSError`."""
+        descriptor = os.open(self._part(batch, batch.generation), os.O_CREAT | os.O_WRONLY, 0o600)
+        sync_folder(self.folder)
+        return descriptor
+
+    def _part(self, batch: Batch, generation: int) -> Path:
+        return self.folder / f"{batch.id}-{generation}.part"
+
+    async def keep_part(self, batch: Batch, descriptor: int, start: int, end: int) -> None:
+        """Let the bytes from *start* to *end* of a part survive the loss of this machine."""
+
+    async def open_part(self, batch: Batch, generation: int) -> int:
+        """Return a descriptor of the results of *generation*. Raises :class:`OSError`."""
+        return await asyncio.to_thread(os.open, self._part(batch, generation), os.O_RDONLY)
+
+    async def clear(self, batch: Batch) -> None:
+        """Delete what belongs to a *batch* that has ended, and is no file."""
+        parts = [self._part(batch, generation).name for generation in range(1, batch.generation + 1)]
+        await on_disk(self._unlink, [*parts, f"{batch.id}.requests"])
+
+    # Locks
 
     def hold(self, holder: str) -> int:
         """
@@ -146,8 +199,11 @@ class Files:
             return False
         finally:
             os.close(descriptor)
-        path.unlink(missing_ok=True)
         return True
+
+    async def forget(self, holder: str) -> None:
+        """Delete the lock of *holder*, who has no leases any more. Raises :class:`ServiceError` if the disk cannot."""
+        await on_disk(self._unlink, [f"{holder}.lock"])
 
     def _left(self, before: float) -> Sequence[str]:
         """Return incomplete files that were last changed before *before*, and locks of processes that have died."""
@@ -169,6 +225,7 @@ class Writing:
     """A file that is being written; it is there as a whole after :meth:`end`, or not at all."""
 
     def __init__(self, folder: Path, name: str, descriptor: int) -> None:
+        self.name = name
         self._new, self._path = folder / f"{name}.new", folder / name
         self._descriptor = descriptor
         self._pieces: list[bytes] = []
@@ -179,7 +236,7 @@ class Writing:
     async def add(self, data: bytes) -> None:
         """Write *data* next. Raises :class:`ServiceError` if the disk cannot."""
         if self._waiting + len(data) >= _PIECE:
-            await on_disk(lambda: self.put(data))
+            await on_disk(self.put, data)
         else:
             self.put(data)
 
@@ -234,15 +291,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-async def on_disk(work: Callable[[], _T]) -> _T:
+async def on_disk(work: Callable[_P, _T], *args: _P.args, **options: _P.kwargs) -> _T:
     """Return what *work* returns, in a thread. Raises :class:`ServiceError` if the disk cannot."""
     try:
-        return await asyncio.to_thread(work)
+        return await asyncio.to_thread(work, *args, **options)
     except OSError as error:
         raise failed_write(error) from error
 
 
-def _file_system(path: Path) -> str:
+def file_system(path: Path) -> str:
     """Return the type of the file system that *path* is on, an empty text where it is not known."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()

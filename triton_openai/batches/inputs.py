@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from pathlib import Path
+from io import BufferedReader, FileIO
 
 import msgspec
 
@@ -48,10 +48,15 @@ _decode_named = msgspec.json.Decoder(_Named).decode
 
 
 class InputReader:
-    """Reads the lines of *path* for *batch*, of *longest* bytes at most each, and collects what is wrong with them."""
+    """
+    Reads the lines of a file for *batch*, of *longest* bytes at most each, and collects what is wrong with them.
 
-    def __init__(self, path: Path, batch: Batch, *, most: int, longest: int) -> None:
-        self._file = path.open("rb")
+    The *descriptor* of the file stays open.
+    """
+
+    def __init__(self, descriptor: int, batch: Batch, *, most: int, longest: int) -> None:
+        self._file = BufferedReader(FileIO(descriptor, closefd=False))
+        self._file.seek(0)
         self._batch, self._most, self._longest = batch, most, longest
         self._seen: set[bytes] = set()
         self._number = 0
@@ -63,7 +68,7 @@ class InputReader:
         self.models: dict[str, int] = {}
 
     def close(self) -> None:
-        """Close the file."""
+        """End reading."""
         self._file.close()
 
     def report(self, code: str, message: str, param: str | None = None, line: int | None = None) -> None:

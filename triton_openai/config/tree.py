@@ -378,11 +378,12 @@ class FilesSettings(_Group, frozen=True):
 
     store: Annotated[
         str,
-        Meta(pattern=r"^dir(:.+)?$"),
+        Meta(pattern=r"^(dir(:.+)?|s3://[^/]+(/.*)?)$"),
         _flag(
-            "Where files are kept: dir[:PATH]; by default the folder 'files' in the user's state folder.",
+            "Where files are kept: dir[:PATH] or s3://BUCKET[/PREFIX]; by default the folder 'files' in the user's "
+            "state folder. Endpoint, region and credentials of S3 are the variables AWS_...",
             metavar="STORE",
-            form="dir[:PATH]",
+            form="dir[:PATH] or s3://BUCKET[/PREFIX]",
         ),
     ] = "dir"
     max_size: Annotated[Bytes, _file_only("Largest file that a client may upload.")] = 512 * 1024 * 1024
@@ -409,13 +410,24 @@ class BatchesSettings(_Group, frozen=True):
     ] = None
     store: Annotated[
         str,
-        Meta(pattern=r"^sqlite(:.+)?$"),
+        Meta(pattern=r"^(sqlite(:.+)?|postgres(ql)?://.+)$"),
         _flag(
-            "Where the state of batches is kept: sqlite[:PATH]; by default a file in the user's state folder.",
+            "Where the state of batches is kept: sqlite[:PATH], or postgresql://... for several replicas; by default a "
+            "SQLite file in the user's state folder.",
             metavar="STORE",
-            form="sqlite[:PATH]",
+            form="sqlite[:PATH] or postgresql://...",
+            secret=True,
         ),
     ] = "sqlite"
+    lease: Annotated[
+        float,
+        Meta(ge=5, le=86_400, extra=_SECONDS),
+        _file_only("Time after which other processes take over the batches of one that does not answer."),
+    ] = 60.0
+    checkpoint: Annotated[
+        Seconds,
+        _file_only("With S3: how often results are uploaded. What was answered since then runs again after a crash."),
+    ] = 60.0
     max_requests: Annotated[Count, Meta(le=1_000_000), _file_only("Most requests of a batch.")] = 50_000
     max_batches: Annotated[Count, _file_only("Most batches of one key that have not ended.")] = 100
     max_running: Annotated[

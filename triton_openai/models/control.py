@@ -131,9 +131,7 @@ class ModelControl:
     async def _load(self, model: str, members: Sequence[Member]) -> None:
         async with self._draining.claim([model]):
             indexes, failures = await self._indexes(model, members)
-            missing = [
-                member for member, index in indexes.items() if model not in {one.name for one in index if one.ready}
-            ]
+            missing = [at for at, index in indexes.items() if model not in {one.name for one in index if one.ready}]
             if not missing and not failures:
                 raise _conflict(f"The model '{model}' is already loaded.", "model_already_loaded")
 

@@ -1,4 +1,8 @@
-"""Storage: entries with rows, in memory, SQLite, PostgreSQL or Redis. All SQL is here."""
+"""
+Storage: entries with rows, in memory, SQLite, PostgreSQL or Redis; files and batches in SQLite or PostgreSQL.
+
+All SQL is here.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from typing import Any
 from triton_openai.config.files import state_folder
 from triton_openai.config.tree import ResponsesSettings
 from triton_openai.errors import ConfigurationError
-from triton_openai.storage.sqlite import SqliteStore
+from triton_openai.storage.batch_store import BatchStore, lacking
+from triton_openai.storage.sqlite import SqliteDatabase, SqliteStore
 from triton_openai.storage.store import Store
 
 #: The stores by the schemes of their URLs, PostgreSQL and Redis as well as those of other packages.
@@ -41,3 +46,17 @@ def open_store(settings: ResponsesSettings) -> Store | None:
         raise ConfigurationError(f"--responses-store: {points[kind].value} is no subclass of {Store.__module__}.Store.")
     make: Callable[[str, ResponsesSettings], Store] = loaded
     return make(settings.store, settings)
+
+
+def open_batch_store(url: str) -> tuple[BatchStore, Path | None]:
+    """Return the store of batches at *url*, and its file if it is one. Raises :class:`ConfigurationError`."""
+    kind, _, rest = url.partition(":")
+    if kind == "sqlite":
+        path = Path(rest or state_folder() / "batches.sqlite")
+        return BatchStore(SqliteDatabase(path, lacking, synchronous="FULL")), path
+    try:
+        from triton_openai.storage.postgresql import PostgresDatabase
+    except ImportError as error:
+        advice = "It needs the extra [postgresql]: pip install 'triton-openai[postgresql]'."
+        raise ConfigurationError(f"--batches-store: PostgreSQL cannot be used: {error}. {advice}") from error
+    return BatchStore(PostgresDatabase(url, lacking, namespace="openai_batches")), None

@@ -173,7 +173,7 @@ class LeaseLost(Exception):
 
 
 class Database(Protocol):
-    """Runs statements; see :class:`triton_openai.storage.sqlite.SqliteDatabase`."""
+    """Runs statements, in SQLite or PostgreSQL; see :class:`triton_openai.storage.sqlite.SqliteDatabase`."""
 
     async def run(self, steps: Steps[_T], *, timeout: float, write: bool = False) -> _T:
         """Return the result of *steps*, in a transaction if they *write*."""
@@ -188,6 +188,8 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Batch).decode
 _FILE = "id, owner, purpose, filename, bytes, created, expires, state"
 _BATCH = "detail, generation"
+# What looks at all files or batches of an owner, or at both, does it alone.
+_ALONE = "LOCK TABLE file IN SHARE ROW EXCLUSIVE MODE"
 
 
 class BatchStore:
@@ -214,10 +216,17 @@ class BatchStore:
     # Files
 
     async def reserve(self, file: StoredFile, most: int) -> bool:
-        """Add a *file* that is to be written, unless its owner then has more than *most* bytes; return whether."""
+        """
+        Add a *file* that is to be written, unless its owner's files would have more than *most* bytes with it.
+
+        Returns whether it was added.
+        """
 
         def steps() -> Steps[bool]:
-            found = yield "SELECT COALESCE(SUM(bytes), 0) FROM file WHERE owner = $1", file.owner
+            yield (_ALONE,)
+            # But for those that are being deleted.
+            kept = "SELECT COALESCE(SUM(bytes), 0) FROM file WHERE owner = $1 AND COALESCE(expires, 1) > 0"
+            found = yield kept, file.owner
             if found[0][0] + file.bytes > most:
                 return False
             yield from _insert_file(file)
@@ -260,34 +269,39 @@ class BatchStore:
 
         return await self._run(steps())
 
-    async def drop_file(self, file_id: str) -> bool:
-        """Drop a file, unless an open batch reads it; return whether none does."""
+    async def hide_file(self, file_id: str) -> bool:
+        """Let a file have expired, unless an open batch reads it; return whether none does."""
 
         def steps() -> Steps[bool]:
+            yield (_ALONE,)
             if (yield "SELECT 1 FROM batch WHERE open = 1 AND input = $1", file_id):
                 return False
-            yield "DELETE FROM file WHERE id = $1", file_id
+            yield "UPDATE file SET expires = 0 WHERE id = $1", file_id
             return True
 
         return await self._run(steps(), write=True)
 
-    async def drop_expired(self, *, uploads_before: float, batches_before: float) -> Sequence[str]:
-        """
-        Drop files that have expired, and uploads that began before a time and never ended; return their ids.
-
-        Batches that were made before the other time, and have ended, are dropped too, with ids of their own.
-        """
+    async def expired(self, *, uploads_before: float) -> Sequence[str]:
+        """Return the files that have expired, and uploads that began before a time and never ended."""
 
         def steps() -> Steps[Sequence[str]]:
-            batches = yield "DELETE FROM batch WHERE open = 0 AND created < $1 RETURNING id", batches_before
             files = yield (
-                "DELETE FROM file WHERE (expires < $1 OR (state = 'uploading' AND created < $2))"
-                " AND id NOT IN (SELECT input FROM batch WHERE open = 1) RETURNING id",
+                "SELECT id FROM file WHERE (expires < $1 OR (state = 'uploading' AND created < $2))"
+                " AND id NOT IN (SELECT input FROM batch WHERE open = 1)",
                 *(time.time(), uploads_before),
             )
-            return [row[0] for row in (*batches, *files)]
+            return [row[0] for row in files]
 
-        return await self._run(steps(), write=True)
+        return await self._run(steps())
+
+    async def drop(self, files: Sequence[str], *, batches_before: float = 0.0) -> None:
+        """Drop *files*, whose contents are gone, and batches that were made before a time, and have ended."""
+
+        def steps() -> Steps[None]:
+            yield "DELETE FROM file WHERE id IN EACH($1)", json.dumps(files)
+            yield "DELETE FROM batch WHERE open = 0 AND created < $1", batches_before
+
+        await self._run(steps(), write=True)
 
     async def open_batches(self) -> Collection[str]:
         """Return the ids of the batches that have not ended."""
@@ -303,10 +317,12 @@ class BatchStore:
         """Add a *batch* whose input is still there, unless its owner has *most* open ones."""
 
         def steps() -> Steps[Literal["added", "too many", "no file"]]:
+            yield (_ALONE,)
             found = yield "SELECT COUNT(*) FROM batch WHERE open = 1 AND owner = $1", batch.owner
             if found[0][0] >= most:
                 return "too many"
-            if batch.input != batch.id and not (yield "SELECT 1 FROM file WHERE id = $1", batch.input):
+            there = "SELECT 1 FROM file WHERE id = $1 AND (expires IS NULL OR expires > $2)"
+            if batch.input != batch.id and not (yield there, batch.input, batch.created):
                 return "no file"
             yield (
                 "INSERT INTO batch (id, owner, kind, input, open, created, holder, generation, until, detail)"
@@ -474,10 +490,16 @@ class BatchStore:
 
     async def waiting(self, batch: Batch, after: int, limit: int) -> Sequence[Line]:
         """Return *limit* lines that wait, in the order of their numbers, behind the line *after*."""
+        return await self._lines(batch, "state = 0", after, limit)
 
+    async def never_ran(self, batch: Batch, after: int, limit: int) -> Sequence[Line]:
+        """Return *limit* lines that have not ended, in the order of their numbers, behind the line *after*."""
+        return await self._lines(batch, "state < 2", after, limit)
+
+    async def _lines(self, batch: Batch, condition: str, after: int, limit: int) -> Sequence[Line]:
         def steps() -> Steps[Sequence[Line]]:
             found = yield (
-                "SELECT number, place, length, model, prefix, attempts FROM line WHERE batch = $1 AND state = 0"
+                f"SELECT number, place, length, model, prefix, attempts FROM line WHERE batch = $1 AND {condition}"
                 " AND number > $2 ORDER BY number LIMIT $3",
                 *(batch.id, after, limit),
             )
@@ -487,18 +509,18 @@ class BatchStore:
 
     async def begin(self, batch: Batch, lines: Collection[int]) -> None:
         """Note that *lines* run from now on: an attempt is counted, which stays if the process dies."""
-        await self._set_state(batch, lines, RUNNING, attempts=1)
+        await self._count(batch, lines, 1)
 
-    async def put_back(self, batch: Batch, lines: Collection[int]) -> None:
-        """Let *lines* wait again; their last attempts do not count."""
-        await self._set_state(batch, lines, WAITING, attempts=-1)
+    async def stopped(self, batch: Batch, lines: Collection[int]) -> None:
+        """Note that *lines* have no result yet, and do not run: if the process dies, they are not to blame."""
+        await self._count(batch, lines, -1)
 
-    async def _set_state(self, batch: Batch, lines: Collection[int], state: int, *, attempts: int) -> None:
+    async def _count(self, batch: Batch, lines: Collection[int], attempts: int) -> None:
         def steps() -> Steps[None]:
             yield from _locked(batch.id, batch.generation)
             yield (
-                "UPDATE line SET state = $3, attempts = attempts + $4 WHERE batch = $1 AND number = $2 AND state < 2",
-                [(batch.id, number, state, attempts) for number in lines],
+                "UPDATE line SET state = 1, attempts = attempts + $3 WHERE batch = $1 AND number = $2 AND state < 2",
+                [(batch.id, number, attempts) for number in lines],
             )
 
         await self._run(steps(), write=True)
@@ -535,19 +557,6 @@ class BatchStore:
                 *(batch.id, *after, limit),
             )
             return [Result(*row) for row in found]
-
-        return await self._run(steps())
-
-    async def never_ran(self, batch: Batch, after: int, limit: int) -> Sequence[Line]:
-        """Return *limit* lines that have not ended, in the order of their numbers, behind the line *after*."""
-
-        def steps() -> Steps[Sequence[Line]]:
-            found = yield (
-                "SELECT number, place, length, model, prefix, attempts FROM line WHERE batch = $1 AND state < 2"
-                " AND number > $2 ORDER BY number LIMIT $3",
-                *(batch.id, after, limit),
-            )
-            return [Line(*row) for row in found]
 
         return await self._run(steps())
 

@@ -28,6 +28,7 @@ _DIALECT = (
     (r"EACH\((.*?)\)", r"(SELECT value FROM json_each(\1))"),
     # A transaction that writes has the whole file.
     (r" FOR UPDATE( SKIP LOCKED)?$", ""),
+    (r"^LOCK TABLE .*", "SELECT 1"),
     (r"\$(\d)", r"?\1"),
 )
 

@@ -122,6 +122,9 @@ async def test_a_batch_from_file_to_results(tmp_path: Path) -> None:
         assert 5 == len(client.triton.asked)
         status, page = await client.call("GET", "/v1/batches")
         assert (200, [done]) == (status, page["data"])
+        for path in ("/v1/batches?after=", "/v1/batches?after=batch_1", "/v1/files?after="):
+            status, answer = await client.call("GET", path)
+            assert (400, "after") == (status, answer["error"]["param"]), path
         client.key = "sk-2"
         assert 404 == (await client.call("GET", f"/v1/batches/{done['id']}"))[0]
         assert [] == (await client.call("GET", "/v1/batches"))[1]["data"]
@@ -246,6 +249,9 @@ async def test_messages_in_batches(tmp_path: Path) -> None:
         assert [] == (await client.call("GET", "/v1/batches"))[1]["data"]
         assert "message_batch_deleted" == (await client.call("DELETE", f"{path}/{batch['id']}"))[1]["type"]
         assert 404 == (await client.call("GET", f"{path}/{batch['id']}"))[0]
+        for query in ("after_id=", "before_id=", "after_id=msgbatch_1"):
+            status, answer = await client.call("GET", f"{path}?{query}")
+            assert (400, "invalid_request_error") == (status, answer["error"]["type"]), query
         none: list[Any] = []
         for wrong in (
             {"requests": none},

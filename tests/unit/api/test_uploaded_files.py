@@ -11,13 +11,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 from aiohttp import FormData
 
 from tests.conformance.fake_triton import FakeTriton
 from tests.proxy_fixture import Proxy, serving
+from tests.store_fixture import Place, local
 from triton_openai.api.uploaded_files import FILES
 from triton_openai.batches import file_folder as batch_files
+from triton_openai.batches.bucket import BucketFiles
 from triton_openai.config.tree import (
     AccessSettings,
     BatchesSettings,
@@ -31,14 +34,15 @@ TEXT = b"<script>alert(1)</script>\n" * 4000
 
 
 @asynccontextmanager
-async def running(folder: Path, *, server: ServerSettings | None = None, **files: Any) -> AsyncIterator[Proxy]:
-    """Run the service with two keys, and its files in *folder*."""
+async def running(place: Place | Path, *, server: ServerSettings | None = None, **files: Any) -> AsyncIterator[Proxy]:
+    """Run the service with two keys, and its files in *place*."""
+    place = local(place) if isinstance(place, Path) else place
     async with FakeTriton() as triton:
         settings = Settings(
             server=server or ServerSettings(),
             triton=TritonSettings(url=(triton.url,)),
-            files=FilesSettings(store=f"dir:{folder / 'files'}", **files),
-            batches=BatchesSettings(store=f"sqlite:{folder / 'db'}"),
+            files=FilesSettings(store=place.files, **files),
+            batches=BatchesSettings(store=place.batches),
             access=AccessSettings(api_key=("one:sk-1", "two:sk-2")),
         )
         async with serving(settings) as proxy:
@@ -53,9 +57,13 @@ async def call(proxy: Proxy, method: str, path: str, key: str = "sk-1", **option
         return answer.status, answer.json
 
 
-def left(folder: Path) -> list[str]:
+def left(proxy: Proxy) -> list[str]:
     """Return the names of the files that are kept."""
-    return [path.name for path in (folder / "files").iterdir() if path.suffix != ".lock"]
+    files = proxy.client.app[FILES]
+    names = [path.name for path in files.folder.iterdir() if path.suffix != ".lock"]
+    if isinstance(files, BucketFiles):
+        names += [one["path"].removeprefix("files/") for page in obstore.list(files.bucket) for one in page]
+    return names
 
 
 def form(content: bytes = TEXT, name: str = "a.html", **fields: str) -> FormData:
@@ -67,9 +75,15 @@ def form(content: bytes = TEXT, name: str = "a.html", **fields: str) -> FormData
     return made
 
 
-async def test_a_file_from_upload_to_deletion(tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uploads to a bucket pass through the state folder."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+async def test_a_file_from_upload_to_deletion(place: Place) -> None:
     """A file comes back as it was, whole or in part, for its key alone, as something that no browser shows."""
-    async with running(tmp_path) as proxy:
+    async with running(place) as proxy:
         name = "../../etc/<b>\u00fc.html"
         status, made = await call(proxy, "POST", "", data=form(name=name, purpose="user_data"))
         assert 200 == status
@@ -86,8 +100,21 @@ async def test_a_file_from_upload_to_deletion(tmp_path: Path) -> None:
             assert "nosniff" == response.headers["X-Content-Type-Options"]
             assert response.headers["Content-Disposition"].startswith("attachment; filename*=UTF-8''..%2F..%2Fetc")
             tag = response.headers["ETag"]
-        async with proxy.client.get(f"/v1/files{path}/content", headers={**headers, "Range": "bytes=5-9"}) as part:
-            assert (206, TEXT[5:10]) == (part.status, await part.read())
+        end, size = len(TEXT) - 1, len(TEXT)
+        for asked, more, status, span, expected in (
+            ("bytes=5-9", {}, 206, f"bytes 5-9/{size}", TEXT[5:10]),
+            (f"bytes=5-{size * 2}", {}, 206, f"bytes 5-{end}/{size}", TEXT[5:]),
+            ("bytes=-3", {}, 206, f"bytes {size - 3}-{end}/{size}", TEXT[-3:]),
+            ("bytes=5-9", {"If-Range": tag}, 206, f"bytes 5-9/{size}", TEXT[5:10]),
+            (f"bytes={size}-", {}, 416, f"bytes */{size}", None),
+        ):
+            ranged = {**headers, "Range": asked, **more}
+            async with proxy.client.get(f"/v1/files{path}/content", headers=ranged) as part:
+                content = await part.read()
+                assert (status, span) == (part.status, part.headers.get("Content-Range")), (asked, more)
+                assert expected in (None, content)
+        async with proxy.client.head(f"/v1/files{path}/content", headers=headers) as head:
+            assert (200, str(size), b"") == (head.status, head.headers["Content-Length"], await head.read())
         async with proxy.client.get(f"/v1/files{path}/content", headers={**headers, "If-None-Match": tag}) as same:
             assert 304 == same.status
         for method, what in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
@@ -97,12 +124,12 @@ async def test_a_file_from_upload_to_deletion(tmp_path: Path) -> None:
         status, gone = await call(proxy, "DELETE", path)
         assert (200, {"id": made["id"], "object": "file", "deleted": True}) == (status, gone)
         assert 404 == (await call(proxy, "GET", path))[0]
-        assert [] == left(tmp_path)
+        assert [] == left(proxy)
 
 
-async def test_pages_of_files(tmp_path: Path) -> None:
+async def test_pages_of_files(place: Place) -> None:
     """Files are listed newest first, in pages, all or those of one purpose."""
-    async with running(tmp_path) as proxy:
+    async with running(place) as proxy:
         assert [] == (await call(proxy, "GET", ""))[1]["data"]
         purposes = ("batch", "vision", "batch")
         ids = [(await call(proxy, "POST", "", data=form(b"{}\n", purpose=one)))[1]["id"] for one in purposes]
@@ -114,11 +141,32 @@ async def test_pages_of_files(tmp_path: Path) -> None:
         assert [ids[0], ids[2]] == [one["id"] for one in page["data"]]
         # Those of a batch do not stay for ever.
         assert [30 * 86_400] * 2 == [one["expires_at"] - one["created_at"] for one in page["data"]]
-        for query in ("limit=0", "limit=10001", "order=up", "after=file-x"):
+        for query in ("limit=0", "limit=10001", "order=up", "after=file-x", "after=%00"):
             assert 400 == (await call(proxy, "GET", f"?{query}"))[0]
 
 
-async def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
+async def test_names_with_any_character(place: Place) -> None:
+    """What no name has is found nowhere, and whatever a client calls its file, the file is kept."""
+    async with running(place) as proxy:
+        headers = {"Authorization": "Bearer sk-1", "Content-Type": "multipart/form-data; boundary=b"}
+        for name in ("a%00b", "%F0%9F%98%80", "%7F" * 600, "%ff", "%ed%a0%80"):
+            data = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nvision\r\n--b\r\n'
+            data += (
+                f"Content-Disposition: form-data; name=\"file\"; filename*=UTF-8''{name}\r\n\r\nx\r\n--b--\r\n".encode()
+            )
+            async with proxy.client.post("/v1/files", data=data, headers=headers) as response:
+                status, made = response.status, await response.json()
+            if status != 200:
+                # It cannot be read.
+                assert 400 == status, made
+                assert name in ("%ff", "%ed%a0%80")
+                continue
+            assert (200, made) == await call(proxy, "GET", f"/{made['id']}")
+        assert 404 == (await call(proxy, "GET", "/%00"))[0]
+        assert [] == (await call(proxy, "GET", "?purpose=%00"))[1]["data"]
+
+
+async def test_what_is_refused_leaves_nothing(place: Place) -> None:
     """Wrong forms and what is too large are refused with the field to blame, and leave no bytes behind."""
     cases: list[tuple[FormData, int, str | None]] = [
         (form(), 400, "purpose"),
@@ -130,7 +178,7 @@ async def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
         (FormData({"purpose": "batch", "file": "text"}, default_to_multipart=True), 400, "file"),
         (form(b"x" * 300_000, purpose="vision"), 413, None),
     ]
-    async with running(tmp_path, max_size=200_000, max_batch_size=100_000, max_total=350_000) as proxy:
+    async with running(place, max_size=200_000, max_batch_size=100_000, max_total=350_000) as proxy:
         for data, status, param in cases:
             answer = await call(proxy, "POST", "", data=data)
             assert status == answer[0], answer
@@ -140,7 +188,7 @@ async def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
         full = await call(proxy, "POST", "", data=form(purpose="vision"))
         assert (413, "storage_limit_exceeded") == (full[0], full[1]["error"]["code"])
         assert 200 == (await call(proxy, "POST", "", "sk-2", data=form(purpose="vision")))[0]
-        assert 4 == len(left(tmp_path))
+        assert 4 == len(left(proxy))
 
 
 async def test_uploads_larger_than_a_body_may_be(tmp_path: Path) -> None:
@@ -161,7 +209,7 @@ async def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             patch.setattr(batch_files, "write_at", write_at)
             status, answer = await call(proxy, "POST", "", data=form(purpose="batch"))
             assert (507, "insufficient_storage") == (status, answer["error"]["code"])
-        assert [] == left(tmp_path)
+        assert [] == left(proxy)
         assert 200 == (await call(proxy, "POST", "", data=form(purpose="batch")))[0]
 
 
@@ -178,7 +226,7 @@ async def test_expired_files_and_lost_uploads_are_swept(tmp_path: Path, monkeypa
         monkeypatch.setattr(time, "time", lambda: now + 3601)
         assert 404 == (await call(proxy, "GET", path))[0]
         await proxy.client.app[FILES].sweep()
-        assert [kept] == left(tmp_path)
+        assert [kept] == left(proxy)
 
 
 async def test_off(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import json
 import os
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -19,20 +20,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import obstore
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from tests.store_fixture import Bucket, Place, Server, local
 from triton_openai import errors
+from triton_openai.app import create_app
 from triton_openai.batches import batch_runner as runner_module
 from triton_openai.batches import file_folder as files_module
 from triton_openai.batches.batch_runner import BatchRunner, Outcome
+from triton_openai.batches.bucket import BucketFiles, file_key
 from triton_openai.batches.file_folder import Files
+from triton_openai.batches.inputs import InputReader
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
-from triton_openai.config.tree import BatchesSettings, FilesSettings
+from triton_openai.config.tree import BatchesSettings, FilesSettings, Settings
 from triton_openai.config.worker import Worker
-from triton_openai.storage.batch_store import Batch, BatchUsage, LeaseLost, StoredFile
+from triton_openai.storage.batch_store import Batch, BatchUsage, LeaseLost, StoredFile, failed_write
 from triton_openai.telemetry.metrics import Metrics
 
 OWNER = "me"
@@ -106,12 +113,15 @@ class Host:
 
 
 class Process:
-    """A process of the service, with what it runs batches with."""
+    """A process of the service, with what it runs batches with; each has a machine of its own where it can."""
 
-    def __init__(self, folder: Path, host: Host | None = None) -> None:
-        self.files = Files(
-            FilesSettings(store=f"dir:{folder / 'files'}"), BatchesSettings(store=f"sqlite:{folder / 'db'}")
-        )
+    def __init__(self, place: Place | Path, host: Host | None = None, *, checkpoint: float = 0.001) -> None:
+        place = local(place) if isinstance(place, Path) else place
+        settings = FilesSettings(store=place.files), BatchesSettings(store=place.batches, checkpoint=checkpoint)
+        self.files = Files(*settings)
+        if place.files.startswith("s3:"):
+            self.files = BucketFiles(*settings)
+            self.files.folder = Path(tempfile.mkdtemp(dir=place.folder))
         self.host = host or Host()
         self.metrics = Metrics(Worker())
         self.runner = BatchRunner(self.files, self.host, FirstTokens(), self.metrics)
@@ -134,6 +144,7 @@ class Process:
         """End at once: nothing is kept that is not on the disk, and locks are gone."""
         tasks = [
             self.task,
+            self.runner._sweeping,
             *(task for held in self.runner._held.values() for task in (held.task, *held.running.values())),
         ]
         for task in tasks:
@@ -142,6 +153,9 @@ class Process:
         await asyncio.wait([task for task in tasks if task is not None])
         if self.runner._lock >= 0:
             os.close(self.runner._lock)
+        if isinstance(self.files, BucketFiles):
+            # Other machines do not see the lock: they wait until the leases have ended.
+            await self.files.store.bury(self.runner._holder)
         await self.files.store.close()
 
     async def batch(
@@ -182,12 +196,31 @@ class Process:
         """Return *batch* when it has ended."""
         return await self.until(batch, lambda found: not found.open)
 
+    def content(self, file_id: str) -> bytes:
+        """Return what is in a file."""
+        if isinstance(self.files, BucketFiles):
+            return bytes(obstore.get(self.files.bucket, file_key(file_id)).bytes())
+        return (self.files.folder / file_id).read_bytes()
+
+    async def leaves(self, *expected: str | None) -> None:
+        """Wait until *expected* are the names of all files; the last are deleted when the batch has ended."""
+        async with asyncio.timeout(20):
+            while set(expected) != self.left():  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.002)
+
+    def left(self) -> set[str]:
+        """Return the names of all files, but for the locks of processes."""
+        names = {path.name for path in self.files.folder.iterdir() if path.suffix != ".lock"}
+        if isinstance(self.files, BucketFiles):
+            names |= {one["path"].removeprefix("files/") for page in obstore.list(self.files.bucket) for one in page}
+        return names
+
     def results(self, batch: Batch) -> dict[str, list[Any]]:
         """Return what is in the files of *batch* by id: the status, or the code of a line that never ran."""
         found: dict[str, list[Any]] = {}
         for file_id in (batch.output, batch.errors):
             if file_id is not None:
-                for text in (self.files.folder / file_id).read_text().splitlines():
+                for text in self.content(file_id).splitlines():
                     one = json.loads(text)
                     answer = one["response"]
                     result = one["error"]["code"] if answer is None else answer["status_code"]
@@ -202,9 +235,9 @@ def request(name: str, model: object = "m", **fields: Any) -> bytes:
 
 
 @asynccontextmanager
-async def process(folder: Path, host: Host | None = None) -> Any:
+async def process(place: Place | Path, host: Host | None = None) -> Any:
     """Run a process for the block."""
-    made = Process(folder, host)
+    made = Process(place, host)
     made.start()
     try:
         yield made
@@ -215,16 +248,15 @@ async def process(folder: Path, host: Host | None = None) -> Any:
 NAMES = [f"id-{number}" for number in range(20)]
 
 
-async def test_all_lines_are_answered_once(tmp_path: Path) -> None:
+async def test_all_lines_are_answered_once(place: Place) -> None:
     """A batch ends with a result of each line, its counts and its usage, and nothing is left beside its files."""
-    async with process(tmp_path) as one:
+    async with process(place) as one:
         done = await one.ended(await one.batch(NAMES))
         assert {name: [200] for name in NAMES} == one.results(done)
         assert ("completed", 20, 20, 0) == (done.status, done.total, done.succeeded, done.failed)
         assert (40, 20, "m") == (done.usage.input_tokens, done.usage.output_tokens, done.model)
         assert one.host.most_seen <= 4
-        names = {path.name for path in one.files.folder.iterdir() if path.suffix != ".lock"}
-        assert {done.input, done.output} == names
+        await one.leaves(done.input, done.output)
         assert [] == await one.files.store.never_ran(done, 0, 10)
 
 
@@ -264,6 +296,38 @@ async def test_wrong_inputs_fail_as_a_whole(tmp_path: Path) -> None:
         assert not host.calls
 
 
+def test_names_that_are_far_apart(tmp_path: Path) -> None:
+    """In 50,000 lines, the last one may not have the name of the first one; no more than some lines are in memory."""
+    path = tmp_path / "input"
+    path.write_bytes(b"".join(request(f"id-{number % 49_999}") for number in range(50_000)))
+    batch = Batch(
+        id="batch_1", owner=OWNER, kind="openai", endpoint="/x", input="file-1", created=0, window="24h", expires=1
+    )  # fmt: skip
+    descriptor = os.open(path, os.O_RDONLY)
+    reader = InputReader(descriptor, batch, most=50_000, longest=10_000)
+    most = 0
+    while lines := reader.read(1000):
+        most = max(most, len(lines))
+    reader.close()
+    os.close(descriptor)
+    assert (1000, 50_000) == (most, reader.total)
+    assert [("duplicate_custom_id", 50_000)] == [(one.code, one.line) for one in reader.problems]
+
+
+def test_a_database_on_a_shared_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite on NFS is refused; where the file system is shared, PostgreSQL is not, and needs files that are too."""
+    files = Process(tmp_path).files
+    assert files.unusable() is None
+    assert files_module.file_system(tmp_path) not in ("", "nfs")
+    mounts = f"1 2 0:1 / / rw - ext4 a b\n3 1 0:2 / {tmp_path} rw shared:1 - nfs4 server:/a rw\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: mounts)
+    assert f"{tmp_path / 'db'} is on nfs4, where SQLite loses data" == files.unusable()
+    url = "postgresql://nobody@127.0.0.1:1/none"
+    assert Files(FilesSettings(store=f"dir:{tmp_path}"), BatchesSettings(store=url)).unusable() is None
+    with pytest.raises(errors.ConfigurationError, match="--files-store"):
+        Files(FilesSettings(), BatchesSettings(store=url))
+
+
 async def test_small_oddities_of_inputs(tmp_path: Path) -> None:
     """A byte order mark, carriage returns and empty lines are no errors, and a last line needs no end."""
     async with process(tmp_path) as one:
@@ -271,9 +335,9 @@ async def test_small_oddities_of_inputs(tmp_path: Path) -> None:
         assert {"a": [200], "b": [200]} == one.results(await one.ended(await one.batch(content)))
 
 
-async def test_a_cancelled_batch_keeps_its_results(tmp_path: Path) -> None:
+async def test_a_cancelled_batch_keeps_its_results(place: Place) -> None:
     """Lines that run end, the others never run, and each has one result."""
-    async with process(tmp_path) as one:
+    async with process(place) as one:
         one.host.may_answer.clear()
         batch = await one.batch(NAMES)
         await one.until(batch, lambda _: one.host.running)
@@ -288,9 +352,9 @@ async def test_a_cancelled_batch_keeps_its_results(tmp_path: Path) -> None:
         assert expected == one.results(done)
 
 
-async def test_an_expired_batch_aborts_what_runs(tmp_path: Path) -> None:
+async def test_an_expired_batch_aborts_what_runs(place: Place) -> None:
     """At the end of its window a batch ends; what ran then has no result but that."""
-    async with process(tmp_path) as one:
+    async with process(place) as one:
         one.host.may_answer.clear()
         batch = await one.batch(NAMES, hours=0.05 / 3600)
         done = await one.ended(batch)
@@ -332,9 +396,9 @@ async def test_failing_is_tried_again(tmp_path: Path, monkeypatch: pytest.Monkey
         assert 3 == refusals
 
 
-async def test_lines_are_tried_again(tmp_path: Path) -> None:
+async def test_lines_are_tried_again(place: Place) -> None:
     """What another attempt may change is tried three times more; what it cannot change is not."""
-    async with process(tmp_path) as one:
+    async with process(place) as one:
         host = one.host
         host.answers = {
             "id-0": [errors.UpstreamError("no")] * 3,
@@ -406,9 +470,9 @@ async def test_each_owner_has_every_other_turn(tmp_path: Path, monkeypatch: pyte
         assert ["a-0", "c-0", "a-1", "c-1", "b-0", "c-2", "b-1"] == [name for _, name in one.host.order]
 
 
-async def test_a_removed_key_ends_its_batches(tmp_path: Path) -> None:
+async def test_a_removed_key_ends_its_batches(place: Place) -> None:
     """A batch whose key is gone fails."""
-    async with process(tmp_path) as one:
+    async with process(place) as one:
         one.host.busy = True
         batch = await one.batch(NAMES)
         await one.until(batch, lambda found: found.status == "in_progress")
@@ -422,12 +486,12 @@ def _asks(host: Host, name: str, _: Batch) -> bool:
 
 
 async def _interrupted(
-    folder: Path, names: Sequence[str], times: int, end: Callable[[Process], Awaitable[None]]
+    place: Place, names: Sequence[str], times: int, end: Callable[[Process], Awaitable[None]]
 ) -> Batch:
     """Return a batch of *names* whose process ended in the way *end* for so many *times*, while its first line ran."""
     batch: Batch | None = None
     for _ in range(times):
-        one = Process(folder)
+        one = Process(place)
         one.host.may_answer.clear()
         one.start()
         batch = batch or await one.batch(names)
@@ -466,10 +530,10 @@ async def test_a_process_that_dies_before_it_commits(
         assert (20 if step == "end" else 0) == other.host.calls.total()
 
 
-async def test_a_line_that_ends_processes(tmp_path: Path) -> None:
+async def test_a_line_that_ends_processes(place: Place) -> None:
     """A line that ran when three processes died is an error; those that ran beside it are answered."""
-    batch = await _interrupted(tmp_path, NAMES[:4], 3, Process.die)
-    async with process(tmp_path) as last:
+    batch = await _interrupted(place, NAMES[:4], 3, Process.die)
+    async with process(place) as last:
         done = await last.ended(batch)
         found = last.results(done)
         assert [500] == found.pop("id-0")
@@ -477,16 +541,28 @@ async def test_a_line_that_ends_processes(tmp_path: Path) -> None:
         assert "id-0" not in last.host.calls
 
 
-async def test_a_service_that_stops_counts_no_attempt(tmp_path: Path) -> None:
+async def test_a_service_that_stops_counts_no_attempt(place: Place) -> None:
     """Lines that run when the service ends wait again, as often as it does."""
-    batch = await _interrupted(tmp_path, NAMES[:2], 5, Process.stop)
-    async with process(tmp_path) as last:
+    batch = await _interrupted(place, NAMES[:2], 5, Process.stop)
+    async with process(place) as last:
         assert 2 == (await last.ended(batch)).succeeded
 
 
-async def test_a_frozen_process_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_whoever_finds_a_dead_process_may_die_too(tmp_path: Path) -> None:
+    """When a process dies between finding another one dead and taking its batches, the next one still takes them."""
+    batch = await _interrupted(local(tmp_path), NAMES[:2], 1, Process.die)
+    second = Process(tmp_path)
+    (dead,) = await second.files.store.holders()
+    assert second.files.has_died(dead)
+    await second.files.store.close()
+    async with process(tmp_path) as third:
+        assert 2 == (await third.ended(batch)).succeeded
+        assert not third.files.has_died(dead)
+
+
+async def test_a_frozen_process_writes_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever wakes up after another process has taken over changes nothing."""
-    frozen = Process(tmp_path)
+    frozen = Process(place)
     frozen.host.may_answer.clear()
     frozen.start()
     batch = await frozen.batch(NAMES)
@@ -496,7 +572,7 @@ async def test_a_frozen_process_writes_nothing(tmp_path: Path, monkeypatch: pyte
     frozen.task.cancel()
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 90)
-    async with process(tmp_path) as other:
+    async with process(place) as other:
         done = await other.ended(batch)
         assert {name: [200] for name in NAMES} == other.results(done)
         assert 20 == done.succeeded
@@ -509,26 +585,203 @@ async def test_a_frozen_process_writes_nothing(tmp_path: Path, monkeypatch: pyte
     await frozen.die()
 
 
-async def test_a_full_disk_pauses_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be written is kept in memory until there is room again, and is there once."""
-    async with process(tmp_path) as one:
-        full, refusals = True, 0
+def _has_written(one: Process, lines: int, batch: Batch) -> bool:
+    held = one.runner._held.get(batch.id)
+    return held is not None and len(held.written) == lines
 
-        def write_at(*given: Any) -> None:
-            nonlocal refusals
-            if full:
-                refusals += 1
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            files_module.write_at(*given)
 
-        monkeypatch.setattr(runner_module, "write_at", write_at)
-        batch = await one.batch(NAMES)
-        await one.until(batch, lambda _: refusals > 1)
+async def _with_a_line_that_waits(place: Place, checkpoint: float) -> tuple[Process, Batch]:
+    """Return a process, and its batch, of which the last line does not begin: its model is gone."""
+    one = Process(place, checkpoint=checkpoint)
+    one.host.busy = True
+    one.start()
+    batch = await one.batch(b"".join(request(name, "n" if name == "id-19" else "m") for name in NAMES))
+    await one.until(batch, lambda found: found.status == "in_progress")
+    del one.host.served["n"]
+    one.host.busy = False
+    return one, batch
+
+
+async def test_answers_that_are_not_uploaded_are_asked_for_again(shared: Place) -> None:
+    """With a bucket, lines whose answers are lost with the machine run again, and are not to blame for its death."""
+    one, batch = await _with_a_line_that_waits(shared, 1000)
+    for _ in range(4):
+        await one.until(batch, partial(_has_written, one, 19))
         assert 0 == (await one.seen(batch)).succeeded
-        full = False
+        await one.die()
+        one = Process(shared, checkpoint=1000)
+        del one.host.served["n"]
+        one.start()
+    one.host.served["n"] = "N"
+    done = await one.ended(batch)
+    assert {name: [200] for name in NAMES} == one.results(done)
+    assert 20 == one.host.calls.total()
+    await one.stop()
+
+
+async def test_uploaded_answers_are_kept(shared: Place) -> None:
+    """With a bucket, what was uploaded before the machine was lost is not asked for again."""
+    first, batch = await _with_a_line_that_waits(shared, 0.001)
+    await first.until(batch, lambda found: found.succeeded == 19)
+    await first.die()
+    async with process(shared) as last:
+        done = await last.ended(batch)
+        assert {name: [200] for name in NAMES} == last.results(done)
+        assert {"id-19"} == last.host.calls.keys()
+        await last.leaves(done.input, done.output)
+
+
+async def test_a_line_that_waits_for_another_attempt(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not run when the process dies is not to blame, however often that is."""
+    batch: Batch | None = None
+    with monkeypatch.context() as patch:
+        patch.setattr(runner_module, "_RETRY_SECONDS", 1000)
+        for _ in range(4):
+            one = Process(place)
+            one.host.answers = {"id-0": [errors.ServiceOverloaded("no")]}
+            one.start()
+            batch = batch or await one.batch(NAMES[:1])
+            async with asyncio.timeout(20):
+                while not one.host.calls or (await one.files.store.never_ran(batch, 0, 1))[0].attempts:  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
+            await one.die()
+    assert batch is not None
+    async with process(place) as last:
+        assert {"id-0": [200]} == last.results(await last.ended(batch))
+
+
+async def test_two_processes_share_batches(place: Place) -> None:
+    """Batches of two processes that run at the same time are answered once, whoever has them."""
+    async with process(place) as one, process(place, one.host) as other:
+        made = [await one.batch([f"{name}-{number}" for number in range(5)], name=f"batch_{name}") for name in range(6)]
+        for batch in made:
+            done = await other.ended(batch)
+            assert ("completed", 5) == (done.status, done.succeeded)
+            assert {f"{batch.id[6:]}-{number}": [200] for number in range(5)} == other.results(done)
+        assert 30 == one.host.calls.total()
+
+
+async def test_limits_hold_over_processes(place: Place) -> None:
+    """Uploads and batches that two processes take at the same time exceed no limit together."""
+    one, other = Process(place), Process(place)
+    # Both are connected, and the tables are there.
+    assert [] == [*await one.files.store.open_batches(), *await other.files.store.open_batches()]
+    made = StoredFile(id="", owner=OWNER, purpose="", filename="", bytes=10, created=1, expires=None)
+    reserved = [
+        store.files.store.reserve(msgspec.structs.replace(made, id=f"file-{number}"), 35)
+        for number, store in enumerate([one, other] * 5)
+    ]
+    assert 3 == sum(await asyncio.gather(*reserved))
+    batch = Batch(
+        id="", owner=OWNER, kind="anthropic", endpoint="/x", input="", created=1, window="24h", expires=1
+    )  # fmt: skip
+    added = [
+        store.files.store.add(msgspec.structs.replace(batch, id=f"batch_{number}", input=f"batch_{number}"), most=3)
+        for number, store in enumerate([one, other] * 5)
+    ]
+    assert {"added": 3, "too many": 7} == Counter(await asyncio.gather(*added))
+    for store in (one, other):
+        await store.files.store.close()
+
+
+@pytest.mark.parametrize("library, extra", [("obstore", "s3"), ("asyncpg", "postgresql")])
+async def test_a_library_that_is_not_installed(
+    library: str, extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A store whose extra is not installed ends the start, with how to get it."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("triton_openai.batches.bucket", "triton_openai.storage.postgresql"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    files, batches = ("s3://bucket", "sqlite") if extra == "s3" else (f"dir:{tmp_path}", "postgresql://nobody@x/y")
+    settings = Settings(files=FilesSettings(store=files), batches=BatchesSettings(store=batches))
+    with pytest.raises(errors.ConfigurationError, match=rf"pip install 'triton-openai\[{extra}\]'"):
+        create_app(settings)
+
+
+async def test_a_bucket_that_is_away_pauses_batches(shared: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing can be uploaded, batches wait; then they end, each line answered once."""
+    async with process(shared) as one:
+        upload, refusals = BucketFiles.upload, 0
+        batch = await one.batch(NAMES)
+
+        async def refused(*given: Any) -> None:
+            nonlocal refusals
+            refusals += 1
+            if refusals < 4:
+                raise errors.StoreUnavailable("no")
+            await upload(*given)
+
+        monkeypatch.setattr(BucketFiles, "upload", refused)
         done = await one.ended(batch)
         assert {name: [200] for name in NAMES} == one.results(done)
         assert 20 == one.host.calls.total()
+        assert refusals > 4
+
+
+async def test_what_no_batch_needs_is_swept_from_the_bucket(shared: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expired files, and what processes that were lost have left below a batch that has ended, are deleted."""
+    async with process(shared) as one:
+        done = await one.ended(await one.batch(NAMES))
+        await one.leaves(done.input, done.output)
+        assert isinstance(one.files, BucketFiles)
+        await obstore.put_async(one.files.bucket, "batches/batch_1/7-0", b"late")
+        one.host.busy = True
+        waiting = await one.batch(NAMES[:1], name="batch_2", hours=24 * 365)
+        await obstore.put_async(one.files.bucket, "batches/batch_2/7-0", b"of an open one")
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + 31 * 86_400)
+        await one.files.sweep()
+        assert {done.input, waiting.input, "batches/batch_2/7-0"} == one.left()
+
+
+def _full() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("phase", ["validating", "claiming", "beginning", "writing", "marking", "finalizing", "ending"])
+async def test_a_full_disk_pauses_batches(phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a batch is when the disk is full, it waits until there is room, and then each line is there once."""
+    async with process(tmp_path) as one:
+        store, full, refusals = one.files.store, True, 0
+        owner, name = {
+            "validating": (store, "add_lines"),
+            "claiming": (store, "claim"),
+            "beginning": (store, "begin"),
+            "writing": (runner_module, "write_at"),
+            "marking": (store, "end"),
+            "finalizing": (files_module, "write_at"),
+            "ending": (store, "finish"),
+        }[phase]
+        usual: Callable[..., Any] = getattr(owner, name)
+
+        def refuse() -> None:
+            nonlocal refusals
+            if full:
+                refusals += 1
+                raise _full() if name == "write_at" else failed_write(_full())
+
+        def write_at(*given: Any) -> None:
+            refuse()
+            usual(*given)
+
+        async def operation(*given: Any, **options: Any) -> Any:
+            refuse()
+            return await usual(*given, **options)
+
+        # Its lines do not begin by then.
+        one.host.busy = True
+        batch = await one.batch(NAMES)
+        monkeypatch.setattr(owner, name, write_at if name == "write_at" else operation)
+        one.host.busy = False
+        if phase in ("claiming", "validating"):
+            batch = await one.batch(NAMES, name="batch_2")
+        await one.until(batch, lambda found: refusals > 1)
+        assert (await one.seen(batch)).open
+        full = False
+        done = await one.ended(batch)
+        assert {name: [200] for name in NAMES} == one.results(done)
+        assert 20 <= one.host.calls.total() <= 40
 
 
 async def counted(one: Process, **expected: float) -> None:
@@ -627,7 +880,7 @@ class Life(RuleBasedStateMachine):
     as ended runs again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shared: Place | None = None) -> None:
         super().__init__()
         self._loop = asyncio.Runner()
         self._patch = pytest.MonkeyPatch()
@@ -639,6 +892,7 @@ class Life(RuleBasedStateMachine):
         self._ahead = 0.0
         self._patch.setattr(time, "time", lambda: self._now() + self._ahead)
         self._folder = tempfile.TemporaryDirectory()
+        self._place = shared or local(Path(self._folder.name))
         self._made: list[Batch] = []
         self._names: dict[str, list[str]] = {}
         self._may_cancel: set[str] = set()
@@ -648,7 +902,7 @@ class Life(RuleBasedStateMachine):
         self._loop.run(self._begin())
 
     async def _begin(self) -> None:
-        self.process = Process(Path(self._folder.name))
+        self.process = Process(self._place)
         self.process.start()
 
     @initialize()
@@ -712,7 +966,7 @@ class Life(RuleBasedStateMachine):
         async def restart() -> None:
             old = self.process
             await (old.die() if kills else old.stop())
-            self.process = Process(Path(self._folder.name))
+            self.process = Process(self._place)
             self.process.host.refused = old.host.refused
             for batch in self._made:
                 if (await self.process.seen(batch)).open:
@@ -766,5 +1020,19 @@ class Life(RuleBasedStateMachine):
             self._folder.cleanup()
 
 
-TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=15, stateful_step_count=15, deadline=None, phases=[Phase.generate])
+LIVES = settings(max_examples=15, stateful_step_count=15, deadline=None, phases=[Phase.generate])
+
+
+def test_life() -> None:
+    """On one machine, batches are as the contract says whatever happens."""
+    run_state_machine_as_test(Life, settings=LIVES)
+
+
+def test_life_on_several_machines(postgresql: Server, s3: Callable[[], Bucket], bucket: Bucket, tmp_path: Path) -> None:
+    """With a bucket and PostgreSQL, so they are."""
+
+    class SharedLife(Life):
+        def __init__(self) -> None:
+            super().__init__(Place(tmp_path, s3().url, postgresql.url()))
+
+    run_state_machine_as_test(SharedLife, settings=settings(LIVES, max_examples=5))

@@ -151,16 +151,16 @@ async def list_batches(request: web.Request) -> web.Response:
     files, query = files_of(request), request.query
     add_request_id(request[RECORD])
     limit, before = agents.page_limit(query, 1000), query.get("before_id")
-    after = before or query.get("after_id")
-    found: Sequence[Batch] | None = None if after else []
+    after, reverse = (query.get("after_id"), True) if before is None else (before, False)
+    found: Sequence[Batch] | None = [] if after is None else None
     if files.exist:
         found = await files.store.batches(
-            key_of(request).name, "anthropic", after=after, limit=limit + 1, reverse=not before
+            key_of(request).name, "anthropic", after=after, limit=limit + 1, reverse=reverse
         )
     if found is None:
-        raise agents.unknown_place_error("before_id" if before else "after_id")
+        raise agents.unknown_place_error("after_id" if reverse else "before_id")
     data = [_batch_object(batch) for batch in found[:limit]]
-    if before:
+    if not reverse:
         data.reverse()
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return json_response(MessageBatchPage(data=data, has_more=len(found) > limit, first_id=first, last_id=last))
@@ -168,7 +168,7 @@ async def list_batches(request: web.Request) -> web.Response:
 
 async def _found(request: web.Request) -> Batch:
     add_request_id(request[RECORD])
-    return await find_batch(request, "anthropic")
+    return await find_batch(request, "anthropic", "message_batch_id")
 
 
 async def retrieve(request: web.Request) -> web.Response:
@@ -187,9 +187,10 @@ async def delete(request: web.Request) -> web.Response:
     if batch.open:
         raise errors.ObjectInUse("The batch has not ended. Cancel it first.", param="message_batch_id")
     files = files_of(request)
-    await files.store.drop_batch(batch.id)
     if batch.output is not None and (file := await files.store.file(batch.output, batch.owner)) is not None:
         await files.delete(file)
+    # Last: if anything of it fails, the client can try again.
+    await files.store.drop_batch(batch.id)
     return json_response(DeletedMessageBatch(id=batch.id))
 
 
@@ -200,7 +201,7 @@ async def results(request: web.Request) -> web.StreamResponse:
     if file is None:
         why = "has not ended" if batch.open else "has no results any more, or never had any"
         raise errors.ObjectNotFound(f"The batch {why}.", param="message_batch_id")
-    return send_file(request, file.id, f"{batch.id}_results.jsonl", "application/x-jsonl")
+    return await send_file(request, file, f"{batch.id}_results.jsonl", "application/x-jsonl")
 
 
 def _batch_object(batch: Batch) -> MessageBatch:

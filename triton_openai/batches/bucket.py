@@ -1,0 +1,168 @@
+"""
+Files in a bucket of S3, or of a server that speaks like it. What is not complete is in the folder.
+
+A file is the object ``files/ID``. What belongs to a batch that has not ended is below ``batches/ID/``: ``requests`` if
+they are no file, and results as ``GENERATION-PLACE``. No object is ever changed, so whoever reads one reads all of it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from io import BufferedReader, FileIO
+from pathlib import Path
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+from triton_openai import errors
+from triton_openai.batches.file_folder import UPLOAD_SECONDS, Files, Writing, on_disk, write_at
+from triton_openai.config.tree import BatchesSettings, FilesSettings
+from triton_openai.storage.batch_store import Batch
+
+# Bytes that are fetched at once, and those of a part of an upload, of which some are sent at the same time.
+_PIECE, _PART, _AT_ONCE = 4 * 1024 * 1024, 8 * 1024 * 1024, 2
+_RETRIES, _RETRY_TIME = 3, timedelta(seconds=30)
+
+
+class BucketFiles(Files):
+    """
+    Files in the bucket that the settings name, and the tables about them.
+
+    Endpoint, region and credentials are the environment's, under the names that all tools for S3 know.
+    """
+
+    def __init__(self, settings: FilesSettings, batches: BatchesSettings) -> None:
+        super().__init__(settings, batches)
+        bucket, _, prefix = settings.store.removeprefix("s3://").partition("/")
+        self.bucket = S3Store(
+            bucket,
+            prefix=prefix or None,
+            # A server on the same network may have no certificate; its address says so.
+            client_options={"allow_http": True},
+            retry_config={"max_retries": _RETRIES, "retry_timeout": _RETRY_TIME},
+        )
+        self.checkpoint = batches.checkpoint
+        self.remote = self
+
+    async def write(self, name: str) -> Writing:
+        return _Upload(self, name, await on_disk(self._begin, name))
+
+    async def upload(self, key: str, descriptor: int, start: int = 0) -> None:
+        """Make the object *key* of what a file has from *start* on. Raises :class:`StoreUnavailable`."""
+        content = BufferedReader(FileIO(descriptor, closefd=False))
+        content.seek(start)
+        with _reported():
+            await obstore.put_async(self.bucket, key, content, chunk_size=_PART, max_concurrency=_AT_ONCE)
+
+    async def read(self, name: str, start: int, end: int) -> bytes:
+        return await self._fetch(file_key(name), start, end)
+
+    async def _fetch(self, key: str, start: int, end: int) -> bytes:
+        with _reported():
+            return bytes(await obstore.get_range_async(self.bucket, key, start=start, end=min(end, start + _PIECE)))
+
+    async def _copy(self, key: str, size: int, descriptor: int, place: int = 0) -> None:
+        """Copy the object *key* to *place* of a file."""
+        start = 0
+        while start < size:
+            piece = await self._fetch(key, start, size)
+            await on_disk(write_at, descriptor, piece, place + start)
+            start += len(piece)
+
+    async def unlink(self, *names: str) -> None:
+        await self._delete([file_key(name) for name in names])
+
+    async def _delete(self, keys: Sequence[str]) -> None:
+        if keys:
+            with _reported():
+                await obstore.delete_async(self.bucket, keys)
+
+    async def _objects(self, prefix: str) -> Sequence[obstore.ObjectMeta]:
+        with _reported():
+            return [one async for page in obstore.list(self.bucket, prefix) for one in page]
+
+    async def sweep(self) -> None:
+        await super().sweep()
+        before = datetime.fromtimestamp(time.time() - UPLOAD_SECONDS, UTC)
+        old = [one["path"] for one in await self._objects("batches") if one["last_modified"] < before]
+        batches = await self.store.open_batches()
+        await self._delete([path for path in old if path.split("/")[1] not in batches])
+
+    # What batches read and write: files without names, which end with the process
+
+    def _scratch(self) -> int:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, path = tempfile.mkstemp(dir=self.folder, suffix=".new")
+        Path(path).unlink()
+        return descriptor
+
+    async def open_input(self, batch: Batch) -> int:
+        key = file_key(f"{batch.id}.requests" if batch.input == batch.id else batch.input)
+        with _reported():
+            size = (await obstore.head_async(self.bucket, key))["size"]
+        descriptor = await on_disk(self._scratch)
+        try:
+            await self._copy(key, size, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def make_part(self, batch: Batch) -> int:
+        return self._scratch()
+
+    async def keep_part(self, batch: Batch, descriptor: int, start: int, end: int) -> None:
+        await self.upload(f"batches/{batch.id}/{batch.generation}-{start}", descriptor, start)
+
+    async def open_part(self, batch: Batch, generation: int) -> int:
+        descriptor = await on_disk(self._scratch)
+        try:
+            for one in await self._objects(f"batches/{batch.id}"):
+                of, _, place = one["path"].rpartition("/")[2].partition("-")
+                if of == str(generation):
+                    await self._copy(one["path"], one["size"], descriptor, int(place))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    async def clear(self, batch: Batch) -> None:
+        await self._delete([one["path"] for one in await self._objects(f"batches/{batch.id}")])
+
+
+class _Upload(Writing):
+    """A file that becomes an object when it is complete."""
+
+    def __init__(self, files: BucketFiles, name: str, descriptor: int) -> None:
+        super().__init__(files.folder, name, descriptor)
+        self._files = files
+
+    async def end(self) -> None:
+        await on_disk(self._write)
+        await self._files.upload(file_key(self.name), self._descriptor)
+        self.close()
+
+
+def file_key(name: str) -> str:
+    """Return the key of the file *name*, or of the requests of a batch."""
+    batch, _, suffix = name.partition(".")
+    return f"batches/{batch}/{suffix}" if suffix else f"files/{name}"
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Raise what S3 refuses as :class:`StoreUnavailable`, and :class:`FileNotFoundError` for what is not there."""
+    try:
+        yield
+    except (OSError, BaseError) as error:
+        if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error):
+            raise
+        # The first line: the rest are the library's own structures.
+        detail = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise errors.StoreUnavailable("Files cannot be used at the moment.", detail=detail, retry_after=2) from error
