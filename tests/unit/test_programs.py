@@ -55,7 +55,7 @@ def test_missing_programs_are_summed_up(pytester: pytest.Pytester, monkeypatch: 
     )
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=1, skipped=5)
+    result.assert_outcomes(passed=1, skipped=6)
     result.stdout.fnmatch_lines(
         [
             "Skipped tests: 1 for want of Envoy, 1 for want of Node.js, 2 for want of Redis, 1 for want of SeaweedFS."

@@ -150,7 +150,7 @@ class ModelControl:
                 failures |= await self._on_each(missing, load, parallel=_LOADS)
             finally:
                 # Also after a failure, of which the index has the reason.
-                await self._fleet.reload()
+                await self._models.fleet.reload()
                 await self._draining.changed()
             self._check(failures, members, "loaded")
 
@@ -204,7 +204,7 @@ class ModelControl:
             )
 
     def _why_not_served(self, model: str) -> str | None:
-        snapshot = self._fleet.snapshot
+        snapshot = self._models.fleet.snapshot
         if snapshot.error is not None:
             raise snapshot.error
         if model in self._models.served:
@@ -225,8 +225,8 @@ class ModelControl:
             loaded = [member for member, index in indexes.items() if _held(index, [model])]
             if not loaded and not failures:
                 raise _conflict(f"The model '{model}' is not loaded.", "model_not_loaded")
-            await self._fleet.reload()
-            configs = self._fleet.snapshot.configs
+            await self._models.fleet.reload()
+            configs = self._models.fleet.snapshot.configs
             parts = _parts(model, configs) if dependents else set()
             async with self._draining.claim(sorted(parts)):
                 _refuse_used({model, *parts}, configs)
@@ -245,7 +245,7 @@ class ModelControl:
                     try:
                         failures |= await self._on_each(loaded, unload, parallel=len(members))
                     finally:
-                        await self._fleet.reload()
+                        await self._models.fleet.reload()
                         await self._draining.changed()
             self._check(failures, members, "unloaded")
 

@@ -150,8 +150,8 @@ async def test_requests_wait_for_a_triton_with_room() -> None:
     assert [0, 2, 3, 4] == inside(visitors)
     for number in (0, 2, 3, 4):
         await visitors[number].leave()
-    assert admission.spare("a", 1, 0.5)
-    assert not admission.spare("a", 2, 0.5)
+    assert admission.spare("a", 0, 0.5)
+    assert not admission.spare("a", 1, 0.5)
 
 
 async def test_a_full_queue_refuses_at_once() -> None:
