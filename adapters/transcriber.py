@@ -43,8 +43,8 @@ OUTPUTS: Mapping[str, Kind] = {_TEXT: "text", _LANGUAGE: "text", _SEGMENTS: "tex
 _SENSEVOICE: Mapping[str, int] = {"auto": 0, "zh": 3, "en": 4, "yue": 7, "ja": 11, "ko": 12}
 _AUTO, _NORMALIZED = "auto", 14
 # Seconds of audio. Whisper sees 30 at once; the text that sherpa's and TensorRT-LLM's code generates for it ends after
-# about 20 and 10. The others take what fits into memory; in this service, a request is copied a few times, 8 MB each.
-_WINDOW, _SHERPA, _TENSORRT_LLM, _ANY = 30.0, 20.0, 10.0, 120.0
+# about 20 and 10. The others take what fits into memory; in this service, a request is copied a few times, 4 MB each.
+_WINDOW, _SHERPA, _TENSORRT_LLM, _ANY = 30.0, 20.0, 10.0, 60.0
 # What sherpa's client pads audio to a multiple of, so that Triton can batch it.
 _PADDED = 10.0
 # The name that sherpa's code for Whisper calls its engine by.

@@ -79,6 +79,7 @@ _DIFFERENT: Mapping[str, str] = {
     r"text_completion: choices\.\d+\.finish_reason": "Null before the end of a stream, as in OpenAI's own streams.",
     r"list: data\.\d+\.embedding": "Base64 where the request asks for it; OpenAI's client decodes it.",
     r"None: role": "OpenAI's type of a stored chat's message has the assistant's role only; the request has others.",
+    r"file: purpose": "OpenAI's client uploads files for evals, which its type of a file does not know.",
     r"list: usage": "Where nobody counts tokens, no number is made up.",
 }
 

@@ -94,7 +94,7 @@ def test_who_is_claimed(inputs, outputs, claimed):
 @every_case(
     "inputs, fields, audio, seconds",
     [
-        (WAV, {}, {}, 120),
+        (WAV, {}, {}, 60),
         ((*WAV, "TEXT_PREFIX STRING [1]"), {}, {}, 20),
         ((*WAV, "TEXT_PREFIX STRING [1]"), {"parameters": {"engine_dir": "/engine"}}, {}, 10),
         ((*WAV, "TEXT_PREFIX STRING [1]"), {}, {"max_seconds": 25.0}, 25),
