@@ -49,7 +49,10 @@ _MOST_GROWTH = 1024 * MEBIBYTE
 _RECENT = 500
 # Answers of the service that are not 500 and yet no client's fault: it says why, and that trying again may help.
 _EXCUSED = {501, 503, 504, 529}
-_ENDS = ("[DONE]", "message_stop", "error", "response.completed", "response.failed", "response.incomplete")
+_ENDS = (
+    "[DONE]", "message_stop", "error", "response.completed", "response.failed", "response.incomplete",
+    "speech.audio.done", "transcript.text.done",
+)  # fmt: skip
 
 
 @dataclass

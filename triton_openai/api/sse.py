@@ -443,13 +443,13 @@ async def stream_parts(
                 if not part:
                     continue
                 if not response.prepared:
-                    if chunked:
-                        response.enable_chunked_encoding()
-                    else:
-                        response.force_close()
+                    (response.enable_chunked_encoding if chunked else response.force_close)()
                     await response.prepare(request)
                 await response.write(part)
         complete = True
+        if not response.prepared:
+            # Of a text without words, for example.
+            await response.prepare(request)
         await response.write_eof()
         return response
     except ConnectionError:

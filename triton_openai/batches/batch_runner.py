@@ -166,7 +166,7 @@ class _Held:
         #: Whether results are to become safe though no checkpoint is due.
         self.urgent = False
         self.woken, self.full = asyncio.Event(), asyncio.Event()
-        self.in_trouble = False
+        self.in_trouble = self.missing = False
         #: Why it can only fail.
         self.problems: Sequence[BatchError] = ()
         self.task: asyncio.Task[None] | None = None
@@ -281,7 +281,10 @@ class BatchRunner:
         for batch_id, held in list(self._held.items()):
             batch = found.get(batch_id)
             if batch is None or batch.generation != held.batch.generation:
-                self._lose(held)
+                if held.missing:
+                    self._lose(held)
+                # At first, it may have ended just now, which its own task is about to find out.
+                held.missing = True
             elif batch.status == "cancelling" and held.batch.status in ("validating", "in_progress"):
                 # Nothing else of a batch is changed by others.
                 held.batch.status, held.batch.times = batch.status, batch.times
@@ -321,9 +324,8 @@ class BatchRunner:
         """Leave a batch to whoever has it now."""
         _log.warning("another process has taken a batch over", batch=held.batch.id)
         self._forget(held)
-        for task in (held.task, *held.running.values()):
-            if task is not None:
-                task.cancel()
+        for task in filter(None, (held.task, *held.running.values())):
+            task.cancel()
 
     def _forget(self, held: _Held) -> None:
         if self._held.get(held.batch.id) is held:
@@ -746,10 +748,8 @@ class BatchRunner:
             if found.outcome:
                 found.enter(found.outcome)
 
-        held.batch = await self._store.finish(batch, files, end)
-        # It is not among the open batches any more, which does not mean that another process has it.
+        done = held.batch = await self._store.finish(batch, files, end)
         self._forget(held)
-        done = held.batch
         self._series(BATCHES_ENDED, done.status).inc()
         self._series(BATCH_LINES, "never_ran").inc(done.total - done.succeeded - done.failed)
         counts = {"total": done.total, "completed": done.succeeded, "failed": done.failed}

@@ -412,6 +412,25 @@ async def test_a_client_that_leaves_while_no_part_comes(clock: Clock, monkeypatc
     assert "stream failed" not in [line["event"] for line in lines]
 
 
+class ServedNothing(ServedParts):
+    """A server of a file without parts."""
+
+    async def answer(self, context: Any) -> web.StreamResponse:
+        return await stream_parts(context, self._parts(), content_type="audio/pcm")
+
+    async def _parts(self) -> AsyncGenerator[bytes, None]:
+        yield b""
+
+
+async def test_a_file_without_parts_is_empty() -> None:
+    """Speech of a text without words has no samples, which is no error."""
+    async with ServedNothing()() as made, connected(made.port) as reader:
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b" 200 " in head
+        assert b"audio/pcm" in head
+        assert await reader.readuntil(b"0\r\n\r\n") if b"chunked" in head else b"Content-Length: 0" in head
+
+
 @every_case("begun", [True, False])
 async def test_an_answer_that_takes_too_long_is_ended(begun: bool, clock: Clock) -> None:
     """The limit of the whole answer ends it, also while nothing has come."""

@@ -719,6 +719,26 @@ async def test_a_bucket_that_is_away_pauses_batches(shared: Place, monkeypatch: 
         assert refusals > 4
 
 
+async def test_a_batch_that_ends_while_leases_are_read(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not among the open ones any more, which does not mean that another process has it."""
+    async with process(place) as one:
+        held, missed = one.files.store.held, 0
+
+        async def late(holder: str) -> Any:
+            nonlocal missed
+            missed += 1
+            return {} if missed == 1 else await held(holder)
+
+        monkeypatch.setattr(one.files.store, "held", late)
+        one.host.may_answer.clear()
+        batch = await one.batch(NAMES)
+        await one.until(batch, lambda _: missed > 0)
+        one.host.may_answer.set()
+        done = await one.ended(batch)
+        assert {name: [200] for name in NAMES} == one.results(done)
+        await one.leaves(done.input, done.output)
+
+
 async def test_what_no_batch_needs_is_swept_from_the_bucket(shared: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Expired files, and what processes that were lost have left below a batch that has ended, are deleted."""
     async with process(shared) as one:
