@@ -448,7 +448,7 @@ async def stream_parts(
                 await response.write(part)
         complete = True
         if not response.prepared:
-            # Of a text without words, for example.
+            # Nothing was sent: speech of a text without words has no samples.
             await response.prepare(request)
         await response.write_eof()
         return response

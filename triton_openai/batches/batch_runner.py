@@ -166,6 +166,7 @@ class _Held:
         #: Whether results are to become safe though no checkpoint is due.
         self.urgent = False
         self.woken, self.full = asyncio.Event(), asyncio.Event()
+        #: Whether its disk or database fails, and whether the last look at the leases did not find it.
         self.in_trouble = self.missing = False
         #: Why it can only fail.
         self.problems: Sequence[BatchError] = ()
@@ -283,7 +284,7 @@ class BatchRunner:
             if batch is None or batch.generation != held.batch.generation:
                 if held.missing:
                     self._lose(held)
-                # At first, it may have ended just now, which its own task is about to find out.
+                # The first time, it may just have ended, and its own task is about to notice.
                 held.missing = True
             elif batch.status == "cancelling" and held.batch.status in ("validating", "in_progress"):
                 # Nothing else of a batch is changed by others.

@@ -201,7 +201,7 @@ def classify(text: str, model: str, status: str = "") -> ServiceError:
     """Return the error for a failure of *model* by its *text*, or by the transport's *status* if no rule knows that."""
     detail = text[:_LONGEST_DETAIL]
     if len(text) > _LONGEST_TEXT:
-        # It may repeat what a client sent. Rules take more than twice as long for twice as much.
+        # It may repeat what a client sent, and the time that a pattern takes grows faster than the text.
         text = f"{text[: _LONGEST_TEXT - 1000]} … {text[-1000:]}"
     matches = ((rule, match) for rule in RULES for pattern in rule.patterns if (match := pattern.search(text)))
     if found := next(matches, None):
