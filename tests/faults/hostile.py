@@ -47,6 +47,8 @@ _MOST_TURNS = 20
 # What eight clients may have in work at once: bodies of megabytes, and the texts of the store.
 _MOST_GROWTH = 1024 * MEBIBYTE
 _RECENT = 500
+# Several times what a request has, which answers may repeat.
+_LARGEST = 256 * MEBIBYTE
 # Answers of the service that are not 500 and yet no client's fault: it says why, and that trying again may help.
 _EXCUSED = {501, 503, 504, 529}
 _ENDS = (
@@ -331,8 +333,8 @@ class _Connection:
         """Read an answer to *method*."""
         response = http.client.HTTPResponse(cast(socket.socket, self), method=method)
         response.begin()
-        body = response.read()
-        return _Answer(response.status, response.headers, body, response.will_close)
+        body = response.read(_LARGEST + 1)
+        return _Answer(response.status, response.headers, body, response.will_close or len(body) > _LARGEST)
 
     def makefile(self, mode: str) -> io.BufferedReader:
         """Return what is read, for answers one after the other."""
@@ -358,6 +360,8 @@ def _trouble(request: Request, answer: _Answer) -> str | None:
     name = f"{request.operation}: {answer.status}"
     if request.method in ("HEAD", "OPTIONS"):
         return name if answer.status >= 500 and answer.status not in _EXCUSED else None
+    if len(answer.body) > _LARGEST:
+        return f"{name} with more than {_LARGEST} bytes"
     text = answer.body.decode("utf-8", "replace")
     if answer.status >= 400 and not text.startswith('{"status":'):
         try:
