@@ -405,8 +405,7 @@ def render(figures: Figures, seed: int) -> str:
     lines += [f"  {count:>8}  {status}" for status, count in figures.statuses.most_common()]
     if figures.endings:
         lines.append(f"Triton ended by itself {figures.endings} times")
-    longest = max((took for took, _, _ in figures.turns), default=0.0)
-    lines.append(f"longest turn of the loop: {longest * 1000:.0f} ms; longer than 50: {figures.long_turns}")
+    lines.append(f"turns of the loop longer than {_LONGEST_TURN * 1000:.0f} ms: {figures.long_turns}")
     for took, what, alone in figures.turns:
         told = ", ".join(f"--only {number}: {seconds * 1000:.0f} ms" for number, seconds in alone.items())
         lines.append(f"  {took * 1000:.0f} ms  {told or 'no request by itself'}  {what[:150]}")

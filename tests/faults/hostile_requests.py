@@ -287,9 +287,9 @@ class _Maker:
         elif kind == 4:
             del holder[key]
         elif kind == 5:
-            holder[key] = chance.choice(([old], {"a": old}, [old, old], str(old)[:1000], [old] * 30))
+            holder[key] = chance.choice(([old], {"a": old}, [old, old], str(old)[:1000], [old] * min(30, _most(old))))
         elif kind == 6 and isinstance(old, list):
-            holder[key] = old * int(10 ** chance.uniform(0, 3.3))
+            holder[key] = old * min(int(10 ** chance.uniform(0, 3.3)), _most(old))
         elif isinstance(holder, dict):
             holder[chance.choice(("id", "type", "text", "content", "role", "name", "unheard_of"))] = self.value()
         else:
@@ -659,6 +659,11 @@ def _places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     for key, inner in islice(pairs, 8 if path else 50):
         yield *path, key
         yield from _places(inner, (*path, key))
+
+
+def _most(value: Any) -> int:
+    """Return how many times *value* may stand in a body: what changes multiply has no other bound."""
+    return 1 + _MOST_BYTES // len(_json(value))
 
 
 def _json(value: Any) -> bytes:
