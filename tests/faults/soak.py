@@ -30,7 +30,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -65,6 +65,15 @@ _EXCUSED_AMONG_SEVERAL = {**_EXCUSED, "Triton": ("upstream_disconnected",)}
 _QUIET_SECONDS = 3.0
 
 
+class Failure(NamedTuple):
+    """A request that failed: how, with what was said of it and the request's id, and when it began and ended."""
+
+    outcome: str
+    said: str
+    began: float
+    ended: float
+
+
 @dataclass
 class Figures:
     """What became of the requests."""
@@ -72,7 +81,7 @@ class Figures:
     outcomes: Counter[str] = field(default_factory=Counter)
     # Each with its beginning and its end
     faults: list[tuple[str, float, float]] = field(default_factory=list)
-    failures: list[tuple[str, float, float]] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
     # How Triton ended when nobody had ended it, with what it had written last
     endings: list[tuple[str, str]] = field(default_factory=list)
     # What was answered instead, with when it was asked and answered
@@ -85,17 +94,26 @@ class Figures:
     memory: tuple[int, int] = (0, 0)
 
     @property
-    def unexplained(self) -> Counter[str]:
+    def unexplained(self) -> Sequence[Failure]:
         """What failed at a time when nothing was done to Triton and it ran, or in a way that no fault explains."""
-        return Counter(outcome for outcome, began, ended in self.failures if not self._excused(outcome, began, ended))
+        return [failure for failure in self.failures if not self._excused(failure)]
 
-    def _excused(self, outcome: str, began: float, ended: float) -> bool:
+    def _excused(self, failure: Failure) -> bool:
         return any(
-            outcome.endswith(self.excused[name.partition(" ")[0]])
-            and began < last + _AFTERMATH_SECONDS
-            and first - _NOTICE_SECONDS < ended
+            failure.outcome.endswith(self.excused[name.partition(" ")[0]])
+            and failure.began < last + _AFTERMATH_SECONDS
+            and first - _NOTICE_SECONDS < failure.ended
             for name, first, last in self.faults
         )
+
+    def near(self, began: float, ended: float) -> str:
+        """Return the faults about that time."""
+        found = ", ".join(
+            f"{name} {began - first:+.1f} to {ended - last:+.1f} s"
+            for name, first, last in self.faults
+            if began < last + _AFTERMATH_SECONDS and first - _AFTERMATH_SECONDS < ended
+        )
+        return found or "at a quiet time"
 
     @property
     def passed(self) -> bool:
@@ -167,11 +185,18 @@ class Soak:
                 outcome = await kind(session)
             except (TimeoutError, aiohttp.ClientError) as error:
                 outcome = f"broken: {type(error).__name__}"
+            said = outcome.said if isinstance(outcome, _Refusal) else ""
+            if said and kind in (self._stream, self._leave, self._embed):
+                outcome = self._lost(outcome)
             self.figures.outcomes[outcome] += 1
             if outcome == "answered":
                 self.figures.whole.append(time.monotonic() - began)
             elif outcome not in ("left", "refused as it should be"):
-                self.figures.failures.append((outcome, began, time.monotonic()))
+                self.figures.failures.append(Failure(outcome, said, began, time.monotonic()))
+
+    def _lost(self, outcome: str) -> str:
+        """Return *outcome* as that of an answer which had not begun, and which another Triton could have given."""
+        return f"{outcome} before it had begun" if len(self._tritons) > 1 else outcome
 
     def _prompt(self, **orders: Any) -> str:
         return steered(text=WORDS, delay_ms=self._chance.choice([0, 2, 10]), **orders)
@@ -187,7 +212,8 @@ class Soak:
                     return self._judged(request, text == WORDS, text, began)
                 chunk = json.loads(event)
                 if "error" in chunk:
-                    return f"event {chunk['error']['code']}"
+                    outcome = f"event {chunk['error']['code']}"
+                    return outcome if text else self._lost(outcome)
                 if not text:
                     self.figures.first.append(time.monotonic() - began)
                 text += chunk["choices"][0]["text"]
@@ -371,8 +397,17 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
             yield line[len(b"data: ") :].decode().strip()
 
 
+class _Refusal(str):
+    """A status and a code, with what was said."""
+
+    said: str
+
+
 async def _failure(response: aiohttp.ClientResponse) -> str:
-    return f"{response.status} {(await response.json())['error']['code']}"
+    error = (await response.json())["error"]
+    refusal = _Refusal(f"{response.status} {error['code']}")
+    refusal.said = f"{error['message']} [{response.headers['x-request-id']}]"
+    return refusal
 
 
 def render(figures: Figures, clients: int) -> str:
@@ -384,14 +419,14 @@ def render(figures: Figures, clients: int) -> str:
     if figures.endings:
         lines.append(f"ended by itself: {', '.join(how for how, _ in figures.endings)}")
     for what, began, ended in figures.wrong:
-        near = ", ".join(
-            f"{name} {began - first:+.1f} to {ended - last:+.1f} s"
-            for name, first, last in figures.faults
-            if began < last + _AFTERMATH_SECONDS and first - _AFTERMATH_SECONDS < ended
-        )
-        lines.append(f"wrong: {what} ({near or 'at a quiet time'})")
-    failed = ", ".join(f"{name}: {count}" for name, count in figures.unexplained.items()) or "none"
+        lines.append(f"wrong: {what} ({figures.near(began, ended)})")
+    unexplained = Counter(failure.outcome for failure in figures.unexplained)
+    failed = ", ".join(f"{name}: {count}" for name, count in unexplained.items()) or "none"
     lines.append(f"failed for no such reason: {failed}")
+    lines += [
+        f"  {failure.outcome}: {failure.said} ({figures.near(failure.began, failure.ended)})"
+        for failure in figures.unexplained
+    ]
     for name, times in (("first token of a stream", figures.first), ("whole answer", figures.whole)):
         ordered = sorted(times)
         p50, p99 = (ordered[int((len(ordered) - 1) * share)] * 1000 if ordered else 0.0 for share in (0.5, 0.99))
@@ -532,8 +567,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures = asyncio.run(soak.run())
         log.close()
         complaints = [line for line in service.complaints() if not _expected(line)]
+        ids = [failure.said.rpartition("[")[2].rstrip("]") for failure in figures.unexplained if failure.said]
+        about = [line for line in service.log_lines() if any(id in line for id in ids)]
     print(render(figures, options.clients))
-    for line in complaints:
+    for line in [*complaints, *about]:
         print(line, file=sys.stderr)
     for how, tail in figures.endings:
         print(f"\nTriton ended by itself, {how}. The end of its log:\n{tail}", file=sys.stderr)

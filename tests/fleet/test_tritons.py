@@ -307,6 +307,7 @@ async def test_models_are_loaded_and_unloaded_everywhere(three: dict[str, One]) 
         assert (await post("load", "?endpoint=d"))[1]["error"]["param"] == "endpoint"
         status, answer = await post("load")
         assert (status, answer["id"]) == (200, "text_embedding")
+        assert answer["endpoints"] == dict.fromkeys(NAMES, "ready")
         assert having() == {"a", "b", "c"}
         assert (await post("unload"))[0] == 200
         assert having() == set()
@@ -337,6 +338,14 @@ async def test_a_request_goes_to_the_variant_that_takes_it(three: dict[str, One]
             answers = [await proxy.post(COMPLETIONS, body("vllm_model", "Hello")) for _ in range(12)]
             assert {answer.status for answer in answers} == {200}
             assert three["c"].asked("vllm_model") > asked
+            # Nor is what waits at one way of it lost with its only Triton.
+            pid = three["c"].server.pid
+            assert pid is not None
+            os.killpg(pid, signal.SIGSTOP)
+            waiting = [asyncio.create_task(stream(proxy, body("vllm_model", "Hello"))) for _ in range(12)]
+            await until(lambda: leases(proxy)["c"] >= 2)
+            os.killpg(pid, signal.SIGKILL)
+            assert all(map(complete, await asyncio.gather(*waiting)))
     finally:
         config.write_text(before)
         await asyncio.to_thread(three["c"].server.stop)

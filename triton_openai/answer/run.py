@@ -26,8 +26,8 @@ from triton_openai.prompts.tokenizer import Tokenizer, count_pieces
 from triton_openai.tasks import Background
 from triton_openai.telemetry.request_record import Upstream
 from triton_openai.triton.client import Heard, Receiver, ResponseStream, SingleAnswer, gather
-from triton_openai.triton.fleet import Lease, Route
-from triton_openai.triton.status import cut_off_error, failed_midway_error, no_answer_error
+from triton_openai.triton.fleet import Lease, Route, lost_error
+from triton_openai.triton.status import failed_midway_error, no_answer_error
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
 _log = structlog.get_logger(__name__)
@@ -103,7 +103,7 @@ class Run:
         self._stream: ResponseStream | None = None
         self._lease: Lease | None = None
         # The Tritons that have got the request.
-        self._tried: list[str] = []
+        self._tried = sender.route.tried()
         self._decoder: Decoder = adapter.decoder(generation)
         self._logits: LogitsReader | None = None
         self._pipeline = Pipeline(adapter.capabilities, generation, tokenizer, self.progress)
@@ -181,7 +181,7 @@ class Run:
 
     def _lose(self, final: bool) -> None:
         """Take it that the Triton has stopped answering; what cannot go elsewhere waits or, if it is *final*, ends."""
-        error = cut_off_error("Triton has stopped answering, or is off the list")
+        error = lost_error()
         if not self.over and not self._begin_again(error) and final:
             self._abort(error)
 

@@ -23,6 +23,7 @@ from triton_openai.generation import AnswerState
 from triton_openai.jobs import Speech, SynthesisJob, Voice
 from triton_openai.models.served import ServedModel
 from triton_openai.triton.client import SingleAnswer
+from triton_openai.triton.fleet import lost_error
 from triton_openai.triton.status import failed_midway_error, no_answer_error
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
@@ -107,15 +108,41 @@ class _Answers:
         self._error: Exception | None = None
         self._wakeup: asyncio.Future[None] | None = None
         self._paused = self._came = False
-        self._model = request.model
-        self._lease = sender.route.lease()
-        self._call = sender.upstream.call(request, self._lease)
-        sent, client = self._call.__enter__(), self._lease.client
+        self._sender, self._request = sender, request
+        self._tried = sender.route.tried()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Send the request to a Triton that has not had it. Raises :class:`ServiceError`."""
+        self._lease = lease = self._sender.route.lease(self._tried)
+        self._tried.append(lease.endpoint)
+        lease.lost = self._lose if lease.counted else None
+        self._call = self._sender.upstream.call(self._request, lease)
+        sent, client = self._call.__enter__(), lease.client
         try:
             self._stream = client.stream(sent, self) if sent.stream else SingleAnswer(client, sent, self)
         except BaseException as error:
-            self._finish(error)
+            self._leave(error)
             raise
+
+    def _begin_again(self, error: Exception | None) -> bool:
+        """Send the request, which failed by *error*, to another Triton, and return ``False`` if it may not go on."""
+        if error is None or self._came or not self._sender.route.again(self._lease, error, self._tried):
+            return False
+        self._stream.close(silent=True)
+        self._leave(error)
+        try:
+            self._begin()
+        except ServiceError:
+            return False
+        return True
+
+    def _lose(self, final: bool) -> None:
+        error = lost_error()
+        if not self.over and not self._begin_again(error) and final:
+            self._stream.close(silent=True)
+            self._finish(error)
+            self._wake()
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
         self._came = True
@@ -130,6 +157,8 @@ class _Answers:
             error = no_answer_error(self._model)
         if isinstance(error, InvalidRequest) and self._came:
             error = failed_midway_error(error)
+        if self._begin_again(error):
+            return
         self._finish(error)
         self._wake()
         if error is None:
@@ -139,8 +168,11 @@ class _Answers:
         """End the call, once."""
         if not self.over:
             self.over, self._error = True, error if isinstance(error, Exception) else None
-            self._lease.close(self._error, answered=self._came)
-            self._call.__exit__(None if error is None else type(error), error, None)
+            self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        self._lease.close(error if isinstance(error, Exception) else None, answered=self._came)
+        self._call.__exit__(None if error is None else type(error), error, None)
 
     def _wake(self) -> None:
         if self._wakeup is not None and not self._wakeup.done():

@@ -45,7 +45,7 @@ class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
 
     ``max_model_len``, vLLM's extension that many clients read, is there where the operator or the model's files give
     it. A LoRA adapter has ``root``, its own name, and ``parent``, the model that it belongs to, as in vLLM. The answer
-    to a load has ``served`` and, if that is false, the ``reason``.
+    to a load has ``served`` and, if that is false, the ``reason``; of several Tritons, also the state at each.
     """
 
     id: str
@@ -57,6 +57,7 @@ class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | msgspec.UnsetType = msgspec.UNSET
     served: bool | msgspec.UnsetType = msgspec.UNSET
     reason: str | msgspec.UnsetType = msgspec.UNSET
+    endpoints: Mapping[str, str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class AgentModel(msgspec.Struct, kw_only=True):
@@ -184,7 +185,12 @@ async def load(request: web.Request) -> web.Response:
     name, _ = await _named(request, LoadRequest)
     name, problem = await service.control.load(name, endpoint=request.query.get("endpoint"))
     reason = msgspec.UNSET if problem is None else public_reason(problem) or "it cannot be served"
-    return json_response(msgspec.structs.replace(describe(service.models, name), served=problem is None, reason=reason))
+    found = msgspec.structs.replace(describe(service.models, name), served=problem is None, reason=reason)
+    if service.fleet.listed:
+        every = service.fleet.members.values()
+        states = {each.name: "ready" if name in each.targets else "not ready" for each in every}
+        found = msgspec.structs.replace(found, endpoints=states)
+    return json_response(found)
 
 
 async def unload(request: web.Request) -> web.Response:

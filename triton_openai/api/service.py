@@ -48,7 +48,7 @@ from triton_openai.prompts.truncation import Truncation
 from triton_openai.serving.admission import Admission
 from triton_openai.tasks import Background, Room
 from triton_openai.telemetry.request_record import OBSERVERS, RECORD, TOKENIZE, RequestRecord
-from triton_openai.triton.fleet import Fleet, Route
+from triton_openai.triton.fleet import Fleet, Route, Tried
 
 # The accounts of seconds of audio: no key has such a name.
 _AUDIO = "audio\n"
@@ -239,16 +239,20 @@ class RequestContext(Generic[_Body]):
     limits: TimeLimits
     #: The id of the conversation, or of the response with which a chain began, that the request goes on from.
     conversation: str | None = None
+    #: The Tritons that have failed for the request, where it goes on with another variant of the model.
+    tried: Tried | None = None
 
     def about(self, body: _Other) -> RequestContext[_Other]:
         """Return the context with another *body*."""
-        return RequestContext(self.request, self.service, body, self.model, self.record, self.limits, self.conversation)
+        context: RequestContext[Any] = replace(self)
+        context.body = body
+        return context
 
     def sender(self) -> Sender:
         """Return what sends the work for the request to Triton; of several Tritons, the way is recorded from now on."""
         fleet, model = self.service.fleet, self.model
         key, lora = self._key() if fleet.several else None, "" if model.lora is None else model.lora.name
-        route = Route(fleet, model.triton_model, among=model.endpoints, key=key, lora=lora)
+        route = Route(fleet, model.triton_model, among=model.endpoints, key=key, lora=lora, before=self.tried)
         if fleet.listed:
             self.record.route = route
         return Sender(route, self.record.upstream, self.service.background)
@@ -297,10 +301,10 @@ class RequestContext(Generic[_Body]):
                 self.limits = self.limits.after(self.record.queued_seconds)
             try:
                 return await answer(self)
-            except InvalidRequest as refusal:
-                for model in self._others(refusal):
+            except ServiceError as failure:
+                for other in self._others(failure):
                     with contextlib.suppress(InvalidRequest):
-                        return await answer(replace(self, model=model))
+                        return await answer(other)
                 raise
         except PromptRefused as error:
             error.param = error.param or param
@@ -309,12 +313,17 @@ class RequestContext(Generic[_Body]):
             if runs:
                 admission.leave(triton_model, task)
 
-    def _others(self, refusal: InvalidRequest) -> Iterator[ServedModel]:
+    def _others(self, failure: ServiceError) -> Iterator[RequestContext[_Body]]:
         """Yield the other ways in which the model may take a request, by the most usual one first."""
-        if self.model.text_level is not None and isinstance(refusal, UnsupportedParameter):
-            yield self.model.on_text_level("its engine does not take the request")
-        for variant in self.model.variants:
-            yield self.model.variant_at(next(iter(variant.endpoints)))
+        if self.model.text_level is not None and isinstance(failure, UnsupportedParameter):
+            yield replace(self, model=self.model.on_text_level("its engine does not take the request"))
+        tried = self.record.route.left if isinstance(self.record.route, Route) else None
+        if tried is not None or isinstance(failure, InvalidRequest):
+            fleet, name = self.service.fleet, self.model.triton_model
+            for variant in self.model.variants:
+                at = next((endpoint for endpoint in variant.endpoints if fleet.takes(name, endpoint)), None)
+                if at is not None:
+                    yield replace(self, model=self.model.variant_at(at), tried=tried)
 
 
 def job_not_taken_error(app: web.Application, model: ServedModel, job: JobType) -> InvalidRequest:

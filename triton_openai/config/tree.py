@@ -195,8 +195,8 @@ class FailoverSettings(_Group, frozen=True):
     """When a request that has failed before its first token goes to another Triton."""
 
     #: The Tritons that a request may reach; 1 turns failover off.
-    attempts: Annotated[int, Meta(ge=1, le=16)] = 2
-    #: The part of the requests of ten seconds that may be sent again; three always may.
+    attempts: Annotated[int, Meta(ge=1, le=16)] = 3
+    #: The part of the requests of ten seconds that may be sent again; three always may, and what no model has got.
     budget: Annotated[float, Meta(ge=0, le=1)] = 0.2
     #: Whether a request whose first token takes too long is cancelled and sent again.
     on_timeout: bool = False

@@ -36,6 +36,7 @@ from triton_openai.triton.connection import OPEN_ACCESS
 from triton_openai.triton.discovery import Discovery
 from triton_openai.triton.endpoint import Endpoint
 from triton_openai.triton.routing import Pool, RetryBudget, Target
+from triton_openai.triton.status import cut_off_error
 from triton_openai.triton.tensors import InferRequest
 
 _log = structlog.get_logger(__name__)
@@ -129,6 +130,15 @@ class Member:
         return sum(target.ejected_until is not None for target in self.targets.values()) >= _EJECTED_MODELS
 
 
+class Tried(list[str]):
+    """The names of the Tritons that a request has been sent to, those of another variant included: *before*."""
+
+    def __init__(self, before: Tried | None = None) -> None:
+        super().__init__(before or ())
+        #: Whether one of them lost its connection in mid-work, which may be the request's own fault.
+        self.lost = before is not None and before.lost
+
+
 class Lease:
     """A Triton for one request. Whoever has it says how the request ended: :meth:`close`."""
 
@@ -177,6 +187,7 @@ class Route:
 
     *among* are the names of those that have the wanted variant of the model, all if empty. *key* is what should stay at
     one Triton; without one, the beginning of the prompt and the *lora* adapter may be it. *at* names the only one.
+    *before* are those of another variant that the request has been sent to.
     """
 
     def __init__(
@@ -188,9 +199,11 @@ class Route:
         key: str | None = None,
         lora: str = "",
         at: str | None = None,
+        before: Tried | None = None,
     ) -> None:
         self._fleet = fleet
         self.model = model
+        self._before = before
         self._among = among
         self._key = None if key is None else key.encode("utf-8", "surrogatepass")
         self._lora = lora
@@ -199,6 +212,12 @@ class Route:
         #: The Triton that got the request last, and how many have.
         self.endpoint: str | None = None
         self.attempts = 0
+        #: What a request has tried that may go on to a Triton with another variant, which only its sender can ask.
+        self.left: Tried | None = None
+
+    def tried(self) -> Tried:
+        """Return where a request begins."""
+        return Tried(self._before)
 
     def lease(self, tried: Collection[str] = (), *, prompt: str | None = None) -> Lease:
         """
@@ -224,33 +243,53 @@ class Route:
         """What the Triton that got the request last is called, if it is one of several."""
         return self.endpoint if self._fleet.listed else None
 
-    def again(self, lease: Lease, error: Exception, tried: Collection[str]) -> bool:
+    def again(self, lease: Lease, error: Exception, tried: Tried) -> bool:
         """
         Return whether a request that got nothing at *lease*, but *error*, may go on to another one than *tried*.
 
         Ask before the lease is closed.
         """
-        return self._at is None and self._fleet.again(lease, error, tried, among=self._among)
+        if self._at is not None or not self._fleet.again(lease, error, tried):
+            return False
+        if self._fleet.has(self.model, self._among, tried):
+            return True
+        self.left = tried
+        return False
 
     async def ask(self, work: Callable[[Lease], Awaitable[_T]]) -> _T:
         """Return what *work* returns for a Triton, for another one where one fails. Raises :class:`ServiceError`."""
-        tried: list[str] = []
-        while True:
-            lease = self.lease(tried)
-            tried.append(lease.endpoint)
-            try:
+        return await self._ask(work, self.tried())
+
+    async def _ask(self, work: Callable[[Lease], Awaitable[_T]], tried: Tried) -> _T:
+        lease = self.lease(tried)
+        tried.append(lease.endpoint)
+        again = False
+
+        def lose(final: bool) -> None:
+            nonlocal again
+            again = again or self.again(lease, lost_error(), tried)
+            if (again or final) and not limit.expired():
+                limit.reschedule(-math.inf)
+
+        try:
+            async with asyncio.timeout(None) as limit:
+                lease.lost = lose if lease.counted else None
                 result = await work(lease)
-            except ServiceError as error:
-                again = self.again(lease, error, tried)
+        except BaseException as failure:
+            error = lost_error() if isinstance(failure, TimeoutError) and limit.expired() else failure
+            if isinstance(error, ServiceError):
+                again = again or self.again(lease, error, tried)
                 lease.close(error)
-                if not again:
-                    raise
-            except BaseException:
-                lease.close(answered=False)
-                raise
             else:
-                lease.close()
-                return result
+                lease.close(answered=False)
+            if error is not failure and not again:
+                raise error from None
+            if not again:
+                raise
+        else:
+            lease.close()
+            return result
+        return await self._ask(work, tried)
 
 
 class Fleet:
@@ -436,6 +475,8 @@ class Fleet:
                 target = Target(member.name, member.settings.weight, since=since)
             member.targets[model] = target
         member.doubted.clear()
+        # At once, however long the merge takes: what fails fast would get every request until then.
+        self._update_pools(was.keys() - member.targets.keys())
         await self._merge(was.keys() | member.targets.keys())
         if lost and self.several:
             # It has not answered a simple question: what has no token yet is better off elsewhere.
@@ -551,7 +592,7 @@ class Fleet:
         else:
             pool = self._pools.get(model)
             if among and pool is not None:
-                avoid = {*avoid, *(one.endpoint for one in pool.candidates if one.endpoint not in among)}
+                avoid = {*avoid, *(one.endpoint for one in pool.active if one.endpoint not in among)}
             target = None if pool is None else pool.choose(time.monotonic(), key=key, avoid=avoid)
             member = None if target is None else self.members.get(target.endpoint)
         if member is None or target is None:
@@ -611,33 +652,42 @@ class Fleet:
             assert isinstance(error, ServiceError)
             self._eject(member, lease.model, target, error)
         if not_there(error) and target.ejected_until is None and member.targets.get(lease.model) is target:
-            # Until the next look at its models, which is now: this may have been for a moment, or it has ended.
-            member.doubted[lease.model] = member.targets.pop(lease.model)
-            self._update_pools([lease.model])
-            spawn(member.catalog.doubt(), member.probes)
+            # Until the next look at its models, which is now: this may have been for a moment, or it has ended. The
+            # last one stays: it may answer the next request, and nobody else does.
+            if self.has(lease.model, (), [member.name]):
+                member.doubted[lease.model] = member.targets.pop(lease.model)
+                self._update_pools([lease.model])
+                spawn(member.catalog.doubt(), member.probes)
+            else:
+                spawn(member.catalog.refresh_on_miss(), member.probes)
 
-    def again(self, lease: Lease, error: Exception, tried: Collection[str], *, among: Collection[str]) -> bool:
+    def has(self, model: str, among: Collection[str], tried: Collection[str]) -> bool:
+        """Return whether a Triton *among* those that have *model*, all if empty, is left beside those *tried*."""
+        pool = self._pools.get(model)
+        active = [] if pool is None else [one.endpoint for one in pool.active if one.endpoint not in tried]
+        return any(not among or name in among for name in active)
+
+    def again(self, lease: Lease, error: Exception, tried: Tried) -> bool:
         """
         Return whether a request that got nothing at *lease*, but *error*, may go to another Triton.
 
-        *tried* are those that it has reached. Of one whose connection was lost in mid-work, only one other Triton may
-        bear the risk that the request is what ended the first.
+        *tried* are those that it has been sent to. Of one whose connection was lost in mid-work, only one other Triton
+        may bear the risk that the request is what ended the first. What no model has got costs nothing that it would
+        not have cost at the other one in the first place: it needs no budget.
         """
         settings = self._settings.failover
-        if not self.several or len(tried) >= settings.attempts or not _passes(error, settings.on_timeout):
+        if not self.listed or len(tried) >= settings.attempts or not _passes(error, settings.on_timeout):
             return False
-        if len(tried) > 1 and isinstance(error, ServiceError) and error.code == "upstream_disconnected":
+        lost = isinstance(error, ServiceError) and error.code == "upstream_disconnected"
+        if (lost and tried.lost) or not self.has(lease.model, (), tried):
             return False
-        pool = self._pools.get(lease.model)
-        others = [] if pool is None else [one.endpoint for one in pool.candidates if one.endpoint not in tried]
-        if not [name for name in others if not among or name in among]:
-            return False
-        now, lost = time.monotonic(), getattr(error, "code", "") in ("upstream_disconnected", "upstream_unavailable")
-        if not (lost and lease.member.forgives(now)) and not self._budget.spend(now):
+        now = time.monotonic()
+        if not (not_there(error) or (lost and lease.member.forgives(now)) or self._budget.spend(now)):
             _log.warning("a request is not sent again: too many were", model=lease.model)
             if self._observer is not None:
                 self._observer.budget_exhausted()
             return False
+        tried.lost = tried.lost or lost
         if self._observer is not None:
             self._observer.failed_over(lease.model, error.code if isinstance(error, ServiceError) else "error")
         return True
@@ -730,6 +780,11 @@ def not_there(error: Exception | None) -> bool:
     return isinstance(error, ModelNotFound) or (
         isinstance(error, UpstreamUnavailable) and not isinstance(error, ModelUnloading)
     )
+
+
+def lost_error() -> ServiceError:
+    """Return the error of a request whose Triton is not waited for any more."""
+    return cut_off_error("Triton has stopped answering, or is off the list")
 
 
 def _passes(error: Exception, on_timeout: bool) -> bool:

@@ -92,6 +92,8 @@ class Pool:
         #: Requests that one target runs at most, as long as another one has room.
         self.most_running = math.inf
         self._counted: Collection[Target] = frozenset()
+        #: The targets that take requests, those included that are ejected.
+        self.active: Sequence[Target] = ()
         self._candidates: Sequence[Target] = ()
         #: Requests of all targets that have not ended.
         self.running = 0
@@ -104,14 +106,14 @@ class Pool:
 
     @property
     def candidates(self) -> Sequence[Target]:
-        """The targets that take requests."""
+        """The targets that take requests now."""
         return self._candidates
 
     def update(self, targets: Sequence[Target], *, ejected: Collection[str] = ()) -> None:
         """Take *targets* as they are now; *ejected* are Tritons that are ejected for all models."""
         self.targets, self._counted = targets, frozenset(targets)
         self.running = sum(target.running for target in targets)
-        active = [target for target in targets if target.weight > 0]
+        active = self.active = [target for target in targets if target.weight > 0]
         sound = [target for target in active if target.ejected_until is None and target.endpoint not in ejected]
         self.panics = bool(active) and len(active) - len(sound) > self.max_ejected * len(active)
         self._candidates = active if self.panics else sound
@@ -135,15 +137,16 @@ class Pool:
         Return the target for a request, ``None`` if there is none.
 
         *key* is what should stay at one Triton, for the policy ``affinity``; without one the request goes to where the
-        fewest run. *avoid* are names of Tritons that have failed for it. Where all have as much as they may, one gets
-        more: what fails over, and further answers to a prompt, do not wait.
+        fewest run. *avoid* are names of Tritons that have failed for it: where no other one is left, an ejected one is
+        better than none. Where all have as much as they may, one gets more: what fails over, and further answers to a
+        prompt, do not wait.
         """
 
         def fits(target: Target) -> bool:
             return target.running < self.most_running and target.endpoint not in avoid
 
-        if len(self._candidates) == 1:
-            return self._candidates[0] if self._candidates[0].endpoint not in avoid else None
+        if len(self._candidates) == 1 and self._candidates[0].endpoint not in avoid:
+            return self._candidates[0]
         found: Target | None = None
         if self.policy == "round_robin":
             found = self._next(fits)
@@ -153,8 +156,11 @@ class Pool:
             two = [one for one in (self._sample(now), self._sample(now)) if one is not None and fits(one)]
             found = min(two, key=lambda target: target.running / target.share(now), default=None)
         # Few, or those that were looked at do not fit: that is seldom, and then all are looked at.
-        rest = [] if found else [one for one in self._candidates if one.endpoint not in avoid]
-        return found or self._least([one for one in rest if fits(one)] or rest, now)
+        if found is not None:
+            return found
+        rest = [one for one in self._candidates if one.endpoint not in avoid]
+        rest = rest or [one for one in self.active if one.endpoint not in avoid]
+        return self._least([one for one in rest if fits(one)] or rest, now)
 
     def _least(self, targets: Sequence[Target], now: float) -> Target | None:
         """Return the target with the fewest requests for its weight, of equal ones at random by their weights."""

@@ -90,11 +90,13 @@ RULES = (
         errors.UpstreamTimeout, "The request waited too long in the model's queue.",
         r"Request timeout expired", retry_after=1,
     ),
-    _rule(errors.ModelNotFound, "{model}", r"Request for unknown model|has no available versions"),
     _rule(
         errors.UpstreamUnavailable, "The model is not available at the moment.",
-        r"is not ready|Stub process .* is not healthy|unhealthy|shutting down|EngineCore encountered", retry_after=2,
+        r"is not (?:at )?ready|Server (?:not ready|is stopping)|Stub process .* is not healthy|unhealthy|shutting down"
+        r"|EngineCore encountered",
+        retry_after=2,
     ),
+    _rule(errors.ModelNotFound, "{model}", r"Request for unknown model|has no available versions"),
     # Its model repository.
     _rule(
         errors.NotImplementedUpstream,

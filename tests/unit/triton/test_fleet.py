@@ -27,7 +27,7 @@ from triton_openai.errors import (
 )
 from triton_openai.triton.catalog import Snapshot, kind_of, merge
 from triton_openai.triton.client import IndexEntry, gather
-from triton_openai.triton.fleet import Fleet, Route
+from triton_openai.triton.fleet import Fleet, Route, Tried
 from triton_openai.triton.status import classify, cut_off_error
 from triton_openai.triton.tensors import EnsembleStep, InferRequest, ModelConfig
 
@@ -39,9 +39,12 @@ class Triton(FakeClient):
         super().__init__(*models)
         self.failure = None
         self.asked_for = []
+        self.hangs = None
 
     async def infer(self, request):
         self.asked_for.append(request.model)
+        if self.hangs is not None:
+            await self.hangs.wait()
         if self.failure is not None:
             raise self.failure
         return self
@@ -116,6 +119,12 @@ async def asked(fleet):
     """Ask the model for an answer."""
     request = InferRequest(model="m", id="1", inputs=())
     return await Route(fleet, "m").ask(lambda lease: gather(lease.client, request))
+
+
+def tried(*names):
+    found = Tried()
+    found.extend(names)
+    return found
 
 
 async def test_models_of_all_are_served(fleets):
@@ -352,11 +361,11 @@ async def test_what_a_triton_takes_with_it_may_go_elsewhere(fleets):
     leases = [fleet.lease("m", at="a") for _ in range(30)]
     gone = []
     for lease in leases:
-        gone.append(fleet.again(lease, cut_off_error("reset"), ["a"], among=()))
+        gone.append(fleet.again(lease, cut_off_error("reset"), tried("a")))
         lease.close(cut_off_error("reset"))
     assert gone == [True] * 30
     later = fleet.lease("m", at="a")
-    assert [fleet.again(later, cut_off_error("reset"), ["a"], among=()) for _ in range(4)] == [True, True, True, False]
+    assert [fleet.again(later, cut_off_error("reset"), tried("a")) for _ in range(4)] == [True, True, True, False]
     later.close(cut_off_error("reset"))
 
 
@@ -455,7 +464,7 @@ async def test_other_settings_hold_at_once(fleets):
     turns = [fleet.lease("m").endpoint for _ in range(6)]
     assert turns == turns[:3] * 2
     lease = fleet.lease("m", at="a")
-    assert not fleet.again(lease, cut_off_error("reset"), ["a"], among=())
+    assert not fleet.again(lease, cut_off_error("reset"), tried("a"))
     lease.close(UpstreamError("The model failed."))
     assert {fleet.lease("m").endpoint for _ in range(9)} == {"b", "c"}
 
@@ -475,7 +484,7 @@ async def test_requests_to_one_of_several_variants_count_for_the_budget(fleets):
     fleet = await fleets(tritons={name: Triton("m") for name in "abc"}, failover=FailoverSettings(budget=1.0))
     leases = [fleet.lease("m", among=("a", "b")) for _ in range(10)]
     error = Overloaded("full")
-    assert all(fleet.again(lease, error, [lease.endpoint], among=("a", "b")) for lease in leases)
+    assert all(fleet.again(lease, error, tried(lease.endpoint)) for lease in leases)
 
 
 async def test_a_further_answer_goes_elsewhere_when_its_triton_has_gone(fleets):
@@ -572,3 +581,126 @@ async def test_whoever_waits_for_the_first_look_need_not_wait_for_one_that_leave
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await fleet.close()
+
+
+async def test_a_triton_that_has_gone_is_not_chosen_while_its_loss_is_told(fleets):
+    """However long that takes: it fails fast, and so it would get every request."""
+    a, b = Triton("m"), Triton("m")
+    fleet = await fleets(tritons={"a": a, "b": b})
+    told, go_on = asyncio.Event(), asyncio.Event()
+
+    async def changed(snapshot):
+        told.set()
+        await go_on.wait()
+
+    fleet.watch(changed=changed)
+    b.error = UpstreamUnavailable("gone")
+    # Another change is being told of.
+    a.index.append(IndexEntry(name="new", version="1", state="LOADING"))
+    first = asyncio.create_task(fleet.members["a"].catalog.refresh())
+    await told.wait()
+    second = asyncio.create_task(fleet.members["b"].catalog.refresh())
+    await until(lambda: not fleet.members["b"].snapshot.reachable)
+    held = [fleet.lease("m") for _ in range(9)]
+    assert {lease.endpoint for lease in held} == {"a"}
+    go_on.set()
+    await asyncio.gather(first, second)
+
+
+async def test_what_reached_no_model_needs_no_budget(fleets):
+    """However few requests there are: at another Triton it costs what it would have cost there in the first place."""
+    fleet = await fleets(tritons={name: Triton("m") for name in "abc"}, failover=FailoverSettings(budget=0.0))
+    for error in (UpstreamUnavailable("refused"), classify("Request for unknown model: 'm' is not found", "m")):
+        lease = fleet.lease("m", at="a")
+        assert all(fleet.again(lease, error, tried("a")) for _ in range(9))
+    lease = fleet.lease("m", at="a")
+    assert [fleet.again(lease, Overloaded("full"), tried("a")) for _ in range(4)] == [True, True, True, False]
+
+
+async def test_the_last_triton_is_not_doubted(fleets):
+    """Of one that fails for a moment while there is no other, the next request gets an answer."""
+    a, b = Triton("m"), Triton("m")
+    fleet = await fleets(tritons={"a": a, "b": b})
+    a.error = UpstreamUnavailable("gone")
+    await fleet.refresh()
+    looks = b.index_calls
+    fleet.lease("m").close(UpstreamUnavailable("for a moment"))
+    assert fleet.lease("m").endpoint == "b"
+    await until(lambda: b.index_calls > looks)
+
+
+async def test_where_no_other_is_left_an_ejected_triton_gets_the_request(fleets):
+    """It may answer, and nobody else does; what has no token yet is not given up before."""
+    a, b = Triton("m"), Triton("m")
+    fleet = await fleets(tritons={"a": a, "b": b})
+    for _ in range(5):
+        fleet.lease("m", at="a").close(UpstreamError("The model failed."))
+    b.failure = UpstreamUnavailable("gone")
+    assert await asked(fleet) == (a,)
+
+
+async def test_a_refusal_is_no_loss(fleets):
+    """A request that one Triton refuses and another one loses goes to a third; what two have lost does not."""
+    for failures, answered in (("rl", True), ("lr", True), ("ll", False)):
+        tritons = {name: Triton("m") for name in "abc"}
+        fleet = await fleets(tritons=tritons, routing=RoutingSettings(policy="round_robin"))
+        for triton, failure in zip(tritons.values(), failures, strict=False):
+            triton.failure = UpstreamUnavailable("refused") if failure == "r" else cut_off_error("reset")
+        if answered:
+            assert await asked(fleet) == (tritons["c"],)
+        else:
+            with pytest.raises(UpstreamError, match="lost"):
+                await asked(fleet)
+            assert not tritons["c"].asked_for
+
+
+async def test_a_whole_answer_is_asked_for_elsewhere_when_its_triton_is_lost(fleets):
+    """Such as an embedding: its Triton hangs, or is off the list and its time is over."""
+    for final in (False, True):
+        a, b = Triton("m"), Triton("m")
+        fleet = await fleets(tritons={"a": a, "b": b}, grace=0.0)
+        busy = fleet.lease("m", at="b")
+        a.hangs = asyncio.Event()
+        answer = asyncio.create_task(asked(fleet))
+        await until(lambda triton=a: triton.asked_for)
+        busy.close()
+        if final:
+            await fleet._apply([EndpointSettings(name="b", url=("http://b:8000",))])
+        else:
+            a.error = UpstreamTimeout("frozen")
+            await fleet.refresh()
+        assert await answer == (b,)
+        assert fleet._observer.running.total() == 0
+
+
+async def test_a_whole_answer_of_the_last_triton_is_waited_for(fleets):
+    """While there is no other one, its Triton may still send it; once that is off the list, it has its time."""
+    a = Triton("m")
+    fleet = await fleets(tritons={"a": a, "b": Triton("n")}, grace=0.0)
+    a.hangs = asyncio.Event()
+    answer = asyncio.create_task(asked(fleet))
+    await until(lambda: a.asked_for)
+    a.error = UpstreamTimeout("frozen")
+    await fleet.refresh()
+    assert not answer.done()
+    await fleet._apply([EndpointSettings(name="b", url=("http://b:8000",))])
+    with pytest.raises(UpstreamError, match="lost"):
+        await answer
+
+
+async def test_a_request_may_go_on_with_another_variant(fleets):
+    """Its route says what it has tried, for whoever can ask for another variant; it counts as one request."""
+    fleet = await fleets(tritons={name: Triton("m") for name in "abc"})
+    route = Route(fleet, "m", among=("a",))
+    with pytest.raises(UpstreamError, match="lost"):
+        await route.ask(lambda lease: _fail(cut_off_error("reset")))
+    assert route.left == ["a"]
+    onward = Route(fleet, "m", among=("b", "c"), before=route.left)
+    with pytest.raises(UpstreamError, match="lost"):
+        await onward.ask(lambda lease: _fail(cut_off_error("reset")))
+    # Two have lost it.
+    assert (onward.attempts, onward.left) == (2, None)
+
+
+async def _fail(error):
+    raise error
