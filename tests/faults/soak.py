@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from tests.clients.service import steered, until
-from tests.faults.surroundings import MEBIBYTE, QUICK, WORDS, Level, Watched, watched
+from tests.faults.surroundings import MEBIBYTE, PATIENT, QUICK, WORDS, Level, Watched, watched
 from tests.programs import find
 from tests.store_fixture import Server, running_redis
 from tests.triton_fixture import frozen
@@ -378,8 +378,10 @@ class Soak:
         self._triton.start()
 
     def _freeze(self) -> None:
+        # Several are found to be frozen by the time that their lists take, which is ten seconds.
+        longest = 4 if len(self._tritons) == 1 else 16
         with frozen(self._triton):
-            time.sleep(self._chance.uniform(0.5, 4))
+            time.sleep(self._chance.uniform(0.5, longest))
 
     def _unload(self) -> None:
         for verb in ("unload", "load"):
@@ -558,7 +560,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flags += ["--responses-store", store.url]
         log = opened.enter_context(contextlib.closing(Log(folder, folder / "service.log")))
         # What the collector frees in an hour is much, and no leak.
-        settings = {**QUICK, "request_timeout": 10}
+        settings = {**QUICK, "request_timeout": 10} if len(tritons) == 1 else PATIENT
         started = watched(folder, *flags, triton=settings, strict=False, stderr=log.pipe)
         service = opened.enter_context(started)
         until(lambda: service.status("/health/ready") == 200)

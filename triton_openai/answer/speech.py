@@ -154,7 +154,7 @@ class _Answers:
 
     def end(self, error: Exception | None) -> None:
         if error is None and not self._came:
-            error = no_answer_error(self._model)
+            error = no_answer_error(self._request.model)
         if isinstance(error, InvalidRequest) and self._came:
             error = failed_midway_error(error)
         if self._begin_again(error):

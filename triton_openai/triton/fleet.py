@@ -136,7 +136,7 @@ class Tried(list[str]):
     def __init__(self, before: Tried | None = None) -> None:
         super().__init__(before or ())
         #: Whether one of them lost its connection in mid-work, which may be the request's own fault.
-        self.lost = before is not None and before.lost
+        self.lost: bool = before is not None and before.lost
 
 
 class Lease:
@@ -263,7 +263,7 @@ class Route:
     async def _ask(self, work: Callable[[Lease], Awaitable[_T]], tried: Tried) -> _T:
         lease = self.lease(tried)
         tried.append(lease.endpoint)
-        again = False
+        again, limit = False, asyncio.timeout(None)
 
         def lose(final: bool) -> None:
             nonlocal again
@@ -272,7 +272,7 @@ class Route:
                 limit.reschedule(-math.inf)
 
         try:
-            async with asyncio.timeout(None) as limit:
+            async with limit:
                 lease.lost = lose if lease.counted else None
                 result = await work(lease)
         except BaseException as failure:

@@ -12,16 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from tests.unit.triton.test_catalog import FakeClient
 from triton_openai.adapters._common.base import Synthesis
 from triton_openai.answer.run import Sender
 from triton_openai.answer.speech import _Answers, _length, longest_piece, pieces
 from triton_openai.config.tree import TritonSettings
-from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout
+from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout, UpstreamUnavailable
 from triton_openai.jobs import Voice
 from triton_openai.tasks import Background
 from triton_openai.telemetry.request_record import Destination, Request, Upstream
 from triton_openai.triton.client import Receiver, TritonClient
 from triton_openai.triton.fleet import Fleet, Route
+from triton_openai.triton.status import cut_off_error
 from triton_openai.triton.tensors import InferRequest, JsonResponse
 
 SENTENCES = [
@@ -186,3 +188,41 @@ async def test_silence() -> None:
         await answers.next(0.001)
     assert "close silently" in stream.calls
     answers.close()
+
+
+class Speaker(FakeClient):
+    """A Triton that notes who waits for its answers."""
+
+    def __init__(self) -> None:
+        super().__init__("tts")
+        self.receivers: list[Receiver] = []
+
+    def stream(self, request: InferRequest, receiver: Receiver) -> Any:
+        """Note the receiver."""
+        self.receivers.append(receiver)
+        return FakeStream()
+
+
+async def test_a_text_goes_to_another_triton_before_its_first_part() -> None:
+    """It is not lost with its Triton; what has begun is."""
+    tritons = {name: Speaker() for name in "abc"}
+    settings = TritonSettings(endpoints=tuple(f"{name}=http://{name}:8000" for name in tritons))
+    fleet = Fleet(settings, connect=lambda each: cast(TritonClient, tritons[each.name or ""]))
+    await fleet.refresh()
+    sender = Sender(Route(fleet, "tts"), Upstream(), Background())
+    answers = _Answers(sender, InferRequest(model="tts", id="1", inputs=(), stream=True), lambda: None)
+    (first,) = (one for one in tritons.values() if one.receivers)
+    first.receivers[0].end(UpstreamUnavailable("refused"))
+    (second,) = (one for one in tritons.values() if one.receivers and one is not first)
+    second.error = UpstreamTimeout("frozen")
+    await fleet.refresh()
+    (third,) = (one for one in tritons.values() if one.receivers and one not in (first, second))
+    part: Any = JsonResponse({})
+    third.receivers[0].receive([part])
+    assert part is await answers.next(1)
+    third.receivers[0].end(cut_off_error("reset"))
+    with pytest.raises(UpstreamError, match="lost"):
+        await answers.next(1)
+    assert not any(member.leases for member in fleet.members.values())
+    answers.close()
+    await fleet.close()
