@@ -322,6 +322,10 @@ class UpstreamUnavailable(UpstreamError, status=503, code="upstream_unavailable"
     """Triton, or the model, cannot be reached or is not ready."""
 
 
+class ModelCrashed(UpstreamUnavailable):
+    """The model's process, or its engine, has ended, and perhaps by this request."""
+
+
 class ModelUnloading(UpstreamUnavailable, code="model_unloading"):
     """The model is being unloaded: new requests are refused, and running ones may finish until a deadline."""
 

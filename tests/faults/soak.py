@@ -186,7 +186,7 @@ class Soak:
             except (TimeoutError, aiohttp.ClientError) as error:
                 outcome = f"broken: {type(error).__name__}"
             said = outcome.said if isinstance(outcome, _Refusal) else ""
-            if said and kind in (self._stream, self._leave, self._embed):
+            if said and kind in (self._stream, self._embed):
                 outcome = self._lost(outcome)
             self.figures.outcomes[outcome] += 1
             if outcome == "answered":

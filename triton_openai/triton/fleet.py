@@ -21,6 +21,7 @@ from triton_openai.config.addresses import endpoints
 from triton_openai.config.tree import EndpointSettings, Policy, TritonAccess, TritonSettings
 from triton_openai.errors import (
     ConfigurationError,
+    ModelCrashed,
     ModelNotFound,
     ModelUnloading,
     Overloaded,
@@ -671,18 +672,18 @@ class Fleet:
         """
         Return whether a request that got nothing at *lease*, but *error*, may go to another Triton.
 
-        *tried* are those that it has been sent to. Of one whose connection was lost in mid-work, only one other Triton
-        may bear the risk that the request is what ended the first. What no model has got costs nothing that it would
-        not have cost at the other one in the first place: it needs no budget.
+        *tried* are those that it has been sent to. Of one that ended in mid-work, only one other Triton may bear the
+        risk that the request is what ended the first. What no model has got costs nothing that it would not have cost
+        at the other one in the first place: it needs no budget.
         """
         settings = self._settings.failover
         if not self.listed or len(tried) >= settings.attempts or not _passes(error, settings.on_timeout):
             return False
-        lost = isinstance(error, ServiceError) and error.code == "upstream_disconnected"
+        lost = isinstance(error, ModelCrashed) or getattr(error, "code", "") == "upstream_disconnected"
         if (lost and tried.lost) or not self.has(lease.model, (), tried):
             return False
         now = time.monotonic()
-        if not (not_there(error) or (lost and lease.member.forgives(now)) or self._budget.spend(now)):
+        if not (lease.member.forgives(now) if lost else not_there(error)) and not self._budget.spend(now):
             _log.warning("a request is not sent again: too many were", model=lease.model)
             if self._observer is not None:
                 self._observer.budget_exhausted()

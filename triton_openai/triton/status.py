@@ -92,8 +92,12 @@ RULES = (
     ),
     _rule(
         errors.UpstreamUnavailable, "The model is not available at the moment.",
-        r"is not (?:at )?ready|Server (?:not ready|is stopping)|Stub process .* is not healthy|unhealthy|shutting down"
-        r"|EngineCore encountered",
+        r"is not (?:at )?ready|Server (?:not ready|is stopping)|shutting down", retry_after=2,
+    ),
+    _rule(
+        errors.ModelCrashed, "The model is not available at the moment.",
+        # The last of the Python backend, whose process has ended before it could say more.
+        r"Stub process .* is not healthy|unhealthy|EngineCore encountered|Failed to retrieve the response error",
         retry_after=2,
     ),
     _rule(errors.ModelNotFound, "{model}", r"Request for unknown model|has no available versions"),

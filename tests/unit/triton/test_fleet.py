@@ -224,7 +224,8 @@ async def test_what_a_model_refused_goes_nowhere_else(fleets, failure):
 
 async def test_attempts_are_bounded_and_no_request_kills_three(fleets):
     """A request reaches as many Tritons as the settings allow, and two at most if it may be what ends them."""
-    for failure, reached in ((UpstreamUnavailable("away"), 3), (cut_off_error("reset"), 2)):
+    crashed = classify("Stub process 'm_0_0' is not healthy.", "m")
+    for failure, reached in ((UpstreamUnavailable("away"), 3), (cut_off_error("reset"), 2), (crashed, 2)):
         tritons = {name: Triton("m") for name in "abcd"}
         fleet = await fleets(tritons=tritons, failover=FailoverSettings(attempts=3))
         for triton in tritons.values():

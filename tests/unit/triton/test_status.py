@@ -14,6 +14,7 @@ from triton_openai.errors import (
     ContextLengthExceeded,
     InvalidRequest,
     LoraNotLoaded,
+    ModelCrashed,
     ModelNotFound,
     NotImplementedUpstream,
     Overloaded,
@@ -74,7 +75,8 @@ TEXTS: list[tuple[str, type[ServiceError], str]] = [
     ("Request for unknown model: 'm' version 1 is not at ready state", UpstreamUnavailable, "not available"),
     ("Server not ready", UpstreamUnavailable, "not available"),
     ("[request id: a] Server is stopping, scheduler for model has stopped accepting new inference requests", UpstreamUnavailable, "not available"),
-    ("Stub process 'm_0_0' is not healthy.", UpstreamUnavailable, "not available"),
+    ("Stub process 'm_0_0' is not healthy.", ModelCrashed, "not available"),
+    ("in ensemble 'ensemble', Failed to retrieve the response error.", ModelCrashed, "not available"),
     ("ModelInfer RPC doesn't support models with decoupled transaction policy", NotImplementedUpstream, "does not stream"),
     ("HTTP end point doesn't support models with decoupled transaction policy", NotImplementedUpstream, "does not stream"),
     ("generate expects model to produce exactly 1 response, use generate stream for model that generates various number of"
@@ -162,8 +164,8 @@ TEXTS: list[tuple[str, type[ServiceError], str]] = [
     (TRACEBACK.format(error=f"c_python_backend_utils.TritonModelException: {LORA_GONE}"), LoraNotLoaded, "LoRA adapter"),
     ("PEFT Cache is full. Could not store taskId=7", Overloaded, "no room"),
     ("Cache is full. There are no done tasks to evict", Overloaded, "no room"),
-    ("Model is unavailable due to unhealthy vLLM engine", UpstreamUnavailable, "not available"),
-    (f"{STREAM}EngineCore encountered an issue. See stack trace (above) for the root cause.", UpstreamUnavailable, "not available"),
+    ("Model is unavailable due to unhealthy vLLM engine", ModelCrashed, "not available"),
+    (f"{STREAM}EngineCore encountered an issue. See stack trace (above) for the root cause.", ModelCrashed, "not available"),
     ("Request was cancelled", UpstreamError, "cancelled"),
     # What nobody knows.
     ("", UpstreamError, "failed to answer"),
