@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
 import msgspec
@@ -250,8 +250,10 @@ def _converted(value: Any, annotation: Any, path: _Path, origin: str, *, strict:
         wanted = f"Expected one of {', '.join(get_args(Group))}, not"
         reason = re.sub("`str` matching regex .*", lambda _: form, problem).replace("Invalid enum value", wanted)
         raise ConfigurationError(f"{origin} is not accepted: {reason[0].lower()}{reason[1:]}.")
-    if option is not None and option.choices:
-        reason = f"expected {', '.join(option.choices[:-1])} or {option.choices[-1]}"
+    kinds = (annotation, *get_args(annotation))
+    choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), option.choices if option else ())
+    if choices:
+        reason = f"expected {', '.join(choices[:-1])} or {choices[-1]}"
     else:
         reason = re.sub(r", got .*|`| \| null", "", problem).replace(" | ", " or ")
         reason = re.sub(r"\b(int|float|bool|str|array)\b", lambda word: _PLAIN_WORDS[word[0]], reason)
