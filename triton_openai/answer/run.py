@@ -103,7 +103,7 @@ class Run:
         self._stream: ResponseStream | None = None
         self._lease: Lease | None = None
         # The Tritons that have got the request.
-        self._tried = Tried()
+        self._tried: Tried
         self._decoder: Decoder = adapter.decoder(generation)
         self._logits: LogitsReader | None = None
         self._pipeline = Pipeline(adapter.capabilities, generation, tokenizer, self.progress)
