@@ -103,7 +103,7 @@ class Run:
         self._stream: ResponseStream | None = None
         self._lease: Lease | None = None
         # The Tritons that have got the request.
-        self._tried: Tried
+        self._tried = Tried()
         self._decoder: Decoder = adapter.decoder(generation)
         self._logits: LogitsReader | None = None
         self._pipeline = Pipeline(adapter.capabilities, generation, tokenizer, self.progress)
@@ -128,7 +128,8 @@ class Run:
         if not self.generation.sampling.max_tokens:
             self._finish(None)
             return
-        self._tried = self._sender.route.tried()
+        if self._sender.route.before is not None:
+            self._tried = self._sender.route.tried()
         try:
             self._begin()
         except ServiceError as error:

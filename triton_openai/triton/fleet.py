@@ -132,12 +132,15 @@ class Member:
 
 
 class Tried(list[str]):
-    """The names of the Tritons that a request has been sent to, those of another variant included: *before*."""
+    """The names of the Tritons that a request has been sent to."""
 
-    def __init__(self, before: Tried | None = None) -> None:
-        super().__init__(before or ())
-        #: Whether one of them lost its connection in mid-work, which may be the request's own fault.
-        self.lost: bool = before is not None and before.lost
+    #: Whether one of them ended in mid-work, which may be the request's own fault.
+    lost = False
+
+    def copy(self) -> Tried:
+        found = Tried(self)
+        found.lost = self.lost
+        return found
 
 
 class Lease:
@@ -204,7 +207,7 @@ class Route:
     ) -> None:
         self._fleet = fleet
         self.model = model
-        self._before = before
+        self.before = before
         self._among = among
         self._key = None if key is None else key.encode("utf-8", "surrogatepass")
         self._lora = lora
@@ -218,7 +221,7 @@ class Route:
 
     def tried(self) -> Tried:
         """Return where a request begins."""
-        return Tried(self._before)
+        return Tried() if self.before is None else self.before.copy()
 
     def lease(self, tried: Collection[str] = (), *, prompt: str | None = None) -> Lease:
         """
