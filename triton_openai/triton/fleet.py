@@ -279,17 +279,18 @@ class Route:
             async with limit:
                 lease.lost = lose if lease.counted else None
                 result = await work(lease)
-        except BaseException as failure:
-            error = lost_error() if isinstance(failure, TimeoutError) and limit.expired() else failure
-            if isinstance(error, ServiceError):
-                again = again or self.again(lease, error, tried)
-                lease.close(error)
-            else:
-                lease.close(answered=False)
-            if error is not failure and not again:
-                raise error from None
+        except ServiceError as error:
+            again = again or self.again(lease, error, tried)
+            lease.close(error)
             if not again:
                 raise
+        except BaseException as error:
+            lost = isinstance(error, TimeoutError) and limit.expired()
+            lease.close(lost_error() if lost else None, answered=False)
+            if not lost:
+                raise
+            if not again:
+                raise lost_error() from None
         else:
             lease.close()
             return result

@@ -159,7 +159,8 @@ class Pool:
         if found is not None:
             return found
         rest = [one for one in self._candidates if one.endpoint not in avoid]
-        rest = rest or [one for one in self.active if one.endpoint not in avoid]
+        if avoid and not rest:
+            rest = [one for one in self.active if one.endpoint not in avoid]
         return self._least([one for one in rest if fits(one)] or rest, now)
 
     def _least(self, targets: Sequence[Target], now: float) -> Target | None:

@@ -102,11 +102,14 @@ async def _make(
     turns = [prepared]
 
     async def answer(context: RequestContext[ChatRequest]) -> None:
-        # If the model's engine does not take it, the text-level model gets another turn.
-        turn = turns.pop() if turns else await turn_of(context, reading, made.response.id)
-        log.add(events.opening())
-        if not await made.begin():
-            raise asyncio.CancelledError
+        if turns:
+            turn = turns.pop()
+            log.add(events.opening())
+            if not await made.begin():
+                raise asyncio.CancelledError
+        else:
+            # The model's engine does not take it, or no Triton as the model is there: another way has another turn.
+            turn = await turn_of(context, reading, made.response.id)
 
         def push(choice: int, deltas: Sequence[Delta]) -> None:
             log.check_room()
