@@ -67,7 +67,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "the fewest turns that make a conversation fit": 4,
         "/v1/audio/transcriptions and /v1/audio/translations": 8,
         "above its budget": 39,
-        "several Tritons, mended": 84,
+        "several Tritons, mended": 89,
         "answers of hundreds of megabytes are not copied, texts of errors are bounded": 42,
         "server.max_running_requests_per_endpoint": 20,
         "a model is loaded and unloaded where that can be done": 9,

@@ -238,7 +238,12 @@ class Route:
                 at = self.endpoint if self._fleet.takes(self.model, self.endpoint) else None
             if key is None and policy == "affinity" and prompt is not None:
                 key = self._fleet.prefix_key(self.model, self._lora, prompt)
-        lease = self._fleet.lease(self.model, among=self._among, key=key, avoid=tried, at=at)
+        try:
+            lease = self._fleet.lease(self.model, among=self._among, key=key, avoid=tried, at=at)
+        except UpstreamUnavailable:
+            if self._at is None and self._fleet.has(self.model, (), tried):
+                self.left = self.tried()
+            raise
         self._prompt, self.endpoint, self.attempts = prompt, lease.endpoint, max(self.attempts, len(tried) + 1)
         return lease
 

@@ -703,5 +703,23 @@ async def test_a_request_may_go_on_with_another_variant(fleets):
     assert (onward.attempts, onward.left) == (2, None)
 
 
+async def test_a_variant_without_a_triton_leaves_its_requests_to_the_others(fleets):
+    """Its last Triton may go after a request has been read for it."""
+    a, b = Triton("m"), Triton("m")
+    fleet = await fleets(tritons={"a": a, "b": b})
+    route = Route(fleet, "m", among=("a",))
+    a.error = UpstreamUnavailable("stops")
+    await fleet.refresh()
+    with pytest.raises(UpstreamUnavailable):
+        route.lease()
+    assert route.left == []
+    b.error = a.error
+    await fleet.refresh()
+    route.left = None
+    with pytest.raises(UpstreamUnavailable):
+        route.lease()
+    assert route.left is None
+
+
 async def _fail(error):
     raise error
