@@ -21,7 +21,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "the fewest turns that make a conversation fit": 97,
         "a chain is read at one moment": 21,
         "a conversation stays at its Triton": 3,
-        "what no Triton of one variant answers, one of another does": 10,
+        "what no Triton of one variant answers, one of another does": 11,
         "a load tells the model's state at each Triton": 6,
         "stored chat completions": 167,
         "a response whose parent is deleted while it is made": 3,
