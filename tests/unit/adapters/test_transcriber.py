@@ -168,15 +168,67 @@ def test_wrong_settings(inputs, outputs, interface, audio, said):
         adapter(config(inputs, outputs), interface, **audio)
 
 
-def test_sequences():
-    """A streaming model, and an ensemble with one, is not served: it would take one request for a whole recording."""
-    step = EnsembleStep(model="encoder", input_map={}, output_map={})
-    streaming = config(WAV, sequences=True)
-    for model in (streaming, config(WAV, steps=(step,))):
-        with pytest.raises(ConfigurationError, match="sequence_batching"):
-            Transcriber.described(model, {"m": model, "encoder": streaming}, None)
-    assert "transcriber" == Transcriber.described(config(WAV, steps=(step,)), {"encoder": config(WAV)}, None).name
-    assert read_model_config({"name": "m", "sequence_batching": {}}).sequences
+FEATURES = {"frame_length_ms": "25", "frame_shift_ms": "10", "sample_rate": "8000", "decode_chunk_size": "16"}
+
+
+@every_case(
+    "outputs, parameters, audio, expected",
+    [
+        # The public configs: sherpa's streaming zipformer, WeNet's and FunASR's.
+        (("x FP32 [83,80]", "x_lens INT64 [1]"), FEATURES, {}, (8000, 6800, 5120)),
+        (("speech FP16 [67,80]", "speech_lengths INT32 [1]"), {"chunk_size_s": "0.64"}, {}, (16_000, 10_960, 10_240)),
+        (("speech FP32 [61,80]",), {"chunk_size_s": "0.6"}, {}, (16_000, 10_080, 9600)),
+        (("x FP32 [83,80]",), FEATURES, {"sample_rate": 16_000}, (16_000, 13_600, 10_240)),
+        (("x FP32 [20,80]",), FEATURES, {}, (8000, 5120, 5120)),
+        (("x FP32 [-1,80]",), FEATURES, {"part_seconds": 0.5}, (8000, 4000, 4000)),
+        (("x FP32 [1]",), {}, {"part_seconds": 0.5}, (16_000, 8000, 8000)),
+    ],
+)
+def test_sequences(outputs, parameters, audio, expected):
+    """A streaming model gets a recording in parts that are as long as its code for features, or the settings, say."""
+    features = config(("wav FP32 [-1]",), outputs, sequences="UINT64", parameters=parameters)
+    step = EnsembleStep(model="features", input_map={}, output_map={})
+    model = config(WAV, steps=(step,))
+    interface = TensorMapping(audio=AudioFormat(**audio)) if audio else None
+    found = Transcriber.described(model, {"features": features}, interface)
+    rate, first, further = expected
+    recognition = found.capabilities.recognition
+    assert recognition is not None
+    assert (rate, True) == (recognition.sample_rate, found.capabilities.streaming)
+    samples = np.arange(1, 3 * further + 2, dtype="<f4")
+    for length, count in ((1, 1), (further, 1), (further + 1, 2), (3 * further + 1, 4), (0, 1)):
+        (request,) = found.encode(TranscriptionJob(id="a", samples=samples[:length].tobytes()))
+        parts = [request, *request.following]
+        sent = [{tensor.name: tensor.values for tensor in part.inputs} for part in parts]
+        lengths = [first, *[further] * (count - 1)]
+        assert lengths == [value for each in sent for value in each["WAV_LENS"]], length
+        whole = np.frombuffer(b"".join(each["WAV"] for each in sent), "<f4")
+        assert [len(whole), 0] == [sum(lengths), np.count_nonzero(whole[length:])]
+        assert np.array_equal(samples[:length], whole[:length])
+        flags = [(part.parameters["sequence_start"], part.parameters["sequence_end"]) for part in parts]
+        assert [(place == 0, place == count - 1) for place in range(count)] == flags
+        assert 1 == len({part.parameters["sequence_id"] for part in parts})
+
+
+def test_ids_of_sequences():
+    """They differ, and have the type that every step takes."""
+    for types, most in ((("UINT64", "UINT64"), 2**63), (("UINT64", "INT32"), 2**31), (("BYTES", "BYTES"), 0)):
+        steps = {f"step{place}": config(WAV, sequences=each) for place, each in enumerate(types)}
+        model = config(WAV, steps=tuple(EnsembleStep(model=name, input_map={}, output_map={}) for name in steps))
+        found = Transcriber.described(model, steps, TensorMapping(audio=AudioFormat(part_seconds=0.5)))
+        ids = [found.encode(JOB)[0].parameters["sequence_id"] for _ in range(100)]
+        assert len(ids) == len(set(ids))
+        assert all(isinstance(each, int) and 0 < each < most for each in ids) if most else {str} == set(map(type, ids))
+
+
+def test_sequences_that_are_not_served():
+    """Without the length of a part, or decoupled, a streaming model is refused, and the error says what to do."""
+    for fields, said in (({}, "audio.part_seconds"), ({"decoupled": True}, "decoupled")):
+        with pytest.raises(ConfigurationError, match=said):
+            adapter(config(WAV, sequences="UINT64", **fields))
+    control = {"name": "CORRID", "control": [{"kind": "CONTROL_SEQUENCE_CORRID", "data_type": "TYPE_STRING"}]}
+    for batching, ids in (({}, "UINT64"), ({"control_input": [{"name": "START"}, control]}, "BYTES")):
+        assert ids == read_model_config({"name": "m", "sequence_batching": batching}).sequences
     assert not read_model_config({"name": "m", "dynamic_batching": {}}).sequences
 
 
@@ -235,6 +287,12 @@ def test_texts_of_an_answer():
     )
     assert "ab" == adapter(config(WAV, decoupled=True), described).decode(JOB, responses).text
     assert "" == known.decode(JOB, [JsonResponse({})]).text
+    # Sherpa's code for transducers gives words, or the characters of a language without blanks.
+    for elements, text in (
+        (["never", "tried"], "never tried"),
+        (["\u4f60", "\u597d", "ok", "ok"], "\u4f60\u597dok ok"),
+    ):
+        assert text == known.decode(JOB, [JsonResponse({"TRANSCRIPTS": elements})]).text
 
 
 def test_segments_that_cannot_be_read():
