@@ -61,7 +61,6 @@ _PADDED = 10.0
 _ENGINE = "whisper"
 _TAG = re.compile(r"<\|([^|<>]*)\|>")
 _LOUDEST_PCM = 32_767
-_SHORT_IDS = frozenset({"INT32", "UINT32"})
 
 
 def _known(config: ModelConfig) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
@@ -169,7 +168,6 @@ class Transcriber(tensors.DescribedAdapter):
         """Return the rate, and the samples of the first and of each further request, if a recording is a sequence."""
         steps = (self.config, *(self.repository.get(step.model, self.config) for step in self.config.steps))
         found = [one for one in steps if one.sequences]
-        self._id_types = {one.sequences for one in found}
         if not found:
             return audio.sample_rate or 16_000, None
         what = f"The model '{self.config.name}' takes a recording as a sequence of requests (sequence_batching)"
@@ -218,15 +216,13 @@ class Transcriber(tensors.DescribedAdapter):
         ends = range(first, first + max(length, 1), further)
         # Silence that counts: a first part that is short would be refused, and the end is seen with what follows.
         samples = np.pad(samples, (0, ends[-1] - length))
-        # Nobody else's sequence has the same.
-        number = 1 + secrets.randbits(30 if self._id_types & _SHORT_IDS else 62)
-        name = {"sequence_id": str(number) if "BYTES" in self._id_types else number}
+        # Nobody else's sequence has the same, nor of a model that takes 32 bits, which Triton cuts it to.
+        number = 1 + secrets.randbits(62)
         parts = []
         for end in ends:
             part = samples[0 if end == first else end - further : end]
-            flags = {"sequence_start": end == first, "sequence_end": end == ends[-1]}
-            request = self._request(job, part, len(part))
-            parts.append(replace(request, parameters={**name, **flags}))
+            told = {"sequence_id": number, "sequence_start": end == first, "sequence_end": end == ends[-1]}
+            parts.append(replace(self._request(job, part, len(part)), parameters=told))
         return [replace(parts[0], following=tuple(parts[1:]))]
 
     def _request(self, job: TranscriptionJob, samples: Any, length: int) -> InferRequest:

@@ -279,11 +279,11 @@ async def test_recordings_as_sequences(services: dict[str, Proxy], recognizers: 
                 assert " ".join(words) == answer.json["text"], model
                 *deltas, _ = events(await send(proxy, wav(speak(SENTENCE)), model=model, stream="true"))
                 assert (TEXT, True) == ("".join(each["delta"] for each in deltas), len(deltas) > 2)
-    long = await send(services["grpc"], encoded(speak([*SENTENCE] * 45), RATE, "FLAC"), model="transducer")
-    assert " ".join([*SENTENCE] * 45) == long.json["text"]
+    long = await send(services["grpc"], encoded(speak([*SENTENCE] * 24), RATE, "FLAC"), model="transducer")
+    assert " ".join([*SENTENCE] * 24) == long.json["text"]
     for step in steps:
         sequences = {key: found for key, found in parts(recognizers, step).items() if key not in before[step]}
-        assert len(sequences) == 8 + 3 * (step != "dictating"), step
+        assert len(sequences) == 8 + 2 * (step != "dictating"), step
         for found in sequences.values():
             assert [(place == 0, place == len(found) - 1) for place in range(len(found))] == found
     # Three seconds, of which the first request has one part and what the encoder sees behind it.

@@ -181,7 +181,7 @@ RECOGNIZERS: Mapping[str, Builder] = {
     "zipformer": _of_speech("WAV FP16 [-1], WAV_LENS? INT32 [1]", _TRANSCRIPTS, batch=1, elements="words"),
     "transducer": (_transducer, ()),
     "dictating": (
-        partial(_stateful, contract=Contract(["SPEECH INT16 [-1]"], ["TEXT STRING [1]"]), ids="STRING", batch=0),
+        partial(_stateful, contract=Contract(["SPEECH INT16 [-1]"], ["TEXT STRING [1]"]), ids="INT32", batch=0),
         (),
     ),
     "chatting": (

@@ -73,8 +73,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[EnsembleStep, ...] = ()
     #: Those of the dynamic batcher's queue; 0 where it has none.
     priority_levels: int = 0
-    #: The type of the ids of sequences, if requests belong to those: the backend keeps their state.
-    sequences: str = ""
+    #: Whether requests belong to sequences, whose state the backend keeps.
+    sequences: bool = False
     #: That of the Triton that has the model ("2.53.0"), empty if unknown.
     server_version: str = ""
 
@@ -404,18 +404,12 @@ def read_model_config(config: Any) -> ModelConfig:
                 for step in config.get("ensemble_scheduling", {}).get("step", ())
             ],
             "priority_levels": config.get("dynamic_batching", {}).get("priority_levels", 0),
-            "sequences": _sequence_ids(config["sequence_batching"]) if "sequence_batching" in config else "",
+            "sequences": "sequence_batching" in config,
         }
         # Not strict: protobuf's JSON form writes int64 as text, Triton's own writes numbers.
         return msgspec.convert(found, ModelConfig, strict=False)
     except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise UpstreamError("Triton sent a model configuration that cannot be read.", detail=str(error)) from error
-
-
-def _sequence_ids(batching: Mapping[str, Any]) -> str:
-    controls = [control for each in batching.get("control_input", ()) for control in each.get("control", ())]
-    types = [each.get("data_type", "") for each in controls if each.get("kind") == "CONTROL_SEQUENCE_CORRID"]
-    return _datatype(next(iter(types), "TYPE_UINT64"))
 
 
 def _specs(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -16,9 +16,13 @@ import triton_python_backend_utils as pb
 
 from . import settings
 from .tensors import Recorder, array, scalar, strings
-from .tones import hear
+from .tones import RATE, hear
 
 _MEL = 80
+# Samples of silence that end a word.
+_MARGIN = 640
+# Inputs whose values fill a record.
+_AUDIO = ("wav", "x", "samples", "SPEECH")
 
 
 class TritonPythonModel:
@@ -30,8 +34,8 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         self._recorder = Recorder(loaded.record, loaded.name)
         self._output = config["output"][0]["name"]
-        # By sequence: the samples, and how many of their words have been told.
-        self._states: dict[Any, tuple[np.ndarray, int]] = {}
+        # By sequence: the words that have ended, the samples behind them, and how many words have been told.
+        self._states: dict[Any, tuple[list[str], np.ndarray, int]] = {}
         if self._output == "x":
             told = {name: int(value["string_value"]) for name, value in config["parameters"].items()}
             rate = told["sample_rate"]
@@ -46,12 +50,12 @@ class TritonPythonModel:
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
-        self._recorder.request(request)
+        self._recorder.request(request, but=_AUDIO)
         sequence = scalar(request, "CORRID")
         start, ready, end = (bool(scalar(request, name)) for name in ("START", "READY", "END"))
         try:
             if start:
-                self._states[sequence] = (np.zeros(0, np.float32), 0)
+                self._states[sequence] = ([], np.zeros(0, np.float32), 0)
             if not ready or sequence not in self._states:
                 raise ValueError(f"the sequence {sequence!r} has not begun")
             tensors = self._features(request, first=start) if self._output == "x" else self._heard(request, sequence)
@@ -71,13 +75,16 @@ class TritonPythonModel:
         return {"x": frames, "x_lens": np.array([[self._window]], np.int64), "samples": samples}
 
     def _heard(self, request: Any, sequence: Any) -> dict[str, Any]:
-        before, told = self._states[sequence]
+        ended, before, told = self._states[sequence]
         of_steps = self._output == "OUTPUT0"
         new = array(request, "samples").reshape(-1) if of_steps else array(request, "SPEECH") / 32768
         samples = np.concatenate([before, new])
-        words = [word for _, _, word in hear(samples)]
+        heard = hear(samples)
+        words = [*ended, *(word for _, _, word in heard)]
         if "fail" in words:
             raise ValueError("the recognizer has failed")
-        self._states[sequence] = (samples, len(words))
+        passed = [(round(end * RATE), word) for _, end, word in heard if round(end * RATE) < len(samples) - _MARGIN]
+        rest = samples[passed[-1][0] :] if passed else samples
+        self._states[sequence] = ([*ended, *(word for _, word in passed)], rest, len(words))
         texts = words if of_steps else ["".join(f" {word}" for word in words[told:])]
         return {self._output: strings(texts)}

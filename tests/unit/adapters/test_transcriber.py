@@ -176,17 +176,17 @@ FEATURES = {"frame_length_ms": "25", "frame_shift_ms": "10", "sample_rate": "800
     [
         # The public configs: sherpa's streaming zipformer, WeNet's and FunASR's.
         (("x FP32 [83,80]", "x_lens INT64 [1]"), FEATURES, {}, (8000, 6800, 5120)),
-        (("speech FP16 [67,80]", "speech_lengths INT32 [1]"), {"chunk_size_s": "0.64"}, {}, (16_000, 10_960, 10_240)),
+        (("speech FP16 [67,80]", "speech_lengths INT32 [1]"), {"chunk_size_s": "0.64"}, {}, (16_000, 11_040, 10_240)),
         (("speech FP32 [61,80]",), {"chunk_size_s": "0.6"}, {}, (16_000, 10_080, 9600)),
         (("x FP32 [83,80]",), FEATURES, {"sample_rate": 16_000}, (16_000, 13_600, 10_240)),
         (("x FP32 [20,80]",), FEATURES, {}, (8000, 5120, 5120)),
-        (("x FP32 [-1,80]",), FEATURES, {"part_seconds": 0.5}, (8000, 4000, 4000)),
+        (("x FP32 [-1,80]",), FEATURES, {"part_seconds": 0.5}, (16_000, 8000, 8000)),
         (("x FP32 [1]",), {}, {"part_seconds": 0.5}, (16_000, 8000, 8000)),
     ],
 )
 def test_sequences(outputs, parameters, audio, expected):
     """A streaming model gets a recording in parts that are as long as its code for features, or the settings, say."""
-    features = config(("wav FP32 [-1]",), outputs, sequences="UINT64", parameters=parameters)
+    features = config(("wav FP32 [-1]",), outputs, sequences=True, parameters=parameters)
     step = EnsembleStep(model="features", input_map={}, output_map={})
     model = config(WAV, steps=(step,))
     interface = TensorMapping(audio=AudioFormat(**audio)) if audio else None
@@ -207,28 +207,16 @@ def test_sequences(outputs, parameters, audio, expected):
         assert np.array_equal(samples[:length], whole[:length])
         flags = [(part.parameters["sequence_start"], part.parameters["sequence_end"]) for part in parts]
         assert [(place == 0, place == count - 1) for place in range(count)] == flags
-        assert 1 == len({part.parameters["sequence_id"] for part in parts})
-
-
-def test_ids_of_sequences():
-    """They differ, and have the type that every step takes."""
-    for types, most in ((("UINT64", "UINT64"), 2**63), (("UINT64", "INT32"), 2**31), (("BYTES", "BYTES"), 0)):
-        steps = {f"step{place}": config(WAV, sequences=each) for place, each in enumerate(types)}
-        model = config(WAV, steps=tuple(EnsembleStep(model=name, input_map={}, output_map={}) for name in steps))
-        found = Transcriber.described(model, steps, TensorMapping(audio=AudioFormat(part_seconds=0.5)))
-        ids = [found.encode(JOB)[0].parameters["sequence_id"] for _ in range(100)]
-        assert len(ids) == len(set(ids))
-        assert all(isinstance(each, int) and 0 < each < most for each in ids) if most else {str} == set(map(type, ids))
+        (number,) = {part.parameters["sequence_id"] for part in parts}
+        assert number != found.encode(JOB)[0].parameters["sequence_id"]
 
 
 def test_sequences_that_are_not_served():
     """Without the length of a part, or decoupled, a streaming model is refused, and the error says what to do."""
     for fields, said in (({}, "audio.part_seconds"), ({"decoupled": True}, "decoupled")):
         with pytest.raises(ConfigurationError, match=said):
-            adapter(config(WAV, sequences="UINT64", **fields))
-    control = {"name": "CORRID", "control": [{"kind": "CONTROL_SEQUENCE_CORRID", "data_type": "TYPE_STRING"}]}
-    for batching, ids in (({}, "UINT64"), ({"control_input": [{"name": "START"}, control]}, "BYTES")):
-        assert ids == read_model_config({"name": "m", "sequence_batching": batching}).sequences
+            adapter(config(WAV, sequences=True, **fields))
+    assert read_model_config({"name": "m", "sequence_batching": {}}).sequences
     assert not read_model_config({"name": "m", "dynamic_batching": {}}).sequences
 
 
