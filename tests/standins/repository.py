@@ -137,7 +137,7 @@ _FRAMES = {"frame_length_ms": "25", "frame_shift_ms": "10", "sample_rate": "1600
 
 
 def _stateful(
-    site: Site, name: str, contract: Contract, ids: str = "UINT64", batch: int = 8, **parameters: str
+    site: Site, name: str, contract: Contract, *, ids: str = "UINT64", batch: int = 8, parameters: Any = None
 ) -> None:
     config = render(name, contract, backend="python", max_batch_size=batch, instances=1, parameters=parameters)
     site.write(name, config + _SEQUENCES.replace("UINT64", ids), "transducing")
@@ -146,7 +146,7 @@ def _stateful(
 def _transducer(site: Site, name: str) -> None:
     inputs, sent = ["WAV FP32 [-1]", "WAV_LENS INT32 [1]"], ["x FP32 [51,80]", "x_lens INT64 [1]", "samples FP32 [-1]"]
     features = Contract(["wav FP32 [-1]", "wav_lens INT32 [1]"], sent)
-    _stateful(site, f"{name}_features", features, **_FRAMES)
+    _stateful(site, f"{name}_features", features, parameters=_FRAMES)
     _stateful(site, f"{name}_scorer", Contract(sent, ["OUTPUT0 STRING [1]"]))
     names = [each.split()[0] for each in sent]
     steps = [

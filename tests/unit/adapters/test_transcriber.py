@@ -199,7 +199,7 @@ def test_sequences(outputs, parameters, audio, expected):
     for length, count in ((1, 1), (further, 1), (further + 1, 2), (3 * further + 1, 4), (0, 1)):
         (request,) = found.encode(TranscriptionJob(id="a", samples=samples[:length].tobytes()))
         parts = [request, *request.following]
-        sent = [{tensor.name: tensor.values for tensor in part.inputs} for part in parts]
+        sent: list[dict[str, Any]] = [{tensor.name: tensor.values for tensor in part.inputs} for part in parts]
         lengths = [first, *[further] * (count - 1)]
         assert lengths == [value for each in sent for value in each["WAV_LENS"]], length
         whole = np.frombuffer(b"".join(each["WAV"] for each in sent), "<f4")
@@ -213,9 +213,9 @@ def test_sequences(outputs, parameters, audio, expected):
 
 def test_sequences_that_are_not_served():
     """Without the length of a part, or decoupled, a streaming model is refused, and the error says what to do."""
-    for fields, said in (({}, "audio.part_seconds"), ({"decoupled": True}, "decoupled")):
+    for decoupled, said in ((False, "audio.part_seconds"), (True, "decoupled")):
         with pytest.raises(ConfigurationError, match=said):
-            adapter(config(WAV, sequences=True, **fields))
+            adapter(config(WAV, sequences=True, decoupled=decoupled))
     assert read_model_config({"name": "m", "sequence_batching": {}}).sequences
     assert not read_model_config({"name": "m", "dynamic_batching": {}}).sequences
 
