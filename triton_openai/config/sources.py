@@ -250,8 +250,7 @@ def _converted(value: Any, annotation: Any, path: _Path, origin: str, *, strict:
         wanted = f"Expected one of {', '.join(get_args(Group))}, not"
         reason = re.sub("`str` matching regex .*", lambda _: form, problem).replace("Invalid enum value", wanted)
         raise ConfigurationError(f"{origin} is not accepted: {reason[0].lower()}{reason[1:]}.")
-    kinds = (annotation, *get_args(annotation))
-    choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), option.choices if option else ())
+    choices = next((get_args(kind) for kind in (annotation, *get_args(annotation)) if get_origin(kind) is Literal), ())
     if choices:
         reason = f"expected {', '.join(choices[:-1])} or {choices[-1]}"
     else:
