@@ -48,9 +48,10 @@ _STOP_DELAYS = (0.0, 1.0, 1.0)
 
 
 class Sender(msgspec.Struct, frozen=True):
-    """How the work for one request of a client reaches Triton: by *route*, and seen by *upstream*."""
+    """How the work for one request of a client reaches Triton."""
 
     route: Route
+    #: Sees the work.
     upstream: Upstream
     #: Where stop requests are sent, for which nobody waits.
     background: Background

@@ -35,9 +35,10 @@ _LONGEST_NAME = 512
 
 
 class ExpiresAfter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """When a file expires: so many *seconds* after it was made."""
+    """When a file expires."""
 
     anchor: Literal["created_at"]
+    #: How long after the anchor.
     seconds: Lifetime
 
 

@@ -82,11 +82,13 @@ _NEVER_RAN = {
 
 
 class Outcome(NamedTuple):
-    """The answer to a line: *body* is JSON. *error* is why there is no better one."""
+    """The answer to a line."""
 
     status: int
+    #: JSON.
     body: bytes
     request_id: str = ""
+    #: Why there is no better answer.
     error: ServiceError | None = None
     usage: BatchUsage = BatchUsage()
 

@@ -53,11 +53,12 @@ def lacking(version: int) -> Sequence[tuple[int, Sequence[str]]]:
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of *owner*, without its contents; *filename* is the client's, and no path. Times are Unix times."""
+    """A file without its contents. Times are Unix times."""
 
     id: str
     owner: str
     purpose: str
+    #: The client's, and no path.
     filename: str
     bytes: int
     created: float
@@ -66,7 +67,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchError(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with a batch, or with a *line* of its input."""
+    """What is wrong with a batch, or with a line of its input."""
 
     code: str
     message: str
@@ -159,10 +160,11 @@ class Done(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Where the result of a line stands; *part* is a generation."""
+    """Where the result of a line stands."""
 
     number: int
     state: int
+    #: A generation.
     part: int
     place: int
     length: int
