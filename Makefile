@@ -7,9 +7,9 @@ SHELL := /bin/bash
 
 PORT ?= 9000
 ARGS ?=
-# Some tests wait for other processes, so there is one more than cores, but no more than four: each has a Triton of its
-# own. PARALLEL= runs the tests one after the other.
-PROCESSES := $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) + 1 )); echo $$(( n < 4 ? n : 4 )))
+# Tests wait for other processes for half of their time, so there are two more than cores, but no more than six: each has
+# a Triton of its own, which is 0.8 GB of memory. PARALLEL= runs the tests one after the other.
+PROCESSES := $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) + 2 )); echo $$(( n < 6 ? n : 6 )))
 PARALLEL ?= --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin
