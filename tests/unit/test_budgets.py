@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 #: By room: the lines that it began with, and what has changed them since. A feature stands with the name that the
@@ -187,13 +184,19 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
 def _code(path: Path) -> int:
     """Return the lines of code in a module: no blanks, comments and docstrings."""
     text = path.read_text(encoding="utf-8")
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    lines = {line for token in tokens if token.type not in _NO_CODE for line in range(token.start[0], token.end[0] + 1)}
+    lines = {number for number, line in enumerate(text.splitlines(), 1) if line.strip()[:1] not in ("", "#")}
+    docstrings = set[int]()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
-            docstring = node.body[0]
-            lines -= set(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
-    return len(lines)
+            docstrings |= _lines(node.body[0])
+        elif isinstance(node, ast.Constant | ast.JoinedStr):
+            # A text has blank lines and such that look like comments.
+            lines |= _lines(node)
+    return len(lines - docstrings)
+
+
+def _lines(node: ast.stmt | ast.expr) -> set[int]:
+    return set(range(node.lineno, (node.end_lineno or 0) + 1))
 
 
 def _room(path: Path) -> str:
