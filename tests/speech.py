@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,20 @@ def encoded(samples: Any, rate: int, container: str, subtype: str | None = None)
     return target.getvalue()
 
 
-def muxed(samples: Any, rate: int, container: str, codec: str, *, video: bool = False, audio: bool = True) -> bytes:
-    """Return a file of FFmpeg's, with a *video* if asked for one."""
+def muxed(
+    samples: Any,
+    rate: int,
+    container: str,
+    codec: str,
+    *,
+    video: bool = False,
+    audio: bool = True,
+    options: Mapping[str, str] | None = None,
+) -> bytes:
+    """Return a file of FFmpeg's, with a *video* if asked for one; *options* are those of the codec of audio."""
     target = io.BytesIO()
     with av.open(target, "w", format=container) as file:
-        streams: list[Any] = [file.add_stream(codec, rate=rate)] if audio else []
+        streams: list[Any] = [file.add_stream(codec, rate=rate, options=dict(options or {}))] if audio else []
         if video:
             pictures: Any = file.add_stream("mpeg4", rate=10)
             pictures.width = pictures.height = 64
