@@ -227,7 +227,8 @@ async def test_all_tritons_are_replaced_under_load(three: dict[str, One], tmp_pa
             write_endpoints(file, *(each for other, each in endpoints.items() if other != name))
             await until(lambda name=name: name not in members)
             await until(lambda member=member: not member.leases)
-            await asyncio.to_thread(one.server.stop)
+            # It would take three seconds to unload its models.
+            await asyncio.to_thread(one.server.stop, timeout=1.0)
             await asyncio.to_thread(one.server.start)
             write_endpoints(file, *endpoints.values())
             await until(lambda name=name: name in members and "vllm_model" in members[name].targets)
