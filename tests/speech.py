@@ -45,12 +45,17 @@ def muxed(
     *,
     video: bool = False,
     audio: bool = True,
-    options: Mapping[str, str] | None = None,
+    encoder: Mapping[str, str] | None = None,
+    **options: str,
 ) -> bytes:
-    """Return a file of FFmpeg's, with a *video* if asked for one; *options* are those of the codec of audio."""
+    """
+    Return a file of FFmpeg's, with a *video* if asked for one.
+
+    It has *options* of its container, and *encoder* those of the codec of audio.
+    """
     target = io.BytesIO()
-    with av.open(target, "w", format=container) as file:
-        streams: list[Any] = [file.add_stream(codec, rate=rate, options=dict(options or {}))] if audio else []
+    with av.open(target, "w", format=container, options=options) as file:
+        streams: list[Any] = [file.add_stream(codec, rate=rate, options=dict(encoder or {}))] if audio else []
         if video:
             pictures: Any = file.add_stream("mpeg4", rate=10)
             pictures.width = pictures.height = 64

@@ -729,6 +729,8 @@ class AudioSettings(_Group, frozen=True):
     form: Literal["samples", "file", "base64"] | None = None
     #: A recognizer gets audio padded with silence to a multiple of this.
     pad_seconds: Annotated[float, Meta(ge=0, le=3600)] | None = None
+    #: How much a recognizer that takes audio as a sequence of requests gets in each.
+    part_seconds: Annotated[float, Meta(ge=0.01, le=60)] | None = None
     #: The codes of the languages that a recognizer knows, or a mapping of codes to what it calls them.
     languages: Mapping[Text, Text | int] | tuple[Text, ...] | None = None
     #: The one that is taken if a request names none.
