@@ -66,6 +66,9 @@ def test_two_services_and_a_kill(own: Own, tmp_path: Path) -> None:
         end_leases(tmp_path / "responses")
         left = mine.responses.retrieve(begun.id)
         assert ("failed", "server_error") == (left.status, left.error and left.error.code)
+        *_, last = far
+        assert ("response.failed", word.delta) == (last.type, last.response.output_text)
+        assert last.response.error == left.error
         after = mine.responses.create(model="vllm_model", input=steered(text="on"), previous_response_id=begun.id)
         assert "on" == after.output_text
         # A disk that is full: files may not grow any more.
@@ -81,9 +84,6 @@ def test_two_services_and_a_kill(own: Own, tmp_path: Path) -> None:
         resource.prlimit(first.process.pid, resource.RLIMIT_FSIZE, limits)
         again = mine.responses.create(model="vllm_model", input=long)
         assert "full" == mine.responses.retrieve(again.id).output_text
-        *_, last = far
-        assert ("response.failed", word.delta) == (last.type, last.response.output_text)
-        assert last.response.error == left.error
         mine.close()
         assert [] == first.complaints()
 
