@@ -193,7 +193,8 @@ async def _count(url: str | None, *, lines: bool) -> list[PathRow]:
     url = url or f"http://{HOST}:{await fake.listen()}"
     settings = Settings(
         server=ServerSettings(log_format="json"),
-        triton=TritonSettings(url=(url,)),
+        # On a slow machine, a look for models would fall into what is measured.
+        triton=TritonSettings(url=(url,), refresh_interval=3600.0),
         defaults=ModelDefaults(chat_template="chatml"),
     )
     configure_logging(settings.server)
