@@ -78,6 +78,8 @@ class Span(msgspec.Struct, kw_only=True):
     context: SpanContext | None = None
     #: ``None`` where a trace begins.
     parent: SpanContext | None
+    #: The span of what a line of a batch goes back to.
+    link: SpanContext | None = None
     kind: SpanKind = SpanKind.INTERNAL
     began: int
     ended: int = 0
@@ -107,6 +109,11 @@ def trace_context(record: RequestRecord) -> Context:
     # Several headers of one name count as one with a list (RFC 9110, section 5.3).
     found = {name: ",".join(headers.getall(name)) for name in _propagator.fields if name in headers}
     return _propagator.extract(found, Context())
+
+
+def _span_context(context: Context) -> SpanContext | None:
+    found = get_current_span(context).get_span_context()
+    return found if found.is_valid else None
 
 
 class Tracing(Observer):
@@ -147,10 +154,10 @@ class Tracing(Observer):
             "trace_flags": f"{context.trace_flags:02x}",
         }
         if context.trace_flags.sampled:
-            found = get_current_span(parent).get_span_context()
-            above = found if found.is_valid else None
-            kind = SpanKind.SERVER
+            above, kind = _span_context(parent), SpanKind.SERVER
             span = Span(name="", context=context, parent=above, kind=kind, began=began, attributes=attributes)
+            if record.batch_trace:
+                span.link = _span_context(_propagator.extract({"traceparent": record.batch_trace}, Context()))
             record.upstream = Trace(self.spans, context, span, record, zero=zero)
 
     def ended(self, record: RequestRecord) -> None:
@@ -289,6 +296,7 @@ def head_attributes(record: RequestRecord) -> _Found:
         "http.request.method": record.method,
         "url.path": record.path,
         "triton_openai.request_id": record.request_id,
+        "triton_openai.batch": record.batch,
     }
     if request is not None:
         headers = request.headers
