@@ -54,6 +54,8 @@ class Sender(msgspec.Struct, frozen=True):
     upstream: Upstream
     #: Where stop requests are sent, for which nobody waits.
     background: Background
+    #: The level of what is asked in the model's queue, 0 for the usual one. Generations have one of their own.
+    priority: int = 0
 
     async def ask(self, request: InferRequest, heard: Heard | None = None) -> Sequence[InferResponse]:
         """
@@ -61,6 +63,7 @@ class Sender(msgspec.Struct, frozen=True):
 
         *heard* gets those so far, if they come one by one; from their beginning, if another Triton is asked again.
         """
+        request = msgspec.structs.replace(request, priority=self.priority)
 
         async def attempt(lease: Lease) -> Sequence[InferResponse]:
             with self.upstream.call(request, lease) as sent:
