@@ -304,6 +304,7 @@ class BatchRunner:
         if len(self._held) >= _BATCHES:
             return
         if self._lock < 0:
+            await self._files.check()
             self._lock = await on_disk(self._files.hold, self._holder)
         for holder in await self._store.holders():
             if holder != self._holder and await on_disk(self._files.has_died, holder):

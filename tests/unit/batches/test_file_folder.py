@@ -10,7 +10,7 @@ import pytest
 from triton_openai.batches.file_folder import Files
 from triton_openai.config.tree import BatchesSettings, FilesSettings
 from triton_openai.errors import StoreUnavailable
-from triton_openai.storage.batch_store import Batch, Line, StoredFile
+from triton_openai.storage.batch_store import ROW_SIZE, Batch, Line, StoredFile
 
 NOW = 1_000_000.0
 
@@ -32,7 +32,7 @@ async def add(files: Files, name: str, *, created: float, expires: float, total:
         id=name, owner="me", kind="openai", endpoint="/x", input=file.id, created=created, window="1h", expires=expires,
         total=total, status="in_progress" if total else "validating",
     )  # fmt: skip
-    assert "added" == await files.store.add(batch, most=10)
+    assert "added" == await files.store.add(batch, most=10, most_bytes=1000 * ROW_SIZE)
     await files.store.add_lines(batch, [Line(number, 0, 1, "m", 0) for number in range(1, waiting + 1)])
     return batch
 
