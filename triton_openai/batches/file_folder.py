@@ -224,8 +224,12 @@ class Files:
         Raises ``OSError`` if the disk cannot.
         """
         descriptor = self._create(f"{holder}.lock")
-        os.write(descriptor, _machine())
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            os.write(descriptor, _machine())
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except BaseException:
+            os.close(descriptor)
+            raise
         return descriptor
 
     def has_died(self, holder: str) -> bool:
@@ -348,9 +352,17 @@ def sync_folder(folder: Path) -> None:
 
 
 async def on_disk(work: Callable[_P, _T], *args: _P.args, **options: _P.kwargs) -> _T:
-    """Return what *work* returns, in a thread. Raises :class:`ServiceError` if the disk cannot."""
+    """
+    Return what *work* returns, in a thread. Raises :class:`ServiceError` if the disk cannot.
+
+    Whoever is cancelled goes on when the thread has ended, so that nobody closes a file under it.
+    """
+    running = asyncio.ensure_future(asyncio.to_thread(work, *args, **options))
     try:
-        return await asyncio.to_thread(work, *args, **options)
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.gather(running, return_exceptions=True)
+        raise
     except OSError as error:
         raise failed_write(error) from error
 

@@ -330,6 +330,19 @@ def test_a_database_on_a_shared_file_system_is_refused(tmp_path: Path, monkeypat
         Files(FilesSettings(), BatchesSettings(store=url))
 
 
+def test_names_of_models_have_a_length(tmp_path: Path) -> None:
+    """What is too long for the name of a model is not kept: thousands of lines could hold all that a file may."""
+    path = tmp_path / "in"
+    path.write_bytes(b"".join([request(name, name * 1000) for name in NAMES]))
+    batch = Batch(id="b", owner="", kind="openai", endpoint="/x", input="i", created=0, window="24h", expires=1)
+    with path.open("rb") as file:
+        reader = InputReader(file.fileno(), batch, most=100, longest=10_000)
+        assert [] == reader.read(100)
+        reader.close()
+    assert (20, {}) == (len(reader.problems), reader.models)
+    assert {"model_not_found"} == {one.code for one in reader.problems}
+
+
 def _sharing(folder: Path, url: str) -> Files:
     return Files(FilesSettings(store=f"dir:{folder}"), BatchesSettings(store=url))
 
