@@ -453,6 +453,7 @@ def test_replicas_share_what_is_kept() -> None:
     text = made["templates/deployment.yaml"]
     assert "value: dir:/var/lib/triton-openai/files" in text
     assert "TRITON_OPENAI_RESPONSES_STORE" not in text
+    files.render({"persistence": folder, "settings": {"files": {"store": "dir:/var/lib/triton-openai/x"}}})
     assert "type: RollingUpdate" in text
     assert "ReadWriteMany" in made["templates/persistentvolumeclaim.yaml"]
     # One pod, whose files are in a bucket and whose tables are on a volume; and a folder that is mounted otherwise.
@@ -464,6 +465,7 @@ def test_replicas_share_what_is_kept() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({**postgresql}, "needs a place for files"),
         ({**postgresql, **mount, "settings": {"files": {"store": "dir:/mnt/sharedfiles"}}}, "needs a place for files"),
+        ({"persistence": folder, "settings": {"files": {"store": "dir:/var/lib/x"}}}, "needs a place for files"),
         ({"persistence": {**folder, "accessModes": ["ReadWriteOnce"]}}, "needs accessModes"),
         ({**bucket, "persistence": {"enabled": True}}, "persistence needs replicaCount 1"),
         ({**bucket, "replicaCount": 1}, "would be lost with the pod"),

@@ -53,14 +53,15 @@
 {{- if and $several .enabled (not (has "ReadWriteMany" .accessModes)) }}
 {{- fail "persistence.enabled with several replicas needs accessModes [ReadWriteMany], so that all of them mount the volume; with settings.files.store s3://BUCKET they need no volume." }}
 {{- end }}
-{{- $mounted := .enabled }}
-{{- range $.Values.extraVolumeMounts }}
+{{- $mounts := .enabled | ternary (list (dict "mountPath" "/var/lib/triton-openai")) list }}
+{{- $mounted := and .enabled (eq $store "dir") }}
+{{- range concat $mounts $.Values.extraVolumeMounts }}
 {{- if hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) (printf "%s/" (trimPrefix "dir:" $store)) }}
 {{- $mounted = true }}
 {{- end }}
 {{- end }}
 {{- if not (or $bucket $mounted) }}
-{{- fail "persistence.postgresql needs a place for files that all replicas see: settings.files.store s3://BUCKET, or persistence.enabled with accessModes [ReadWriteMany], or dir:PATH in extraVolumeMounts." }}
+{{- fail "persistence.postgresql needs a place for files that all replicas see: settings.files.store s3://BUCKET, or persistence.enabled with accessModes [ReadWriteMany]; dir:PATH has to be in /var/lib/triton-openai then, or in extraVolumeMounts." }}
 {{- end }}
 {{- else if and $several (or .enabled $bucket) }}
 {{- fail "persistence needs replicaCount 1 and no autoscaling, or persistence.postgresql: each replica would have files and batches of its own, and only some requests for them would find them." }}
