@@ -322,7 +322,9 @@ class Run:
             generation = msgspec.structs.replace(generation, lora=lora)
         (request,) = self._adapter.encode(generation)
         if generation.priority:
-            request = msgspec.structs.replace(request, priority=generation.priority, json_expressible=False)
+            # Of a line of a batch nobody asked for it: without gRPC it goes without.
+            expressible = request.json_expressible and self._sender.priority > 0
+            request = msgspec.structs.replace(request, priority=generation.priority, json_expressible=expressible)
         lease = self._lease
         assert lease is not None, "it lasts as long as the request"
         request = self._sender.upstream.begin(request, progress, lease, lora=None if lora is None else lora.name)

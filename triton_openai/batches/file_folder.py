@@ -232,11 +232,12 @@ class Files:
             raise
         return descriptor
 
-    def has_died(self, holder: str) -> bool:
+    def has_died(self, holder: str, *, anywhere: bool = False) -> bool:
         """
         Return whether the process of *holder* has ended, as far as is known. One that is frozen has not.
 
-        Of those on other machines nothing is known: many file systems that are shared do not share locks.
+        Of those on other machines nothing is known, since many file systems that are shared do not share locks. With
+        *anywhere*, their locks are believed, to delete them: the death of a process without one is noticed later.
         """
         path = self.folder / f"{holder}.lock"
         try:
@@ -244,7 +245,7 @@ class Files:
         except FileNotFoundError:
             return False
         try:
-            if self._path is None and os.read(descriptor, 100) != _machine():
+            if not (anywhere or self._path is not None or os.read(descriptor, 100) == _machine()):
                 return False
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -263,7 +264,7 @@ class Files:
             return ()
         suffixes = (".new", ".part", ".requests", ".lock")
         left = [one.name for one in os.scandir(self.folder) if one.name.endswith(suffixes) and _modified(one) < before]
-        return [name for name in left if not name.endswith(".lock") or self.has_died(name.removesuffix(".lock"))]
+        return [one for one in left if not one.endswith(".lock") or self.has_died(one[: -len(".lock")], anywhere=True)]
 
 
 def _machine() -> bytes:

@@ -397,6 +397,8 @@ def test_locks_of_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(files_module, "_machine", lambda: b"another")
     assert alone.has_died("a")
     assert not shared.has_died("a")
+    # It does not stay for that.
+    assert ["a.lock"] == list(shared._left(time.time() + 1))
 
 
 async def test_small_oddities_of_inputs(tmp_path: Path) -> None:
