@@ -14,10 +14,14 @@ import base64
 import io
 import json
 import re
+import secrets
 import wave
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any
+
+from msgspec.structs import replace
 
 from triton_openai.adapters._common import tensor_mapping as tensors
 from triton_openai.adapters._common.base import Capabilities, Recognition, requires_only
@@ -25,7 +29,7 @@ from triton_openai.adapters._common.tensor_mapping import Kind
 from triton_openai.errors import ConfigurationError, UnsupportedParameter, UpstreamError
 from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
-from triton_openai.languages import LANGUAGES, code_of
+from triton_openai.languages import LANGUAGES, blank_between, code_of
 from triton_openai.triton.tensors import ARRAY_CODES, InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
 
 _AUDIO, _LENGTH, _PREFIX, _LANGUAGE, _NORM, _IDS = "audio", "length", "prefix", "language", "norm", "ids"
@@ -45,6 +49,12 @@ _AUTO, _NORMALIZED = "auto", 14
 # Seconds of audio. Whisper sees 30 at once; the text that sherpa's and TensorRT-LLM's code generates for it ends after
 # about 20 and 10. The others take what fits into memory; in this service, a request is copied a few times, 4 MB each.
 _WINDOW, _SHERPA, _TENSORRT_LLM, _ANY = 30.0, 20.0, 10.0, 60.0
+# Parameters of models that make features of a sequence, and what their code takes for one that is missing. A chunk of
+# the decoder has frames of the encoder, each of four.
+_FRAMING: Mapping[str, float] = {
+    "sample_rate": 16_000, "frame_shift_ms": 10, "frame_length_ms": 25, "chunk_size_s": 0, "decode_chunk_size": 0,
+}  # fmt: skip
+_SUBSAMPLED = 4
 # What sherpa's client pads audio to a multiple of, so that Triton can batch it.
 _PADDED = 10.0
 # The name that sherpa's code for Whisper calls its engine by.
@@ -61,6 +71,22 @@ def _known(config: ModelConfig) -> tuple[dict[str, TensorSpec], dict[str, Tensor
     by_ids = _IDS in inputs and _IDS in outputs
     fits = audio is not None and audio.datatype in ("FP32", "FP16") and (by_ids or _TEXT in outputs)
     return (inputs, outputs) if fits and requires_only(config, _INPUTS.values()) else ({}, {})
+
+
+def _framing(config: ModelConfig, rate: int | None) -> tuple[int, tuple[int, int]] | None:
+    """
+    Return rate and parts of a recording, in samples, that a model takes in a sequence; ``None`` if it does not tell.
+
+    So reckons the code for features of sherpa, WeNet and FunASR: the first part makes as many frames as the encoder
+    sees, and each further one as many as that moves on by.
+    """
+    told = {name: float(config.parameter(name) or usual) for name, usual in _FRAMING.items()}
+    window = next((spec.dims[0] for spec in config.outputs.values() if len(spec.dims) == 2), 0)
+    rate = rate or int(told["sample_rate"])
+    shift, length = (int(told[f"frame_{name}_ms"] * rate / 1000) for name in ("shift", "length"))
+    part = int(told["chunk_size_s"] * rate) or int(told["decode_chunk_size"]) * _SUBSAMPLED * shift
+    missing = max(0, length + (window - 1) * shift - part)
+    return (rate, (part + -(-missing // shift) * shift, part)) if part and window > 0 else None
 
 
 class Transcriber(tensors.DescribedAdapter):
@@ -82,11 +108,6 @@ class Transcriber(tensors.DescribedAdapter):
                     f"The model '{config.name}' has none of the tensors of the public recognizers: describe its own "
                     "with 'inputs', 'constants' and 'outputs' in its settings."
                 )
-        if any(one.sequences for one in (config, *(self.repository.get(step.model, config) for step in config.steps))):
-            raise ConfigurationError(
-                f"The model '{config.name}' takes a recording as a sequence of requests (sequence_batching), which is "
-                "not supported: serve its repository's offline model."
-            )
         self._inputs, self._outputs = inputs, outputs
         self._ids = _IDS in inputs
         self._whisper = self._ids or _PREFIX in inputs
@@ -118,13 +139,14 @@ class Transcriber(tensors.DescribedAdapter):
         self._pad = audio.pad_seconds
         if self._pad is None:
             self._pad = _WINDOW if self._ids else _PADDED if _LENGTH in inputs and config.batching else 0.0
+        rate, self._parts = self._sequence(audio)
         self.prefers_grpc = config.decoupled
         self.jobs = (TranscriptionJob, TranslationJob) if self._whisper else (TranscriptionJob,)
         self.capabilities = Capabilities(
-            streaming=config.decoupled and not self._ids,
+            streaming=(config.decoupled or self._parts is not None) and not self._ids,
             tokens=self._ids,
             recognition=Recognition(
-                sample_rate=audio.sample_rate or 16_000,
+                sample_rate=rate,
                 max_seconds=audio.max_seconds or own,
                 languages=[code for code in self._languages if code != _AUTO],
                 language=self._language,
@@ -141,6 +163,23 @@ class Transcriber(tensors.DescribedAdapter):
         if _LANGUAGE in self._inputs and _NORM in self._inputs:
             return _SENSEVOICE
         return {code: code for code in LANGUAGES} if self._whisper else {}
+
+    def _sequence(self, audio: AudioFormat) -> tuple[int, tuple[int, int] | None]:
+        """Return the rate, and the samples of the first and of each further request, if a recording is a sequence."""
+        steps = (self.config, *(self.repository.get(step.model, self.config) for step in self.config.steps))
+        found = [one for one in steps if one.sequences]
+        if not found:
+            return audio.sample_rate or 16_000, None
+        what = f"The model '{self.config.name}' takes a recording as a sequence of requests (sequence_batching)"
+        if self.config.decoupled:
+            raise ConfigurationError(f"{what} and is decoupled, which is not supported.")
+        rate, parts = next(filter(None, (_framing(one, audio.sample_rate) for one in found)), (16_000, None))
+        if audio.part_seconds is not None:
+            rate = audio.sample_rate or rate
+            parts = (int(audio.part_seconds * rate),) * 2
+        if parts is None:
+            raise ConfigurationError(f"{what}. Its config does not tell how long each is: set 'audio.part_seconds'.")
+        return rate, parts
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
@@ -160,26 +199,42 @@ class Transcriber(tensors.DescribedAdapter):
 
     def encode(self, job: TranscriptionJob, /) -> Sequence[InferRequest]:
         """
-        Return the request.
+        Return the request, or the first one of a sequence.
 
         Raises :class:`UnsupportedParameter` for a translation from a language that nobody knows.
         """
-        inputs = [*self._audio(job), *self._told(job)]
+        import numpy as np
+
+        samples = np.frombuffer(job.samples, "<f4")
+        length = len(samples)
+        if self._parts is None:
+            if self._pad:
+                unit = int(self._pad * self._recognition.sample_rate)
+                samples = np.pad(samples, (0, -length % unit if length else unit))
+            return [self._request(job, samples, length)]
+        first, further = self._parts
+        ends = range(first, first + max(length, 1), further)
+        # Silence that counts: a first part that is short would be refused, and the end is seen with what follows.
+        samples = np.pad(samples, (0, ends[-1] - length))
+        # Nobody else's sequence has the same, nor of a model that takes 32 bits, which Triton cuts it to.
+        number = 1 + secrets.randbits(62)
+        parts = []
+        for end in ends:
+            part = samples[0 if end == first else end - further : end]
+            told = {"sequence_id": number, "sequence_start": end == first, "sequence_end": end == ends[-1]}
+            parts.append(replace(self._request(job, part, len(part)), parameters=told))
+        return [replace(parts[0], following=tuple(parts[1:]))]
+
+    def _request(self, job: TranscriptionJob, samples: Any, length: int) -> InferRequest:
+        inputs = [*self._audio(samples, length), *self._told(job)]
         given = {tensor.name for tensor in inputs}
         constants = tensors.constant_tensors(self.config, self._constants, 1)
         inputs += [tensor for tensor in constants if tensor.name not in given]
-        return [self.request(job.id, inputs, [spec.name for spec in self._outputs.values()])]
+        return self.request(job.id, inputs, [spec.name for spec in self._outputs.values()])
 
-    def _audio(self, job: TranscriptionJob) -> Iterator[Tensor]:
-        """Yield the audio and its length in samples, without what is padded."""
-        import numpy as np
-
+    def _audio(self, samples: Any, length: int) -> Iterator[Tensor]:
+        """Yield the audio and its *length* in samples, without what is padded."""
         spec, rate = self._inputs[_AUDIO], self._recognition.sample_rate
-        samples = np.frombuffer(job.samples, "<f4")
-        length = len(samples)
-        if self._pad:
-            unit = int(self._pad * rate)
-            samples = np.pad(samples, (0, -length % unit if length else unit))
         if self._form != "samples":
             file = _wav(samples, rate)
             values: Any = file if spec.datatype == "UINT8" else _bytes_element(file, encode=self._form == "base64")
@@ -237,7 +292,7 @@ class Transcriber(tensors.DescribedAdapter):
         if self._ids:
             return Transcript(text="", token_ids=self._row(job, responses))
         texts = (
-            "".join(response.texts(self._outputs[_TEXT].name)[:1])
+            reduce(_written, response.texts(self._outputs[_TEXT].name), "")
             for response in (responses if self._text == "delta" else reversed(responses))
         )
         # The last response may be empty.
@@ -261,6 +316,10 @@ class Transcriber(tensors.DescribedAdapter):
                 row, prompt = ids[:width], list(job.prompt_ids)
                 return row[len(prompt) :] if row[: len(prompt)] == prompt else row
         return ()
+
+
+def _written(text: str, word: str) -> str:
+    return f"{text}{blank_between(text, word)}{word}"
 
 
 def _pcm(samples: Any) -> Any:

@@ -37,10 +37,12 @@ def encoded(samples: Any, rate: int, container: str, subtype: str | None = None)
     return target.getvalue()
 
 
-def muxed(samples: Any, rate: int, container: str, codec: str, *, video: bool = False, audio: bool = True) -> bytes:
-    """Return a file of FFmpeg's, with a *video* if asked for one."""
+def muxed(
+    samples: Any, rate: int, container: str, codec: str, *, video: bool = False, audio: bool = True, **options: str
+) -> bytes:
+    """Return a file of FFmpeg's, with a *video* if asked for one, and *options* of its container."""
     target = io.BytesIO()
-    with av.open(target, "w", format=container) as file:
+    with av.open(target, "w", format=container, options=options) as file:
         streams: list[Any] = [file.add_stream(codec, rate=rate)] if audio else []
         if video:
             pictures: Any = file.add_stream("mpeg4", rate=10)

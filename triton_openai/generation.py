@@ -124,6 +124,7 @@ class AudioFormat(msgspec.Struct, frozen=True, kw_only=True):
     # Of recognizers
     form: Literal["samples", "file", "base64"] | None = None
     pad_seconds: float | None = None
+    part_seconds: float | None = None
     languages: Mapping[str, str | int] | Sequence[str] | None = None
     language: str | None = None
     prompt: bool | None = None

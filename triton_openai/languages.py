@@ -6,6 +6,7 @@ Source: the table of Whisper's tokenizer (openai/whisper, ``tokenizer.py``), who
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 _NAMES = (
@@ -29,6 +30,14 @@ _CODES: Mapping[str, str] = {
     **{"panjabi": "pa", "sinhalese": "si", "pushto": "ps", "haitian": "ht", "letzeburgesch": "lb", "moldovan": "ro"},
     **{"jv": "jw", "iw": "he", "nb": "no"},
 }
+#: Thai, Lao, Burmese, Khmer, Chinese, Japanese and their punctuation, which put no blanks between sentences or words.
+UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3000-\u30ff\u3400-\u9fff\uf900-\ufaff\uff00-\uff60"
+_UNSPACED = re.compile(f"[{UNSPACED}]")
+
+
+def blank_between(before: str, after: str) -> str:
+    """Return what stands between two pieces of a text: a blank, unless one is empty or its script has none there."""
+    return " " if before and after and not _UNSPACED.search(before[-1] + after[0]) else ""
 
 
 def code_of(language: str) -> str:

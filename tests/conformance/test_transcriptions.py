@@ -61,6 +61,10 @@ def settings_for(triton: TestTriton, transport: str, **models: ModelSettings) ->
             adapter="transcriber", inputs={"audio": "AUDIO"}, outputs={"text": "decoded_texts"},
             audio=AudioSettings(form="base64"),
         ),
+        "dictating": ModelSettings(
+            adapter="transcriber", inputs={"audio": "SPEECH"}, outputs={"text": "TEXT"}, text="delta",
+            audio=AudioSettings(part_seconds=0.5),
+        ),
         "chatting": ModelSettings(
             tokenizer=str(triton.tokenizer), chat_template=str(_TEMPLATE), audio_placeholder="<audio{n}>"
         ),
@@ -252,6 +256,57 @@ async def test_a_model_that_revises_its_text(services: dict[str, Proxy]) -> None
         assert TEXT == done["text"] == "".join(each["delta"] for each in deltas)
         assert len(deltas) > 1
         assert not any("..." in each["delta"] for each in deltas)
+
+
+def parts(triton: TestTriton, model: str) -> dict[Any, list[tuple[bool, bool]]]:
+    """Return which requests of each sequence that *model* got begin it, and which end it."""
+    found: dict[Any, list[tuple[bool, bool]]] = {}
+    for inputs in asked(triton, model):
+        (sequence,), (start,), (end,) = (inputs[name]["value"] for name in ("CORRID", "START", "END"))
+        found.setdefault(sequence, []).append((bool(start), bool(end)))
+    return found
+
+
+async def test_recordings_as_sequences(services: dict[str, Proxy], recognizers: TestTriton) -> None:
+    """Each chunk is a sequence of its own: its parts come one after the other, the last one ends it."""
+    steps = ("transducer_features", "transducer_scorer", "dictating")
+    before = {step: parts(recognizers, step).keys() for step in steps}
+    # The first part has more than the further ones, however short the recording is.
+    for words in (SENTENCE, ("no",)):
+        for proxy in services.values():
+            for model in ("transducer", "dictating"):
+                answer = await send(proxy, wav(speak(words)), model=model, chunking_strategy="auto")
+                assert " ".join(words) == answer.json["text"], model
+                *deltas, _ = events(await send(proxy, wav(speak(SENTENCE)), model=model, stream="true"))
+                assert (TEXT, True) == ("".join(each["delta"] for each in deltas), len(deltas) > 2)
+    long = await send(services["grpc"], encoded(speak([*SENTENCE] * 24), RATE, "FLAC"), model="transducer")
+    assert " ".join([*SENTENCE] * 24) == long.json["text"]
+    for step in steps:
+        sequences = {key: found for key, found in parts(recognizers, step).items() if key not in before[step]}
+        assert len(sequences) == 8 + 2 * (step != "dictating"), step
+        for found in sequences.values():
+            assert [(place == 0, place == len(found) - 1) for place in range(len(found))] == found
+    # Three seconds, of which the first request has one part and what the encoder sees behind it.
+    assert 10 in map(len, parts(recognizers, "transducer_scorer").values())
+
+
+async def test_sequences_are_ended(services: dict[str, Proxy], recognizers: TestTriton) -> None:
+    """One that fails, or that nobody waits for, is ended: the model keeps nothing of it."""
+    steps, known = ("transducer_scorer", "dictating"), parts(recognizers, "dictating")
+    failing, file = wav(speak(("never", "fail", "tried", "ever"))), wav(speak([*SENTENCE] * 10))
+    for proxy in services.values():
+        for model in ("transducer", "dictating"):
+            answer = await send(proxy, failing, model=model)
+            assert (502, "upstream_error") == (answer.status, answer.error["code"])
+            form = aiohttp.FormData({"model": model, "stream": "true"})
+            form.add_field("file", io.BytesIO(file), filename="speech.wav")
+            async with proxy.client.post(PATH, data=form) as response:
+                await response.content.readuntil(b"transcript.text.delta")
+    async with asyncio.timeout(30):
+        while not all(found[-1][1] for step in steps for found in parts(recognizers, step).values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert 4 == len(parts(recognizers, "dictating").keys() - known)
+    assert all(len(found) < 60 for found in parts(recognizers, "dictating").values()), "all of it was sent"
 
 
 async def test_cutting_at_silence(services: dict[str, Proxy], recognizers: TestTriton) -> None:

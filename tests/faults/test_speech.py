@@ -40,7 +40,7 @@ def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Own]:
     """A Triton with a recognizer."""
     folder = tmp_path_factory.mktemp("hearing")
     record = folder / "record.jsonl"
-    repository = build_repository(folder / "repository", models=["parakeet", "zipformer"], record=record)
+    repository = build_repository(folder / "repository", models=["parakeet", "zipformer", "transducer"], record=record)
     server = embedded(repository)
     with shared(server):
         yield Own(server, repository, Record(record))
@@ -89,9 +89,16 @@ def transcribed(service: Watched, content: bytes) -> str:
     return str(json.loads(answer.partition(b"\r\n\r\n")[2])["text"])
 
 
-def heard(own: Own) -> int:
-    """Return how many chunks the recognizer got so far."""
-    return len(own.record.events(model="parakeet", event="request"))
+def heard(own: Own, model: str = "parakeet") -> int:
+    """Return how many chunks a recognizer got so far, or parts of them."""
+    return len(own.record.events(model=model, event="request"))
+
+
+def unended(own: Own) -> int:
+    """Return how many sequences have begun and not ended."""
+    found = own.record.events(model="transducer_scorer", event="request")
+    flags = [tuple(each["inputs"][name]["value"][0] for name in ("START", "END")) for each in found]
+    return int(sum(start - end for start, end in flags))
 
 
 def test_a_client_that_leaves_in_mid_upload(hearing: Own, service: Watched) -> None:
@@ -119,6 +126,19 @@ def test_a_client_that_leaves_a_recording(hearing: Own, service: Watched) -> Non
                 until(lambda: heard(hearing) > before + 2)  # noqa: B023
         assert heard(hearing) - before < 200, "all of it"
     assert " ".join(SENTENCE) == transcribed(service, SHORT)
+
+
+def test_a_client_that_leaves_a_sequence(hearing: Own, service: Watched) -> None:
+    """The sequences of a recording that nobody waits for are ended, streamed or not, and get no further parts."""
+    for fields in ({"stream": "true"}, {}):
+        before = heard(hearing, "transducer_scorer")
+        with service.back_to_level(), request(service, LONG, model="transducer", **fields) as connection:
+            if fields:
+                read(connection, b"transcript.text.delta")
+            else:
+                until(lambda: heard(hearing, "transducer_scorer") > before + 20)  # noqa: B023
+        until(lambda: not unended(hearing))
+        assert heard(hearing, "transducer_scorer") - before < 1000, "all of it"
 
 
 def test_triton_killed_between_chunks(hearing: Own, service: Watched) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_openai.demo import repository
-from triton_openai.demo.configs import Contract
+from triton_openai.demo.configs import Contract, render
 from triton_openai.demo.repository import (
     BUILDERS,
     LEGACY_PIPELINE,
@@ -122,6 +122,48 @@ def _recognizer(
     )
 
 
+#: What steps of streaming models are told of a request's sequence, as the public repositories declare it.
+_SEQUENCES = """sequence_batching {
+  max_sequence_idle_microseconds: 5000000
+  oldest { max_candidate_sequences: 16 }
+  control_input [ { name: "START" control [ { kind: CONTROL_SEQUENCE_START fp32_false_true: [0, 1] } ] } ]
+  control_input [ { name: "READY" control [ { kind: CONTROL_SEQUENCE_READY fp32_false_true: [0, 1] } ] } ]
+  control_input [ { name: "CORRID" control [ { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } ] } ]
+  control_input [ { name: "END" control [ { kind: CONTROL_SEQUENCE_END fp32_false_true: [0, 1] } ] } ]
+}
+"""
+# With chunks of 0.32 s, 32 frames, the encoder sees 19 more.
+_FRAMES = {"frame_length_ms": "25", "frame_shift_ms": "10", "sample_rate": "16000", "decode_chunk_size": "8"}
+
+
+def _stateful(
+    site: Site, name: str, contract: Contract, *, ids: str = "UINT64", batch: int = 8, parameters: Any = None
+) -> None:
+    config = render(name, contract, backend="python", max_batch_size=batch, instances=1, parameters=parameters)
+    site.write(name, config + _SEQUENCES.replace("UINT64", ids), "transducing")
+
+
+def _transducer(site: Site, name: str) -> None:
+    inputs, sent = ["WAV FP32 [-1]", "WAV_LENS INT32 [1]"], ["x FP32 [51,80]", "x_lens INT64 [1]", "samples FP32 [-1]"]
+    features = Contract(["wav FP32 [-1]", "wav_lens INT32 [1]"], sent)
+    _stateful(site, f"{name}_features", features, parameters=_FRAMES)
+    _stateful(site, f"{name}_scorer", Contract(sent, ["OUTPUT0 STRING [1]"]))
+    names = [each.split()[0] for each in sent]
+    steps = [
+        {
+            "model_name": f"{name}_features",
+            "input_map": {"wav": "WAV", "wav_lens": "WAV_LENS"},
+            "output_map": {each: each for each in names},
+        },
+        {
+            "model_name": f"{name}_scorer",
+            "input_map": {each: each for each in names},
+            "output_map": {"OUTPUT0": "TRANSCRIPTS"},
+        },
+    ]
+    site.write(name, render(name, Contract(inputs, ["TRANSCRIPTS STRING [1]"], steps=steps), max_batch_size=8))
+
+
 def _of_speech(inputs: str, outputs: str, **options: Any) -> Builder:
     return partial(_recognizer, contract=Contract(inputs.split(", "), outputs.split(", ")), **options), ()
 
@@ -129,14 +171,19 @@ def _of_speech(inputs: str, outputs: str, **options: Any) -> Builder:
 _WAV, _TRANSCRIPTS = "WAV FP32 [-1], WAV_LENS INT32 [1]", "TRANSCRIPTS STRING [1]"
 _WHISPER = f"{_WAV}, TEXT_PREFIX STRING [1]"
 _RICH = "OUTPUT_0 STRING [1], SEGMENTS STRING [1], SPOKEN STRING [1]"
-#: Recognizers, for a Triton of their own: sherpa's two models for Whisper, TensorRT-LLM's, FunASR's, a transducer, one
-#: that chats about what it hears, and models that have to be described.
+#: Recognizers, for a Triton of their own: sherpa's two models for Whisper, TensorRT-LLM's, FunASR's, a transducer, a
+#: streaming one, one that chats about what it hears, and models that have to be described.
 RECOGNIZERS: Mapping[str, Builder] = {
     "infer_bls": _of_speech(_WHISPER, _TRANSCRIPTS, batch=8),
     "whisper": _of_speech(f"{_WAV}, DECODER_INPUT_IDS INT32 [-1]", "OUTPUT_IDS INT32 [-1]", batch=8),
     "whisper_bls": _of_speech(_WHISPER, _TRANSCRIPTS, batch=1, decoupled=True, engine_dir="/engine"),
     "sensevoice": _of_speech(f"{_WAV}, LANGUAGE INT32 [1], TEXT_NORM INT32 [1]", _TRANSCRIPTS, batch=16),
-    "zipformer": _of_speech("WAV FP16 [-1], WAV_LENS? INT32 [1]", _TRANSCRIPTS, batch=1),
+    "zipformer": _of_speech("WAV FP16 [-1], WAV_LENS? INT32 [1]", _TRANSCRIPTS, batch=1, elements="words"),
+    "transducer": (_transducer, ()),
+    "dictating": (
+        partial(_stateful, contract=Contract(["SPEECH INT16 [-1]"], ["TEXT STRING [1]"]), ids="INT32", batch=0),
+        (),
+    ),
     "chatting": (
         partial(
             _recognizer,

@@ -41,12 +41,14 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "/v1/audio/transcriptions and /v1/audio/translations": 159,
         "audio in chats": 19,
         "files and batches": 3,
+        "streaming recognizers": 27,
     },
     "adapters": {
         "today": 1950,
         "/v1/audio/speech": 190,
         "/v1/audio/transcriptions and /v1/audio/translations": 242,
         "audio in chats": 4,
+        "streaming recognizers": 41,
     },
     "storage": {
         "today": 900,
@@ -72,6 +74,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "server.max_running_requests_per_endpoint": 20,
         "a model is loaded and unloaded where that can be done": 9,
         "a model that differs between Tritons is a warning": 5,
+        "streaming recognizers": 8,
     },
     "models": {
         "begin": 1000,
@@ -151,6 +154,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "/v1/audio/speech": 210,
         "/v1/audio/transcriptions and /v1/audio/translations": 244,
         "audio in chats": 29,
+        "files that promise more than they have": 28,
     },
     "tritonserver": {
         "begin": 450,
@@ -184,6 +188,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "batches that several replicas share": 17,
         "several Tritons, mended": 1,
         "server.max_running_requests_per_endpoint": 12,
+        "streaming recognizers": 6,
     },
 }
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import monotonic
+from typing import Any
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from triton_openai.adapters._common.base import Adapter, Decoder
 from triton_openai.answer.limits import TimeLimits, TokenLimit
@@ -25,7 +28,7 @@ from triton_openai.models.lora.delivery import LoraAnswers, LoraDeliveries
 from triton_openai.prompts.tokenizer import Tokenizer, count_pieces
 from triton_openai.tasks import Background
 from triton_openai.telemetry.request_record import Upstream
-from triton_openai.triton.client import Heard, Receiver, ResponseStream, SingleAnswer, gather
+from triton_openai.triton.client import Heard, Receiver, ResponseStream, SingleAnswer, TritonClient, gather
 from triton_openai.triton.fleet import Lease, Route
 from triton_openai.triton.status import cut_off_error, failed_midway_error, no_answer_error
 from triton_openai.triton.tensors import InferRequest, InferResponse
@@ -45,6 +48,8 @@ _STOP_REQUEST_TIMEOUT = 5.0
 # The seconds before each stop request. An engine ignores one that arrives before the request itself, which may still
 # wait for its tokenizer.
 _STOP_DELAYS = (0.0, 1.0, 1.0)
+# The longest that the end of a sequence takes for which nobody waits, half of it for the request that runs.
+_END_TIMEOUT = 20.0
 
 
 class Sender(msgspec.Struct, frozen=True):
@@ -59,17 +64,48 @@ class Sender(msgspec.Struct, frozen=True):
 
     async def ask(self, request: InferRequest, heard: Heard | None = None) -> Sequence[InferResponse]:
         """
-        Return all answers to *request*. Raises :class:`ServiceError`.
+        Return all answers to *request*, and to the rest of its sequence. Raises :class:`ServiceError`.
 
         *heard* gets those so far, if they come one by one; from their beginning, if another Triton is asked again.
         """
-        request = msgspec.structs.replace(request, priority=self.priority)
+        request = replace(request, priority=self.priority)
 
         async def attempt(lease: Lease) -> Sequence[InferResponse]:
             with self.upstream.call(request, lease) as sent:
-                return await gather(lease.client, sent, heard)
+                ask = self._ask_sequence if sent.following else gather
+                return await ask(lease.client, sent, heard)
 
         return await self.route.ask(attempt)
+
+    async def _ask_sequence(
+        self, client: TritonClient, request: InferRequest, heard: Heard | None
+    ) -> Sequence[InferResponse]:
+        responses: list[InferResponse] = []
+        parts = [request, *(replace(each, headers=request.headers) for each in request.following)]
+        for part in parts:
+            call = asyncio.ensure_future(client.infer(part))
+            try:
+                # Should the end overtake it, the sequence would stay.
+                responses.append(await asyncio.shield(call))
+            except BaseException as error:
+                end = _end_sequence(client, call, None if part is parts[-1] else parts[-1])
+                self.background.start(end, timeout=_END_TIMEOUT)
+                if responses and isinstance(error, InvalidRequest):
+                    raise failed_midway_error(error) from error
+                raise
+            if heard is not None:
+                heard(responses)
+        return responses
+
+
+async def _end_sequence(client: TritonClient, call: asyncio.Future[Any], last: InferRequest | None) -> None:
+    """End a sequence that nobody waits for, once *call* has: what the backend keeps of it would stay for a time."""
+    await asyncio.wait([call], timeout=_END_TIMEOUT / 2)
+    call.cancel()
+    if last is not None:
+        # If it has not begun, or Triton has gone, there is nothing to end.
+        with suppress(ServiceError):
+            await client.infer(last)
 
 
 class Run:
@@ -319,12 +355,12 @@ class Run:
         """Send the request. Raises :class:`ServiceError`."""
         generation, progress = self.generation, self.progress
         if lora is not generation.lora:
-            generation = msgspec.structs.replace(generation, lora=lora)
+            generation = replace(generation, lora=lora)
         (request,) = self._adapter.encode(generation)
         if generation.priority:
             # Of a line of a batch nobody asked for it: without gRPC it goes without.
             expressible = request.json_expressible and self._sender.priority > 0
-            request = msgspec.structs.replace(request, priority=generation.priority, json_expressible=expressible)
+            request = replace(request, priority=generation.priority, json_expressible=expressible)
         lease = self._lease
         assert lease is not None, "it lasts as long as the request"
         request = self._sender.upstream.begin(request, progress, lease, lora=None if lora is None else lora.name)

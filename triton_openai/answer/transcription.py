@@ -23,6 +23,7 @@ from triton_openai.answer.prepare import no_tokenizer_error
 from triton_openai.answer.run import Sender
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
+from triton_openai.languages import UNSPACED, blank_between
 from triton_openai.media.audio import Chunk, Recording
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.whisper import WhisperTokens
@@ -32,11 +33,8 @@ from triton_openai.triton.tensors import InferResponse
 
 # Seconds of the chunks of one recording that are on their way: 8 MB of samples, of which a transport makes copies.
 _ON_THEIR_WAY = 120.0
-# Thai, Lao, Burmese, Khmer, Chinese, Japanese and their punctuation, which put no blanks between sentences.
-_UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3000-\u30ff\u3400-\u9fff\uf900-\ufaff\uff00-\uff60"
-_JOINS = re.compile(rf"[{_UNSPACED}]\Z|\A[{_UNSPACED}]")
 # A letter or a digit of a word whose end has to be awaited.
-_IN_WORD = re.compile(rf"[^\W{_UNSPACED}]")
+_IN_WORD = re.compile(rf"[^\W{UNSPACED}]")
 
 # Returns what was heard so far.
 _Hear: TypeAlias = Callable[[], str]
@@ -150,8 +148,7 @@ class Transcription:
         """Yield the pieces that a chunk adds to the text, and take its segments over."""
         first = len(self.text)
         async for piece in asked.pieces():
-            begins = self.text and first == len(self.text)
-            blank = " " if begins and not _JOINS.search(self.text) and not _JOINS.search(piece) else ""
+            blank = blank_between(self.text, piece) if first == len(self.text) else ""
             self.text += blank + piece
             yield blank + piece
         result, chunk = asked.task.result(), asked.chunk

@@ -725,8 +725,9 @@ class AudioSettings(_Group, frozen=True):
 
     *sample_rate* is that of its audio in Hz. Of a recognizer, *form* is how it takes audio: the samples, or a WAV file
     as bytes or in base64. Longer audio than *max_seconds* is cut, and shorter is padded with silence to a multiple of
-    *pad_seconds*. *languages* are the codes of those that it knows, or a mapping of codes to what it calls them,
-    *language* the one that is taken if a request names none. *prompt* is whether it has room for a request's prompt.
+    *pad_seconds*. A model that takes audio as a sequence of requests gets *part_seconds* in each. *languages* are the
+    codes of those that it knows, or a mapping of codes to what it calls them, *language* the one that is taken if a
+    request names none. *prompt* is whether it has room for a request's prompt.
 
     Of a synthesizer, *max_seconds* is how long an answer can be, *reference_sample_rate* the rate of the recordings
     that it imitates, and *overlap_seconds* by how much the parts of an answer overlap. *voices* is a folder of
@@ -738,6 +739,7 @@ class AudioSettings(_Group, frozen=True):
     max_seconds: Annotated[float, Meta(ge=1, le=3600)] | None = None
     form: Literal["samples", "file", "base64"] | None = None
     pad_seconds: Annotated[float, Meta(ge=0, le=3600)] | None = None
+    part_seconds: Annotated[float, Meta(ge=0.01, le=60)] | None = None
     languages: Mapping[Text, Text | int] | tuple[Text, ...] | None = None
     language: Text | None = None
     prompt: bool | None = None

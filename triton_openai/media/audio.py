@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import ctypes
 import io
 import math
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -36,6 +39,19 @@ _CHAT_RATE, _LONGEST_IN_CHATS = 16_000, 600.0
 _FORMATS = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3"})
 _MP4, _WEBM, _AAC = "mov", "matroska", "aac"
 _CODECS = frozenset({"aac", "alac", "flac", "mp3", "mp3float", "opus", "libopus", "vorbis", "libvorbis", "pcm_s16le"})
+# Bytes that FFmpeg makes room for at once: hours of AAC in the table of an MP4 file, of which each stream has one.
+_MOST_AT_ONCE, _MOST_STREAMS = 1 << 24, "8"
+# Opens a file with 64 MB, and a stack of 1 MB.
+_OPEN = """
+import io, resource, sys, soundfile
+data = sys.stdin.buffer.read()
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+for limit, size in (("AS", used + (64 << 20)), ("STACK", 1 << 20), ("CORE", 0)):
+    resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (size, size))
+soundfile.SoundFile(io.BytesIO(data))
+"""
+_OPEN_SECONDS = 10.0
 _TAKEN = "WAV, FLAC, Ogg (Vorbis, Opus), MP3, MP4, WebM and AAC"
 # Seconds: what is searched for the quietest place before the limit of a chunk, and how long that place is.
 _SEARCHED, _QUIET = 2.0, 0.1
@@ -245,6 +261,8 @@ def _with_soundfile(data: bytes, most: float) -> Iterator[tuple[int, _Samples]]:
     size = int.from_bytes(data[4:8], "little") + 8
     if data.startswith(b"RIFF") and size > len(data) and size not in _UNKNOWN_SIZES:
         raise cut
+    if b"\x01vorbis" in data:
+        _try_opening(data)
     try:
         with Stream(io.BytesIO(data)) as file:
             if file.format not in _FORMATS:
@@ -263,11 +281,33 @@ def _with_soundfile(data: bytes, most: float) -> Iterator[tuple[int, _Samples]]:
         raise cut
 
 
+def _try_opening(data: bytes) -> None:
+    """
+    Raise :class:`InvalidRequest` if a process of its own, with little memory, cannot open *data*.
+
+    A head of Vorbis with some hundred bytes can make libvorbis take gigabytes, or overflow its stack: that ends us.
+    """
+    command = (sys.executable, "-P", "-c", _OPEN)
+    try:
+        subprocess.run(command, input=data, capture_output=True, check=True, timeout=_OPEN_SECONDS)
+    except subprocess.SubprocessError as error:
+        raise _wrong("The file cannot be decoded: it is damaged, or cut off.") from error
+
+
+@cache
+def _av() -> Any:
+    """Return PyAV, which then makes room for no more than MOST_AT_ONCE bytes at once, whatever a file promises."""
+    import av.packet
+
+    ctypes.CDLL(av.packet.__file__).av_max_alloc(ctypes.c_size_t(_MOST_AT_ONCE))
+    return av
+
+
 def _with_av(data: bytes, container: str) -> Iterator[tuple[int, _Samples]]:
     import numpy as np
 
     try:
-        import av
+        av = _av()
     except (ImportError, OSError) as error:
         raise _wrong(
             "MP4, WebM and AAC need the extra 'media' of this service, which is not installed (pip install "
@@ -275,8 +315,9 @@ def _with_av(data: bytes, container: str) -> Iterator[tuple[int, _Samples]]:
             "invalid_audio_format",
         ) from error
     # A file may name others: nothing is opened but what is in memory.
-    closed = {"protocol_whitelist": "none", "enable_drefs": "0", "use_absolute_path": "0"}
-    options = closed if container == _MP4 else {"protocol_whitelist": "none"}
+    options = {"protocol_whitelist": "none", "max_streams": _MOST_STREAMS}
+    if container == _MP4:
+        options |= {"enable_drefs": "0", "use_absolute_path": "0"}
     try:
         with av.open(io.BytesIO(data), mode="r", format=container, options=options) as file:
             stream = next(iter(file.streams.audio), None)
@@ -299,7 +340,7 @@ def _with_av(data: bytes, container: str) -> Iterator[tuple[int, _Samples]]:
                     frames = []
             if frames:
                 yield rate, np.concatenate(frames)
-    except (av.FFmpegError, ValueError, EOFError) as error:
+    except (av.FFmpegError, ValueError, EOFError, MemoryError) as error:
         raise _wrong("The file cannot be decoded: it is damaged, or cut off.") from error
 
 

@@ -105,6 +105,12 @@ def _parts(request: InferRequest) -> Iterator[bytes]:
     yield _description(request.model, inputs, tuple(request.outputs), request.priority, request.classification)
     request_id = request.id.encode()
     yield _ID + varint(len(request_id)) + request_id
+    if request.parameters:
+        further = service_pb2.ModelInferRequest()
+        for name, value in request.parameters.items():
+            kind = "bool" if isinstance(value, bool) else "int64" if isinstance(value, int) else "string"
+            setattr(further.parameters[name], f"{kind}_param", value)
+        yield serialize(further)
     for tensor in request.inputs:
         raw = tensor.raw()
         yield _CONTENTS + varint(len(raw))

@@ -82,7 +82,7 @@ def infer_body(request: InferRequest) -> tuple[bytes, int]:
         for tensor, raw in zip(request.inputs, contents, strict=True)
     ]
     header: dict[str, Any] = {"id": request.id, "inputs": inputs}
-    parameters: dict[str, Any] = {"priority": request.priority} if request.priority else {}
+    parameters: dict[str, Any] = {**request.parameters, **({"priority": request.priority} if request.priority else {})}
     if request.outputs:
         form = {"binary_data": True, **({"classification": request.classification} if request.classification else {})}
         header["outputs"] = [{"name": name, "parameters": form} for name in request.outputs]

@@ -186,6 +186,10 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     #: If set, the outputs are texts ``value:index:label``, as many of each row with the highest values.
     classification: int = 0
+    #: Further parameters of Triton's protocol, such as those of a sequence.
+    parameters: Mapping[str, bool | int | str] = {}
+    #: The rest of its sequence: each is sent when the one before is answered, all to the same Triton. The last ends it.
+    following: tuple[InferRequest, ...] = ()
     #: The parameter that JSON cannot express, if one prevents it.
     needed_for: str | None = None
     #: Sent as HTTP headers or gRPC metadata: names in lower case, values printable ASCII. Adapters do not set them.

@@ -3,8 +3,8 @@ Recognizers with the tensors of the public repositories, for the speech of :mod:
 
 As sherpa's and TensorRT-LLM's code for Whisper do it, an empty prefix means Korean, only the first row of a batch is
 read, and a decoupled model answers with the whole text so far, revises its last word, and ends with an empty response.
-Whisper's engine takes and gives token ids, and fills up with the end of the text. Words that begin German make all of
-the audio German.
+Whisper's engine takes and gives token ids, and fills up with the end of the text. Sherpa's code for transducers gives
+each word as an element. Words that begin German make all of the audio German.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class TritonPythonModel:
         self._recorder = Recorder(loaded.record, loaded.name)
         self._decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._batches = config["max_batch_size"] > 0
+        self._in_words = "elements" in config["parameters"]
         self._outputs = [output["name"] for output in config["output"]]
         self._audio = config["input"][0]["name"]
 
@@ -102,12 +103,12 @@ class TritonPythonModel:
         return given[:length].astype(np.float64) / scale
 
     def _text(self, text: str, words: list[str], heard: list[tuple[float, float, str]]) -> Any:
-        found = {self._outputs[0]: text}
+        found = {self._outputs[0]: text.split() if self._in_words else [text]}
         if "SEGMENTS" in self._outputs:
-            found["SEGMENTS"] = json.dumps([{"start": a, "end": b, "text": word} for a, b, word in heard])
+            found["SEGMENTS"] = [json.dumps([{"start": a, "end": b, "text": word} for a, b, word in heard])]
         if "SPOKEN" in self._outputs:
-            found["SPOKEN"] = "de" if _is_german(words) else "en"
-        return pb.InferenceResponse([self._tensor(name, strings([value])) for name, value in found.items()])
+            found["SPOKEN"] = ["de" if _is_german(words) else "en"]
+        return pb.InferenceResponse([self._tensor(name, strings(values)) for name, values in found.items()])
 
     def _empty(self) -> Any:
         return self._response("TRANSCRIPTS", strings([""]))

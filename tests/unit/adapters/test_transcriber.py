@@ -168,14 +168,54 @@ def test_wrong_settings(inputs, outputs, interface, audio, said):
         adapter(config(inputs, outputs), interface, **audio)
 
 
-def test_sequences():
-    """A streaming model, and an ensemble with one, is not served: it would take one request for a whole recording."""
-    step = EnsembleStep(model="encoder", input_map={}, output_map={})
-    streaming = config(WAV, sequences=True)
-    for model in (streaming, config(WAV, steps=(step,))):
-        with pytest.raises(ConfigurationError, match="sequence_batching"):
-            Transcriber.described(model, {"m": model, "encoder": streaming}, None)
-    assert "transcriber" == Transcriber.described(config(WAV, steps=(step,)), {"encoder": config(WAV)}, None).name
+FEATURES = {"frame_length_ms": "25", "frame_shift_ms": "10", "sample_rate": "8000", "decode_chunk_size": "16"}
+
+
+@every_case(
+    "outputs, parameters, audio, expected",
+    [
+        # The public configs: sherpa's streaming zipformer, WeNet's and FunASR's.
+        (("x FP32 [83,80]", "x_lens INT64 [1]"), FEATURES, {}, (8000, 6800, 5120)),
+        (("speech FP16 [67,80]", "speech_lengths INT32 [1]"), {"chunk_size_s": "0.64"}, {}, (16_000, 11_040, 10_240)),
+        (("speech FP32 [61,80]",), {"chunk_size_s": "0.6"}, {}, (16_000, 10_080, 9600)),
+        (("x FP32 [83,80]",), FEATURES, {"sample_rate": 16_000}, (16_000, 13_600, 10_240)),
+        (("x FP32 [20,80]",), FEATURES, {}, (8000, 5120, 5120)),
+        (("x FP32 [-1,80]",), FEATURES, {"part_seconds": 0.5}, (16_000, 8000, 8000)),
+        (("x FP32 [1]",), {}, {"part_seconds": 0.5}, (16_000, 8000, 8000)),
+    ],
+)
+def test_sequences(outputs, parameters, audio, expected):
+    """A streaming model gets a recording in parts that are as long as its code for features, or the settings, say."""
+    features = config(("wav FP32 [-1]",), outputs, sequences=True, parameters=parameters)
+    step = EnsembleStep(model="features", input_map={}, output_map={})
+    model = config(WAV, steps=(step,))
+    interface = TensorMapping(audio=AudioFormat(**audio)) if audio else None
+    found = Transcriber.described(model, {"features": features}, interface)
+    rate, first, further = expected
+    recognition = found.capabilities.recognition
+    assert recognition is not None
+    assert (rate, True) == (recognition.sample_rate, found.capabilities.streaming)
+    samples = np.arange(1, 3 * further + 2, dtype="<f4")
+    for length, count in ((1, 1), (further, 1), (further + 1, 2), (3 * further + 1, 4), (0, 1)):
+        (request,) = found.encode(TranscriptionJob(id="a", samples=samples[:length].tobytes()))
+        parts = [request, *request.following]
+        sent: list[dict[str, Any]] = [{tensor.name: tensor.values for tensor in part.inputs} for part in parts]
+        lengths = [first, *[further] * (count - 1)]
+        assert lengths == [value for each in sent for value in each["WAV_LENS"]], length
+        whole = np.frombuffer(b"".join(each["WAV"] for each in sent), "<f4")
+        assert [len(whole), 0] == [sum(lengths), np.count_nonzero(whole[length:])]
+        assert np.array_equal(samples[:length], whole[:length])
+        flags = [(part.parameters["sequence_start"], part.parameters["sequence_end"]) for part in parts]
+        assert [(place == 0, place == count - 1) for place in range(count)] == flags
+        (number,) = {part.parameters["sequence_id"] for part in parts}
+        assert number != found.encode(JOB)[0].parameters["sequence_id"]
+
+
+def test_sequences_that_are_not_served():
+    """Without the length of a part, or decoupled, a streaming model is refused, and the error says what to do."""
+    for decoupled, said in ((False, "audio.part_seconds"), (True, "decoupled")):
+        with pytest.raises(ConfigurationError, match=said):
+            adapter(config(WAV, sequences=True, decoupled=decoupled))
     assert read_model_config({"name": "m", "sequence_batching": {}}).sequences
     assert not read_model_config({"name": "m", "dynamic_batching": {}}).sequences
 
@@ -235,6 +275,12 @@ def test_texts_of_an_answer():
     )
     assert "ab" == adapter(config(WAV, decoupled=True), described).decode(JOB, responses).text
     assert "" == known.decode(JOB, [JsonResponse({})]).text
+    # Sherpa's code for transducers gives words, or the characters of a language without blanks.
+    for elements, text in (
+        (["never", "tried"], "never tried"),
+        (["\u4f60", "\u597d", "ok", "ok"], "\u4f60\u597dok ok"),
+    ):
+        assert text == known.decode(JOB, [JsonResponse({"TRANSCRIPTS": elements})]).text
 
 
 def test_segments_that_cannot_be_read():

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import struct
 import subprocess
 import sys
 import tracemalloc
+import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -165,6 +169,84 @@ def test_a_movie_that_refers_to_another_file():
     except InvalidRequest as error:
         found = error.code
     assert found == "invalid_audio" or words(found[0]) == list(SENTENCE)
+
+
+def _promising(count: int) -> bytes:
+    """Return an MP4 file whose tables promise *count* samples of a byte."""
+    data = bytearray(muxed(speak(("no",), rate=48_000), 48_000, "mp4", "aac"))
+    sizes, chunks = data.index(b"stsz"), data.index(b"stsc")
+    struct.pack_into(">II", data, sizes + 8, 1, count)
+    struct.pack_into(">I", data, chunks + 16, count)
+    return bytes(data)
+
+
+def _fragmented(count: int) -> bytes:
+    """Return an MP4 file whose fragment promises *count* samples of the usual size."""
+    data = muxed(speak(("no",), rate=48_000), 48_000, "mp4", "aac", movflags="empty_moov+frag_keyframe")
+    place = data.index(b"trun")
+    return data[: place + 4] + struct.pack(">III", 1, count, 0) + data[place + 16 :]
+
+
+@every_case("make", [_promising, _fragmented])
+def test_a_movie_that_promises_much(make):
+    """Tables of a few bytes make no room for millions of samples that are not there, which took gigabytes."""
+    status, resets = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    asyncio.run(chunks_of(muxed(speak(("no",), rate=48_000), 48_000, "mp4", "aac")))
+    for count in (500_000, 80_000_000):
+        resets.write_text("5")
+        before = int(status.read_text().partition("VmRSS:")[2].split()[0])
+        with contextlib.suppress(InvalidRequest):
+            asyncio.run(chunks_of(make(count)))
+        assert int(status.read_text().partition("VmHWM:")[2].split()[0]) - before < 64_000, count
+
+
+class _Bits:
+    """Numbers of any width, as Vorbis packs them."""
+
+    def __init__(self) -> None:
+        self.value = self.width = 0
+
+    def put(self, *numbers: tuple[int, int]) -> None:
+        """Add numbers, each with its width."""
+        for number, width in numbers:
+            self.value |= number << self.width
+            self.width += width
+
+    def packed(self) -> bytes:
+        """Return all."""
+        return self.value.to_bytes(-(-self.width // 8), "little")
+
+
+def _page(packets: list[bytes], flags: int, place: int, number: int) -> bytes:
+    """Return a page of Ogg."""
+    sizes = b"".join(bytes([255] * (len(each) // 255) + [len(each) % 255]) for each in packets)
+    page = struct.pack("<4sBBqIIIB", b"OggS", 0, flags, place, 1, number, 0, len(sizes)) + sizes + b"".join(packets)
+    # Ogg's checksum is that of zlib with all bits reversed, which begins with 0.
+    reverse = bytes(int(f"{each:08b}"[::-1], 2) for each in range(256))
+    check = int(f"{zlib.crc32(page.translate(reverse), 0xFFFFFFFF) ^ 0xFFFFFFFF:032b}"[::-1], 2)
+    return page[:22] + struct.pack("<I", check) + page[26:]
+
+
+def _vorbis(books: int, bits: int) -> bytes:
+    """Return a file of Ogg Vorbis with as many code *books*, each of 2 to the power of *bits* entries."""
+    head, setup = struct.pack("<IBIiii", 0, 1, RATE, 0, 0, 0), _Bits()
+    setup.put((books - 1, 8))
+    for _ in range(books):
+        setup.put((0x564342, 24), (1, 16), (1 << bits, 24), (1, 1), (bits - 1, 5), (1 << bits, bits + 1), (0, 4))
+    # One of each: time, floor, residue, mapping and mode.
+    setup.put((0, 22), (0, 6), (1, 16), (0, 7), (4, 4), (0, 46), (16, 24), (15, 24), (0, 18), (0, 50), (0, 47), (1, 1))
+    packets = [b"\x03vorbis" + bytes(8) + b"\1", b"\x05vorbis" + setup.packed()]
+    start = _page([b"\x01vorbis" + head + b"\xb8\1"], 2, 0, 0)
+    return start + _page(packets, 0, 0, 1) + _page([bytes(8)] * 20, 4, 2000, 2)
+
+
+def test_code_books_without_end():
+    """A file of some hundred bytes neither overflows the stack of a thread nor takes gigabytes: it is refused."""
+    (chunk,) = asyncio.run(chunks_of(_vorbis(1, 8)))
+    assert 2000 == len(chunk.samples) // 4
+    for books, bits in ((1, 20), (256, 15)):
+        with pytest.raises(InvalidRequest, match="damaged"):
+            asyncio.run(chunks_of(_vorbis(books, bits)))
 
 
 _WITHOUT = """

@@ -275,6 +275,21 @@ def test_a_priority_is_said_where_there_is_one():
     assert not grpc_message(REQUEST).parameters
 
 
+def test_parameters_of_a_sequence():
+    """They keep their types, in both protocols, beside those of the request itself."""
+    given = {"sequence_id": 2**62, "sequence_start": True, "sequence_end": False}
+    part = msgspec.structs.replace(REQUEST, parameters=given, priority=3, id="42")
+    body, length = infer_body(part)
+
+    assert {**given, "priority": 3} == json.loads(body[:length])["parameters"]
+    message = grpc_message(part)
+    found = {name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in message.parameters.items()}
+    assert ({**given, "priority": 3}, "42") == (found, message.id)
+    assert list(REQUEST.inputs[0].shape) == list(message.inputs[0].shape)
+    named = grpc_message(msgspec.structs.replace(REQUEST, parameters={"sequence_id": "a"}))
+    assert "a" == named.parameters["sequence_id"].string_param
+
+
 @every_case("header", [b"", b"{", b"[]", b'{"outputs":[{"name":"out"}]}', b'{"outputs":1}'])
 def test_an_answer_that_cannot_be_read(header):
     """What is no answer is the upstream's fault."""
