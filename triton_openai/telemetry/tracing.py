@@ -111,11 +111,6 @@ def trace_context(record: RequestRecord) -> Context:
     return _propagator.extract(found, Context())
 
 
-def _span_context(context: Context) -> SpanContext | None:
-    found = get_current_span(context).get_span_context()
-    return found if found.is_valid else None
-
-
 class Tracing(Observer):
     """
     Makes the spans of requests for ``spans``, which is set before the first one. Without it, passes the client's trace
@@ -154,10 +149,13 @@ class Tracing(Observer):
             "trace_flags": f"{context.trace_flags:02x}",
         }
         if context.trace_flags.sampled:
-            above, kind = _span_context(parent), SpanKind.SERVER
+            found = get_current_span(parent).get_span_context()
+            above = found if found.is_valid else None
+            kind = SpanKind.SERVER
             span = Span(name="", context=context, parent=above, kind=kind, began=began, attributes=attributes)
             if record.batch_trace:
-                span.link = _span_context(_propagator.extract({"traceparent": record.batch_trace}, Context()))
+                made_by = _propagator.extract({"traceparent": record.batch_trace}, Context())
+                span.link = get_current_span(made_by).get_span_context()
             record.upstream = Trace(self.spans, context, span, record, zero=zero)
 
     def ended(self, record: RequestRecord) -> None:
