@@ -173,7 +173,8 @@ agents: $(VENV)/.demo ## run Codex CLI, Claude Code and opencode against a scrip
 lock: $(METADATA) | $(BIN)/python ## renew deploy/requirements.lock, which the images install
 	$(call announce,the service and uv,about 290 MB)
 	@$(INSTALL) '.[lock]'
-	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile setup.cfg --extra liquid --extra otlp --universal \
+	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile setup.cfg --extra liquid --extra otlp \
+	    --extra postgresql --extra redis --extra s3 --universal \
 	    --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --quiet \
 	    --output-file deploy/requirements.lock $(ARGS)
 

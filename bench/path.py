@@ -277,7 +277,7 @@ async def _batch(app: web.Application, count: int) -> PathRow:
     batch = Batch(id=name, kind="openai", endpoint="/v1/chat/completions", input=file.id, window="1h", **fields)
     await store.written(file)
     sys.setprofile(profiler)
-    await store.add(batch, most=1)
+    await store.add(batch, most=1, most_bytes=10**12)
     app[RUNNER].wake()
     while (found := await store.batch(name, "", "openai")) is None or found.open:  # noqa: ASYNC110 - as a client does
         await asyncio.sleep(0.02)

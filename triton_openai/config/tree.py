@@ -388,9 +388,10 @@ class FilesSettings(_Group, frozen=True):
     ] = "dir"
     max_size: Annotated[Bytes, _file_only("Largest file that a client may upload.")] = 512 * 1024 * 1024
     max_batch_size: Annotated[Bytes, _file_only("Largest file with the requests of a batch.")] = 200 * 1024 * 1024
-    max_total: Annotated[Bytes, _file_only("Bytes that the files of one key may have together for a new upload.")] = (
-        10 * 1024**3
-    )
+    max_total: Annotated[
+        Bytes,
+        _file_only("Bytes that the files of one key may have for a new upload or batch; each counts 4 KiB more."),
+    ] = 10 * 1024**3
     max_age: Annotated[
         float,
         Meta(gt=0, le=3650),

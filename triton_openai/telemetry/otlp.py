@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace import Event, ReadableSpan, SpanLimits, SpanProcess
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, get_current_span
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, get_current_span
 
 from triton_openai import __version__
 from triton_openai.config.sources import SDK_REFUSES
@@ -131,6 +131,7 @@ class SdkSpans(Spans, SpanExporter):
             self._resource,
             attributes,
             () if span.first_token is None else (Event("first_token", timestamp=span.first_token),),
+            () if span.link is None else (Link(span.link),),
             kind=span.kind,
             status=_FAILED if span.failed else _UNSET,
             start_time=span.began,

@@ -78,6 +78,8 @@ class Span(msgspec.Struct, kw_only=True):
     context: SpanContext | None = None
     #: ``None`` where a trace begins.
     parent: SpanContext | None
+    #: The span of what a line of a batch goes back to.
+    link: SpanContext | None = None
     kind: SpanKind = SpanKind.INTERNAL
     began: int
     ended: int = 0
@@ -151,6 +153,9 @@ class Tracing(Observer):
             above = found if found.is_valid else None
             kind = SpanKind.SERVER
             span = Span(name="", context=context, parent=above, kind=kind, began=began, attributes=attributes)
+            if record.batch_trace:
+                made_by = _propagator.extract({"traceparent": record.batch_trace}, Context())
+                span.link = get_current_span(made_by).get_span_context()
             record.upstream = Trace(self.spans, context, span, record, zero=zero)
 
     def ended(self, record: RequestRecord) -> None:
@@ -289,6 +294,7 @@ def head_attributes(record: RequestRecord) -> _Found:
         "http.request.method": record.method,
         "url.path": record.path,
         "triton_openai.request_id": record.request_id,
+        "triton_openai.batch": record.batch,
     }
     if request is not None:
         headers = request.headers
