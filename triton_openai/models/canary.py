@@ -74,7 +74,7 @@ class Canary(Observer):
         if model is None:
             return
         name = model.triton_model
-        silence = _silence(record)
+        silence = None if record.error is None else _silence(record)
         if silence is None and _answered(record):
             self._forget(name)
         elif silence is not None or _left_without(record):
