@@ -145,8 +145,7 @@ class Bench:
 
             async def ask(length: int) -> None:
                 async with limit:
-                    if not (await _stream(session, {"eos": False, "delay_ms": 1}, length)).whole:
-                        raise BenchError(f"A request failed through {rival.name}.")
+                    _check(rival, await _stream(session, {"eos": False, "delay_ms": 10}, length))
 
             await asyncio.gather(*map(ask, lengths))
         return [
@@ -222,15 +221,22 @@ class Bench:
                 *(_stream(session, {"eos": False, "delay_ms": 10}, tokens) for _ in range(streams))
             )
             spent = sum(map(_cpu, rival.pids)) - before
-        if not all(answer.whole for answer in answers):
-            raise BenchError(f"A request failed through {rival.name}.")
+        for answer in answers:
+            _check(rival, answer)
         return spent / (streams * tokens) * 1e6
 
 
 class _Answer(msgspec.Struct, frozen=True):
     whole: bool
+    # The last bytes.
+    data: bytes
     # When the last bytes came: after an error the service keeps the connection open for a second.
     ended: float
+
+
+def _check(rival: Rival, answer: _Answer) -> None:
+    if not answer.whole:
+        raise BenchError(f"A request failed through {rival.name}: {answer.data!r}")
 
 
 def _session(rival: Rival) -> aiohttp.ClientSession:
@@ -253,7 +259,7 @@ async def _stream(
                     first.set()
     if first is not None:
         first.set()
-    return _Answer(data.rstrip().endswith(b"data: [DONE]") and b"event: error" not in data, ended)
+    return _Answer(data.rstrip().endswith(b"data: [DONE]") and b"event: error" not in data, data, ended)
 
 
 def _p99(times: Sequence[float]) -> float:

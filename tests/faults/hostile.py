@@ -14,6 +14,7 @@ import io
 import itertools
 import json
 import math
+import re
 import signal
 import socket
 import sys
@@ -51,6 +52,9 @@ _RECENT = 500
 _LARGEST = 256 * MEBIBYTE
 # Answers of the service that are not 500 and yet no client's fault: it says why, and that trying again may help.
 _EXCUSED = {501, 503, 504, 529}
+# What answers with what clients sent, in which these clients have kinds and fields of their own.
+_ECHOES = {"add_items", "list_items", "retrieve_item", "list_input_items"}
+_ECHOED_TOOL = re.compile(rb'"tools":\[[^\]]*"type":"namespace"')
 _ENDS = (
     "[DONE]", "message_stop", "error", "response.completed", "response.failed", "response.incomplete",
     "speech.audio.done", "transcript.text.done",
@@ -379,7 +383,8 @@ def _trouble(request: Request, answer: _Answer) -> str | None:
     # The description says of these that every request may have them.
     if request.plain and request.whole and answer.status != 431 and "invalid_http" not in text:
         try:
-            described.check(request.method, request.path, answer.status, answer.headers, answer.body)
+            typed = request.operation not in _ECHOES and not _ECHOED_TOOL.search(answer.body)
+            described.check(request.method, request.path, answer.status, answer.headers, answer.body, typed=typed)
         except Exception as error:  # noqa: BLE001 - whatever cannot be read is no answer
             return f"{name} is not as described: {str(error)[:200]}"
     if answer.status == 200 and answer.headers.get_content_type() == "text/event-stream" and not _ends(text):

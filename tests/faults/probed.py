@@ -7,6 +7,7 @@ What is counted is found by its class among all that is alive: what leaks is wha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import json
@@ -77,11 +78,20 @@ def state(*, strict: bool) -> dict[str, Any]:
         "used": sum(len(each._acquired) for each in alive["TCPConnector"]) + len(calls) + len(in_use),
         "idle": len(idle) + len(kept) + len(at_rest),
         "records": records + sum(COLLECTED),
-        # Counted in the same moment as the connections, without the one that lists them.
-        "descriptors": len(list(Path("/proc/self/fd").iterdir())) - 1,
+        # Looked at in the same moment as the connections.
+        "descriptors": _descriptors(),
         # Those of clients, when they have ended.
         "ended": sum(each.transport is None for each in alive["Connection"]),
     }
+
+
+def _descriptors() -> list[str]:
+    """Return what the descriptors lead to, without the one that lists them, and without the numbers of sockets."""
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(str(each.readlink()).partition(":[")[0])
+    return found
 
 
 def watch(file: Path, *, strict: bool) -> None:
@@ -127,7 +137,7 @@ def time_turns(file: Path, longest: float) -> None:
         took = time.thread_time() - began
         if took > longest:
             with file.open("a") as lines:
-                lines.write(f"{first} {time.monotonic()} {took} {slowest[1]!r:.300}\n")
+                lines.write(f"{first} {time.monotonic()} {took} {slowest[0]:.3f} s of it: {slowest[1]!r:.300}\n")
 
     asyncio.BaseEventLoop._run_once = timed_turn  # type: ignore[attr-defined]
     asyncio.Handle._run = timed  # type: ignore[method-assign, assignment]

@@ -94,13 +94,13 @@ class Level(msgspec.Struct, frozen=True):
     idle: int
     records: int
     ended: int
-    descriptors: int
+    descriptors: list[str]
     memory: int = 0
 
     @property
     def held(self) -> int:
         """The descriptors without those of connections to Triton that are idle, or that a call uses for a moment."""
-        return self.descriptors - self.idle - self.used
+        return len(self.descriptors) - self.idle - self.used
 
     def above(self, before: Level) -> list[str]:
         """Return what there is more of than *before*; connections that wait to be used again are no leak."""
@@ -110,6 +110,8 @@ class Level(msgspec.Struct, frozen=True):
         more["connections of clients that have left"] = self.ended - before.ended
         more["descriptors"] = self.held - before.held
         found = [f"{name}: {count}" for name, count in more.items() if count > 0]
+        if more["descriptors"] > 0:
+            found += map(str, (Counter(self.descriptors) - Counter(before.descriptors)).items())
         return [*found, *(f"task {name}: {count}" for name, count in new.items())]
 
 

@@ -116,7 +116,7 @@ def test_descriptors_used_up(own: Own, transport: str, tmp_path: Path) -> None:
         assert_works(service)
         with service.back_to_level():
             _, hard = resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE)
-            resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE, (service.level().descriptors + 13, hard))
+            resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE, (len(service.level().descriptors) + 13, hard))
             with ThreadPoolExecutor(24) as threads:
                 replies = list(threads.map(ask, [service] * 24))
             served = [reply for reply in replies if reply is not None and reply.status == 200]

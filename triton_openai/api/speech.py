@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _encode = msgspec.json.Encoder().encode
 _LONGEST_INPUT = 4096
 # Seconds that are encoded at once; the first ones are to leave soon.
-_FIRST_BLOCK, _BLOCK = 0.25, 1.0
+_FIRST_BLOCK, _BLOCK = 0.1, 1.0
 # Of what a model sends as a file, whose length nobody knows before.
 _READING = 20_000
 

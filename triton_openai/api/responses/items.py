@@ -62,7 +62,7 @@ def numbered(items: Iterable[Item], suffix: str, place: str, taken: Collection[s
     kept = []
     used = set(taken)
     for number, item in enumerate(items):
-        kind, item_id = item.get("type") or "message", item.get("id") or ""
+        kind, item_id, content = item.get("type") or "message", item.get("id") or "", item.get("content")
         if not is_id(item_id):
             param = f"{place}[{number}].id"
             raise InvalidValue(f"'{param}' must be a text of at most {_LONGEST_ID} characters.", param)
@@ -73,20 +73,22 @@ def numbered(items: Iterable[Item], suffix: str, place: str, taken: Collection[s
         if kind in _ENDED:
             whole["status"] = item.get("status") or "completed"
         if kind == "message":
-            content = item.get("content")
-            if isinstance(content, str):
-                kind_of_text = "output_text" if item.get("role") == "assistant" else "input_text"
-                content = [{"type": kind_of_text, "text": content}]
+            text_type = "output_text" if item.get("role") == "assistant" else "input_text"
+            parts = [content] if isinstance(content, str) else content or []
             # What is neither a text nor a list is refused when the items are read.
-            whole["content"] = [_whole_part(part) for part in content] if isinstance(content, list) else content or []
+            whole["content"] = [_whole_part(each, text_type) for each in parts] if isinstance(parts, list) else parts
         kept.append(whole)
     return kept
 
 
-def _whole_part(part: Any) -> Any:
-    if isinstance(part, dict) and part.get("type") == "output_text":
-        return {**part, "annotations": part.get("annotations") or [], "logprobs": part.get("logprobs") or []}
-    return part
+def _whole_part(part: Any, text_type: str) -> Any:
+    whole = {"text": part} if isinstance(part, str) else part
+    # Chats call a text otherwise, and some clients leave the type out.
+    if isinstance(whole, dict) and whole.get("type") in (None, "text"):
+        whole = {**whole, "type": text_type}
+    if isinstance(whole, dict) and whole["type"] == "output_text":
+        return {**whole, "annotations": whole.get("annotations") or [], "logprobs": whole.get("logprobs") or []}
+    return whole
 
 
 def rows_of(items: Iterable[Item], suffix: str, place: str, taken: Collection[str] = (), *, name: str) -> Sequence[Row]:

@@ -160,9 +160,11 @@ def test_kept_items_are_whole() -> None:
     assert [*["completed"] * 5, "incomplete"] == [item["status"] for item in kept]
     whole = [{"type": "output_text", "text": "a", "annotations": [], "logprobs": []}]
     assert whole == kept[4]["content"]
-    part = {"type": "output_text", "text": "a"}
-    (parted,) = numbered([{"role": "assistant", "content": [part]}], "s", "input")
-    assert whole == parted["content"]
+    for part in ({"type": "output_text", "text": "a"}, {"type": "text", "text": "a"}, {"text": "a"}, "a"):
+        (parted,) = numbered([{"role": "assistant", "content": [part]}], "s", "input")
+        assert whole == parted["content"]
+    (asked,) = numbered([{"role": "user", "content": [{"type": "text", "text": "a"}, "a"]}], "s", "input")
+    assert [{"type": "input_text", "text": "a"}] * 2 == asked["content"]
 
 
 def test_places_after_truncation() -> None:
