@@ -120,7 +120,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "/v1/audio/speech": 9,
         "files and batches": 5,
         "metrics of batches and files": 56,
-        "spans of lines of batches": 3,
+        "spans of lines of batches": 12,
     },
     "config": {
         "begin": 1120,

@@ -17,6 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, SpanFlags, Status
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import SpanContext
 
 # The lengths of values that are kept. Clients choose some of them; numbers have none.
 _LONGEST_KEPT: Mapping[type, int] = {str: 64, tuple: 4}
@@ -26,7 +27,7 @@ _REMOTE = _LOCAL | SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
 
 
 def encode_spans(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
-    """Return the message with *spans*: of one resource and one scope, without links and attributes of events."""
+    """Return the message with *spans*: of one resource and one scope; their events and links have no attributes."""
     try:
         encoded = [_encoded(span) for span in spans]
     except (LookupError, TypeError, ValueError):
@@ -43,8 +44,7 @@ def encode_spans(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
 def _encoded(span: Any) -> bytes:
     context, parent = span.get_span_context(), span.parent
     head = Span(
-        trace_id=context.trace_id.to_bytes(16, "big"),
-        span_id=context.span_id.to_bytes(8, "big"),
+        **_ids(context),
         trace_state=context.trace_state.to_header() if context.trace_state else "",
         parent_span_id=parent.span_id.to_bytes(8, "big") if parent else b"",
         name=span.name,
@@ -53,10 +53,19 @@ def _encoded(span: Any) -> bytes:
         end_time_unix_nano=span.end_time,
         dropped_attributes_count=span.dropped_attributes,
         events=[Span.Event(name=event.name, time_unix_nano=event.timestamp) for event in span.events],
+        links=[Span.Link(**_ids(link.context), flags=_flags(link.context)) for link in span.links],
         status=Status(code=span.status.status_code.value),
-        flags=_REMOTE if parent and parent.is_remote else _LOCAL,
+        flags=_flags(parent),
     )
     return head.SerializeToString() + b"".join(_attributes(span.attributes))
+
+
+def _ids(context: SpanContext) -> Any:
+    return {"trace_id": context.trace_id.to_bytes(16, "big"), "span_id": context.span_id.to_bytes(8, "big")}
+
+
+def _flags(context: SpanContext | None) -> int:
+    return _REMOTE if context is not None and context.is_remote else _LOCAL
 
 
 def _attributes(found: Mapping[str, Any]) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common import trace_encoder
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from tests.collector import collecting
 from triton_openai.config.tree import TracesSettings
@@ -39,6 +39,7 @@ _SPANS = st.builds(
     resource=st.just(RESOURCE),
     attributes=st.dictionaries(_TEXTS, _VALUES | st.lists(_TEXTS, max_size=6).map(tuple), max_size=8),
     events=st.lists(st.builds(Event, _TEXTS, timestamp=st.integers(0, 2**63)), max_size=1).map(tuple),
+    links=st.lists(st.builds(Link, _CONTEXTS), max_size=2).map(tuple),
     kind=st.sampled_from(SpanKind),
     status=st.sampled_from(StatusCode).map(Status),
     start_time=st.integers(0, 2**63),
