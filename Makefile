@@ -7,9 +7,9 @@ SHELL := /bin/bash
 
 PORT ?= 9000
 ARGS ?=
-# Some tests wait for other processes, so there is one more than cores, but no more than four: each has a Triton of its
-# own. PARALLEL= runs the tests one after the other.
-PROCESSES := $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) + 1 )); echo $$(( n < 4 ? n : 4 )))
+# Tests wait for other processes for half of their time, so there are two more than cores, but no more than six: each has
+# a Triton of its own, which is 0.8 GB of memory. PARALLEL= runs the tests one after the other.
+PROCESSES := $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) + 2 )); echo $$(( n < 6 ? n : 6 )))
 PARALLEL ?= --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin
@@ -173,7 +173,8 @@ agents: $(VENV)/.demo ## run Codex CLI, Claude Code and opencode against a scrip
 lock: $(METADATA) | $(BIN)/python ## renew deploy/requirements.lock, which the images install
 	$(call announce,the service and uv,about 290 MB)
 	@$(INSTALL) '.[lock]'
-	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile setup.cfg --extra liquid --extra otlp --universal \
+	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile setup.cfg --extra liquid --extra otlp \
+	    --extra postgresql --extra redis --extra s3 --universal \
 	    --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --quiet \
 	    --output-file deploy/requirements.lock $(ARGS)
 

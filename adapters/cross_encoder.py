@@ -40,18 +40,18 @@ _INDEX, _TOKENS = "index", "token_count"
 
 
 class _TensorMapping(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    How pairs are handed over: *batch* of them in one request, whose *inputs* are by *kind*
+    """How pairs are handed over."""
 
-    - ``texts``: a query for each pair, and a document for each,
-    - ``documents``: one query, and its documents,
-    - ``joint``: both texts of a pair in one input,
-    - ``ids``: those of :func:`id_inputs`.
-    """
-
+    #: What the inputs are:
+    #:
+    #: - ``texts``: a query for each pair, and a document for each,
+    #: - ``documents``: one query, and its documents,
+    #: - ``joint``: both texts of a pair in one input,
+    #: - ``ids``: those of :func:`id_inputs`.
     kind: Literal["texts", "documents", "joint", "ids"]
     inputs: tuple[TensorSpec, ...]
     output: str
+    #: The most pairs in one request.
     batch: int
 
     @property

@@ -46,7 +46,7 @@ _STAGES = ("QUERY", "request_output_len", "TOKENS_BATCH")
 
 
 class TrtllmText(common.TrtllmAdapter):
-    """Base of the ensemble and BLS adapters, which set *engine*, *steps* and *unread* before this is initialized."""
+    """Base of the ensemble and BLS adapters, which set the engine and these fields before this is initialized."""
 
     is_ensemble = True
     #: The models that it calls, as far as they are known.

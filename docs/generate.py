@@ -278,6 +278,7 @@ _ATTRIBUTES = {
     "triton.request_id": "Triton's id for the request, as in Triton's own spans.",
     "triton_openai.adapter": "The adapter that serves the model.",
     "triton_openai.chat_template": "The name of the template; `default` and `tool_use` are the tokenizer's own.",
+    "triton_openai.batch": "The batch that the request is a line of.",
     "triton_openai.client_left": "True when the client left before the end.",
     "triton_openai.lora": "The LoRA adapter of the call.",
     "triton_openai.queued_seconds": "Seconds in this service's queue.",

@@ -31,16 +31,24 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("suite")
 
-_FIRST = ("integration", "faults")
-# Folders whose files share processes, which one of several workers starts for all of them.
-_TOGETHER = ("tests/clients/", "tests/faults/")
+_FIRST = ("integration", "faults", "fleet")
+# Files that share processes, which one of several workers starts for all of them: by how their names begin.
+_TOGETHER = (
+    ("tests/clients/",),
+    ("tests/fleet/",),
+    # Those that leave the services as they were, and those that run services of their own. Together they would be the
+    # last to end.
+    ("tests/faults/test_clients.py", "tests/faults/test_connections.py", "tests/faults/test_triton.py"),
+    tuple(f"tests/faults/test_{name}.py" for name in ("batches", "log", "responses", "workers")),
+)
 
 
 class _Scheduling(LoadFileScheduling):  # type: ignore[misc]
-    """Gives each file to one worker, and all files of such a folder to the same one."""
+    """Gives each file to one worker, and files that share processes to the same one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return next(filter(nodeid.startswith, _TOGETHER), None) or str(super()._split_scope(nodeid))
+        shared = next(filter(nodeid.startswith, _TOGETHER), None)
+        return str(super()._split_scope(nodeid)) if shared is None else shared[0]
 
 
 @pytest.hookimpl(optionalhook=True)

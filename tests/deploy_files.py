@@ -20,7 +20,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "triton-openai"
-FORMS = ("standalone", "headless", "sidecar", "everything", "alternatives", "persistence")
+FORMS = ("standalone", "headless", "sidecar", "everything", "alternatives", "persistence", "replicas")
 # The same in C, where PyYAML was built with it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # The two stages of the Dockerfile that are images, by the names under which everything else knows them.

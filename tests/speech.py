@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,24 @@ def encoded(samples: Any, rate: int, container: str, subtype: str | None = None)
 
 
 def muxed(
-    samples: Any, rate: int, container: str, codec: str, *, video: bool = False, audio: bool = True, **options: str
+    samples: Any,
+    rate: int,
+    container: str,
+    codec: str,
+    *,
+    video: bool = False,
+    audio: bool = True,
+    encoder: Mapping[str, str] | None = None,
+    **options: str,
 ) -> bytes:
-    """Return a file of FFmpeg's, with a *video* if asked for one, and *options* of its container."""
+    """
+    Return a file of FFmpeg's, with a *video* if asked for one.
+
+    It has *options* of its container, and *encoder* those of the codec of audio.
+    """
     target = io.BytesIO()
     with av.open(target, "w", format=container, options=options) as file:
-        streams: list[Any] = [file.add_stream(codec, rate=rate)] if audio else []
+        streams: list[Any] = [file.add_stream(codec, rate=rate, options=dict(encoder or {}))] if audio else []
         if video:
             pictures: Any = file.add_stream("mpeg4", rate=10)
             pictures.width = pictures.height = 64

@@ -28,7 +28,7 @@ from triton_openai.config.sources import SDK_REFUSES
 from triton_openai.config.tree import AUTO, NONE, AccessSettings, ServerSettings, Settings
 from triton_openai.config.worker import WORKER, Worker
 from triton_openai.draining import DRAINING, Draining, ModelDraining
-from triton_openai.errors import ConfigurationError
+from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.media.fetch import AllowedHosts, Fetcher, is_public, is_public_or_private
 from triton_openai.media.images import ImageLoader
 from triton_openai.models.canary import CANARY, PATIENCE, Canary
@@ -326,6 +326,15 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
         if ":" in settings.responses.store:
             # The operator chose it. The file in the state folder is opened when the first response is stored.
             service.background.start(app[STATE].check(), timeout=_STORE_SECONDS)
+    if FILES in app:
+        try:
+            async with asyncio.timeout(_STORE_SECONDS):
+                await app[FILES].check()
+        except ConfigurationError:
+            raise
+        except (ServiceError, TimeoutError):
+            # It is looked at again before anything is written, and what runs batches says why it waits.
+            pass
     models = service.models
     work = [service.fleet.run(), keep_loaded(models), app[LOOP_LAG].run()]
     if RUNNER in app:

@@ -67,13 +67,14 @@ class ServiceError(Exception):
     *message* is shown to the client: a clear sentence, free of server paths, tracebacks and secrets. Characters of the
     client's that control a terminal become ``?``. Without one, the service itself is at fault, and only its log says
     how.
-    *detail* goes to the log only. A subclass gives *status*, *type* and *code* where they differ from its base's, and
-    *retryable* false where trying again cannot help.
+    *detail* goes to the log only.
     """
 
+    # A subclass gives what differs from its base.
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: str = "internal_error"
+    #: Whether trying again can help.
     retryable: ClassVar[bool] = True
 
     def __init_subclass__(cls, **attributes: Any) -> None:

@@ -28,14 +28,13 @@ class FinishReason(enum.StrEnum):
 
 
 class Guide(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    What the answer has to conform to: *value* is a JSON schema as JSON text, a regular expression, a JSON list of
-    strings for ``choice``, a grammar (EBNF), a structural tag as JSON text; empty for ``json``, any JSON object.
-    *param* is the request's parameter that asked for it.
-    """
+    """What the answer has to conform to."""
 
     kind: Literal["json", "json_schema", "regex", "choice", "grammar", "structural_tag"]
+    #: A JSON schema as JSON text, a regular expression, a JSON list of strings for ``choice``, a grammar (EBNF), a
+    #: structural tag as JSON text; empty for ``json``, any JSON object.
     value: str = ""
+    #: The request's parameter that asked for it.
     param: str = "response_format"
 
 
@@ -66,11 +65,14 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class Logits(msgspec.Struct, frozen=True, kw_only=True):
-    """The scores of every token at some positions: rows of *width* little-endian floats, used from row *first* on."""
+    """The scores of every token at some positions."""
 
+    #: Rows of little-endian floats.
     data: bytes | memoryview
     datatype: str
+    #: The floats of a row.
     width: int
+    #: The first row that counts.
     first: int = 0
 
 
@@ -134,16 +136,17 @@ class AudioFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorMapping(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    A model's tensors, where the operator describes them: the names of *inputs* and *outputs* by their use, and inputs
-    that always have the same value. *text* is what a response holds: the new text, all of it so far, or only the last
-    one has it. *audio* is what its config does not say of speech.
-    """
+    """A model's tensors, where the operator describes them."""
 
+    #: The names of inputs by their use.
     inputs: Mapping[str, str] = {}
+    #: Inputs that always have the same value.
     constants: Mapping[str, Any] = {}
+    #: The names of outputs by their use.
     outputs: Mapping[str, str] = {}
+    #: What a response holds: the new text, all of it so far, or only the last one has it.
     text: Literal["delta", "cumulative", "final"] | None = None
+    #: What its config does not say of speech.
     audio: AudioFormat | None = None
 
     @property
@@ -161,10 +164,12 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Matrix(msgspec.Struct, frozen=True):
-    """Numbers of *shape* (rows, columns) as raw little-endian contents of *datatype*."""
+    """Numbers in rows."""
 
     datatype: str
+    #: Rows, columns.
     shape: tuple[int, int]
+    #: The raw little-endian contents.
     data: bytes
 
 
@@ -176,18 +181,18 @@ class LoraFormat(msgspec.Struct, frozen=True):
 
 
 class Lora(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    A LoRA adapter to answer with: its *name*, and for engines that know adapters by one, its *number*.
-
-    ``path`` and ``ckpt_source`` (``hf`` or ``nemo``) are for backends that read the weights themselves.
-    ``weights``, and ``config`` which says what each of their rows is for, are set on requests that bring them.
-    """
+    """A LoRA adapter to answer with."""
 
     name: str
+    #: For engines that know adapters by one.
     number: int | None = None
+    #: For backends that read the weights themselves.
     path: str | None = None
+    #: ``hf`` or ``nemo``, beside the path.
     ckpt_source: str | None = None
+    #: On requests that bring them.
     weights: Matrix | None = None
+    #: What each row of the weights is for.
     config: Matrix | None = None
 
 

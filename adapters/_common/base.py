@@ -33,25 +33,27 @@ class Rule(enum.StrEnum):
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """
-    One row of an adapter's table: the *name* of a :class:`Sampling` field, the inputs (or JSON keys) that can carry it
-    in order of preference, and what to do *otherwise*, when the model declares none of them. :func:`bind` finds the
-    *target*, which is one of them, and its *datatype*.
+    """One row of an adapter's table: how a field of :class:`Sampling` reaches the model."""
 
-    *why* tells a client whose request is refused what to do. *signed* is whether the input has to hold negative
-    numbers, *special* whether the adapter converts the value itself, instead of :meth:`Adapter.parameter_tensors`.
-    *neutral* are values that have their effect although the parameter is refused.
-    """
-
+    #: The field.
     name: str
+    #: The inputs, or JSON keys, that can carry it, in order of preference.
     inputs: tuple[str, ...] = ()
+    #: What to do when the model declares none of them.
     otherwise: Rule = Rule.REFUSED
+    #: What the table in the documentation says of it.
     note: str = ""
+    #: Tells a client whose request is refused what to do.
     why: str = ""
+    #: Whether the input has to hold negative numbers.
     signed: bool = False
+    #: Whether the adapter converts the value itself, instead of :meth:`Adapter.parameter_tensors`.
     special: bool = False
+    #: The one of the inputs that :func:`bind` finds.
     target: str | None = None
+    #: That of the target.
     datatype: str | None = None
+    #: Values that have their effect although the parameter is refused.
     neutral: tuple[Any, ...] = ()
 
     @property

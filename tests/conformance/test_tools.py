@@ -345,18 +345,14 @@ async def test_a_forced_answer_cut_at_every_token(tooled, mode):
         pytest.skip("what is cut is read alike")
     choice, text = FORCED[mode]
     prompt = steered(text=text)
-    whole: list[Any] | None = None
-    limit = 0
-    while whole is None:
-        limit += 1
-        assert limit < 100
-        calls, ended = await everywhere(tooled, choice, prompt, limit)
-        if not ended:
-            whole = calls
+    answers: list[tuple[Any, bool]] = []
+    while not answers or answers[-1][1]:
+        answers.append(await everywhere(tooled, choice, prompt, len(answers) + 1))
+        assert len(answers) < 100
+    *cut, (whole, _) = answers
     assert ["get_weather", "get_time"][: len(whole)] == [name for name, _ in whole]
     seen = 0
-    for size in range(1, limit):
-        calls, _ = await everywhere(tooled, choice, prompt, size)
+    for calls, _ in cut:
         assert seen <= len(calls) <= len(whole)
         seen = len(calls)
         assert calls[:-1] == whole[: len(calls)][:-1]

@@ -149,7 +149,7 @@ def nobody_is_left(own: Own, service: Watched, turn: int) -> bool:
         for number in range(40):
             mark = f"random {service.port} {turn} {number}"
             model, delay, n = chance.choice(list(ENGINES)), chance.choice([0, 0, 300]), chance.choice([1, 1, 2])
-            prompt = steered(mark, text=WORDS, eos=False, delay_ms=20, first_delay_ms=delay)
+            prompt = steered(mark, text=WORDS, eos=False, delay_ms=60, first_delay_ms=delay)
             stream = clients.enter_context(Stream(service, model, prompt, max_tokens=100_000, n=n))
             for _ in range(0 if delay else chance.randrange(4)):
                 stream.chunk()

@@ -18,7 +18,9 @@ from tests.faults.relay import Relay
 from tests.faults.surroundings import (
     COMPLETIONS,
     ENGINES,
-    QUICK,
+    IMPATIENT,
+    PATIENT,
+    TRANSPORTS,
     WORDS,
     Own,
     Stream,
@@ -35,15 +37,25 @@ from triton_openai.triton.grpc import GrpcClient
 from triton_openai.triton.http import HttpClient
 
 
-def test_half_open(own: Own, transport: str, tmp_path: Path) -> None:
+def test_half_open(own: Own, tmp_path: Path) -> None:
     """
     A way that carries nothing any more ends streams as silence does; nothing that idled on it is used again.
 
     A call that does not stream finds it out by its own timeout, and for all others.
     """
-    with half_open(own, transport, tmp_path) as (relay, service):
+    # Both wait most of the time.
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda transport: check_half_open(own, transport, tmp_path / transport), TRANSPORTS))
+
+
+def check_half_open(own: Own, transport: str, folder: Path) -> None:
+    """Cut the way of a stream, and that of a call."""
+    folder.mkdir()
+    with half_open(own, transport, folder) as (relay, service):
         with service.back_to_level():
-            with Stream(service, "vllm_model", steered(text=WORDS, eos=False, delay_ms=50)) as stream:
+            endless = steered(text=WORDS, eos=False, delay_ms=50)
+            silence = {"x-idle-timeout": IMPATIENT["x-idle-timeout"]}
+            with Stream(service, "vllm_model", endless, headers=silence, max_tokens=2000) as stream:
                 stream.chunk()
                 relay.freeze()
                 events = stream.rest()
@@ -53,7 +65,9 @@ def test_half_open(own: Own, transport: str, tmp_path: Path) -> None:
             assert_works(service)
         with service.back_to_level():
             relay.freeze()
-            lost = service.post("/v1/embeddings", {"model": "text_embedding", "input": "a"})
+            # Longer than a connection may take to be made: else it says nothing about the one that it used.
+            limit = {"x-request-timeout": "6"}
+            lost = service.post("/v1/embeddings", {"model": "text_embedding", "input": "a"}, **limit)
             assert (504, "upstream_timeout") == (lost.status, lost.error["code"])
             assert_served(service)
             relay.reset()
@@ -87,7 +101,7 @@ def half_open(own: Own, transport: str, folder: Path) -> Iterator[tuple[Relay, W
         relay = opened.enter_context(Relay((str(address.hostname), int(address.port or 0))))
         arguments = ["--triton-url", f"{transport}://127.0.0.1:{relay.port}"]
         arguments += ["--tokenizer", str(own.repository.tokenizer)]
-        service = opened.enter_context(watched(folder, *arguments, triton=QUICK))
+        service = opened.enter_context(watched(folder, *arguments, triton=PATIENT))
         assert_works(service)
         yield relay, service
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
+import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +63,12 @@ def test_two_services_and_a_kill(own: Own, tmp_path: Path) -> None:
             begun = next(iter(stream)).response
             for client in (same, other):
                 client.close()
+        end_leases(tmp_path / "responses")
         left = mine.responses.retrieve(begun.id)
         assert ("failed", "server_error") == (left.status, left.error and left.error.code)
+        *_, last = far
+        assert ("response.failed", word.delta) == (last.type, last.response.output_text)
+        assert last.response.error == left.error
         after = mine.responses.create(model="vllm_model", input=steered(text="on"), previous_response_id=begun.id)
         assert "on" == after.output_text
         # A disk that is full: files may not grow any more.
@@ -77,9 +84,11 @@ def test_two_services_and_a_kill(own: Own, tmp_path: Path) -> None:
         resource.prlimit(first.process.pid, resource.RLIMIT_FSIZE, limits)
         again = mine.responses.create(model="vllm_model", input=long)
         assert "full" == mine.responses.retrieve(again.id).output_text
-        # The maker's lease is over by now, or soon.
-        *_, last = far
-        assert ("response.failed", word.delta) == (last.type, last.response.output_text)
-        assert last.response.error == left.error
         mine.close()
         assert [] == first.complaints()
+
+
+def end_leases(file: Path) -> None:
+    """Let the leases of makers that are dead end, without waiting for it."""
+    with contextlib.closing(sqlite3.connect(file, timeout=30)) as tables, tables:
+        tables.execute("UPDATE triton_openai_entry SET until = until - 60 WHERE until > ?", (time.time(),))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from tests.clients.service import until
 from tests.faults.surroundings import PATIENT, TRANSPORTS, Own, Watched, watched
-from tests.speech import RATE, SENTENCE, encoded, speak, wav
+from tests.speech import RATE, SENTENCE, encoded, muxed, speak, wav
 from tests.standins.repository import build_repository
 from tests.triton_fixture import embedded, shared
 from triton_openai.demo.record import Record
@@ -30,9 +31,13 @@ _SETTINGS = {
         }
     },
 }
-# Minutes of speech, of which Triton gets two seconds at a time.
-LONG = encoded(speak([*SENTENCE] * 200), RATE, "FLAC")
 SHORT = wav(speak(SENTENCE))
+
+
+@cache
+def minutes() -> bytes:
+    """Return minutes of speech, of which Triton gets two seconds at a time."""
+    return encoded(speak([*SENTENCE] * 200), RATE, "FLAC")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +111,7 @@ def test_a_client_that_leaves_in_mid_upload(hearing: Own, service: Watched) -> N
     before = heard(hearing)
     with service.back_to_level():
         for share in (0.1, 0.5, 0.99):
-            body = form(LONG)
+            body = form(minutes())
             connection = socket.create_connection(("127.0.0.1", service.port), 60)
             head = f"POST {PATH} HTTP/1.1\r\nHost: a\r\nContent-Type: multipart/form-data; boundary={_BOUNDARY}\r\n"
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[: int(len(body) * share)])
@@ -119,7 +124,7 @@ def test_a_client_that_leaves_a_recording(hearing: Own, service: Watched) -> Non
     """Of the recording that nobody waits for, Triton gets no further chunks, streamed or not."""
     for fields in ({"stream": "true"}, {}):
         before = heard(hearing)
-        with service.back_to_level(), request(service, LONG, **fields) as connection:
+        with service.back_to_level(), request(service, minutes(), **fields) as connection:
             if fields:
                 read(connection, b"transcript.text.delta")
             else:
@@ -132,7 +137,7 @@ def test_a_client_that_leaves_a_sequence(hearing: Own, service: Watched) -> None
     """The sequences of a recording that nobody waits for are ended, streamed or not, and get no further parts."""
     for fields in ({"stream": "true"}, {}):
         before = heard(hearing, "transducer_scorer")
-        with service.back_to_level(), request(service, LONG, model="transducer", **fields) as connection:
+        with service.back_to_level(), request(service, minutes(), model="transducer", **fields) as connection:
             if fields:
                 read(connection, b"transcript.text.delta")
             else:
@@ -144,7 +149,7 @@ def test_a_client_that_leaves_a_sequence(hearing: Own, service: Watched) -> None
 def test_triton_killed_between_chunks(hearing: Own, service: Watched) -> None:
     """A stream ends with an error event, a whole answer with its status; and all is well when Triton is back."""
     before = heard(hearing)
-    with request(service, LONG, stream="true") as streamed, request(service, LONG) as whole:
+    with request(service, minutes(), stream="true") as streamed, request(service, minutes()) as whole:
         begun = read(streamed, b"transcript.text.delta")
         until(lambda: heard(hearing) > before + 4)
         hearing.server.kill()
@@ -170,20 +175,24 @@ def forget_peak(service: Watched) -> None:
     Path(f"/proc/{service.process.pid}/clear_refs").write_text("5")
 
 
-_FILES: dict[str, Callable[[], bytes]] = {
-    "wav": lambda: wav(np.tile(speak(SENTENCE), 250)),
-    "an hour of silence": lambda: encoded(np.zeros(8000 * 3600, np.int16), 8000, "FLAC"),
-    "opus": lambda: encoded(np.tile(speak(SENTENCE, rate=8000), 400), 8000, "OGG", "OPUS"),
-    "many channels": lambda: encoded(np.tile(speak(SENTENCE)[:, None], (60, 8)), RATE, "FLAC"),
-}
+@cache
+def files() -> Mapping[str, bytes]:
+    """Return files by what they are."""
+    # As well as it can, the encoder would take ten seconds.
+    quickly = {"compression_level": "0", "b": "24k"}
+    return {
+        "wav": wav(np.tile(speak(SENTENCE), 250)),
+        "an hour of silence": encoded(np.zeros(8000 * 3600, np.int16), 8000, "FLAC"),
+        "opus": muxed(np.tile(speak(SENTENCE, rate=8000), 400), 8000, "ogg", "libopus", encoder=quickly),
+        "many channels": encoded(np.tile(speak(SENTENCE)[:, None], (60, 8)), RATE, "FLAC"),
+    }
 
 
 def test_memory_of_an_upload(service: Watched) -> None:
     """However it is compressed, where a model takes as much at once as it may: the file, and 64 MB."""
     with request(service, SHORT, model="zipformer") as connection:
         assert b"HTTP/1.1 200" in read(connection)[:20]
-    for name, make in _FILES.items():
-        file = make()
+    for name, file in files().items():
         before = service.memory()
         forget_peak(service)
         with request(service, file, model="zipformer") as connection:

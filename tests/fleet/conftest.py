@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,13 @@ def tritons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, One]
             first = found["a"].server if found else None
             listen = (f"127.0.0.{number}", port_of(first.http_url), port_of(first.grpc_url)) if first else None
             server = embedded(repository, model_control_mode="explicit", load_models=MODELS, listen=listen)
-            server.start()
             opened.callback(server.stop, timeout=1.0)
             found[name] = One(name, server, repository, Record(record))
+            if first is None:
+                # The others have its ports, so it is the one to find out which are free.
+                server.start()
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda one: one.server.start(), [found["b"], found["c"]]))
         yield found
 
 

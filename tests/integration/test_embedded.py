@@ -93,7 +93,7 @@ def test_a_server_starts_ready_and_stops(server):
     assert server.poll() is None
     assert len(group_members(group)) >= 2
     assert shared_memory(server._shared_memory)
-    work_dir = server.log_path.parent
+    work_dir, url = server.log_path.parent, server.http_url
 
     server.stop()
 
@@ -102,11 +102,22 @@ def test_a_server_starts_ready_and_stops(server):
     assert not shared_memory(server._shared_memory)
     assert not work_dir.exists()
 
+    server.start()
+    assert server.http_url == url
+    assert is_ready(server)
 
-def test_killed_and_started_again_it_has_the_same_ports(server):
-    """After a crash the same object starts the server again where clients expect it."""
+
+def test_frozen_killed_and_started_again(server):
+    """
+    A frozen server closes nothing. After a crash the same object starts the server again where clients expect it.
+
+    Stopping a frozen one works too.
+    """
     server.start()
     url, group = server.http_url, server.pid
+    with frozen(server):
+        assert not is_ready(server, timeout=0.5)
+    until(lambda: is_ready(server))
 
     server.kill()
 
@@ -116,18 +127,6 @@ def test_killed_and_started_again_it_has_the_same_ports(server):
     server.start()
     assert server.http_url == url
     assert is_ready(server)
-    server.stop()
-    server.start()
-    assert server.http_url == url
-    assert is_ready(server)
-
-
-def test_a_paused_server_answers_nothing_until_resumed(server):
-    """A frozen server closes nothing, and stopping a frozen one works too."""
-    server.start()
-    with frozen(server):
-        assert not is_ready(server, timeout=0.5)
-    until(lambda: is_ready(server))
     with frozen(server):
         server.stop(timeout=0.1)
     assert server.poll() is not None
@@ -214,19 +213,16 @@ def test_an_installed_binary_is_started_the_same_way(tmp_path, repository):
     server.stop()
 
 
-def test_a_repository_may_be_named_from_here(repository, monkeypatch):
-    """A path that is not absolute is one from the folder in which the service was started."""
+def test_models_can_be_loaded_on_demand(repository, monkeypatch):
+    """
+    In explicit mode only the models that are named are loaded, and others on request.
+
+    A path that is not absolute is one from the folder in which the service was started, though the server runs
+    elsewhere.
+    """
     monkeypatch.chdir(repository.parent)
     path = Path(repository.name)
-    with started(
-        EmbeddedTriton(model_repository=path, environment=os.environ, model_control_mode="explicit")
-    ) as server:
-        assert is_ready(server)
-
-
-def test_models_can_be_loaded_on_demand(repository):
-    """In explicit mode only the models that are named are loaded, and others on request."""
-    server = EmbeddedTriton(model_repository=repository, environment=os.environ, model_control_mode="explicit")
+    server = EmbeddedTriton(model_repository=path, environment=os.environ, model_control_mode="explicit")
     with started(server):
         ready = f"{server.http_url}/v2/models/text_embedding/ready"
         with pytest.raises(urllib.error.HTTPError) as refused:
@@ -237,22 +233,20 @@ def test_models_can_be_loaded_on_demand(repository):
         urllib.request.urlopen(ready).close()
 
 
-def test_paths_from_where_we_are(repository, monkeypatch):
-    """A relative path means the same to the server, which runs elsewhere."""
-    monkeypatch.chdir(repository.parent)
-    server = EmbeddedTriton(
-        model_repository=Path(repository.name), environment=os.environ, model_control_mode="explicit"
-    )
-    server.start()
-    server.stop(timeout=1.0)
-
-
 def test_two_servers_live_side_by_side(server, repository):
-    """Two servers over the same repository do not meet, in ports or in shared memory."""
+    """
+    Two servers over the same repository do not meet, in ports or in shared memory.
+
+    When tritonserver itself dies, its Python processes go with it and the status says how it died.
+    """
     server.start()
     with started(EmbeddedTriton(model_repository=repository, environment=os.environ)) as other:
         assert is_ready(other)
-        other.kill()
+        group = other.pid
+        assert group is not None
+        os.kill(group, signal.SIGKILL)
+        assert wait_for_end(other, 20.0) == -signal.SIGKILL
+        assert group_members(group) == set()
         assert is_ready(server)
 
 
@@ -290,12 +284,3 @@ def test_nothing_outlives_an_owner_that_is_killed(repository):
     until(lambda: not group_members(int(pid)))
     until(lambda: not shared_memory(prefix))
     until(lambda: not Path(work_dir).exists())
-
-
-def test_nothing_outlives_a_killed_server(server):
-    """When tritonserver itself dies, its Python processes go with it and the status says how it died."""
-    server.start()
-    group = server.pid
-    os.kill(group, signal.SIGKILL)
-    assert wait_for_end(server, 20.0) == -signal.SIGKILL
-    assert group_members(group) == set()

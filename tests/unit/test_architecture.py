@@ -436,6 +436,19 @@ def test_every_module_says_what_it_is() -> None:
     assert [] == [name for name, tree in _modules().items() if not ast.get_docstring(tree)]
 
 
+def test_fields_are_documented_at_the_field() -> None:
+    """The docstring of a class tells of none of its fields: a comment at the field does, which begins with ``#:``."""
+
+    def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+        for kind in (node for node in _nodes(tree) if isinstance(node, ast.ClassDef)):
+            fields = {ast.unparse(node.target) for node in kind.body if isinstance(node, ast.AnnAssign)}
+            for word in re.findall(r"\*(\w+)\*", ast.get_docstring(kind) or ""):
+                if word in fields:
+                    yield f"{kind.name}.{word}", kind.lineno
+
+    assert [] == _found(rule)
+
+
 def test_every_package_is_distributed() -> None:
     """The wheel has the packages that setup.cfg lists, and those are all that there are."""
     settings = configparser.ConfigParser()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 #: By room: the lines that it began with, and what has changed them since. A feature stands with the name that the
@@ -30,7 +27,8 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "/v1/audio/transcriptions and /v1/audio/translations": 299,
         "audio_seconds_per_minute": 11,
         "audio in chats": 9,
-        "files and batches": 781,
+        "files and batches": 796,
+        "spans of lines of batches": 4,
         "batches that several replicas share": 25,
     },
     "answer": {
@@ -42,6 +40,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "/v1/audio/speech": 191,
         "/v1/audio/transcriptions and /v1/audio/translations": 159,
         "audio in chats": 19,
+        "files and batches": 3,
         "streaming recognizers": 27,
     },
     "adapters": {
@@ -55,9 +54,10 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "today": 900,
         "a chain is read at one moment": 6,
         "stored chat completions": 29,
-        "files and batches": 412,
+        "files and batches": 421,
+        "spans of lines of batches": 1,
         "metrics of batches and files": 10,
-        "batches that several replicas share": 46,
+        "batches that several replicas share": 58,
         "a response whose parent is deleted while it is made": 13,
     },
     "triton": {
@@ -79,7 +79,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
     "models": {
         "begin": 1000,
         "draining has a module beside the packages": -129,
-        "a model that lets three requests in a row wait in vain is shown": 17,
+        "a model that lets three requests in a row wait in vain is shown": 22,
         "loads and LoRA names as in NVIDIA's frontend, --lora-separator": 36,
         "names in the settings that no model has are shown": 14,
         "loading of tokenizers and templates, from the prompts": 90,
@@ -116,13 +116,14 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
     "telemetry": {
         "begin": 1200,
         "a log that nobody waits for, and triton_openai_log_lines_lost_total": 126,
-        "traces at less than half the cost, and a stop without a collector": 127,
+        "traces at a quarter of the cost, and a stop without a collector": 170,
         "a metric of whether the store of responses answers": 5,
         "several Tritons": 70,
         "above its budget": 136,
         "/v1/audio/speech": 9,
         "files and batches": 5,
         "metrics of batches and files": 56,
+        "spans of lines of batches": 12,
     },
     "config": {
         "begin": 1120,
@@ -135,7 +136,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "audio in chats": 6,
         "above its budget": 49,
         "/v1/audio/speech": 9,
-        "files and batches": 68,
+        "files and batches": 69,
         "batches that several replicas share": 12,
         "several Tritons, mended": 8,
         "server.max_running_requests_per_endpoint": 4,
@@ -143,9 +144,9 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
     },
     "batches": {
         "begin": 0,
-        "files and batches": 899,
+        "files and batches": 917,
         "metrics of batches and files": 45,
-        "batches that several replicas share": 178,
+        "batches that several replicas share": 220,
     },
     "media": {
         "begin": 310,
@@ -184,7 +185,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "audio in chats": 1,
         "files and batches": 24,
         "metrics of batches and files": 4,
-        "batches that several replicas share": 9,
+        "batches that several replicas share": 17,
         "several Tritons, mended": 2,
         "server.max_running_requests_per_endpoint": 12,
         "streaming recognizers": 6,
@@ -195,13 +196,19 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
 def _code(path: Path) -> int:
     """Return the lines of code in a module: no blanks, comments and docstrings."""
     text = path.read_text(encoding="utf-8")
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    lines = {line for token in tokens if token.type not in _NO_CODE for line in range(token.start[0], token.end[0] + 1)}
+    lines = {number for number, line in enumerate(text.splitlines(), 1) if line.strip()[:1] not in ("", "#")}
+    docstrings = set[int]()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
-            docstring = node.body[0]
-            lines -= set(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
-    return len(lines)
+            docstrings |= _lines(node.body[0])
+        elif isinstance(node, ast.Constant | ast.JoinedStr):
+            # A text has blank lines and such that look like comments.
+            lines |= _lines(node)
+    return len(lines - docstrings)
+
+
+def _lines(node: ast.stmt | ast.expr) -> set[int]:
+    return set(range(node.lineno, (node.end_lineno or 0) + 1))
 
 
 def _room(path: Path) -> str:

@@ -433,6 +433,49 @@ def test_what_is_kept_has_a_volume() -> None:
             files.render({**own, **more})
 
 
+def test_replicas_share_what_is_kept() -> None:
+    """With PostgreSQL and a bucket replicas need no claim; with a folder, one that all of them mount."""
+    manifests = files.chart_documents("replicas")
+    spec = files.only(manifests, "Deployment")["spec"]
+    pod = spec["template"]["spec"]
+    service = files.service_container(pod)
+    environ = {one["name"]: one.get("value", one.get("valueFrom")) for one in service["env"]}
+    secret = {"secretKeyRef": {"name": "llm-database", "key": "url"}}
+
+    assert "PersistentVolumeClaim" not in {one["kind"] for one in manifests}
+    assert (3, "RollingUpdate") == (spec["replicas"], spec["strategy"]["type"])
+    assert {"name": "state", "emptyDir": {}} in pod["volumes"]
+    assert {"name": "state", "mountPath": environ["XDG_STATE_HOME"]} in service["volumeMounts"]
+    assert [secret] * 2 == [environ[f"TRITON_OPENAI_{name}_STORE"] for name in ("BATCHES", "RESPONSES")]
+    assert "TRITON_OPENAI_FILES_STORE" not in environ
+    folder = {"enabled": True, "accessModes": ["ReadWriteMany"], "postgresql": {"existingSecret": "db"}}
+    made = files.render({"persistence": folder, "settings": {"responses": {"store": "memory"}}})
+    text = made["templates/deployment.yaml"]
+    assert "value: dir:/var/lib/triton-openai/files" in text
+    assert "TRITON_OPENAI_RESPONSES_STORE" not in text
+    files.render({"persistence": folder, "settings": {"files": {"store": "dir:/var/lib/triton-openai/x"}}})
+    assert "type: RollingUpdate" in text
+    assert "ReadWriteMany" in made["templates/persistentvolumeclaim.yaml"]
+    # One pod, whose files are in a bucket and whose tables are on a volume; and a folder that is mounted otherwise.
+    bucket = {"settings": {"files": {"store": "s3://b"}}}
+    files.render({**bucket, "replicaCount": 1, "persistence": {"enabled": True}})
+    mount = {"extraVolumeMounts": [{"name": "shared", "mountPath": "/mnt/shared"}]}
+    postgresql = {"persistence": {"postgresql": {"existingSecret": "db"}}}
+    files.render({**postgresql, **mount, "settings": {"files": {"store": "dir:/mnt/shared/files"}}})
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({**postgresql}, "needs a place for files"),
+        ({**postgresql, **mount, "settings": {"files": {"store": "dir:/mnt/sharedfiles"}}}, "needs a place for files"),
+        ({"persistence": folder, "settings": {"files": {"store": "dir:/var/lib/x"}}}, "needs a place for files"),
+        ({"persistence": {**folder, "accessModes": ["ReadWriteOnce"]}}, "needs accessModes"),
+        ({**bucket, "persistence": {"enabled": True}}, "persistence needs replicaCount 1"),
+        ({**bucket, "replicaCount": 1}, "would be lost with the pod"),
+        ({**postgresql, "settings": {"batches": {"store": "postgresql://me:secret@db/x"}}}, "name a Secret in"),
+    ]
+    for values, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            files.render(values)
+
+
 def test_triton_ends_after_the_service() -> None:
     """In sidecar mode Triton is a container that Kubernetes ends last, within the time that the pod has."""
     spec = files.only(files.chart_documents("sidecar"), "Deployment")["spec"]["template"]["spec"]
@@ -592,7 +635,7 @@ def test_the_values_in_the_guide() -> None:
     text = (files.ROOT / "docs/guides/kubernetes.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```yml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
-    assert 2 == len(blocks)
+    assert 3 == len(blocks)
     for made in map(files.render, map(yaml.safe_load, blocks)):
         for manifest in (one for path, text in made.items() if path.endswith(".yaml") for one in files.documents(text)):
             valid(manifest, "latest")

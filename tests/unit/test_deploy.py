@@ -124,7 +124,7 @@ def test_every_way_of_the_chart(form: str, tmp_path: Path) -> None:
     settings = check(files.start_of_pod(form, files.chart_documents(form)), tmp_path)
 
     assert "json" == settings.server.log_format
-    assert (form in ("standalone", "alternatives", "persistence")) == (
+    assert (form in ("standalone", "alternatives", "persistence", "replicas")) == (
         settings.triton.http_url != "http://127.0.0.1:8000"
     )
 
@@ -321,8 +321,9 @@ def test_the_lock_file_fits() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"]
-    lines = [*config["options"]["install_requires"].splitlines(), *extras["liquid"].splitlines()]
-    needed = [Requirement(line) for line in [*lines, *extras["otlp"].splitlines()] if line]
+    texts = [config["options"]["install_requires"]]
+    texts += [extras[name] for name in ("liquid", "otlp", "postgresql", "redis", "s3")]
+    needed = [Requirement(line) for text in texts for line in text.splitlines() if line]
     text = TEXTS["requirements.lock"]
     pins = [Requirement(line.partition("\\")[0]) for line in text.splitlines() if re.match(r"\w", line)]
 

@@ -173,10 +173,13 @@ _MOST_SCORES = 1_000_000
 
 
 class PromptScoring(msgspec.Struct, frozen=True, kw_only=True):
-    """How to score: *count* alternatives to each token, for the request's parameter *param*, in *timeout* seconds."""
+    """How to score."""
 
+    #: The alternatives to each token.
     count: int
+    #: The request's parameter that asks for it.
     param: str
+    #: In seconds.
     timeout: float
 
 

@@ -53,12 +53,15 @@ _END_TIMEOUT = 20.0
 
 
 class Sender(msgspec.Struct, frozen=True):
-    """How the work for one request of a client reaches Triton: by *route*, and seen by *upstream*."""
+    """How the work for one request of a client reaches Triton."""
 
     route: Route
+    #: Sees the work.
     upstream: Upstream
     #: Where stop requests are sent, for which nobody waits.
     background: Background
+    #: The level of what is asked in the model's queue, 0 for the usual one. Generations have one of their own.
+    priority: int = 0
 
     async def ask(self, request: InferRequest, heard: Heard | None = None) -> Sequence[InferResponse]:
         """
@@ -66,6 +69,7 @@ class Sender(msgspec.Struct, frozen=True):
 
         *heard* gets those so far, if they come one by one; from their beginning, if another Triton is asked again.
         """
+        request = replace(request, priority=self.priority)
 
         async def attempt(lease: Lease) -> Sequence[InferResponse]:
             with self.upstream.call(request, lease) as sent:
@@ -357,7 +361,9 @@ class Run:
             generation = replace(generation, lora=lora)
         (request,) = self._adapter.encode(generation)
         if generation.priority:
-            request = replace(request, priority=generation.priority, json_expressible=False)
+            # Of a line of a batch nobody asked for it: without gRPC it goes without.
+            expressible = request.json_expressible and self._sender.priority > 0
+            request = replace(request, priority=generation.priority, json_expressible=expressible)
         lease = self._lease
         assert lease is not None, "it lasts as long as the request"
         request = self._sender.upstream.begin(request, progress, lease, lora=None if lora is None else lora.name)

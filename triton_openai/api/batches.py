@@ -16,9 +16,10 @@ from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.lines import endpoints
 from triton_openai.api.responses.objects import InputTokensDetails, Metadata, OutputTokensDetails, ResponseUsage
 from triton_openai.api.service import OPERATIONS_BY_HANDLER, key_of, new_id, service_of
-from triton_openai.api.uploaded_files import ExpiresAfter, files_of, find_file
+from triton_openai.api.uploaded_files import ExpiresAfter, files_of, find_file, too_much
 from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.storage.batch_store import Batch, Status
+from triton_openai.telemetry.request_record import RECORD
 
 #: What runs batches in this process; absent where they are off.
 RUNNER: web.AppKey[BatchRunner] = web.AppKey("batch_runner", BatchRunner)
@@ -127,11 +128,19 @@ async def create(request: web.Request) -> web.Response:
 
 
 async def add(request: web.Request, batch: Batch, param: str) -> None:
-    """Add *batch*, whose input the field *param* names. Raises :class:`TooManyBatches` and :class:`ObjectNotFound`."""
-    most = service_of(request).settings.batches.max_batches
-    added = await files_of(request).store.add(batch, most=most)
+    """
+    Add *batch*, whose input the field *param* names.
+
+    Raises :class:`TooManyBatches`, :class:`PayloadTooLarge` and :class:`ObjectNotFound`.
+    """
+    most, files = service_of(request).settings.batches.max_batches, files_of(request)
+    if "trace_id" in (fields := request[RECORD].log_fields):
+        batch.trace = "00-{trace_id}-{span_id}-{trace_flags}".format_map(fields)
+    added = await files.store.add(batch, most=most, most_bytes=files.settings.max_total)
     if added == "too many":
         raise errors.TooManyBatches(f"This key has {most} batches that have not ended.", retry_after=60)
+    if added == "no room":
+        raise too_much(files)
     if added == "no file":
         raise errors.ObjectNotFound(f"There is no file '{batch.input}'.", param=param)
     request.app[RUNNER].wake()

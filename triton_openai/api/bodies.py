@@ -87,9 +87,11 @@ def read_within(body: bytes, kind: type[_T], limits: LimitSettings, ignored: lis
 
 
 class FileField(msgspec.Struct, frozen=True):
-    """A file in a form, whose *name* the client chose, as it did its *media_type*."""
+    """A file in a form."""
 
+    #: The client chose it.
     name: str
+    #: The client chose it, too.
     media_type: str
     content: bytes
 

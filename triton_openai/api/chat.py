@@ -231,13 +231,13 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
 class Turn(msgspec.Struct, frozen=True):
     """
     An assistant's turn, ready to be generated. The APIs for chats prepare one each, and render it in their own way.
-
-    *runs* are its answers, not yet started; *parsers* has the parser of each.
     """
 
     spec: GenerationSpec
     plan: ToolPlan
+    #: Its answers, not yet started.
     runs: Sequence[Run]
+    #: The parser of each answer.
     parsers: Sequence[AnswerParser]
 
 

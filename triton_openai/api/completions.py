@@ -210,12 +210,13 @@ def _likelihood(answer: Collected) -> float:
 
 
 class _Echo(NamedTuple):
-    """What all answers to a prompt repeat of it, as far as they are to: *size* is about how many bytes that has."""
+    """What all answers to a prompt repeat of it, as far as they are to."""
 
     text: str
     logprobs: CompletionLogprobs | None
     prompt_logprobs: Any
     ids: Any
+    #: About how many bytes all of it has.
     size: int
 
 

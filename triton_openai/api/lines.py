@@ -167,7 +167,7 @@ class LineHost:
         record = RequestRecord(
             request_id=request_id({}), method="POST", path=batch.endpoint, batch=batch.id, custom_id=custom_id
         )
-        record.key = batch.owner or None
+        record.key, record.batch_trace = batch.owner or None, batch.trace
         handler = self._by_path[batch.endpoint]
         request = LineRequest(app, handler, batch.endpoint, body)
         request[RECORD] = record

@@ -255,7 +255,9 @@ class RequestContext(Generic[_Body]):
         route = Route(fleet, model.triton_model, among=model.endpoints, key=key, lora=lora, before=self.tried)
         if fleet.listed:
             self.record.route = route
-        return Sender(route, self.record.upstream, self.service.background)
+        # Lines of batches come last.
+        priority = 0 if self.record.batch is None else model.priorities
+        return Sender(route, self.record.upstream, self.service.background, priority)
 
     def _key(self) -> str | None:
         """Return what should stay at one Triton: the session of the request, or its conversation."""

@@ -35,9 +35,10 @@ _LONGEST_NAME = 512
 
 
 class ExpiresAfter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """When a file expires: so many *seconds* after it was made."""
+    """When a file expires."""
 
     anchor: Literal["created_at"]
+    #: How long after the anchor.
     seconds: Lifetime
 
 
@@ -116,10 +117,7 @@ async def create(request: web.Request) -> web.Response:
         state="uploading",
     )
     if not await files.store.reserve(file, files.settings.max_total):
-        raise errors.PayloadTooLarge(
-            f"The files of this key would have more than {files.settings.max_total} bytes together. Delete some.",
-            code="storage_limit_exceeded",
-        )
+        raise too_much(files)
     writing: Writing | None = None
     try:
         writing = await files.write(file.id)
@@ -148,6 +146,13 @@ async def create(request: web.Request) -> web.Response:
             await asyncio.shield(files.delete(file))
         raise
     return json_response(file_object(file))
+
+
+def too_much(files: Files) -> errors.PayloadTooLarge:
+    """Return the error for a key that has no room for more *files*."""
+    most = files.settings.max_total
+    message = f"The files of this key would have more than {most} bytes together. Delete some."
+    return errors.PayloadTooLarge(message, code="storage_limit_exceeded")
 
 
 async def _read(request: web.Request, form: Form, writing: Writing, *, strict: bool) -> FileUpload:
@@ -252,8 +257,15 @@ async def send_file(
     }
     files = files_of(request)
     if files.remote is None:
+        if not await files.has(file.id):
+            await files.check()
+            raise _gone(file)
         return web.FileResponse(files.folder / file.id, headers=headers)
     return await _send_remote(request, files.remote, file, headers)
+
+
+def _gone(file: StoredFile) -> errors.ObjectNotFound:
+    return errors.ObjectNotFound(f"The contents of the file '{file.id}' are not there any more.", param="file_id")
 
 
 async def _send_remote(
@@ -281,7 +293,7 @@ async def _send_remote(
     try:
         piece = await remote.read(file.id, start, end) if start < end and request.method != "HEAD" else b""
     except FileNotFoundError as error:
-        raise errors.ObjectNotFound(f"There is no file '{file.id}'.", param="file_id") from error
+        raise _gone(file) from error
     await response.prepare(request)
     while piece:
         await response.write(piece)

@@ -82,11 +82,13 @@ _NEVER_RAN = {
 
 
 class Outcome(NamedTuple):
-    """The answer to a line: *body* is JSON. *error* is why there is no better one."""
+    """The answer to a line."""
 
     status: int
+    #: JSON.
     body: bytes
     request_id: str = ""
+    #: Why there is no better answer.
     error: ServiceError | None = None
     usage: BatchUsage = BatchUsage()
 
@@ -304,6 +306,7 @@ class BatchRunner:
         if len(self._held) >= _BATCHES:
             return
         if self._lock < 0:
+            await self._files.check()
             self._lock = await on_disk(self._files.hold, self._holder)
         for holder in await self._store.holders():
             if holder != self._holder and await on_disk(self._files.has_died, holder):
@@ -347,12 +350,14 @@ class BatchRunner:
                 limit.running, limit.suspect = 1, True
                 await self._start(suspect[0], [(suspect[1].popleft(), limit, False)])
             return
-        for owner in {held.batch.owner for held in self._held.values()}:
-            if self._tokens_at.get(owner, 0.0) <= time.monotonic() and (wait := await self._host.wait(owner)):
-                self._tokens_at[owner] = time.monotonic() + wait
+        now = time.monotonic()
+        self._tokens_at = {owner: due for owner, due in self._tokens_at.items() if due > now}
+        for owner in {held.batch.owner for held in self._held.values()} - self._tokens_at.keys():
+            if wait := await self._host.wait(owner):
+                self._tokens_at[owner] = now + wait
         by_owner: dict[str, list[_Held]] = {}
         for held in sorted(self._held.values(), key=lambda held: held.batch.created):
-            if self._tokens_at.get(held.batch.owner, 0.0) <= time.monotonic():
+            if held.batch.owner not in self._tokens_at:
                 by_owner.setdefault(held.batch.owner, []).append(held)
         self._turns = {owner: self._turns.get(owner, -1) for owner in by_owner}
         owners = deque(sorted(by_owner, key=self._turns.__getitem__))

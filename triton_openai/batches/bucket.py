@@ -3,6 +3,7 @@ Files in a bucket of S3, or of a server that speaks like it. What is not complet
 
 A file is the object ``files/ID``. What belongs to a batch that has not ended is below ``batches/ID/``: ``requests`` if
 they are no file, and results as ``GENERATION-PLACE``. No object is ever changed, so whoever reads one reads all of it.
+``files/shared-ID`` is an object by which services know that they have the same bucket.
 """
 
 from __future__ import annotations
@@ -50,7 +51,18 @@ class BucketFiles(Files):
         self.checkpoint = batches.checkpoint
         self.remote = self
 
-    async def write(self, name: str) -> Writing:
+    async def has(self, name: str) -> bool:
+        try:
+            await self._size(file_key(name))
+        except FileNotFoundError:
+            return False
+        return True
+
+    async def _size(self, key: str) -> int:
+        with _reported():
+            return (await obstore.head_async(self.bucket, key))["size"]
+
+    async def _writing(self, name: str) -> Writing:
         return _Upload(self, name, await on_disk(self._begin, name))
 
     async def upload(self, key: str, descriptor: int, start: int = 0) -> None:
@@ -104,8 +116,7 @@ class BucketFiles(Files):
 
     async def open_input(self, batch: Batch) -> int:
         key = file_key(f"{batch.id}.requests" if batch.input == batch.id else batch.input)
-        with _reported():
-            size = (await obstore.head_async(self.bucket, key))["size"]
+        size = await self._size(key)
         descriptor = await on_disk(self._scratch)
         try:
             await self._copy(key, size, descriptor)

@@ -2,8 +2,9 @@
 Files in a folder: written as they arrive, and in the tables once they are on the disk.
 
 The files of the folder are named by the ids that this service made. What clients call them is data. Beside them are
-the inputs of Anthropic's batches (``ID.requests``), the parts of results (``ID-GENERATION.part``), and what is being
-written (``ID.new``), and a lock of each process that runs batches (``HOLDER.lock``).
+the inputs of Anthropic's batches (``ID.requests``), the parts of results (``ID-GENERATION.part``), what is being
+written (``ID.new``), a lock of each process that runs batches (``HOLDER.lock``), and with PostgreSQL a file by which
+services know that they have the same folder (``shared-ID``).
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Files:
         kind, _, given = settings.store.partition(":")
         self.folder = Path(given) if given and kind == "dir" else state_folder() / "files"
         self.store, self._path = open_batch_store(batches.store)
+        self._place: str | None = None
         if self._path is None and settings.store == "dir":
             raise ConfigurationError(
                 "--files-store: batches in PostgreSQL need files that all replicas see: s3://BUCKET, or dir:PATH with a"
@@ -86,13 +88,46 @@ class Files:
         kind = "" if self._path is None else file_system(self._path)
         return f"{self._path} is on {kind}, where SQLite loses data" if kind in _SHARED else None
 
+    async def check(self) -> None:
+        """
+        Make sure that the files are where those of the other services on the same PostgreSQL are.
+
+        Raises :class:`ConfigurationError` if they are not, as when a shared folder is not mounted, and
+        :class:`ServiceError` if PostgreSQL or the place does not answer.
+        """
+        if self._path is not None:
+            return
+        if self._place is None and (found := await self.store.place()) is None:
+            # Its file first: whoever finds the name finds the file, too.
+            new = f"shared-{os.urandom(16).hex()}"
+            await (await self._writing(new)).end()
+            found = await self.store.place(new)
+        self._place = self._place or found
+        assert self._place is not None
+        if not await self.has(self._place):
+            raise ConfigurationError(
+                "--files-store: this is not the place where other services that share the database keep their files:"
+                f" '{self._place}' is not there."
+            )
+
+    async def has(self, name: str) -> bool:
+        """Return whether the file *name* is there. Raises :class:`ServiceError`."""
+        return await on_disk((self.folder / name).exists)
+
     async def write(self, name: str) -> Writing:
         """Begin to write the file *name*. Raises :class:`ServiceError` if the disk cannot."""
+        await self.check()
+        return await self._writing(name)
+
+    async def _writing(self, name: str) -> Writing:
         return Writing(self.folder, name, await on_disk(self._begin, name))
 
     def _begin(self, name: str) -> int:
+        return self._create(f"{name}.new")
+
+    def _create(self, name: str) -> int:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return os.open(self.folder / f"{name}.new", os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600)
+        return os.open(self.folder / name, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600)
 
     async def unlink(self, *names: str) -> None:
         """Delete the files *names*, those that are there."""
@@ -149,8 +184,15 @@ class Files:
 
     async def open_input(self, batch: Batch) -> int:
         """Return a descriptor of the requests of *batch*. Raises :class:`OSError`."""
-        name = f"{batch.id}.requests" if batch.input == batch.id else batch.input
-        return await asyncio.to_thread(os.open, self.folder / name, os.O_RDONLY)
+        return await self._open(self.folder / (f"{batch.id}.requests" if batch.input == batch.id else batch.input))
+
+    async def _open(self, path: Path) -> int:
+        try:
+            return await asyncio.to_thread(os.open, path, os.O_RDONLY)
+        except FileNotFoundError:
+            # It is there again when the folder is.
+            await self.check()
+            raise
 
     def make_part(self, batch: Batch) -> int:
         """Return a descriptor of an empty file for the results of *batch*. Raises :class:`OSError`."""
@@ -166,7 +208,7 @@ class Files:
 
     async def open_part(self, batch: Batch, generation: int) -> int:
         """Return a descriptor of the results of *generation*. Raises :class:`OSError`."""
-        return await asyncio.to_thread(os.open, self._part(batch, generation), os.O_RDONLY)
+        return await self._open(self._part(batch, generation))
 
     async def clear(self, batch: Batch) -> None:
         """Delete what belongs to a *batch* that has ended, and is no file."""
@@ -181,19 +223,30 @@ class Files:
 
         Raises ``OSError`` if the disk cannot.
         """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(self.folder / f"{holder}.lock", os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        descriptor = self._create(f"{holder}.lock")
+        try:
+            os.write(descriptor, _machine())
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except BaseException:
+            os.close(descriptor)
+            raise
         return descriptor
 
-    def has_died(self, holder: str) -> bool:
-        """Return whether the process of *holder* has ended, as far as is known. One that is frozen has not."""
+    def has_died(self, holder: str, *, anywhere: bool = False) -> bool:
+        """
+        Return whether the process of *holder* has ended, as far as is known. One that is frozen has not.
+
+        Of those on other machines nothing is known, since many file systems that are shared do not share locks. With
+        *anywhere*, their locks are believed, to delete them: the death of a process without one is noticed later.
+        """
         path = self.folder / f"{holder}.lock"
         try:
             descriptor = os.open(path, os.O_RDWR)
         except FileNotFoundError:
             return False
         try:
+            if not (anywhere or self._path is not None or os.read(descriptor, 100) == _machine()):
+                return False
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
@@ -211,7 +264,15 @@ class Files:
             return ()
         suffixes = (".new", ".part", ".requests", ".lock")
         left = [one.name for one in os.scandir(self.folder) if one.name.endswith(suffixes) and _modified(one) < before]
-        return [name for name in left if not name.endswith(".lock") or self.has_died(name.removesuffix(".lock"))]
+        return [one for one in left if not one.endswith(".lock") or self.has_died(one[: -len(".lock")], anywhere=True)]
+
+
+def _machine() -> bytes:
+    """Return what only processes of this machine have in common, until it is started again."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return os.uname().nodename.encode()
 
 
 def _modified(entry: os.DirEntry[str]) -> float:
@@ -292,9 +353,17 @@ def sync_folder(folder: Path) -> None:
 
 
 async def on_disk(work: Callable[_P, _T], *args: _P.args, **options: _P.kwargs) -> _T:
-    """Return what *work* returns, in a thread. Raises :class:`ServiceError` if the disk cannot."""
+    """
+    Return what *work* returns, in a thread. Raises :class:`ServiceError` if the disk cannot.
+
+    Whoever is cancelled goes on when the thread has ended, so that nobody closes a file under it.
+    """
+    running = asyncio.ensure_future(asyncio.to_thread(work, *args, **options))
     try:
-        return await asyncio.to_thread(work, *args, **options)
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.gather(running, return_exceptions=True)
+        raise
     except OSError as error:
         raise failed_write(error) from error
 

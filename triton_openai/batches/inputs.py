@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from hashlib import blake2b
 from io import BufferedReader, FileIO
@@ -14,6 +15,9 @@ from triton_openai.storage.batch_store import Batch, BatchError, Line
 MOST_ERRORS = 100
 #: Longest ``custom_id``.
 LONGEST_ID = 512
+# No model has such a name, and many lines would hold much memory.
+_LONGEST_MODEL = 1024
+_Decoder, _PIECE = getincrementaldecoder("utf-8"), 256 * 1024
 _BOM = b"\xef\xbb\xbf"
 # Lines whose prompts begin with the same bytes run together, so that they stay in the engine's cache.
 _PREFIX = 1024
@@ -112,8 +116,11 @@ class InputReader:
     def _request(self, data: bytes) -> _Request | None:
         number = self._number
         try:
-            # Parts that are not looked at could hold anything.
-            data.decode()
+            # Parts that are not looked at could hold anything. Not at once: a text may be four times as large.
+            utf8 = _Decoder()
+            for at in range(0, len(data), _PIECE):
+                utf8.decode(data[at : at + _PIECE])
+            utf8.decode(b"", True)
             request = _decode(data)
         except UnicodeDecodeError:
             self.report("invalid_json_line", "The line is not UTF-8.", line=number)
@@ -136,6 +143,7 @@ class InputReader:
             (seen, "duplicate_custom_id", "custom_id", "differ from that of every earlier line"),
             (request.method != "POST", "invalid_method", "method", "be POST"),
             (request.url != self._batch.endpoint, "invalid_url", "url", f"be {self._batch.endpoint}"),
+            (len(body.model) > _LONGEST_MODEL, "model_not_found", "body.model", "be the name of a model"),
             (bool(body.stream), "stream_not_supported", "body.stream", "not be true in a batch"),
             (bool(body.background), "background_not_supported", "body.background", "not be true in a batch"),
         )

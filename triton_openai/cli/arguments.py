@@ -67,10 +67,12 @@ _TITLES = {
 
 
 class Parsed(msgspec.Struct, frozen=True, kw_only=True):
-    """The *command*, its own switches, and the *settings* as they were written."""
+    """A command line."""
 
     command: str
+    #: As they were written.
     settings: dict[str, Any]
+    # The switches of single commands.
     models: Sequence[str] = ()
     json: bool = False
     strict: bool = False

@@ -60,15 +60,14 @@ class Running(msgspec.Struct, frozen=True):
 
 
 class Stop:
-    """
-    Whether the service has been *asked* to stop, and whether it has to stop without waiting (*hurried*).
-
-    With *notice*, load balancers get time to notice. A Ctrl-C needs no such wait.
-    """
+    """How the service is asked to stop."""
 
     def __init__(self) -> None:
+        #: Whether it has to stop.
         self.asked = asyncio.Event()
+        #: Whether it has to stop without waiting.
         self.hurried = asyncio.Event()
+        #: Whether load balancers get time to notice. A Ctrl-C needs no such wait.
         self.notice = False
 
     def ask(self, why: str, *, notice: bool) -> None:

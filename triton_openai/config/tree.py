@@ -388,9 +388,10 @@ class FilesSettings(_Group, frozen=True):
     ] = "dir"
     max_size: Annotated[Bytes, _file_only("Largest file that a client may upload.")] = 512 * 1024 * 1024
     max_batch_size: Annotated[Bytes, _file_only("Largest file with the requests of a batch.")] = 200 * 1024 * 1024
-    max_total: Annotated[Bytes, _file_only("Bytes that the files of one key may have together for a new upload.")] = (
-        10 * 1024**3
-    )
+    max_total: Annotated[
+        Bytes,
+        _file_only("Bytes that the files of one key may have for a new upload or batch; each counts 4 KiB more."),
+    ] = 10 * 1024**3
     max_age: Annotated[
         float,
         Meta(gt=0, le=3650),
@@ -705,13 +706,13 @@ _Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class ModerationSettings(_Group, frozen=True):
-    """
-    What a classifier's *labels* mean in `/v1/moderations`: a category each. A text falls into a category if its
-    probability reaches the category's own of the *thresholds*, or *threshold*.
-    """
+    """What a classifier's labels mean in `/v1/moderations`."""
 
+    #: The category that each label stands for.
     labels: Mapping[Text, Category] = {}
+    #: A text falls into a category if its probability reaches this.
     threshold: _Share = 0.5
+    #: The same for single categories.
     thresholds: Mapping[Category, _Share] = {}
 
 
@@ -719,32 +720,32 @@ _Rate = Annotated[int, Meta(ge=4000, le=192_000)]
 
 
 class AudioSettings(_Group, frozen=True):
-    """
-    What a model's config does not say of speech.
+    """What a model's config does not say of speech."""
 
-    *sample_rate* is that of its audio in Hz. Of a recognizer, *form* is how it takes audio: the samples, or a WAV file
-    as bytes or in base64. Longer audio than *max_seconds* is cut, and shorter is padded with silence to a multiple of
-    *pad_seconds*. A model that takes audio as a sequence of requests gets *part_seconds* in each. *languages* are the
-    codes of those that it knows, or a mapping of codes to what it calls them, *language* the one that is taken if a
-    request names none. *prompt* is whether it has room for a request's prompt.
-
-    Of a synthesizer, *max_seconds* is how long an answer can be, *reference_sample_rate* the rate of the recordings
-    that it imitates, and *overlap_seconds* by how much the parts of an answer overlap. *voices* is a folder of
-    recordings, each NAME.wav with what is said in NAME.txt; or the names of the voices that the model knows, or a
-    mapping of names to what the model calls them. *voice_aliases* are other names for voices.
-    """
-
+    #: The rate of its audio in Hz.
     sample_rate: _Rate | None = None
+    #: A recognizer gets longer audio cut; a synthesizer answers with as much at most.
     max_seconds: Annotated[float, Meta(ge=1, le=3600)] | None = None
+    #: How a recognizer takes audio: the samples, or a WAV file as bytes or in base64.
     form: Literal["samples", "file", "base64"] | None = None
+    #: A recognizer gets audio padded with silence to a multiple of this.
     pad_seconds: Annotated[float, Meta(ge=0, le=3600)] | None = None
+    #: How much a recognizer that takes audio as a sequence of requests gets in each.
     part_seconds: Annotated[float, Meta(ge=0.01, le=60)] | None = None
+    #: The codes of the languages that a recognizer knows, or a mapping of codes to what it calls them.
     languages: Mapping[Text, Text | int] | tuple[Text, ...] | None = None
+    #: The one that is taken if a request names none.
     language: Text | None = None
+    #: Whether a recognizer has room for a request's prompt.
     prompt: bool | None = None
+    #: The rate of the recordings that a synthesizer imitates, in Hz.
     reference_sample_rate: _Rate | None = None
+    #: By how much the parts of a synthesizer's answer overlap.
     overlap_seconds: Annotated[float, Meta(ge=0, le=1)] | None = None
+    #: A folder of recordings, each NAME.wav with what is said in NAME.txt; or the names of the voices that the model
+    #: knows, or a mapping of names to what the model calls them.
     voices: Text | tuple[Text, ...] | Mapping[Text, Text | int] = ()
+    #: Other names for voices.
     voice_aliases: Mapping[Text, Text] = {}
 
 
@@ -839,24 +840,24 @@ class ModelDefaults(_Group, frozen=True):
 
 
 class ModelSettings(ModelDefaults, frozen=True):
-    """
-    Settings of one model, in addition to those of all models.
-
-    *loras* are names that the backend knows, or mappings with name, path and task_id. *lora_dir* is the base of their
-    paths, by default the model's folder in ``model_repository``.
-    *inputs*, *constants*, *outputs* and *text* describe the tensors of a model that an adapter such as ``text`` serves.
-    *moderation* says what a classifier's labels mean there, *audio* what a config does not say of speech.
-    """
+    """Settings of one model, in addition to those of all models."""
 
     aliases: Annotated[
         tuple[Text, ...],
         _common("Another name for a model; * stands for any text.", name="alias", metavar="NAME=MODEL"),
     ] = ()
+    #: Names that the backend knows, or mappings with name, path and task_id.
     loras: tuple[Text | LoraSettings, ...] = ()
+    #: The base of their paths, by default the model's folder in ``model_repository``.
     lora_dir: Path | None = None
+    # These four describe the tensors of a model that an adapter such as ``text`` serves.
+    #: The names of inputs by their use.
     inputs: Mapping[str, Text] = msgspec.field(default_factory=dict)
+    #: Inputs that always have the same value.
     constants: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    #: The names of outputs by their use.
     outputs: Mapping[str, Text] = msgspec.field(default_factory=dict)
+    #: What a response holds: the new text, all of it so far, or only the last one has it.
     text: Literal["delta", "cumulative", "final"] | None = None
     moderation: ModerationSettings = ModerationSettings()
     audio: AudioSettings = AudioSettings()

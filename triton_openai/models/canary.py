@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection
 import structlog
 from aiohttp import web
 
-from triton_openai.errors import ModelUnloading, ServiceError, UpstreamError
+from triton_openai.errors import ModelUnloading, ServiceError, UpstreamError, UpstreamTimeout
 from triton_openai.models.lookup import Models
 from triton_openai.models.served import ServedModel
 from triton_openai.tasks import cancel
@@ -74,14 +74,15 @@ class Canary(Observer):
         if model is None:
             return
         name = model.triton_model
-        if _answered(record):
+        silence = None if record.error is None else _silence(record)
+        if silence is None and _answered(record):
             self._forget(name)
-        elif _left_without(record):
+        elif silence is not None or _left_without(record):
             self._failures[name] = self._failures.get(name, 0) + 1
-            if record.error is not None and record.error.code == "upstream_silent":
+            if silence is not None:
                 self._silences[name] = self._silences.get(name, 0) + 1
                 if self._silences[name] >= FAILURES:
-                    self._show(name, model, record.error.reason)
+                    self._show(name, model, silence.reason)
             if self._failures[name] >= FAILURES and name not in self._asking:
                 # Without the context of the request that happened to be the last one.
                 self._asking[name] = contextvars.Context().run(asyncio.create_task, self._watch(name))
@@ -145,6 +146,14 @@ class Canary(Observer):
 
     def _gauge(self, model: ServedModel) -> Series:
         return self._metrics.child(NOT_ANSWERING, model.triton_model, model.adapter.name)
+
+
+def _silence(record: RequestRecord) -> UpstreamTimeout | None:
+    """Return the error of a request whose model fell silent, before or after a first token, or sent nothing in time."""
+    if not isinstance(error := record.error, UpstreamTimeout):
+        return None
+    in_vain = record.time_to_first_token is None and any(answer.cancelled for answer in record.answers)
+    return error if in_vain or error.code == "upstream_silent" else None
 
 
 def _answered(record: RequestRecord) -> bool:

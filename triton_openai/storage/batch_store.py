@@ -42,6 +42,7 @@ MIGRATIONS: Sequence[Sequence[str]] = (
         "CREATE INDEX line_waiting ON line (batch, number) WHERE state = 0",
         "CREATE INDEX line_running ON line (batch, number) WHERE state = 1",
     ),
+    ("CREATE TABLE place (number INTEGER PRIMARY KEY, id TEXT NOT NULL)",),
 )
 
 
@@ -53,11 +54,12 @@ def lacking(version: int) -> Sequence[tuple[int, Sequence[str]]]:
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of *owner*, without its contents; *filename* is the client's, and no path. Times are Unix times."""
+    """A file without its contents. Times are Unix times."""
 
     id: str
     owner: str
     purpose: str
+    #: The client's, and no path.
     filename: str
     bytes: int
     created: float
@@ -66,7 +68,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchError(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with a batch, or with a *line* of its input."""
+    """What is wrong with a batch, or with a line of its input."""
 
     code: str
     message: str
@@ -113,6 +115,8 @@ class Batch(msgspec.Struct, kw_only=True):
     outcome: Literal["completed", "failed", "expired", "cancelled", ""] = ""
     times: dict[str, int] = {}
     metadata: dict[str, str] | None = None
+    #: The ``traceparent`` of the request that made it, if that was traced.
+    trace: str = ""
     #: Seconds that its files are kept; ``None`` for the usual time.
     output_seconds: int | None = None
     #: That of all lines, if they have the same.
@@ -159,10 +163,11 @@ class Done(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Where the result of a line stands; *part* is a generation."""
+    """Where the result of a line stands."""
 
     number: int
     state: int
+    #: A generation.
     part: int
     place: int
     length: int
@@ -190,6 +195,8 @@ _FILE = "id, owner, purpose, filename, bytes, created, expires, state"
 _BATCH = "detail, generation"
 # What looks at all files or batches of an owner, or at both, does it alone.
 _ALONE = "LOCK TABLE file IN SHARE ROW EXCLUSIVE MODE"
+# Bytes that a file or a batch counts besides its contents, so that a limit on bytes bounds their number, too.
+ROW_SIZE = 4096
 
 
 class BatchStore:
@@ -213,6 +220,17 @@ class BatchStore:
         except (OSError, sqlite3.Error) as error:
             raise failed_write(error) from error
 
+    async def place(self, new: str | None = None) -> str | None:
+        """Return the name of the place that has the files; it is *new* if there was none."""
+
+        def steps() -> Steps[str | None]:
+            if new is not None:
+                yield "INSERT INTO place (number, id) VALUES (1, $1) ON CONFLICT DO NOTHING", new
+            found = yield ("SELECT id FROM place",)
+            return found[0][0] if found else None
+
+        return await self._run(steps(), write=new is not None)
+
     # Files
 
     async def reserve(self, file: StoredFile, most: int) -> bool:
@@ -224,10 +242,7 @@ class BatchStore:
 
         def steps() -> Steps[bool]:
             yield (_ALONE,)
-            # But for those that are being deleted.
-            kept = "SELECT COALESCE(SUM(bytes), 0) FROM file WHERE owner = $1 AND COALESCE(expires, 1) > 0"
-            found = yield kept, file.owner
-            if found[0][0] + file.bytes > most:
+            if (yield from _kept(file.owner)) + file.bytes > most:
                 return False
             yield from _insert_file(file)
             return True
@@ -313,14 +328,18 @@ class BatchStore:
 
     # Batches
 
-    async def add(self, batch: Batch, *, most: int) -> Literal["added", "too many", "no file"]:
-        """Add a *batch* whose input is still there, unless its owner has *most* open ones."""
+    async def add(
+        self, batch: Batch, *, most: int, most_bytes: int
+    ) -> Literal["added", "too many", "no room", "no file"]:
+        """Add a *batch* whose input is there, unless its owner has *most* open ones, or files of *most_bytes*."""
 
-        def steps() -> Steps[Literal["added", "too many", "no file"]]:
+        def steps() -> Steps[Literal["added", "too many", "no room", "no file"]]:
             yield (_ALONE,)
             found = yield "SELECT COUNT(*) FROM batch WHERE open = 1 AND owner = $1", batch.owner
             if found[0][0] >= most:
                 return "too many"
+            if (yield from _kept(batch.owner)) > most_bytes:
+                return "no room"
             there = "SELECT 1 FROM file WHERE id = $1 AND (expires IS NULL OR expires > $2)"
             if batch.input != batch.id and not (yield there, batch.input, batch.created):
                 return "no file"
@@ -400,19 +419,19 @@ class BatchStore:
         """
 
         def steps() -> Steps[Batch | None]:
-            now = time.time()
             found = yield (
-                "SELECT id FROM batch WHERE open = 1 AND until < $1 AND owner NOT IN EACH($2) ORDER BY (SELECT COUNT(*)"
-                " FROM batch h WHERE h.open = 1 AND h.owner = batch.owner AND h.until >= $1), created, id LIMIT 1"
-                " FOR UPDATE SKIP LOCKED",
-                *(now, json.dumps([*full])),
+                "SELECT b.id FROM batch b LEFT JOIN (SELECT owner, COUNT(*) AS number FROM batch WHERE open = 1"
+                " AND until >= CLOCK() GROUP BY owner) h ON h.owner = b.owner WHERE b.open = 1 AND b.until < CLOCK()"
+                " AND b.owner NOT IN EACH($1) ORDER BY COALESCE(h.number, 0), b.created, b.id LIMIT 1"
+                " FOR UPDATE OF b SKIP LOCKED",
+                json.dumps([*full]),
             )
             if not found:
                 return None
             claimed = yield (
-                "UPDATE batch SET holder = $2, until = $3, generation = generation + 1 WHERE id = $1"
+                "UPDATE batch SET holder = $2, until = CLOCK() + $3, generation = generation + 1 WHERE id = $1"
                 f" RETURNING {_BATCH}",
-                *(found[0][0], holder, now + seconds),
+                *(found[0][0], holder, seconds),
             )
             batch = _batch(claimed[0])
             yield "UPDATE line SET state = 0 WHERE batch = $1 AND state = 1", batch.id
@@ -433,7 +452,7 @@ class BatchStore:
         """Let the leases of *holder* last *seconds* from now."""
 
         def steps() -> Steps[None]:
-            yield "UPDATE batch SET until = $2 WHERE open = 1 AND holder = $1", holder, time.time() + seconds
+            yield "UPDATE batch SET until = CLOCK() + $2 WHERE open = 1 AND holder = $1", holder, seconds
 
         await self._run(steps(), write=True)
 
@@ -441,7 +460,7 @@ class BatchStore:
         """Return those who have leases now."""
 
         def steps() -> Steps[Collection[str]]:
-            found = yield "SELECT DISTINCT holder FROM batch WHERE open = 1 AND until >= $1", time.time()
+            found = yield ("SELECT DISTINCT holder FROM batch WHERE open = 1 AND until >= CLOCK()",)
             return {row[0] for row in found}
 
         return await self._run(steps())
@@ -459,7 +478,9 @@ class BatchStore:
 
         def steps() -> Steps[None]:
             yield from _locked(batch.id, batch.generation)
-            yield "UPDATE line SET state = 0, attempts = attempts - 1 WHERE batch = $1 AND state = 1", batch.id
+            # Of those that wait for another attempt it was not counted.
+            attempts = "CASE WHEN attempts > 0 THEN attempts - 1 ELSE 0 END"
+            yield f"UPDATE line SET state = 0, attempts = {attempts} WHERE batch = $1 AND state = 1", batch.id
             yield "UPDATE batch SET until = 0, holder = '' WHERE id = $1", batch.id
 
         await self._run(steps(), write=True)
@@ -574,6 +595,16 @@ class BatchStore:
             return found
 
         return await self._run(steps(), write=True)
+
+
+def _kept(owner: str) -> Steps[int]:
+    """Return the bytes that count for *owner*: of files, but for those that are being deleted, and of batches."""
+    found = yield (
+        f"SELECT (SELECT COALESCE(SUM(bytes + {ROW_SIZE}), 0) FROM file WHERE owner = $1 AND COALESCE(expires, 1) > 0)"
+        f" + {ROW_SIZE} * (SELECT COUNT(*) FROM batch WHERE owner = $1)",
+        owner,
+    )
+    return int(found[0][0])
 
 
 def failed_write(error: Exception) -> errors.ServiceError:

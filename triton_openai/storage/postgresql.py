@@ -18,6 +18,7 @@ _T = TypeVar("_T")
 # wait for the rows that it has locked.
 _SILENT_SECONDS = 15
 _DIALECT = (
+    (r"CLOCK\(\)", "CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS DOUBLE PRECISION)"),
     (r"PAIRS\((.*?)\)", r"(SELECT value->>0 AS key, value->>1 AS id FROM json_array_elements(CAST(\1 AS json)))"),
     (r"EACH\((.*?)\)", r"(SELECT json_array_elements_text(CAST(\1 AS json)))"),
 )

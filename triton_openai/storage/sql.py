@@ -36,6 +36,7 @@ Steps: TypeAlias = Generator[tuple[Any, ...], Sequence[Sequence[Any]], _T]
 
 # Each is a version of the schema; what is here is never changed, only added to. Statements have parameters `$1` and so
 # on; EACH($1) are the texts of a JSON array, and PAIRS($1) the arrays of a JSON array as columns `key` and `id`.
+# CLOCK() is the Unix time of the database, which is the same for all that use it.
 MIGRATIONS: Sequence[Sequence[str]] = (
     (),
     (

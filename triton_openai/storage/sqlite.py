@@ -27,7 +27,7 @@ _DIALECT = (
     ),
     (r"EACH\((.*?)\)", r"(SELECT value FROM json_each(\1))"),
     # A transaction that writes has the whole file.
-    (r" FOR UPDATE( SKIP LOCKED)?$", ""),
+    (r" FOR UPDATE( OF \w+ SKIP LOCKED)?$", ""),
     (r"^LOCK TABLE .*", "SELECT 1"),
     (r"\$(\d)", r"?\1"),
 )
@@ -88,6 +88,7 @@ class SqliteDatabase:
             os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
         connection = sqlite3.connect(self._path or ":memory:", timeout=_LOCK_SECONDS, isolation_level=None)
         try:
+            connection.create_function("CLOCK", 0, lambda: time.time())  # noqa: PLW0108 - a test may replace it
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute(f"PRAGMA synchronous = {self._synchronous}")
             connection.execute("BEGIN IMMEDIATE")

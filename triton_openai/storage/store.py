@@ -42,22 +42,27 @@ LARGEST = 2**62
 
 
 class Row(NamedTuple):
-    """A row of a *list*: its *id*, of which an entry has no two, and what it holds."""
+    """A row of a list."""
 
     list: str
+    #: An entry has no two rows with the same one.
     id: str
+    #: What it holds.
     data: bytes
 
 
 class Entry(NamedTuple):
-    """An entry without its rows: *size* is that of head and rows in bytes, *until* the end of its lease."""
+    """An entry without its rows."""
 
     owner: str
     head: bytes
     version: int
     parent: str | None
+    #: The end of its lease.
     until: float
+    #: That of head and rows in bytes.
     size: int
+    #: How many it has.
     rows: int
 
 
@@ -69,28 +74,24 @@ class Page(NamedTuple):
 
 
 class Link(NamedTuple):
-    """
-    An entry of a chain.
-
-    *found* is false for one that is gone, or that belongs to another owner. *until* is the end of its lease.
-    """
+    """An entry of a chain."""
 
     key: str
+    #: False for one that is gone, or that belongs to another owner.
     found: bool
+    #: The end of its lease.
     until: float
 
 
 class Chain(NamedTuple):
-    """
-    Entries that go on from each other, the newest first.
-
-    *rows* is what lists of them hold, the oldest entry's first: *length* rows of *size* bytes. It is empty where those
-    are more than was asked for.
-    """
+    """Entries that go on from each other, the newest first."""
 
     links: Sequence[Link]
+    #: What lists of them hold, the oldest entry's first; empty where that is more than was asked for.
     rows: Sequence[bytes]
+    #: How many rows those lists have.
     length: int
+    #: And how many bytes.
     size: int
 
 
@@ -106,14 +107,11 @@ class EntryFull(Exception):
 
 
 class Change(NamedTuple):
-    """
-    What :meth:`Store.put`, :meth:`Store.append` and :meth:`Store.claim` do to an entry, all or nothing.
+    """What :meth:`Store.put`, :meth:`Store.append` and :meth:`Store.claim` do to an entry, all or nothing."""
 
-    It is done only to an entry of *owner* and *version*, if these are given, and under a lease that *needs* allows.
-    """
-
+    #: It is done only to an entry of this owner, if one is given.
     owner: str | None = None
-    #: 0 for an entry that is not there yet.
+    #: And only to this version of it; 0 for an entry that is not there yet.
     version: int | None = None
     head: bytes | None = None
     parent: str | None = None

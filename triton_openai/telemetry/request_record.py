@@ -116,6 +116,8 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     #: The batch that the request is a line of, and the name that the client gave it.
     batch: str | None = None
     custom_id: str | None = None
+    #: The ``traceparent`` of the request that made the batch, if it was traced.
+    batch_trace: str = ""
     #: OpenTelemetry's name of the operation (``chat``, ``text_completion``, ``embeddings``, …); ``None`` for a request
     #: that is not inference.
     operation: str | None = None

@@ -78,6 +78,8 @@ class Span(msgspec.Struct, kw_only=True):
     context: SpanContext | None = None
     #: ``None`` where a trace begins.
     parent: SpanContext | None
+    #: The span of what a line of a batch goes back to.
+    link: SpanContext | None = None
     kind: SpanKind = SpanKind.INTERNAL
     began: int
     ended: int = 0
@@ -147,10 +149,13 @@ class Tracing(Observer):
             "trace_flags": f"{context.trace_flags:02x}",
         }
         if context.trace_flags.sampled:
-            found = get_current_span(parent).get_span_context()
-            above = found if found.is_valid else None
+            found = get_current_span(parent).get_span_context() if parent else None
+            above = found if found and found.is_valid else None
             kind = SpanKind.SERVER
             span = Span(name="", context=context, parent=above, kind=kind, began=began, attributes=attributes)
+            if record.batch_trace:
+                made_by = _propagator.extract({"traceparent": record.batch_trace}, Context())
+                span.link = get_current_span(made_by).get_span_context()
             record.upstream = Trace(self.spans, context, span, record, zero=zero)
 
     def ended(self, record: RequestRecord) -> None:
@@ -289,6 +294,7 @@ def head_attributes(record: RequestRecord) -> _Found:
         "http.request.method": record.method,
         "url.path": record.path,
         "triton_openai.request_id": record.request_id,
+        "triton_openai.batch": record.batch,
     }
     if request is not None:
         headers = request.headers
@@ -383,20 +389,18 @@ def content_attributes(record: RequestRecord, max_chars: int) -> Attributes:
 
 def call_attributes(request: Any, url: str | None, lora: str | None = None) -> Attributes:
     """Return those of a request to the Triton at *url*; *lora* is the name of its LoRA adapter."""
-    found: _Found = {
-        "triton.model_name": request.model,
-        "triton.request_id": request.id,
-        "triton_openai.lora": None if lora is None else _clean(lora),
-    }
+    found: Attributes = {"triton.model_name": request.model, "triton.request_id": request.id}
+    if lora is not None:
+        found["triton_openai.lora"] = _clean(lora)
     if url is not None:
         found |= upstream_attributes(url)
-    return _known(found)
+    return found
 
 
 @lru_cache(16)
-def upstream_attributes(url: str) -> _Found:
+def upstream_attributes(url: str) -> Attributes:
     """Return those of all requests to the Triton at *url*."""
-    return {"network.protocol.name": "grpc" if url.startswith("grpc") else "http", **_server(url)}
+    return _known({"network.protocol.name": "grpc" if url.startswith("grpc") else "http", **_server(url)})
 
 
 def _known(found: _Found) -> Attributes:

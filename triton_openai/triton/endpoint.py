@@ -60,7 +60,7 @@ class Endpoint:
         self._checking: asyncio.Task[None] | None = None
 
     def _for(self, request: InferRequest) -> TritonClient:
-        preferred = request.prefers_grpc and self._grpc_answers is not False
+        preferred = (request.prefers_grpc or request.priority) and self._grpc_answers is not False
         if self._grpc is not None and (preferred or self._http is None or not request.json_expressible):
             return self._grpc
         if request.json_expressible:

@@ -335,12 +335,14 @@ class ConnectionPool:
 
 
 class HttpCall:
-    """The whole answer to one request: its *status*, its body in *parts*, and the length of the JSON before tensors."""
+    """The whole answer to one request."""
 
     def __init__(self) -> None:
         self.status = 0
         self.events = False
+        #: The length of the JSON before tensors.
         self.json_length = b""
+        #: The body.
         self.parts: list[bytes] = []
         self._size = 0
         # Whether the answer is complete; if not, the connection was stale.

@@ -79,7 +79,7 @@ class Target:
 
 
 class Pool:
-    """The targets of one model. *targets* and their ejections change seldom: :meth:`update` prepares the choice."""
+    """The targets of one model, which change seldom, as do their ejections: :meth:`update` prepares the choice."""
 
     def __init__(self, policy: Policy, *, max_ejected: float, load_factor: float, seed: int | None = None) -> None:
         #: These three take effect with the next :meth:`update`.

@@ -9,11 +9,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import FormData
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
+from triton_openai.api.batches import RUNNER
+from triton_openai.api.uploaded_files import FILES
 from triton_openai.config.tree import AccessSettings, BatchesSettings, FilesSettings, Settings, TritonSettings
+from triton_openai.errors import StoreUnavailable
 
 MODEL = "vllm"
 PATH = "/v1/completions"
@@ -77,11 +81,11 @@ class Client:
         return [json.loads(one) for one in content.splitlines()]
 
 
-def settings_of(folder: Path, triton: FakeTriton, **batches: Any) -> Settings:
+def settings_of(folder: Path, triton: FakeTriton, *, max_total: int = 10**9, **batches: Any) -> Settings:
     """Return settings with two keys, and state in *folder*."""
     return Settings(
         triton=TritonSettings(url=(triton.url,)),
-        files=FilesSettings(store=f"dir:{folder / 'files'}"),
+        files=FilesSettings(store=f"dir:{folder / 'files'}", max_total=max_total),
         batches=BatchesSettings(store=f"sqlite:{folder / 'db'}", **batches),
         access=AccessSettings(api_key=("one:sk-1", "two:sk-2")),
     )
@@ -199,6 +203,50 @@ async def test_too_many_batches(tmp_path: Path) -> None:
         assert (429, "too_many_batches") == (status, answer["error"]["code"])
         client.key = "sk-2"
         await client.create([line(1)])
+
+
+async def test_what_is_kept_bounds_batches(tmp_path: Path) -> None:
+    """One file makes no more batches than its key has room for."""
+    async with running(tmp_path, max_total=20_000) as client:
+        file = await client.upload(jsonl([line(1)]))
+        body = {"input_file_id": file, "endpoint": PATH, "completion_window": "24h"}
+        made: list[dict[str, Any]] = []
+        while (answer := await client.call("POST", "/v1/batches", json=body))[0] == 200:
+            made.append(await client.ended(answer[1]))
+        assert (413, "storage_limit_exceeded") == (answer[0], answer[1]["error"]["code"])
+        # Each counts, and so does its file.
+        assert 2 == len(made)
+        # They are kept for a month; only files can be deleted.
+        for one in made:
+            assert 200 == (await client.call("DELETE", f"/v1/files/{one['output_file_id']}"))[0]
+        assert 200 == (await client.call("POST", "/v1/batches", json=body))[0]
+
+
+@pytest.mark.parametrize("is_added", [True, False])
+async def test_messages_of_which_nobody_knows(tmp_path: Path, is_added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a batch may or may not have been made, its requests stay only if it was."""
+    async with running(tmp_path) as client:
+        store, files = client.proxy.client.app[FILES].store, tmp_path / "files"
+        add = store.add
+
+        async def lost(*given: Any, **options: Any) -> None:
+            if is_added:
+                await add(*given, **options)
+            raise StoreUnavailable("no answer")
+
+        monkeypatch.setattr(store, "add", lost)
+        params = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "Hello"}]}
+        path = "/v1/messages/batches"
+        status, _ = await client.call("POST", path, json={"requests": [{"custom_id": "a", "params": params}]})
+        assert 503 == status
+        if not is_added:
+            assert [] == [one.name for one in files.iterdir() if one.suffix != ".lock"]
+            return
+        client.proxy.client.app[RUNNER].wake()
+        async with asyncio.timeout(20):
+            while (found := (await client.call("GET", path))[1]["data"][0])["results_url"] is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert 1 == found["request_counts"]["succeeded"] + found["request_counts"]["errored"]
 
 
 async def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def left(proxy: Proxy) -> list[str]:
     names = [path.name for path in files.folder.iterdir() if path.suffix != ".lock"]
     if isinstance(files, BucketFiles):
         names += [one["path"].removeprefix("files/") for page in obstore.list(files.bucket) for one in page]
-    return names
+    return [name for name in names if not name.startswith("shared-")]
 
 
 def form(content: bytes = TEXT, name: str = "a.html", **fields: str) -> FormData:
@@ -125,6 +125,11 @@ async def test_a_file_from_upload_to_deletion(place: Place) -> None:
         assert (200, {"id": made["id"], "object": "file", "deleted": True}) == (status, gone)
         assert 404 == (await call(proxy, "GET", path))[0]
         assert [] == left(proxy)
+        # Somebody else has deleted one.
+        lost = (await call(proxy, "POST", "", data=form(purpose="user_data")))[1]["id"]
+        await proxy.client.app[FILES].unlink(lost)
+        status, answer = await call(proxy, "GET", f"/{lost}/content")
+        assert (404, "not_found") == (status, answer["error"]["code"])
 
 
 async def test_pages_of_files(place: Place) -> None:

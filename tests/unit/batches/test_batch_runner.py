@@ -23,12 +23,14 @@ from typing import Any
 import msgspec
 import obstore
 import pytest
+from aiohttp.test_utils import TestServer
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from tests.store_fixture import Bucket, Place, Server, local
 from triton_openai import errors
+from triton_openai.api.uploaded_files import FILES
 from triton_openai.app import create_app
 from triton_openai.batches import batch_runner as runner_module
 from triton_openai.batches import file_folder as files_module
@@ -39,7 +41,7 @@ from triton_openai.batches.inputs import InputReader
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
 from triton_openai.config.tree import BatchesSettings, FilesSettings, Settings
 from triton_openai.config.worker import Worker
-from triton_openai.storage.batch_store import Batch, BatchUsage, LeaseLost, StoredFile, failed_write
+from triton_openai.storage.batch_store import ROW_SIZE, Batch, BatchUsage, LeaseLost, StoredFile, failed_write
 from triton_openai.telemetry.metrics import Metrics
 
 OWNER = "me"
@@ -175,7 +177,7 @@ class Process:
             id=name, owner=owner, kind="openai", endpoint="/x", input=file.id, created=now, window="24h",
             expires=now + hours * 3600,
         )  # fmt: skip
-        assert "added" == await self.files.store.add(batch, most=100)
+        assert "added" == await self.files.store.add(batch, most=100, most_bytes=10**9)
         self.runner.wake()
         return batch
 
@@ -210,10 +212,10 @@ class Process:
 
     def left(self) -> set[str]:
         """Return the names of all files, but for the locks of processes."""
-        names = {path.name for path in self.files.folder.iterdir() if path.suffix != ".lock"}
+        names = {path.name for path in self.files.folder.iterdir()}
         if isinstance(self.files, BucketFiles):
             names |= {one["path"].removeprefix("files/") for page in obstore.list(self.files.bucket) for one in page}
-        return names
+        return {name for name in names if not (name.endswith(".lock") or name.startswith("shared-"))}
 
     def results(self, batch: Batch) -> dict[str, list[Any]]:
         """Return what is in the files of *batch* by id: the status, or the code of a line that never ran."""
@@ -326,6 +328,77 @@ def test_a_database_on_a_shared_file_system_is_refused(tmp_path: Path, monkeypat
     assert Files(FilesSettings(store=f"dir:{tmp_path}"), BatchesSettings(store=url)).unusable() is None
     with pytest.raises(errors.ConfigurationError, match="--files-store"):
         Files(FilesSettings(), BatchesSettings(store=url))
+
+
+def test_names_of_models_have_a_length(tmp_path: Path) -> None:
+    """What is too long for the name of a model is not kept: thousands of lines could hold all that a file may."""
+    path = tmp_path / "in"
+    path.write_bytes(b"".join([request(name, name * 1000) for name in NAMES]))
+    batch = Batch(id="b", owner="", kind="openai", endpoint="/x", input="i", created=0, window="24h", expires=1)
+    with path.open("rb") as file:
+        reader = InputReader(file.fileno(), batch, most=100, longest=10_000)
+        assert [] == reader.read(100)
+        reader.close()
+    assert (20, {}) == (len(reader.problems), reader.models)
+    assert {"model_not_found"} == {one.code for one in reader.problems}
+
+
+def _sharing(folder: Path, url: str) -> Files:
+    return Files(FilesSettings(store=f"dir:{folder}"), BatchesSettings(store=url))
+
+
+async def test_services_that_share_batches_share_files(postgresql: Server, tmp_path: Path) -> None:
+    """A service with another folder than the others on its PostgreSQL does not start; nor is it the same unmounted."""
+    url, folder = postgresql.url(), tmp_path / "shared"
+    one, same, other = _sharing(folder, url), _sharing(folder, url), _sharing(tmp_path / "other", url)
+    await asyncio.gather(one.check(), same.check())
+    with pytest.raises(errors.ConfigurationError, match=r"not the place .* 'shared-[0-9a-f]{32}' is not there"):
+        await other.check()
+    settings = Settings(files=other.settings, batches=BatchesSettings(store=url))
+    app = create_app(settings)
+    with pytest.raises(errors.ConfigurationError, match="not the place"):
+        async with TestServer(app):
+            pass
+    await app[FILES].store.close()
+    batch = Batch(
+        id="b", owner=OWNER, kind="openai", endpoint="/x", input="file-1", created=1, window="24h", expires=1
+    )  # fmt: skip
+    with pytest.raises(FileNotFoundError):
+        await one.open_input(batch)
+    folder.rename(tmp_path / "away")
+    for work in (one.open_input(batch), one.open_part(batch, 1), one.write("file-2")):
+        with pytest.raises(errors.ConfigurationError, match="not the place"):
+            await work
+    (tmp_path / "away").rename(folder)
+    (await one.write("file-2")).close()
+    for files in (one, same, other):
+        await files.store.close()
+
+
+async def test_buckets_are_shared_as_folders_are(shared: Place, s3: Callable[[], Bucket]) -> None:
+    """With another bucket than the others on its PostgreSQL, a service takes no batch and no file."""
+    other = Process(shared._replace(files=s3().url))
+    async with process(shared) as one:
+        done = await one.ended(await one.batch(NAMES[:1]))
+        with pytest.raises(errors.ConfigurationError, match="not the place"):
+            await other.files.write(done.input)
+        assert await one.files.store.place() == other.files._place
+    await other.files.store.close()
+
+
+def test_locks_of_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared folder may not share locks: nobody takes a process of another machine for dead."""
+    alone, shared = Process(tmp_path).files, _sharing(tmp_path / "files", "postgresql://nobody@127.0.0.1:1/none")
+    lock = alone.hold("a")
+    assert not alone.has_died("a")
+    os.close(lock)
+    assert alone.has_died("a")
+    assert shared.has_died("a")
+    monkeypatch.setattr(files_module, "_machine", lambda: b"another")
+    assert alone.has_died("a")
+    assert not shared.has_died("a")
+    # It does not stay for that.
+    assert ["a.lock"] == list(shared._left(time.time() + 1))
 
 
 async def test_small_oddities_of_inputs(tmp_path: Path) -> None:
@@ -560,7 +633,21 @@ async def test_whoever_finds_a_dead_process_may_die_too(tmp_path: Path) -> None:
         assert not third.files.has_died(dead)
 
 
-async def test_a_frozen_process_writes_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leases_have_the_clock_of_the_database(shared: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose clock is ahead takes no batch that another one runs."""
+    async with process(shared) as one:
+        one.host.may_answer.clear()
+        batch = await one.batch(NAMES)
+        await one.until(batch, lambda _: one.host.running)
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", partial(float, time.time() + 3600))
+            assert {one.runner._holder} == set(await one.files.store.holders())
+            assert await one.files.store.claim("other", 60) is None
+        one.host.may_answer.set()
+        assert 20 == (await one.ended(batch)).succeeded
+
+
+async def test_a_frozen_process_writes_nothing(place: Place) -> None:
     """Whoever wakes up after another process has taken over changes nothing."""
     frozen = Process(place)
     frozen.host.may_answer.clear()
@@ -570,9 +657,9 @@ async def test_a_frozen_process_writes_nothing(place: Place, monkeypatch: pytest
     held = frozen.runner._held[batch.id]
     assert frozen.task is not None
     frozen.task.cancel()
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 90)
     async with process(place) as other:
+        # As if its lease had ended.
+        await other.files.store.bury(frozen.runner._holder)
         done = await other.ended(batch)
         assert {name: [200] for name in NAMES} == other.results(done)
         assert 20 == done.succeeded
@@ -650,6 +737,22 @@ async def test_a_line_that_waits_for_another_attempt(place: Place, monkeypatch: 
         assert {"id-0": [200]} == last.results(await last.ended(batch))
 
 
+async def test_a_service_that_stops_while_a_line_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is taken off the attempts of a line that waits for another one."""
+    monkeypatch.setattr(runner_module, "_RETRY_SECONDS", 1000)
+    one = Process(tmp_path)
+    one.host.answers = {"id-0": [errors.ServiceOverloaded("no")]}
+    one.start()
+    batch = await one.batch(NAMES[:1])
+    async with asyncio.timeout(20):
+        while not one.host.calls or (await one.files.store.never_ran(batch, 0, 1))[0].attempts:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+    await one.stop()
+    files = Process(tmp_path).files
+    assert [0] == [line.attempts for line in await files.store.never_ran(batch, 0, 1)]
+    await files.store.close()
+
+
 async def test_two_processes_share_batches(place: Place) -> None:
     """Batches of two processes that run at the same time are answered once, whoever has them."""
     async with process(place) as one, process(place, one.host) as other:
@@ -668,7 +771,7 @@ async def test_limits_hold_over_processes(place: Place) -> None:
     assert [] == [*await one.files.store.open_batches(), *await other.files.store.open_batches()]
     made = StoredFile(id="", owner=OWNER, purpose="", filename="", bytes=10, created=1, expires=None)
     reserved = [
-        store.files.store.reserve(msgspec.structs.replace(made, id=f"file-{number}"), 35)
+        store.files.store.reserve(msgspec.structs.replace(made, id=f"file-{number}"), 35 + 2 * ROW_SIZE)
         for number, store in enumerate([one, other] * 5)
     ]
     assert 3 == sum(await asyncio.gather(*reserved))
@@ -676,10 +779,17 @@ async def test_limits_hold_over_processes(place: Place) -> None:
         id="", owner=OWNER, kind="anthropic", endpoint="/x", input="", created=1, window="24h", expires=1
     )  # fmt: skip
     added = [
-        store.files.store.add(msgspec.structs.replace(batch, id=f"batch_{number}", input=f"batch_{number}"), most=3)
+        store.files.store.add(
+            msgspec.structs.replace(batch, id=f"batch_{number}", input=f"batch_{number}"), most=3, most_bytes=10**9
+        )
         for number, store in enumerate([one, other] * 5)
     ]
     assert {"added": 3, "too many": 7} == Counter(await asyncio.gather(*added))
+    # What is kept of them counts, too.
+    last = msgspec.structs.replace(batch, id="batch_x", input="batch_x", owner="you")
+    assert "no room" == await one.files.store.add(msgspec.structs.replace(last, owner=OWNER), most=9, most_bytes=30)
+    assert "added" == await one.files.store.add(last, most=9, most_bytes=0)
+    assert "no room" == await one.files.store.add(msgspec.structs.replace(last, id="batch_y"), most=9, most_bytes=4095)
     for store in (one, other):
         await store.files.store.close()
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from triton_openai.batches.file_folder import Files
+from tests.clock import turns
+from triton_openai.batches.file_folder import Files, on_disk
 from triton_openai.config.tree import BatchesSettings, FilesSettings
 from triton_openai.errors import StoreUnavailable
-from triton_openai.storage.batch_store import Batch, Line, StoredFile
+from triton_openai.storage.batch_store import ROW_SIZE, Batch, Line, StoredFile
 
 NOW = 1_000_000.0
 
@@ -32,7 +36,7 @@ async def add(files: Files, name: str, *, created: float, expires: float, total:
         id=name, owner="me", kind="openai", endpoint="/x", input=file.id, created=created, window="1h", expires=expires,
         total=total, status="in_progress" if total else "validating",
     )  # fmt: skip
-    assert "added" == await files.store.add(batch, most=10)
+    assert "added" == await files.store.add(batch, most=10, most_bytes=1000 * ROW_SIZE)
     await files.store.add_lines(batch, [Line(number, 0, 1, "m", 0) for number in range(1, waiting + 1)])
     return batch
 
@@ -78,3 +82,35 @@ async def test_tables_that_cannot_be_read(files: Files, monkeypatch: pytest.Monk
     monkeypatch.setattr(files.store, "figures", figures)
     assert await files.state() is None
     await files.store.close()
+
+
+async def test_no_file_is_closed_under_a_thread() -> None:
+    """Whoever is cancelled while a thread works on a file goes on when the thread has ended."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        may_end.wait()
+        raise OSError("and nobody asks")
+
+    task = asyncio.create_task(on_disk(work))
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    await turns()
+    assert not task.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_a_folder_without_locks(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where files cannot be locked, each attempt leaves nothing open."""
+
+    def refused(*_: object) -> None:
+        raise OSError("no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match="no locks"):
+        files.hold("a")
+    assert before == len(list(Path("/proc/self/fd").iterdir()))

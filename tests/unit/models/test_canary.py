@@ -132,6 +132,28 @@ async def test_a_model_that_answers_only_small_requests(capsys: pytest.CaptureFi
     assert 1 == capsys.readouterr().out.count("model does not answer")
 
 
+async def test_ways_to_fall_silent() -> None:
+    """After a first token too, as a BLS model does whose engine fails, and where an answer is sent whole."""
+    silence = UpstreamTimeout("silent", code="upstream_silent")
+    late = UpstreamTimeout("late")
+    for error, answer, shown in (
+        (silence, Mock(first=1.0, cancelled=True), True),
+        (late, Mock(first=None, cancelled=True), True),
+        # One that is slow, and one whose queue is full.
+        (late, Mock(first=1.0, cancelled=True), False),
+        (late, Mock(first=None, cancelled=False), False),
+    ):
+        model = Mock(triton_model="m", tasks=("generate",))
+        models: Any = Mock(served={"m": model}, fleet=Mock(refresh=AsyncMock(), snapshot=Mock(reachable=True)))
+        canary = Canary(models, AsyncMock(), Metrics(Worker()))
+        for _ in range(FAILURES):
+            record = RequestRecord(request_id="r", method="POST", path="/", operation="chat", model="m", error=error)
+            record.answers = [answer]
+            canary.ended(record)
+        assert shown == ("m" in canary.not_answering)
+        await canary.close()
+
+
 async def test_an_answer_in_between_is_enough() -> None:
     """Only failures in a row count, and mistakes of clients say nothing."""
     async with in_front_of(config_of("m")) as (proxy, triton, canary):

@@ -216,7 +216,7 @@ def test_cost_is_linear(name: str, body: str) -> None:
     """Looking at a character costs a bounded number of looks, in content and in arguments, whole or one by one."""
     front, behind = CALLS[name]
     for before, after in (("", ""), (front, behind)):
-        text = before + BODIES[body] * (4_000 // len(BODIES[body])) + after
+        text = before + BODIES[body] * (2_000 // len(BODIES[body])) + after
         for pieces in ([text], list(text), [text[at : at + 7] for at in range(0, len(text), 7)]):
             examined, merged = cost(name, pieces)
             assert examined <= LOOKS * len(text)

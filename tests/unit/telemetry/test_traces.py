@@ -245,6 +245,20 @@ def test_embeddings(recorder: Recorder) -> None:
     assert "gen_ai.usage.output_tokens" not in found
 
 
+def test_lines_of_batches_are_linked(recorder: Recorder) -> None:
+    """A line has a trace of its own, and a link to the span of the request that made its batch."""
+    for made_by, links in ((PARENT, [("a" * 32, "b" * 16)]), ("", [])):
+        record = RequestRecord(request_id="r", method="POST", path="/v1/x", batch="batch_1", batch_trace=made_by)
+        recorder.tracing.started(record)
+        recorder.tracing.ended(record)
+        span = recorder.exporter.get_finished_spans()[-1]
+        assert span.attributes is not None
+        assert "batch_1" == span.attributes["triton_openai.batch"]
+        assert span.parent is None
+        assert links == [(f"{one.context.trace_id:x}", f"{one.context.span_id:x}") for one in span.links]
+        encode_spans([span])
+
+
 def test_numbers_beyond_64_bits_cost_no_batch(recorder: Recorder) -> None:
     """OTLP has no place for them."""
     observation = recorder.begin()

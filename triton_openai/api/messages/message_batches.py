@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
@@ -18,6 +20,7 @@ from triton_openai.api.bodies import json_response, parse_json
 from triton_openai.api.messages.message_events import add_request_id
 from triton_openai.api.service import find_model, key_of, new_id, service_of
 from triton_openai.api.uploaded_files import files_of, send_file
+from triton_openai.batches.file_folder import Files
 from triton_openai.serving.request_body import LIMITS, read_body
 from triton_openai.storage.batch_store import Batch
 from triton_openai.telemetry.request_record import RECORD
@@ -123,9 +126,17 @@ async def create(request: web.Request) -> web.Response:
         await add(request, batch, "requests")
     except BaseException:
         writing.close()
-        await files.unlink(f"{batch.id}.requests")
+        # It may be there all the same. What cannot be looked at now is swept.
+        with suppress(errors.ServiceError):
+            await asyncio.shield(_undo(files, batch))
         raise
     return json_response(_batch_object(batch))
+
+
+async def _undo(files: Files, batch: Batch) -> None:
+    """Delete the requests of a *batch* that was not made."""
+    if await files.store.batch(batch.id, batch.owner, batch.kind) is None:
+        await files.unlink(f"{batch.id}.requests")
 
 
 def _models(requests: Sequence[BatchedMessage]) -> set[str]:

@@ -83,21 +83,20 @@ def _input_of(arguments: str) -> dict[str, Any]:
 
 @dataclass
 class MessageEvents(Renderer):
-    """
-    The events of one stream, or, as :attr:`message`, what they make together for an answer as a *whole*.
-
-    *parser* reads the text; for *limited* see :func:`stop_of`. With *omits_thinking*, thoughts are in the signatures of
-    their blocks.
-    """
+    """The events of one stream, or, as :attr:`message`, what they make together."""
 
     message_id: str
     model: str
     run: Run
+    #: Reads the text.
     parser: AnswerParser
     _: KW_ONLY
+    #: See :func:`stop_of`.
     limited: bool
+    #: Whether thoughts are in the signatures of their blocks.
     omits_thinking: bool
     request_id: str
+    #: Whether the answer is sent as a whole.
     whole: bool = False
     blocks: list[types.Block] = field(default_factory=list)
 

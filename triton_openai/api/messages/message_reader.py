@@ -38,14 +38,12 @@ _NAMES = {
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """
-    A request as a *chat*, without what is *left_out*.
-
-    *origins* has the place in the request from which each of the chat's messages comes.
-    """
+    """A request as a chat."""
 
     chat: ChatRequest
+    #: The place in the request from which each of the chat's messages comes.
     origins: Sequence[str]
+    #: What the chat lacks of the request.
     left_out: list[str]
 
     def relabel_param(self, error: ServiceError) -> None:

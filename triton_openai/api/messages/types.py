@@ -157,24 +157,23 @@ class MessageParam(msgspec.Struct, frozen=True):
 
 
 class ToolParam(msgspec.Struct, frozen=True):
-    """
-    A tool. One with a *type* of its own runs at Anthropic or has its schema there, and is left out.
-
-    With *defer_loading* the model sees it only once a ``tool_reference`` has named it.
-    """
+    """A tool."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{0,128}(?!\n)$")] = ""
+    #: A tool with a type of its own runs at Anthropic or has its schema there, and is left out.
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    #: Whether the model sees it only once a ``tool_reference`` has named it.
     defer_loading: bool | None = None
 
 
 class ToolChoiceParam(msgspec.Struct, frozen=True):
-    """Whether the model may, must or must not call tools, or must call the one with this *name*."""
+    """Whether the model may, must or must not call tools, or must call a certain one."""
 
     type: Literal["auto", "any", "tool", "none"]
+    #: That of the tool that it must call.
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 

@@ -273,11 +273,12 @@ _RENAMED = {
 
 
 class Reading(msgspec.Struct):
-    """A request as a *chat*, with its *tools*, and the places in the request that the chat's messages come from."""
+    """A request as a chat."""
 
     body: ResponsesRequest
     chat: ChatRequest
     tools: Tools
+    #: The places in the request that the chat's messages come from.
     places: Sequence[tuple[str, Sequence[str]]]
     #: The items that it goes on from.
     before: Sequence[Item] = ()

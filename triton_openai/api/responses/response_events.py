@@ -64,19 +64,17 @@ _CODES: Mapping[type[ServiceError], str] = {
 
 @dataclass
 class ResponseEvents(Renderer):
-    """
-    The events of one response, which has one *run*.
+    """The events of one response, which has one run."""
 
-    *response* grows with the answer: it is whole once :meth:`concluded` or :meth:`cancelled` was called. *parser* reads
-    the text. *names* says how the client calls its tools. *sealed* is whether reasoning items have their
-    ``encrypted_content``.
-    """
-
+    #: It grows with the answer, and is whole once :meth:`concluded` or :meth:`cancelled` was called.
     response: objects.ResponseObject
     run: Run
+    #: Reads the text.
     parser: AnswerParser
     _: KW_ONLY
+    #: How the client calls its tools.
     names: Mapping[str, ToolName]
+    #: Whether reasoning items have their ``encrypted_content``.
     sealed: bool
     #: Keeps the response before its last event is sent.
     keep: Callable[[], Awaitable[None]] | None = None

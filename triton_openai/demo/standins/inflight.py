@@ -21,8 +21,9 @@ FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 class InflightModel(ABC):
-    """Passes requests to the batcher as *job*, a subclass of `InflightRequest`, and stops them by their id."""
+    """Passes requests to the batcher, and stops them by their id."""
 
+    #: What requests are to the batcher: a subclass of `InflightRequest`.
     job: Any
     no_id = "A request id must be provided for request cancellation"
 

@@ -10,13 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one model instance; *engine* is the socket of the language model, None for scripted answers."""
+    """The settings of one model instance."""
 
     name: str
     config: dict[str, Any]
     record: str | None
     tokenizer: str
     folder: Path
+    #: The socket of the language model, None for scripted answers.
     engine: str | None = None
 
     def parameter(self, key: str, default: str) -> str:

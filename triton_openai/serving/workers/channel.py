@@ -27,13 +27,10 @@ def encode(number: int, method: str | None, content: Any) -> bytes:
 
 
 class Channel:
-    """
-    One end of the connection.
-
-    The other end calls *methods* by their names. They begin in the order of the calls; coroutines go on as tasks.
-    """
+    """One end of the connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        #: What the other end calls by name. They begin in the order of the calls; coroutines go on as tasks.
         self.methods: dict[str, Callable[..., Any]] = {}
         self._reader = reader
         self._writer = writer

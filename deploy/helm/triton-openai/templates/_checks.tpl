@@ -42,8 +42,32 @@
 {{- fail "autoscaling needs requestsInFlight or cpuUtilization." }}
 {{- end }}
 {{- end }}
-{{- if and .Values.persistence.enabled (or .Values.autoscaling.enabled (gt (int .Values.replicaCount) 1)) }}
-{{- fail "persistence needs replicaCount 1 and no autoscaling: each replica would have files and batches of its own, and only some requests for them would find them." }}
+{{- $several := or .Values.autoscaling.enabled (gt (int .Values.replicaCount) 1) }}
+{{- $store := default "dir" (get (default dict (get .Values.settings "files")) "store") }}
+{{- $bucket := hasPrefix "s3:" $store }}
+{{- with .Values.persistence }}
+{{- if hasPrefix "postgres" (default "" (get (default dict (get $.Values.settings "batches")) "store")) }}
+{{- fail (printf "settings.batches.store is not accepted with PostgreSQL: %s: name a Secret in persistence.postgresql." $secret) }}
+{{- end }}
+{{- if .postgresql.existingSecret }}
+{{- if and $several .enabled (not (has "ReadWriteMany" .accessModes)) }}
+{{- fail "persistence.enabled with several replicas needs accessModes [ReadWriteMany], so that all of them mount the volume; with settings.files.store s3://BUCKET they need no volume." }}
+{{- end }}
+{{- $mounts := .enabled | ternary (list (dict "mountPath" "/var/lib/triton-openai")) list }}
+{{- $mounted := and .enabled (eq $store "dir") }}
+{{- range concat $mounts $.Values.extraVolumeMounts }}
+{{- if hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) (printf "%s/" (trimPrefix "dir:" $store)) }}
+{{- $mounted = true }}
+{{- end }}
+{{- end }}
+{{- if not (or $bucket $mounted) }}
+{{- fail "persistence.postgresql needs a place for files that all replicas see: settings.files.store s3://BUCKET, or persistence.enabled with accessModes [ReadWriteMany]; dir:PATH has to be in /var/lib/triton-openai then, or in extraVolumeMounts." }}
+{{- end }}
+{{- else if and $several (or .enabled $bucket) }}
+{{- fail "persistence needs replicaCount 1 and no autoscaling, or persistence.postgresql: each replica would have files and batches of its own, and only some requests for them would find them." }}
+{{- else if and $bucket (not .enabled) }}
+{{- fail "settings.files.store s3://BUCKET needs persistence.postgresql, or persistence.enabled and replicaCount 1: the state of files and batches would be lost with the pod." }}
+{{- end }}
 {{- end }}
 {{- if and .Values.service.nodePort (eq .Values.service.type "ClusterIP") }}
 {{- fail "service.nodePort needs service.type NodePort or LoadBalancer." }}

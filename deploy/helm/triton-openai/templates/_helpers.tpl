@@ -77,6 +77,13 @@ httpGet:
 {{- if or (get $triton "endpoints") (get $triton "endpoints_file") }}true{{ end }}
 {{- end }}
 
+{{/* Whether files and batches are kept, here or elsewhere. */}}
+{{- define "triton-openai.keeps" -}}
+{{- with .Values.persistence }}
+{{- if or .enabled .postgresql.existingSecret }}true{{ end }}
+{{- end }}
+{{- end }}
+
 {{/* Triton's ports: those that are named, else those of its addresses. */}}
 {{- define "triton-openai.tritonPorts" -}}
 {{- $ports := .Values.networkPolicy.tritonPorts }}
