@@ -147,6 +147,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "files and batches": 917,
         "metrics of batches and files": 45,
         "batches that several replicas share": 220,
+        "descriptors of who leaves while a file is opened": 10,
     },
     "media": {
         "begin": 310,

@@ -24,7 +24,7 @@ import msgspec
 import structlog
 
 from triton_openai import errors
-from triton_openai.batches.file_folder import Files, Writing, on_disk, write_at
+from triton_openai.batches.file_folder import Files, Writing, on_disk, opened, write_at
 from triton_openai.batches.inputs import InputReader, id_and_body
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
 from triton_openai.config.tree import BatchesSettings
@@ -307,7 +307,7 @@ class BatchRunner:
             return
         if self._lock < 0:
             await self._files.check()
-            self._lock = await on_disk(self._files.hold, self._holder)
+            self._lock = await opened(on_disk(self._files.hold, self._holder))
         for holder in await self._store.holders():
             if holder != self._holder and await on_disk(self._files.has_died, holder):
                 _log.warning("a process that ran batches has died: its batches are taken over")

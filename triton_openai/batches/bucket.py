@@ -22,7 +22,7 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from triton_openai import errors
-from triton_openai.batches.file_folder import UPLOAD_SECONDS, Files, Writing, on_disk, write_at
+from triton_openai.batches.file_folder import UPLOAD_SECONDS, Files, Writing, on_disk, opened, write_at
 from triton_openai.config.tree import BatchesSettings, FilesSettings
 from triton_openai.storage.batch_store import Batch
 
@@ -63,7 +63,7 @@ class BucketFiles(Files):
             return (await obstore.head_async(self.bucket, key))["size"]
 
     async def _writing(self, name: str) -> Writing:
-        return _Upload(self, name, await on_disk(self._begin, name))
+        return _Upload(self, name, await opened(on_disk(self._begin, name)))
 
     async def upload(self, key: str, descriptor: int, start: int = 0) -> None:
         """Make the object *key* of what a file has from *start* on. Raises :class:`StoreUnavailable`."""
@@ -117,7 +117,7 @@ class BucketFiles(Files):
     async def open_input(self, batch: Batch) -> int:
         key = file_key(f"{batch.id}.requests" if batch.input == batch.id else batch.input)
         size = await self._size(key)
-        descriptor = await on_disk(self._scratch)
+        descriptor = await opened(on_disk(self._scratch))
         try:
             await self._copy(key, size, descriptor)
         except BaseException:
@@ -132,7 +132,7 @@ class BucketFiles(Files):
         await self.upload(f"batches/{batch.id}/{batch.generation}-{start}", descriptor, start)
 
     async def open_part(self, batch: Batch, generation: int) -> int:
-        descriptor = await on_disk(self._scratch)
+        descriptor = await opened(on_disk(self._scratch))
         try:
             for one in await self._objects(f"batches/{batch.id}"):
                 of, _, place = one["path"].rpartition("/")[2].partition("-")

@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -120,7 +120,7 @@ class Files:
         return await self._writing(name)
 
     async def _writing(self, name: str) -> Writing:
-        return Writing(self.folder, name, await on_disk(self._begin, name))
+        return Writing(self.folder, name, await opened(on_disk(self._begin, name)))
 
     def _begin(self, name: str) -> int:
         return self._create(f"{name}.new")
@@ -188,7 +188,7 @@ class Files:
 
     async def _open(self, path: Path) -> int:
         try:
-            return await asyncio.to_thread(os.open, path, os.O_RDONLY)
+            return await opened(asyncio.to_thread(os.open, path, os.O_RDONLY))
         except FileNotFoundError:
             # It is there again when the folder is.
             await self.check()
@@ -366,6 +366,21 @@ async def on_disk(work: Callable[_P, _T], *args: _P.args, **options: _P.kwargs) 
         raise
     except OSError as error:
         raise failed_write(error) from error
+
+
+async def opened(opening: Awaitable[int]) -> int:
+    """Return the descriptor that *opening* returns. For whoever is cancelled meanwhile, it is closed."""
+    task = asyncio.ensure_future(opening)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(_close)
+        raise
+
+
+def _close(task: asyncio.Future[int]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        os.close(task.result())
 
 
 def file_system(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 import threading
 import time
 from pathlib import Path
@@ -114,3 +115,32 @@ def test_a_folder_without_locks(files: Files, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(OSError, match="no locks"):
         files.hold("a")
     assert before == len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_client_that_leaves_while_its_file_is_opened(
+    files: Files, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Nobody has the descriptor then, so it is closed."""
+    made: list[int] = []
+    goes_on, create = threading.Event(), files._create
+
+    def slow(name: str) -> int:
+        goes_on.wait(10)
+        made.append(create(name))
+        if fails:
+            os.close(made[0])
+            raise OSError
+        return made[0]
+
+    monkeypatch.setattr(files, "_create", slow)
+    task = asyncio.create_task(files.write("a"))
+    await turns(5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    goes_on.set()
+    async with asyncio.timeout(10):
+        while not made or Path(f"/proc/self/fd/{made[0]}").exists():
+            await asyncio.sleep(0)
+    await files.store.close()
