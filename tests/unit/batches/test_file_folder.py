@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.clients.service import until
 from tests.clock import turns
 from triton_openai.batches.file_folder import Files, on_disk
 from triton_openai.config.tree import BatchesSettings, FilesSettings
@@ -140,7 +141,5 @@ async def test_a_client_that_leaves_while_its_file_is_opened(
     with pytest.raises(asyncio.CancelledError):
         await task
     goes_on.set()
-    async with asyncio.timeout(10):
-        while not made or Path(f"/proc/self/fd/{made[0]}").exists():
-            await asyncio.sleep(0)
+    await asyncio.to_thread(until, lambda: made and not Path(f"/proc/self/fd/{made[0]}").exists())
     await files.store.close()
