@@ -113,13 +113,21 @@ def time_turns(file: Path, longest: float) -> None:
     """
     Run the service on asyncio's loop, and append to *file* each turn of it that takes longer than *longest*.
 
-    A line has the times at which the turn began and ended, the CPU time of the main thread, all in seconds, and the
-    callback that took most of it.
+    A line has the times at which the turn began and ended, the CPU time of the main thread, all in seconds, the
+    callback that took most of it, the collector's part, and the ids of requests in the callback's context.
     """
     import uvloop
 
     turn, run = asyncio.BaseEventLoop._run_once, asyncio.Handle._run  # type: ignore[attr-defined]
-    slowest: tuple[float, object] = (0.0, None)
+    slowest: tuple[float, asyncio.Handle | None] = (0.0, None)
+    collecting = collected = 0.0
+
+    def collects(phase: str, _: object) -> None:
+        nonlocal collecting, collected
+        if phase == "start":
+            collecting = time.thread_time()
+        else:
+            collected += time.thread_time() - collecting
 
     def timed(handle: asyncio.Handle) -> None:
         nonlocal slowest
@@ -127,18 +135,23 @@ def time_turns(file: Path, longest: float) -> None:
         run(handle)
         took = time.thread_time() - began
         if took > slowest[0]:
-            slowest = took, handle._callback  # type: ignore[attr-defined]
+            slowest = took, handle
 
     def timed_turn(loop: asyncio.AbstractEventLoop) -> None:
-        nonlocal slowest
-        slowest = 0.0, None
+        nonlocal slowest, collected
+        slowest, collected = (0.0, None), 0.0
         first, began = time.monotonic(), time.thread_time()
         turn(loop)
         took = time.thread_time() - began
         if took > longest:
             with file.open("a") as lines:
-                lines.write(f"{first} {time.monotonic()} {took} {slowest[0]:.3f} s of it: {slowest[1]!r:.300}\n")
+                part, handle = slowest
+                # What a task does is to be found by the request of its context.
+                known = {} if handle is None else {key.name: found for key, found in handle._context.items()}  # type: ignore[attr-defined]
+                what = f"{part:.3f} s of one, {collected:.3f} s of the collector: {known!r:.300}"
+                lines.write(f"{first} {time.monotonic()} {took} {what}\n")
 
+    gc.callbacks.append(collects)
     asyncio.BaseEventLoop._run_once = timed_turn  # type: ignore[attr-defined]
     asyncio.Handle._run = timed  # type: ignore[method-assign, assignment]
     uvloop.run = asyncio.run  # type: ignore[assignment]
