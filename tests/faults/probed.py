@@ -119,7 +119,7 @@ def time_turns(file: Path, longest: float) -> None:
     import uvloop
 
     turn, run = asyncio.BaseEventLoop._run_once, asyncio.Handle._run  # type: ignore[attr-defined]
-    slowest: tuple[float, asyncio.Handle | None] = (0.0, None)
+    slowest: tuple[float, Any] = (0.0, None)
     collecting = collected = 0.0
 
     def collects(phase: str, _: object) -> None:
@@ -147,7 +147,7 @@ def time_turns(file: Path, longest: float) -> None:
             with file.open("a") as lines:
                 part, handle = slowest
                 # What a task does is to be found by the request of its context.
-                known = {} if handle is None else {key.name: found for key, found in handle._context.items()}  # type: ignore[attr-defined]
+                known = {key.name: found for key, found in handle._context.items()} if handle else {}
                 what = f"{part:.3f} s of one, {collected:.3f} s of the collector: {known!r:.300}"
                 lines.write(f"{first} {time.monotonic()} {took} {what}\n")
 
