@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def time_turns(file: Path, longest: float) -> None:
     import uvloop
 
     turn, run = asyncio.BaseEventLoop._run_once, asyncio.Handle._run  # type: ignore[attr-defined]
-    slowest: tuple[float, Any] = (0.0, None)
+    slowest: tuple[float, Mapping[Any, Any]] = (0.0, {})
     collecting = collected = 0.0
 
     def collects(phase: str, _: object) -> None:
@@ -135,19 +136,19 @@ def time_turns(file: Path, longest: float) -> None:
         run(handle)
         took = time.thread_time() - began
         if took > slowest[0]:
-            slowest = took, handle
+            slowest = took, handle._context  # type: ignore[attr-defined]
 
     def timed_turn(loop: asyncio.AbstractEventLoop) -> None:
         nonlocal slowest, collected
-        slowest, collected = (0.0, None), 0.0
+        slowest, collected = (0.0, {}), 0.0
         first, began = time.monotonic(), time.thread_time()
         turn(loop)
         took = time.thread_time() - began
         if took > longest:
             with file.open("a") as lines:
-                part, handle = slowest
+                part, context = slowest
                 # What a task does is to be found by the request of its context.
-                known = {key.name: found for key, found in handle._context.items()} if handle else {}
+                known = {key.name: found for key, found in context.items()}
                 what = f"{part:.3f} s of one, {collected:.3f} s of the collector: {known!r:.300}"
                 lines.write(f"{first} {time.monotonic()} {took} {what}\n")
 
