@@ -59,6 +59,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "metrics of batches and files": 10,
         "batches that several replicas share": 58,
         "a response whose parent is deleted while it is made": 13,
+        "a cancellation that a driver takes for its own": 6,
     },
     "triton": {
         "begin": 2150,

@@ -542,3 +542,24 @@ async def test_a_file_that_is_deleted(tmp_path: Path) -> None:
     assert await second.get("b") is not None
     await first.close()
     await second.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_driver_that_takes_a_cancellation_for_its_own(fails: bool) -> None:
+    """Whoever asked for it does not wait for ever, as for the renewal of a lease."""
+    store = opened("memory")
+
+    async def work() -> None:
+        async with store._operation():
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if fails:
+                    raise OSError("lost") from None
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task}, timeout=10)
+    assert task.cancelled()
+    await store.close()
