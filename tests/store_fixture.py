@@ -134,18 +134,28 @@ def s3() -> Iterator[Callable[[], Bucket]]:
     program, numbers = found("SeaweedFS"), count()
     environ = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
     kinds = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
-    ports = {kind: _free_port() for kind in (*kinds, "s3.port", "s3.port.grpc")}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Path(folder, "log").open("w") as log:
         command = [program, "server", "-s3", "-s3.iam=false", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
         # What nobody asks has fixed ports, of which a second server would die.
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
         # A bucket has a few volumes of its own.
         command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=16", "-volume.max=1000"]
-        command += [f"-{kind}={port}" for kind, port in ports.items()]
-        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environ})
+
+        def start() -> tuple[int, subprocess.Popen[bytes]]:
+            ports = {kind: _free_port() for kind in (*kinds, "s3.port", "s3.port.grpc")}
+            options = [f"-{kind}={port}" for kind, port in ports.items()]
+            process = subprocess.Popen([*command, *options], stdout=log, stderr=log, env={**os.environ, **environ})
+            return ports["s3.port"], process
+
+        # Another program may have taken one of so many ports meanwhile.
+        port, process = start()
+        for _ in range(4):
+            if _opens(port, process):
+                break
+            port, process = start()
         try:
-            _until_open(ports["s3.port"], process)
-            environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{ports['s3.port']}"
+            _until_open(port, process)
+            environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
             # It makes a bucket with its first object.
             yield lambda: Bucket(f"s3://test-{next(numbers)}/some/prefix", environ)
         finally:
@@ -163,13 +173,18 @@ def bucket(s3: Callable[[], Bucket], monkeypatch: pytest.MonkeyPatch) -> Bucket:
 
 
 def _until_open(port: int, process: subprocess.Popen[bytes]) -> None:
+    assert _opens(port, process), "the server has ended"
+
+
+def _opens(port: int, process: subprocess.Popen[bytes]) -> bool:
+    """Wait until *process* listens at *port*, and return whether it does: it may have ended."""
     while process.poll() is None:
         try:
             socket.create_connection(("127.0.0.1", port), 5).close()
         except OSError:
             continue
-        return
-    raise AssertionError("the server has ended")
+        return True
+    return False
 
 
 @pytest.fixture
