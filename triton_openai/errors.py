@@ -324,7 +324,7 @@ class UpstreamUnavailable(UpstreamError, status=503, code="upstream_unavailable"
 
 
 class ModelCrashed(UpstreamUnavailable):
-    """The model's process, or its engine, has ended, and perhaps by this request."""
+    """The model's process, or its engine, has ended, perhaps because of this request."""
 
 
 class ModelUnloading(UpstreamUnavailable, code="model_unloading"):

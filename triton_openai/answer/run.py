@@ -69,7 +69,7 @@ class Sender(msgspec.Struct, frozen=True):
 
         *heard* gets those so far, if they come one by one; from their beginning, if another Triton is asked again.
         """
-        request = replace(request, priority=self.priority)
+        request = replace(request, priority=self.priority) if self.priority else request
 
         async def attempt(lease: Lease) -> Sequence[InferResponse]:
             with self.upstream.call(request, lease) as sent:

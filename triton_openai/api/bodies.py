@@ -89,9 +89,9 @@ def read_within(body: bytes, kind: type[_T], limits: LimitSettings, ignored: lis
 class FileField(msgspec.Struct, frozen=True):
     """A file in a form."""
 
-    #: The client chose it.
+    #: As the client gave it.
     name: str
-    #: The client chose it, too.
+    #: As the client gave it.
     media_type: str
     content: bytes
 

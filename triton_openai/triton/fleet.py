@@ -242,7 +242,8 @@ class Route:
             lease = self._fleet.lease(self.model, among=self._among, key=key, avoid=tried, at=at)
         except UpstreamUnavailable:
             if self._at is None and self._fleet.has(self.model, (), tried):
-                self.left = self.tried()
+                # What was lost on the way counts there, too.
+                self.left = tried if isinstance(tried, Tried) else self.tried()
             raise
         self._prompt, self.endpoint, self.attempts = prompt, lease.endpoint, max(self.attempts, len(tried) + 1)
         return lease
