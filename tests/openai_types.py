@@ -107,9 +107,15 @@ def check_any(path: str, found: Json) -> None:
                 _complete(item, each)
 
 
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    # OpenAI's types are built at their first use, by each adapter for itself: that takes longer than most requests.
+    return TypeAdapter(kind)
+
+
 def _complete(kind: Any, found: Json) -> None:
     try:
-        TypeAdapter(kind).validate_json(json.dumps(found), strict=True)
+        _adapter(kind).validate_json(json.dumps(found), strict=True)
     except ValidationError as error:
         places = [f"{found.get('object')}: {'.'.join(map(str, each['loc']))}" for each in error.errors()]
         wrong = [place for place in places if not any(re.fullmatch(known, place) for known in _DIFFERENT)]
