@@ -13,12 +13,12 @@ from tests.triton_fixture import TestTriton
 
 def test_hostile_requests(triton: TestTriton, tmp_path: Path) -> None:
     """No request is an error of the service, holds its loop, makes it large, or leaves anything behind."""
-    figures, complaints = attack(tmp_path, triton.server, triton.tokenizer, range(500), seed=7, clients=4)
+    figures, complaints = attack(tmp_path, triton.server, triton.tokenizer, range(250), seed=7, clients=4)
 
     assert figures.passed, render(figures, 7)
     # The Triton of all tests has synthesizers that need settings, which this service is not given.
     assert [] == [complaint for complaint in complaints if "cannot be served" not in complaint]
-    assert figures.statuses["200"] > 50
+    assert figures.statuses["200"] > 25
 
 
 def test_an_endpoint_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:

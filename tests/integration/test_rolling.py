@@ -16,10 +16,10 @@ from tests.triton_fixture import TestTriton
 
 _CLIENTS = 64
 # A stream takes more than a second, of few tokens: the load is that of many at once, and not of many that begin.
-_TEXT, _REPEAT = "one two three four", 2
+_TEXT, _REPEAT = "one two three four", 1
 _BODY = {
     "model": "vllm_model",
-    "prompt": steered(text=_TEXT, repeat=_REPEAT, delay_ms=150),
+    "prompt": steered(text=_TEXT, repeat=_REPEAT, delay_ms=300),
     "max_tokens": 64,
     "stream": True,
 }

@@ -81,12 +81,13 @@ async def served(speaking: TestTriton) -> AsyncIterator[Proxy]:
 
 
 async def test_round_trip(speaking: TestTriton) -> None:
-    """What is spoken is heard."""
+    """What is spoken is heard, by both ways to ask Whisper."""
     async with served(speaking) as proxy:
-        for model, kind in (("infer_bls", "mp3"), ("whisper", "wav")):
-            body = {"model": "tts-1", "voice": "alloy", "input": SENTENCE, "response_format": kind}
-            spoken = await proxy.post("/v1/audio/speech", body)
-            assert 200 == spoken.status
+        # Once: to speak takes longer than to hear.
+        body = {"model": "tts-1", "voice": "alloy", "input": SENTENCE, "response_format": "mp3"}
+        spoken = await proxy.post("/v1/audio/speech", body)
+        assert 200 == spoken.status
+        for model in ("infer_bls", "whisper"):
             assert word_error_rate(SENTENCE, await heard(proxy, spoken.body, model=model)) < 0.15
 
 
