@@ -6,8 +6,6 @@ import base64
 
 import openai
 import pytest
-from langchain_core.messages import HumanMessage
-from langchain_openai import ChatOpenAI
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import SecretStr
@@ -53,6 +51,10 @@ def test_openai_refused(service: Service) -> None:
 
 def test_langchain(service: Service) -> None:
     """LangChain's own form of an image, which it turns into OpenAI's."""
+    # Not at the top: each of pytest's processes collects this file, and it takes a second.
+    from langchain_core.messages import HumanMessage
+    from langchain_openai import ChatOpenAI
+
     message = HumanMessage(
         content=[
             {"type": "text", "text": "What is it?"},

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
 import tiktoken
-from langchain_core.messages import AIMessageChunk, HumanMessage, SystemMessage
-from langchain_openai import ChatOpenAI, OpenAIEmbeddings
-from langchain_openai import OpenAI as CompletionModel
 from pydantic import SecretStr
 
 from tests.clients.service import Service, steered
 from triton_openai.prompts.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    import langchain_openai
+    from langchain_core import messages
+    from langchain_openai import ChatOpenAI
+
 WORDS = "one two three four five"
 PROMPT = steered(text=WORDS)
 KEY = SecretStr("none")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Import it where these tests run: each of pytest's processes collects this file, and it takes a second."""
+    globals()["langchain_openai"] = importlib.import_module("langchain_openai")
+    globals()["messages"] = importlib.import_module("langchain_core.messages")
 
 
 @pytest.fixture
@@ -34,14 +44,15 @@ def chat(request: pytest.FixtureRequest, server: dict[str, Any]) -> Callable[...
     """Make a chat model with further settings."""
 
     def make(**settings: Any) -> ChatOpenAI:
-        return ChatOpenAI(model=request.param, **server, **settings)
+        return langchain_openai.ChatOpenAI(model=request.param, **server, **settings)
 
     return make
 
 
 def test_invoke(chat: Callable[..., ChatOpenAI]) -> None:
     """One call gives the text, the reason for its end and the usage."""
-    message = chat(max_completion_tokens=3, temperature=0).invoke([SystemMessage("Be brief."), HumanMessage(PROMPT)])
+    asked = [messages.SystemMessage("Be brief."), messages.HumanMessage(PROMPT)]
+    message = chat(max_completion_tokens=3, temperature=0).invoke(asked)
 
     assert "one two three" == message.content
     assert "length" == message.response_metadata["finish_reason"]
@@ -56,7 +67,7 @@ def test_stream(chat: Callable[..., ChatOpenAI]) -> None:
     for piece in pieces[1:]:
         whole = whole + piece
 
-    assert isinstance(whole, AIMessageChunk)
+    assert isinstance(whole, messages.AIMessageChunk)
     assert WORDS == whole.content
     assert len([piece for piece in pieces if piece.content]) > 1
     assert whole.usage_metadata is not None
@@ -99,7 +110,7 @@ def test_errors(chat: Callable[..., ChatOpenAI]) -> None:
 @pytest.mark.parametrize("model", ["text_embedding", "vllm_embedding"])
 def test_embeddings(server: dict[str, Any], model: str) -> None:
     """Documents and queries are embedded when the texts themselves are sent."""
-    embeddings = OpenAIEmbeddings(model=model, **server, check_embedding_ctx_length=False)
+    embeddings = langchain_openai.OpenAIEmbeddings(model=model, **server, check_embedding_ctx_length=False)
     documents = embeddings.embed_documents(["first", "second"])
 
     assert (2, True) == (len(documents), documents[0] != documents[1])
@@ -115,9 +126,11 @@ def test_embeddings_of_token_ids(server: dict[str, Any], monkeypatch: pytest.Mon
     monkeypatch.setattr(tiktoken, "encoding_for_model", lambda name: own)
     texts = ["one two", "é😀"]
 
-    vectors = OpenAIEmbeddings(model=model, **server).embed_documents(texts)
+    vectors = langchain_openai.OpenAIEmbeddings(model=model, **server).embed_documents(texts)
 
-    plain = OpenAIEmbeddings(model=model, **server, check_embedding_ctx_length=False).embed_documents(texts)
+    plain = langchain_openai.OpenAIEmbeddings(model=model, **server, check_embedding_ctx_length=False).embed_documents(
+        texts
+    )
     assert [pytest.approx(vector, abs=1e-6) for vector in plain] == vectors
 
 
@@ -131,7 +144,7 @@ def test_embeddings_of_foreign_tokens(service: Service) -> None:
 
 def test_completions(server: dict[str, Any]) -> None:
     """The completion class works whole and in pieces, for one prompt and for several."""
-    model = CompletionModel(model="ensemble", **server, max_tokens=3)
+    model = langchain_openai.OpenAI(model="ensemble", **server, max_tokens=3)
 
     assert "one two three" == model.invoke(PROMPT)
     assert "one two three" == "".join(model.stream(PROMPT))

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import jsonschema_rs
 import openai
 import pytest
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, SecretStr
 
 from tests.clients.service import Service, exchange
@@ -184,6 +183,9 @@ def test_embeddings(client: openai.OpenAI) -> None:
 
 def test_langchain(demo: Service) -> None:
     """``with_structured_output`` by function calling returns the object; the examples do it by JSON schema."""
+    # Not at the top: each of pytest's processes collects this file, and it takes a second.
+    from langchain_openai import ChatOpenAI
+
     with openai.DefaultHttpxClient() as connection:
         chat = ChatOpenAI(
             model="ensemble", base_url=demo.base_url, api_key=SecretStr("none"), temperature=0, http_client=connection
