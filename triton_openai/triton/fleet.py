@@ -11,8 +11,9 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from copy import copy
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -54,32 +55,22 @@ _CREDIT_SECONDS = 10.0
 _EJECTED_MODELS = 3
 
 
-class FleetObserver(Protocol):
-    """Learns what happens among several Tritons. *endpoint* is a name of the settings; *number* is 1 or -1."""
+#: What is counted among several Tritons, with the labels that stand beside it: the names that the settings give them,
+#: models, and the outcome or the code of an error.
+Event = Literal[
+    "up", "running", "ended", "ejected", "ejections", "panics", "failovers", "budget_exhausted", "lookup_failures"
+]
 
-    def up(self, endpoint: str, number: int) -> None:
-        """Count a Triton that answers, or no longer does."""
 
-    def leased(self, endpoint: str, model: str, number: int) -> None:
-        """Count a running request."""
+class Tell(Protocol):
+    """Counts what happens among several Tritons."""
 
-    def ended(self, endpoint: str, model: str, outcome: str) -> None:
-        """Count a request that has ended: ``answered``, ``failed`` or ``cancelled``."""
+    def __call__(self, event: Event, *labels: str, by: int = 1) -> None:
+        """Count *event*."""
 
-    def ejected(self, endpoint: str, model: str, number: int, reason: str) -> None:
-        """Count a Triton that is ejected for a model; *reason* is the code of an error."""
 
-    def panics(self, model: str, number: int) -> None:
-        """Count a model of which so many Tritons are ejected that all are used."""
-
-    def failed_over(self, model: str, reason: str) -> None:
-        """Count a request that is sent to another Triton."""
-
-    def budget_exhausted(self) -> None:
-        """Count a request that is not sent again, because too many were."""
-
-    def lookup_failed(self) -> None:
-        """Count a name that could not be looked up."""
+def _untold(event: Event, *labels: str, by: int = 1) -> None:
+    """Count nothing: there is no choice among Tritons, or nobody wants to know."""
 
 
 class Member:
@@ -136,11 +127,6 @@ class Tried(list[str]):
 
     #: Whether one of them ended in mid-work, which may be the request's own fault.
     lost = False
-
-    def copy(self) -> Tried:
-        found = Tried(self)
-        found.lost = self.lost
-        return found
 
 
 class Lease:
@@ -221,7 +207,7 @@ class Route:
 
     def tried(self) -> Tried:
         """Return where a request begins."""
-        return Tried() if self.before is None else self.before.copy()
+        return Tried() if self.before is None else copy(self.before)
 
     def lease(self, tried: Collection[str] = (), *, prompt: str | None = None) -> Lease:
         """
@@ -318,7 +304,7 @@ class Fleet:
         *,
         connect: Callable[[EndpointSettings], TritonClient] | None = None,
         grace: float = 10.0,
-        observer: FleetObserver | None = None,
+        tell: Tell = _untold,
     ) -> None:
         self._settings = settings
         self._access = access
@@ -330,7 +316,7 @@ class Fleet:
         self.alone: Lease | None = None
         #: Whether several are named; one alone has no name in logs and metrics.
         self.listed = bool(settings.endpoints or settings.endpoints_file)
-        self._observer = observer if self.listed else None
+        self._tell = tell if self.listed else _untold
         self._changed: Callable[[Snapshot], Awaitable[None]] | None = None
         self._ask: Callable[[str, str], Awaitable[None]] | None = None
         self._room: Callable[[], None] = lambda: None
@@ -352,8 +338,7 @@ class Fleet:
         self._tasks: set[asyncio.Task[None]] = set()
         self._labels: set[str] = set()
         self._running = False
-        failed = (lambda: None) if self._observer is None else self._observer.lookup_failed
-        self._discovery = Discovery(settings, access, self._apply, failed=failed)
+        self._discovery = Discovery(settings, access, self._apply, failed=lambda: self._tell("lookup_failures"))
         # Names are looked up when there is a loop.
         self._looked = not any(each.dns for each in self._discovery.listed)
         for each in self._discovery.listed:
@@ -470,8 +455,8 @@ class Fleet:
         if member.draining:
             return
         lost = member.snapshot.reachable and not snapshot.reachable
-        if self._observer is not None and member.snapshot.reachable != snapshot.reachable:
-            self._observer.up(member.label, -1 if lost else 1)
+        if member.snapshot.reachable != snapshot.reachable:
+            self._tell("up", member.label, by=-1 if lost else 1)
         member.snapshot = snapshot
         now = time.monotonic()
         was, member.targets = member.targets, {}
@@ -525,8 +510,7 @@ class Fleet:
             pool.most_running = self._most_running
             pool.update(targets, ejected=[each.name for each in members if each.ejected])
             if pool.panics != panicked:
-                if self._observer is not None:
-                    self._observer.panics(model, 1 if pool.panics else -1)
+                self._tell("panics", model, by=1 if pool.panics else -1)
                 if pool.panics:
                     _log.error("too many Tritons are ejected: all are used", model=model)
             if not targets:
@@ -611,8 +595,7 @@ class Fleet:
         lease = Lease(self, member, target, model)
         self._count(model, target, 1)
         member.leases.add(lease)
-        if self._observer is not None:
-            self._observer.leased(member.label, model, 1)
+        self._tell("running", member.label, model)
         if first:
             self._budget.count(time.monotonic())
         return lease
@@ -650,11 +633,10 @@ class Fleet:
         if not member.leases:
             member.idle.set()
         failed = isinstance(error, UpstreamError) and not isinstance(error, ModelUnloading)
-        if self._observer is not None:
-            self._observer.leased(member.label, lease.model, -1)
-            # Whoever refuses a request has answered.
-            outcome = "failed" if failed else "answered" if answered or error is not None else "cancelled"
-            self._observer.ended(member.label, lease.model, outcome)
+        self._tell("running", member.label, lease.model, by=-1)
+        # Whoever refuses a request has answered.
+        outcome = "failed" if failed else "answered" if answered or error is not None else "cancelled"
+        self._tell("ended", member.label, lease.model, outcome)
         if not self.several or member.draining:
             return
         if not failed and (answered or error is not None):
@@ -695,20 +677,18 @@ class Fleet:
         now = time.monotonic()
         if not (lease.member.forgives(now) if lost else not_there(error)) and not self._budget.spend(now):
             _log.warning("a request is not sent again: too many were", model=lease.model)
-            if self._observer is not None:
-                self._observer.budget_exhausted()
+            self._tell("budget_exhausted")
             return False
         tried.lost = tried.lost or lost
-        if self._observer is not None:
-            self._observer.failed_over(lease.model, error.code if isinstance(error, ServiceError) else "error")
+        self._tell("failovers", lease.model, error.code if isinstance(error, ServiceError) else "error")
         return True
 
     # Ejection
 
     def _eject(self, member: Member, model: str, target: Target, error: ServiceError) -> None:
         _log.warning("a Triton is ejected", endpoint=member.name, model=model, reason=error.reason)
-        if self._observer is not None:
-            self._observer.ejected(member.label, model, 1, error.code)
+        self._tell("ejected", member.label, model)
+        self._tell("ejections", member.label, model, error.code)
         self._update_pools(member.targets if member.ejected else [model])
         spawn(self._bring_back(member, model, target), member.probes)
 
@@ -725,8 +705,7 @@ class Fleet:
                 _log.info("a Triton takes requests again", endpoint=member.name, model=model)
                 self._update_pools(member.targets if was_out else [model])
         finally:
-            if self._observer is not None:
-                self._observer.ejected(member.label, model, -1, "")
+            self._tell("ejected", member.label, model, by=-1)
 
     async def _answers(self, member: Member, model: str) -> bool:
         """Return whether *model* answers a small request at *member*. Whoever refuses one is there."""
@@ -768,8 +747,8 @@ class Fleet:
     async def _remove(self, member: Member) -> None:
         """Let the requests of *member* finish, for a time, and close its connections."""
         member.draining = True
-        if self._observer is not None and member.snapshot.reachable:
-            self._observer.up(member.label, -1)
+        if member.snapshot.reachable:
+            self._tell("up", member.label, by=-1)
         try:
             look = self._looks.pop(member, None)
             await cancel(*member.probes, *([] if look is None else [look]))
