@@ -290,22 +290,9 @@ class TritonSettings(_Group, frozen=True):
     ] = "auto"
 
     @property
-    def http_url(self) -> str | None:
-        """The HTTP address of Triton, without a trailing slash, if one is configured."""
-        return self._first("http", "https")
-
-    @property
-    def grpc_url(self) -> str | None:
-        """The gRPC address of Triton (``grpc://`` or ``grpcs://``), without a trailing slash, if one is configured."""
-        return self._first("grpc", "grpcs")
-
-    @property
     def readable_repositories(self) -> tuple[Path, ...]:
         """The model repositories whose files can be read here."""
         return self.model_repository or self.repository
-
-    def _first(self, *schemes: str) -> str | None:
-        return next((url.rstrip("/") for url in self.url if urlsplit(url).scheme in schemes), None)
 
 
 class ApiSettings(_Group, frozen=True):

@@ -40,8 +40,7 @@ def test_defaults() -> None:
 
     assert Settings() == settings
     assert ("127.0.0.1", 9000) == (settings.server.host, settings.server.port)
-    assert "http://127.0.0.1:8000" == settings.triton.http_url
-    assert settings.triton.grpc_url is None
+    assert ("http://127.0.0.1:8000",) == settings.triton.url
 
 
 def test_precedence(read) -> None:
@@ -192,7 +191,7 @@ def test_urls(read) -> None:
     for given in (["http://a:8000/", "grpc://a:8001"], ["grpc://a:8001,http://a:8000/"]):
         triton = read(None, {"triton-url": given}).triton
 
-        assert ("http://a:8000", "grpc://a:8001") == (triton.http_url, triton.grpc_url)
+        assert {"http://a:8000/", "grpc://a:8001"} == set(triton.url)
 
 
 def test_repository_takes_the_place_of_the_default_address(read) -> None:
