@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -228,19 +229,17 @@ class ModelControl:
             await self._models.fleet.reload()
             configs = self._models.fleet.snapshot.configs
             parts = _parts(model, configs) if dependents else set()
+            every = {model, *parts}
             async with self._draining.claim(sorted(parts)):
-                _refuse_used({model, *parts}, configs)
+                _refuse_used(every, configs)
 
                 async def unload(member: Member) -> None:
                     await member.client.unload_model(model, dependents=dependents)
-                    await _gone(member.client, {model, *parts})
+                    await _gone(member.client, every)
 
                 alone = endpoint is not None and self._fleet.several
-                async with (
-                    self._fleet.emptied(members[0], {model, *parts}, self._grace)
-                    if alone
-                    else self._draining.drained({model, *parts}, self._grace)
-                ):
+                closed = partial(self._fleet.emptied, members[0]) if alone else self._draining.drained
+                async with closed(every, self._grace):
                     _log.info("unloading model", model=model, with_parts=sorted(parts))
                     try:
                         failures |= await self._on_each(loaded, unload, parallel=len(members))
