@@ -164,15 +164,10 @@ class Keys:
 
     async def look(self) -> None:
         """Read the file again if it has changed. What is wrong with it is logged, and the keys stay in force."""
-        if not await self._file.look(settled=True):
-            return
-        try:
-            self.ring = await asyncio.to_thread(self._read_again)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the next change has to be noticed
-            self._file.failed(error)
-        else:
-            self._file.used()
-            _log.info("API keys are read again", names=len({key.name for key in (self.ring or {}).values()}))
+        if await self._file.look(settled=True):
+            with self._file.reading():
+                self.ring = await asyncio.to_thread(self._read_again)
+                _log.info("API keys are read again", names=len({key.name for key in (self.ring or {}).values()}))
 
 
 # Azure's and Anthropic's clients have headers of their own.
