@@ -15,20 +15,11 @@ from typing import Any
 
 import structlog
 
+from triton_openai import errors
 from triton_openai.adapters._common.registry import users_of
 from triton_openai.config.tree import Settings
 from triton_openai.draining import ModelDraining
-from triton_openai.errors import (
-    InvalidRequest,
-    InvalidValue,
-    ManagementDisabled,
-    ModelConflict,
-    ModelNotFound,
-    ServiceError,
-    UpstreamError,
-    UpstreamTimeout,
-    UpstreamUnavailable,
-)
+from triton_openai.errors import ServiceError
 from triton_openai.models.lookup import Models
 from triton_openai.tasks import cancel, spawn
 from triton_openai.telemetry.logging import warn
@@ -60,7 +51,7 @@ class ModelControl:
     def check_allowed(self) -> None:
         """Raise :class:`ManagementDisabled` unless models may be loaded and unloaded."""
         if not self._allowed:
-            raise ManagementDisabled(
+            raise errors.ManagementDisabled(
                 "Loading and unloading models is off; the service allows it with --model-control-mode explicit."
             )
 
@@ -102,7 +93,7 @@ class ModelControl:
         self.check_allowed()
         served = self._models.served.get(name)
         if served is not None and served.lora is not None:
-            raise InvalidRequest(
+            raise errors.InvalidRequest(
                 f"'{name}' is a LoRA adapter of the model '{served.triton_model}', and is served as long as that is "
                 "loaded.",
                 param="model",
@@ -124,7 +115,7 @@ class ModelControl:
         if endpoint is None:
             return list(members.values())
         if endpoint not in members:
-            raise InvalidValue(
+            raise errors.InvalidValue(
                 f"There is no endpoint '{endpoint[:100]}'. It is one of: {', '.join(members)}.", "endpoint"
             )
         return [members[endpoint]]
@@ -171,7 +162,7 @@ class ModelControl:
         failures = await self._on_each(members, read, parallel=len(members) or 1)
         if not any(entry.name == model for index in indexes.values() for entry in index):
             self._check(failures, members, "found")
-            raise ModelNotFound(model)
+            raise errors.ModelNotFound(model)
         return indexes, failures
 
     async def _on_each(
@@ -198,7 +189,7 @@ class ModelControl:
         if failures:
             well = [member.name for member in members if member.name not in failures]
             said = " ".join(f"At '{name}': {error.message}" for name, error in failures.items())
-            raise UpstreamError(
+            raise errors.UpstreamError(
                 f"This failed at {len(failures)} of {len(members)} Tritons. {said}"
                 + (f" The model is {done} at {_listed(well)}." if well and done != "found" else ""),
                 detail="; ".join(f"{name}: {error.reason}" for name, error in failures.items()),
@@ -211,7 +202,7 @@ class ModelControl:
         if model in self._models.served:
             return None
         if model in snapshot.waiting:
-            raise UpstreamUnavailable(
+            raise errors.UpstreamUnavailable(
                 f"The model '{model}' was loaded and is not ready: {snapshot.waiting[model]}.", param="model"
             )
         for entry in self._models.unserved:
@@ -257,7 +248,7 @@ async def _gone(client: TritonClient, models: Collection[str]) -> None:
             while left := _held(await client.repository_index(), models):  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(_PAUSE)
     except TimeoutError as error:
-        raise UpstreamTimeout(f"Triton has not yet unloaded {_listed(left)}.", param="model") from error
+        raise errors.UpstreamTimeout(f"Triton has not yet unloaded {_listed(left)}.", param="model") from error
 
 
 def _held(index: Sequence[IndexEntry], models: Collection[str]) -> list[str]:
@@ -288,8 +279,8 @@ def _refuse_used(models: Collection[str], configs: Mapping[str, ModelConfig]) ->
             )
 
 
-def _conflict(message: str, code: str) -> ModelConflict:
-    return ModelConflict(message, param="model", code=code)
+def _conflict(message: str, code: str) -> errors.ModelConflict:
+    return errors.ModelConflict(message, param="model", code=code)
 
 
 def _listed(names: Sequence[str]) -> str:
