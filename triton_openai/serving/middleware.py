@@ -23,7 +23,7 @@ from triton_openai.access.cors import CORS
 from triton_openai.access.keys import COUNTED, KEY, NO_KEY, ROUTE_GROUPS, ApiKey
 from triton_openai.access.rate_limits import RESERVATION, Reservation, tokens_charged
 from triton_openai.draining import DRAINING
-from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, PayloadTooLarge, ServiceError
+from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, ServiceError
 from triton_openai.telemetry.exposition import EXPOSITION
 from triton_openai.telemetry.logging import LOG_FIELDS, warn
 from triton_openai.telemetry.request_record import OBSERVERS, RECORD, RequestRecord, request_id
@@ -129,9 +129,6 @@ def _reported(request: web.Request, error: Exception) -> tuple[ServiceError, Map
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
             return MethodNotAllowed(f"{path} does not take {request.method}, only {allowed}."), {"Allow": allowed}
-        case web.HTTPRequestEntityTooLarge():
-            limit = request.client_max_size
-            return PayloadTooLarge(f"The request's body is larger than the limit of {limit} bytes."), {}
         case web.HTTPException():
             return InvalidRequest(error.reason), {}
         case _:

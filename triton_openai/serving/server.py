@@ -47,7 +47,9 @@ class HttpServer:
 
     def __init__(self, app: web.Application, limits: LimitSettings, *, tls: ssl.SSLContext | None = None) -> None:
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS)
-        self._limits, self._tls = limits, tls
+        self._limits = limits
+        # The arguments with which connections are made: those of TLS, if there is a context.
+        self._tls: dict[str, Any] = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": limits.header_timeout}
         self._observer = app.get(OBSERVERS, Observer())
         self._listeners: list[tuple[socket.socket, asyncio.Server]] = []
         # With TLS, all connections: aiohttp knows of those whose handshake has ended.
@@ -82,20 +84,15 @@ class HttpServer:
             # Accepted sockets inherit it. The kernel ends the connection of a client that takes nothing.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(WRITE_TIMEOUT * 1000))
         sock.setblocking(False)
-        listener = await asyncio.get_running_loop().create_server(
-            self._connection, sock=sock, backlog=_BACKLOG, **self._tls_arguments
-        )
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_server(self._connection, sock=sock, backlog=_BACKLOG, **self._tls)
         self._listeners.append((sock, listener))
-
-    @property
-    def _tls_arguments(self) -> dict[str, Any]:
-        return {} if self._tls is None else {"ssl": self._tls, "ssl_handshake_timeout": self._limits.header_timeout}
 
     def _connection(self) -> Connection:
         server = self._runner.server
         assert server is not None
         connection = Connection(server, self._limits, self._observer)
-        if self._tls is not None:
+        if self._tls:
             self._handshakes.add(connection)
         connection.closes = self._stopping
         return connection
@@ -122,7 +119,7 @@ class HttpServer:
             listener.close()
         self._listeners.clear()
         taken = [spawn(self._take(one), self._taking) for one in accepted]
-        if self._tls is None:
+        if not self._tls:
             await asyncio.gather(*taken)
         await self._turns()
 
@@ -130,7 +127,7 @@ class HttpServer:
         # An error is that of a client that has left, or of its handshake.
         with contextlib.suppress(OSError):
             loop = asyncio.get_running_loop()
-            await loop.connect_accepted_socket(self._connection, accepted, **self._tls_arguments)
+            await loop.connect_accepted_socket(self._connection, accepted, **self._tls)
 
     async def stop(self, draining: Draining, grace: float, hurried: asyncio.Event) -> None:
         """
