@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
 import time
@@ -182,20 +183,16 @@ def listening_sockets(server: ServerSettings) -> Iterator[list[socket.socket]]:
         sockets: list[socket.socket] = []
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            for family, kind, protocol, _, address in dict.fromkeys(found):
-                one = opened.enter_context(socket.socket(family, kind, protocol))
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    # IPv4 has a socket of its own.
-                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                # With port 0, all use the port of the first socket.
-                one.bind((address[0], sockets[0].getsockname()[1] if sockets else port, *address[2:]))
-                # Now and not when the service starts: some systems report a port in use only here.
-                one.listen(_BACKLOG)
-                sockets.append(one)
+            for family, _, _, _, address in dict.fromkeys(found):
+                # With port 0, all use the port of the first socket. One for IPv6 leaves IPv4 to a socket of its own.
+                where = (address[0], sockets[0].getsockname()[1] if sockets else port, *address[2:])
+                # Listens now and not when the service starts: some systems report a port in use only here.
+                sockets.append(opened.enter_context(socket.create_server(where, family=family, backlog=_BACKLOG)))
         except OSError as error:
+            # Those of a socket repeat the address in their words.
+            reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
             raise ConfigurationError(
-                f"Cannot listen on {host} port {port}: {error.strerror or error}. Choose another with --port or --host."
+                f"Cannot listen on {host} port {port}: {reason}. Choose another with --port or --host."
             ) from error
         yield sockets
 
