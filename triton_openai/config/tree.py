@@ -59,6 +59,7 @@ Bytes = Annotated[int, Meta(ge=1024, extra={"metavar": "BYTES"})]
 Tokens = Annotated[int, Meta(ge=1, extra={"metavar": "TOKENS"})]
 Count = Annotated[int, Meta(ge=1, extra={"metavar": "N"})]
 Characters = Annotated[int, Meta(ge=1)]
+Days = Annotated[float, Meta(gt=0, le=3650, extra={"metavar": "DAYS"})]
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 Text = Annotated[str, Meta(min_length=1)]
 File = Annotated[Path | None, Meta(extra={"metavar": "FILE"})]
@@ -331,9 +332,7 @@ class ResponsesSettings(_Group, frozen=True):
             secret=True,
         ),
     ] = "sqlite"
-    max_age: Annotated[
-        float, Meta(gt=0, le=3650), _file_only("Days after which what was not used is dropped.", metavar="DAYS")
-    ] = 30.0
+    max_age: Annotated[Days, _file_only("Days after which what was not used is dropped.")] = 30.0
     max_size: Annotated[
         Bytes, _file_only("Bytes that are kept at most; what the key that has most used longest ago goes first.")
     ] = 1024**3
@@ -380,12 +379,7 @@ class FilesSettings(_Group, frozen=True):
         _file_only("Bytes that the files of one key may have for a new upload or batch; each counts 4 KiB more."),
     ] = 10 * 1024**3
     max_age: Annotated[
-        float,
-        Meta(gt=0, le=3650),
-        _file_only(
-            "Days after which batches are deleted, and their files unless a request says otherwise.",
-            metavar="DAYS",
-        ),
+        Days, _file_only("Days after which batches are deleted, and their files unless a request says otherwise.")
     ] = 30.0
 
 
