@@ -164,8 +164,8 @@ async def _serve(
     """
     Run what *service* makes of *settings* until a signal ends it, or it ends by itself; return the exit status.
 
-    *triton* is started, supervised, and stopped at the end. Settings are read again from *source*. The service answers,
-    as not ready, while Triton starts. Without *source*, as in the demo, the service starts after Triton.
+    *triton* is started, supervised, and stopped at the end. Settings are read again from *source*, which the demo does
+    not have. The service answers, as not ready, while Triton starts.
     """
     # Before Triton starts, so that wrong files are reported at once.
     server_context(settings.tls)
@@ -196,10 +196,6 @@ async def _serve(
             opened.push_async_callback(cancel, ends[-1])
             if settings.server.log_format == "console":
                 opened.push_async_callback(cancel, asyncio.create_task(_show_start(started)))
-        if source is None:
-            starting = asyncio.create_task(started.wait())
-            await asyncio.wait([starting, *ends], return_when=asyncio.FIRST_COMPLETED)
-            starting.cancel()
         running = await opened.enter_async_context(service(adapted(settings), stop))
 
         async def show_banner() -> int:
@@ -310,8 +306,7 @@ async def _workers(
         return await WorkerProcess.start(worker, settings, sockets=sockets, address=address, environment=environ)
 
     async def show_banner() -> None:
-        pool.ask_for_banner(launched=launched)
-        show(await pool.banner)
+        show(await pool.banner(launched=launched))
 
     pool = Pool(settings, count, start, SharedState(directory))
     serving = asyncio.create_task(pool.run())
