@@ -328,6 +328,8 @@ class Fleet:
         #: Set once every Triton has been asked.
         self.first = asyncio.Event()
         self._pools: dict[str, Pool] = {}
+        # Of a model that no Triton has.
+        self._empty = Pool("least_requests", max_ejected=0.0, load_factor=1.0)
         self._budget = RetryBudget(settings.failover.budget)
         self._merging = asyncio.Lock()
         self._merge_wanted = False
@@ -371,8 +373,7 @@ class Fleet:
 
     def capacity(self, model: str) -> float:
         """Return how many requests for *model* its Tritons run at a time; that of one if none has it."""
-        pool = self._pools.get(model)
-        return self._most_running * max(1, 0 if pool is None else len(pool.candidates))
+        return self._most_running * max(1, len(self._pools.get(model, self._empty).candidates))
 
     async def run(self) -> None:
         """Look for Tritons, and at the models of each, until cancelled."""
@@ -556,8 +557,7 @@ class Fleet:
 
     def choose(self, model: str) -> str | None:
         """Return the name of the Triton that a request to *model* would get now, ``None`` if there is none."""
-        pool = self._pools.get(model)
-        target = None if pool is None else pool.choose(time.monotonic())
+        target = self._pools.get(model, self._empty).choose(time.monotonic())
         return None if target is None else target.endpoint
 
     def lease(
@@ -585,15 +585,15 @@ class Fleet:
             (member,) = self.members.values()
             target = member.targets.get(model) or Target(member.name, 1.0)
         else:
-            pool = self._pools.get(model)
-            if among and pool is not None:
+            pool = self._pools.get(model, self._empty)
+            if among:
                 avoid = {*avoid, *(one.endpoint for one in pool.active if one.endpoint not in among)}
-            target = None if pool is None else pool.choose(time.monotonic(), key=key, avoid=avoid)
+            target = pool.choose(time.monotonic(), key=key, avoid=avoid)
             member = None if target is None else self.members.get(target.endpoint)
         if member is None or target is None:
             raise UpstreamUnavailable("No Triton that has the model takes requests at the moment.", retry_after=2)
         lease = Lease(self, member, target, model)
-        self._count(model, target, 1)
+        self._pools.get(model, self._empty).count(target, 1)
         member.leases.add(lease)
         self._tell("running", member.label, model)
         if first:
@@ -618,17 +618,10 @@ class Fleet:
             target.weight = weight
         self._update_pools([model for model in models if model in self._pools])
 
-    def _count(self, model: str, target: Target, number: int) -> None:
-        pool = self._pools.get(model)
-        if pool is None:
-            target.running += number
-        else:
-            pool.count(target, number)
-
     def end(self, lease: Lease, target: Target, error: Exception | None, *, answered: bool) -> None:
         """Learn how the request of *lease* ended."""
         member, now = lease.member, time.monotonic()
-        self._count(lease.model, target, -1)
+        self._pools.get(lease.model, self._empty).count(target, -1)
         member.leases.discard(lease)
         if not member.leases:
             member.idle.set()
@@ -656,9 +649,8 @@ class Fleet:
 
     def has(self, model: str, among: Collection[str], tried: Collection[str]) -> bool:
         """Return whether a Triton *among* those that have *model*, all if empty, is left beside those *tried*."""
-        pool = self._pools.get(model)
-        active = [] if pool is None else [one.endpoint for one in pool.active if one.endpoint not in tried]
-        return any(not among or name in among for name in active)
+        active = [one.endpoint for one in self._pools.get(model, self._empty).active]
+        return any(name not in tried and (not among or name in among) for name in active)
 
     def again(self, lease: Lease, error: Exception, tried: Tried) -> bool:
         """
