@@ -109,8 +109,7 @@ def _middleware(app: web.Application) -> Middleware:
                     cut_short |= record.client_left
                     counts = key.limit.tokens_per_minute is not None
                     reservation.close(tokens_charged(record, served=served, cut_short=cut_short) if counts else 0)
-                if response is not None:
-                    record.status = response.status
+            record.status = response.status
         return response
 
     return handle

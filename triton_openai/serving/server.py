@@ -122,7 +122,7 @@ class HttpServer:
         taken = [spawn(self._take(one), self._taking) for one in accepted]
         if not self._tls:
             await asyncio.gather(*taken)
-        await self._turns()
+        await _turns()
 
     async def _take(self, accepted: socket.socket) -> None:
         # An error is that of a client that has left, or of its handshake.
@@ -144,7 +144,7 @@ class HttpServer:
         await self._stop_listening()
         await self._while_any(Connection.awaits_request, _LAST_REQUESTS_SECONDS, hurried)
         # However busy the event loop was, what has come until now is read: closing would reset its connection.
-        await self._turns()
+        await _turns()
         for connection in self._connections():
             connection.close_idle()
         deadline = time.monotonic() + grace
@@ -158,17 +158,17 @@ class HttpServer:
         while any(map(state, self._connections())) and not hurried.is_set() and time.monotonic() < deadline:
             await wait_any(hurried, timeout=_POLL_SECONDS)
 
-    @staticmethod
-    async def _turns() -> None:
-        for _ in range(_TURNS):
-            await asyncio.sleep(0)
-
     async def close(self) -> None:
         """Stop the application, and close all that is open."""
         for _, listener in self._listeners:
             listener.close()
         await cancel(*self._taking)
         await self._runner.cleanup()
+
+
+async def _turns() -> None:
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
 
 
 @contextlib.contextmanager
