@@ -46,7 +46,7 @@ class Binder:
         variants = snapshot.variants.get(name)
         if not variants:
             return self.bind(snapshot.configs[name], snapshot.configs)
-        every = [(each, self.bind(each.config, each.repository)) for each in variants]
+        every = [(each, self.bind(each.repository[name], each.repository)) for each in variants]
         served = [replace(bound, endpoints=each.endpoints) for each, bound in every if isinstance(bound, ServedModel)]
         if not served:
             return every[0][1]
