@@ -147,12 +147,7 @@ class Models:
         """
         prompters = await self._binder.prompters.reloaded(settings, reload=reload)
         async with self._binding:
-            before, self._binder = self._binder, Binder(settings, prompters)
-            try:
-                await self._bind_all(self.fleet.snapshot, refuse=True)
-            except BaseException:
-                self._binder = before
-                raise
+            await self._bind_all(self.fleet.snapshot, Binder(settings, prompters), refuse=True)
 
     def unlisted_lora(self, name: str) -> ServedModel | None:
         """Return the model and LoRA adapter that *name* consists of, where only the backend knows its adapters."""
@@ -160,18 +155,19 @@ class Models:
 
     async def _rebind(self, snapshot: Snapshot) -> None:
         async with self._binding:
-            await self._bind_all(snapshot)
+            await self._bind_all(snapshot, self._binder)
 
-    async def _bind_all(self, snapshot: Snapshot, *, refuse: bool = False) -> None:
+    async def _bind_all(self, snapshot: Snapshot, binder: Binder, *, refuse: bool = False) -> None:
         """
-        Bind every model of *snapshot*.
+        Bind every model of *snapshot* by *binder*, which holds from then on.
 
         When asked to *refuse*, raise :class:`ConfigurationError` where a mistake takes away a model that was served.
         """
         if not snapshot.reachable:
             # What was served stays known: requests for it get a 503 and not a 404 while Triton is away.
+            self._binder = binder
             return
-        configs, binder = snapshot.configs, self._binder
+        configs = snapshot.configs
         every = await asyncio.to_thread(lambda: [binder.bind_all(name, snapshot) for name in configs])
         served = {bound.name: bound for bound in every if isinstance(bound, ServedModel)}
         unserved = [bound for bound in every if isinstance(bound, Unserved)]
@@ -199,7 +195,7 @@ class Models:
         self.differences = differences
         now = int(time.time())
         self.created = {name: self.created.get(name, now) for name in configs}
-        self.served, self.unserved = served, unserved
+        self._binder, self.served, self.unserved = binder, served, unserved
         binder.prompters.keep({model.triton_model for model in served.values()})
         known = {entry.name for entry in snapshot.index}
         misnamed = _misnamed(binder.settings, known, served.keys() | self.loras.waiting)
