@@ -166,12 +166,16 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(file: Path, what: str) -> Any:
-    """Return what is in *file*, a *what*. Raises :class:`ConfigurationError`."""
+def read_yaml(file: Path, what: str, *, secret: bool = False) -> Any:
+    """Return what is in *file*, a *what*. Raises :class:`ConfigurationError`, which shows nothing of a *secret* one."""
     try:
         with file.open("rb") as stream:
             return yaml.load(stream, _Loader)  # a SafeLoader
     except OSError as error:
         raise ConfigurationError(f"The {what} {file} cannot be read: {error.strerror or error}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigurationError(f"The {what} {file} is not valid YAML: {' '.join(str(error).split())}.") from error
+    except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line, words = "" if mark is None else f" in line {mark.line + 1}", " ".join(str(error).split())
+        # YAML's own words, as those of a cause, show the lines that they are about.
+        problem = f"The {what} {file} is not valid YAML{line if secret else f': {words}'}."
+        raise ConfigurationError(problem) from (None if secret else error)

@@ -112,6 +112,8 @@ def test_the_file(tmp_path: Path) -> None:
         ("", "not accepted"),
         ("[", "not valid YAML"),
         (f"keys: [{{name: a, key: {SECRET}", "not valid YAML in line"),
+        (f"keys: [{{name: a, key: {SECRET}, key: b}}]", "not valid YAML in line"),
+        (f"? [{SECRET}]\n: b", "not valid YAML"),
         ("keys: []", "no API key"),
         ("keys: [{name: a}]", "neither a key nor a sha256"),
         ("keys: [{name: a, key: []}]", "neither a key nor a sha256"),

@@ -219,6 +219,7 @@ def test_repository_takes_the_place_of_the_default_address(read) -> None:
         ("server: {port: 1, port: 2}", "The settings file FILE is not valid YAML: 'port' is there twice"),
         ("[1]", "The settings file FILE has to be a mapping of names to values."),
         ("a: [", "The settings file FILE is not valid YAML:"),
+        ("? [a]\n: b", "The settings file FILE is not valid YAML:"),
         ("triton: {idle_timeout: .inf}", "triton.idle_timeout in FILE: inf is not accepted:"),
         ("triton: {idle_timeout: .nan}", "triton.idle_timeout in FILE: nan is not accepted:"),
         ("triton: {model_repository: [1]}", "triton.model_repository in FILE: [1] is not accepted: expected a path."),
