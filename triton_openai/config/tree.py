@@ -307,8 +307,7 @@ class ApiSettings(_Group, frozen=True):
         bool, _file_only("End every stream with its usage, also if the request does not ask for it.")
     ] = False
     reasoning_field: Annotated[
-        Literal["reasoning_content", "reasoning", "both"],
-        _file_only("Name of the field with an answer's reasoning."),
+        Literal["reasoning_content", "reasoning", "both"], _file_only("Name of the field with an answer's reasoning.")
     ] = "reasoning_content"
     strict_tools: Annotated[
         bool, _flag("Refuse tools that run at the provider, such as web_search, and not leave them out.")
@@ -375,8 +374,7 @@ class FilesSettings(_Group, frozen=True):
     max_size: Annotated[Bytes, _file_only("Largest file that a client may upload.")] = 512 * 1024 * 1024
     max_batch_size: Annotated[Bytes, _file_only("Largest file with the requests of a batch.")] = 200 * 1024 * 1024
     max_total: Annotated[
-        Bytes,
-        _file_only("Bytes that the files of one key may have for a new upload or batch; each counts 4 KiB more."),
+        Bytes, _file_only("Bytes that the files of one key may have for a new upload or batch; each counts 4 KiB more.")
     ] = 10 * 1024**3
     max_age: Annotated[
         Days, _file_only("Days after which batches are deleted, and their files unless a request says otherwise.")
@@ -387,8 +385,7 @@ class BatchesSettings(_Group, frozen=True):
     """Batches of requests, which run below live traffic."""
 
     enabled: Annotated[
-        bool | None,
-        _flag("Serve files and batches; by default if their folders can be written to.", name=""),
+        bool | None, _flag("Serve files and batches; by default if their folders can be written to.", name="")
     ] = None
     store: Annotated[
         str,
@@ -413,8 +410,7 @@ class BatchesSettings(_Group, frozen=True):
     max_requests: Annotated[Count, Meta(le=1_000_000), _file_only("Most requests of a batch.")] = 50_000
     max_batches: Annotated[Count, _file_only("Most batches of one key that have not ended.")] = 100
     max_running: Annotated[
-        Count,
-        _file_only("Most requests of batches that run for one model, divided among the workers.", live=True),
+        Count, _file_only("Most requests of batches that run for one model, divided among the workers.", live=True)
     ] = 8
     max_share: Annotated[
         float,
@@ -424,7 +420,7 @@ class BatchesSettings(_Group, frozen=True):
     live_first_token: Annotated[
         Seconds | None,
         _file_only(
-            "Run fewer requests of batches while 1 in 20 other requests waits longer than this for its first token.",
+            "Run fewer requests of batches while 1 in 20 other requests waits longer than this for its first token."
         ),
     ] = None
     request_timeout: Annotated[Seconds, _file_only("Longest time for a request of a batch.", live=True)] = 3600.0
@@ -748,8 +744,7 @@ class ModelDefaults(_Group, frozen=True):
         ),
     ] = None
     chat_template: Annotated[
-        str | None,
-        _common("Jinja file with the chat template, or the name of a built-in one.", metavar="FILE"),
+        str | None, _common("Jinja file with the chat template, or the name of a built-in one.", metavar="FILE")
     ] = None
     history_template: Annotated[
         Text | None,
