@@ -321,8 +321,8 @@ async def test_workers_divide_the_limits(total: int, per_model: int, queued: int
     workers = [Admission(limits, lambda: 0.0, worker=Worker(index=index, count=count)) for index in range(count)]
     visitors = [Visitor(each) for each in workers for _ in range(45)]
     await settled()
-    running = [each.running["m"] for each in workers]
-    waiting = [each.queued for each in workers]
+    running = [len(each.running["m"]) for each in workers]
+    waiting = [len(each.queue) for each in workers]
     assert (min(total, per_model), queued) == (sum(running), sum(waiting))
     assert max(running) - min(running) <= 1
     assert max(waiting) - min(waiting) <= 1
@@ -330,7 +330,7 @@ async def test_workers_divide_the_limits(total: int, per_model: int, queued: int
     for visitor in visitors:
         visitor.task.cancel()
     await asyncio.gather(*(visitor.task for visitor in visitors), return_exceptions=True)
-    assert [({}, 0)] * count == [(dict(each.running), each.queued) for each in workers]
+    assert [({}, 0)] * count == [(each.running, len(each.queue)) for each in workers]
 
 
 def most_lines(admission: Admission, model: str = "m", share: float = 0.8) -> int:
