@@ -134,6 +134,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     async def prompter(self) -> Prompter:
         """Return tokenizer and template. Raises :class:`ConfigurationError`, whose detail is for the log alone."""
+        if self.lazy_prompter.resolved is not None:
+            return self.lazy_prompter.resolved
         try:
             return await self.lazy_prompter.get()
         except ConfigurationError as error:

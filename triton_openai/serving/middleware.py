@@ -117,21 +117,20 @@ def _middleware(app: web.Application) -> Middleware:
 
 def _reported(request: web.Request, error: Exception) -> tuple[ServiceError, Mapping[str, str]]:
     """Return *error* as the client sees it, and headers for the response."""
-    path = request[RECORD].path[:200]
+    record, method = request[RECORD], request.method
     match error:
         case ServiceError():
             return error, {}
         case web.HTTPNotFound():
             # The route that raised it keeps it, and so its traceback would keep the request.
             error.__traceback__ = None
-            return EndpointNotFound(f"There is no endpoint {request.method} {path}."), {}
+            return EndpointNotFound(f"There is no endpoint {method} {record.path}."), {}
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
-            return MethodNotAllowed(f"{path} does not take {request.method}, only {allowed}."), {"Allow": allowed}
+            return MethodNotAllowed(f"{record.path} does not take {method}, only {allowed}."), {"Allow": allowed}
         case web.HTTPException():
             return InvalidRequest(error.reason), {}
         case _:
-            record = request[RECORD]
             _log.exception("request failed", request_id=record.request_id, path=record.path)
             return ServiceError(), {}
 

@@ -40,8 +40,8 @@ def without_expectations(message: RawRequestMessage) -> tuple[RawRequestMessage,
 
 def ask_for_body(request: web.Request) -> None:
     """Send ``100 Continue`` to a client that waits for it before the body. Raises :class:`UnsupportedMediaType`."""
-    codings = [coding.strip().lower() for coding in request.headers.getall(hdrs.TRANSFER_ENCODING, ())]
-    if codings not in ([], ["chunked"]):
+    coding = ",".join(request.headers.getall(hdrs.TRANSFER_ENCODING, ["chunked"]))
+    if coding.strip().lower() != "chunked":
         raise UnsupportedMediaType("The body's Transfer-Encoding is not supported: use chunked, or none.")
     if not request.content.is_eof() and request.get(EXPECTS_CONTINUE) and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -104,7 +104,9 @@ _THREADS = 2
 
 def content_coding(request: web.Request) -> str | None:
     """Return the coding of the body, if any. Raises :class:`UnsupportedMediaType` for others than gzip and deflate."""
-    named = ",".join(request.headers.getall(hdrs.CONTENT_ENCODING, ())).lower().split(",")
+    if hdrs.CONTENT_ENCODING not in request.headers:
+        return None
+    named = ",".join(request.headers.getall(hdrs.CONTENT_ENCODING)).lower().split(",")
     codings = [coding for coding in map(str.strip, named) if coding not in ("", "identity")]
     if not codings:
         return None

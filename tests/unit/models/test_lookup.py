@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import Mock
 
 import pytest
 import structlog
@@ -134,7 +134,7 @@ async def test_an_engine_without_a_tokenizer_that_works() -> None:
     models.fleet.snapshot = Snapshot()
     model = ServedModel(
         name="m", triton_model="m", adapter=Mock(), reason="", settings=ModelSettings(),
-        lazy_prompter=Mock(get=AsyncMock(return_value=prompter)), text_level=(own := Mock()),
+        lazy_prompter=Mock(resolved=prompter), text_level=(own := Mock()),
     )  # fmt: skip
     models.served = {"m": model}
 
