@@ -164,8 +164,8 @@ async def _serve(
     """
     Run what *service* makes of *settings* until a signal ends it, or it ends by itself; return the exit status.
 
-    *triton* is started, supervised, and stopped at the end. Settings are read again from *source*, which the demo does
-    not have. The service answers, as not ready, while Triton starts.
+    *triton* is started, supervised, and stopped at the end. Settings are read again from *source*. The service answers,
+    as not ready, while Triton starts. Without *source*, as in the demo, the service starts after Triton.
     """
     # Before Triton starts, so that wrong files are reported at once.
     server_context(settings.tls)
@@ -196,6 +196,11 @@ async def _serve(
             opened.push_async_callback(cancel, ends[-1])
             if settings.server.log_format == "console":
                 opened.push_async_callback(cancel, asyncio.create_task(_show_start(started)))
+        if source is None:
+            # Until its ports are asked for, a Triton that finds them taken tries others.
+            starting = asyncio.create_task(started.wait())
+            await asyncio.wait([starting, *ends], return_when=asyncio.FIRST_COMPLETED)
+            starting.cancel()
         running = await opened.enter_async_context(service(adapted(settings), stop))
 
         async def show_banner() -> int:
