@@ -59,7 +59,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "metrics of batches and files": 10,
         "batches that several replicas share": 58,
         "a response whose parent is deleted while it is made": 13,
-        "a cancellation that a driver takes for its own": 6,
+        "a cancellation that a driver takes for its own": 2,
     },
     "triton": {
         "begin": 2150,
@@ -191,6 +191,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "several Tritons, mended": 2,
         "server.max_running_requests_per_endpoint": 12,
         "streaming recognizers": 6,
+        "a cancellation that a driver takes for its own": 14,
     },
 }
 
