@@ -163,7 +163,8 @@ class RedisLimits:
         admitted, now, running, requests, tokens = answer
         account = Account(running, _minute(requests), _minute(tokens))
         if not admitted:
-            return Decision(headers_of(limit, float(now), account), refusal_of(name, limit, float(now), account))
+            refusal = refusal_of(name, limit, float(now), account)
+            return Decision(headers_of(limit, float(now), account, refusal), refusal)
         self._leases.setdefault(name, []).append(lease)
         if self._renewing is None:
             self._renewing = asyncio.create_task(self._keep())
