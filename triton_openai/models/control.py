@@ -35,6 +35,7 @@ _UNLOAD_SECONDS = 120.0
 _LOADS = 2
 # Between two looks at Triton's list.
 _PAUSE = 0.1
+_Work = Callable[[Member], Awaitable[None]]
 
 
 class ModelControl:
@@ -138,12 +139,7 @@ class ModelControl:
                     warn(_log, "model was not loaded", error, model=model, endpoint=member.name)
                     raise
 
-            try:
-                failures |= await self._on_each(missing, load, parallel=_LOADS)
-            finally:
-                # Also after a failure, of which the index has the reason.
-                await self._models.fleet.reload()
-                await self._draining.changed()
+            failures |= await self._change(missing, load, parallel=_LOADS)
             self._check(failures, members, "loaded")
 
     async def _indexes(
@@ -165,9 +161,16 @@ class ModelControl:
             raise errors.ModelNotFound(model)
         return indexes, failures
 
-    async def _on_each(
-        self, members: Sequence[Member], work: Callable[[Member], Awaitable[None]], *, parallel: int
-    ) -> dict[str, ServiceError]:
+    async def _change(self, members: Sequence[Member], work: _Work, *, parallel: int) -> dict[str, ServiceError]:
+        """Do *work*, which changes the models of each Triton, and let everybody know; see :meth:`_on_each`."""
+        try:
+            return await self._on_each(members, work, parallel=parallel)
+        finally:
+            # Also after a failure, of which the index has the reason.
+            await self._models.fleet.reload()
+            await self._draining.changed()
+
+    async def _on_each(self, members: Sequence[Member], work: _Work, *, parallel: int) -> dict[str, ServiceError]:
         """Do *work* on each Triton, on *parallel* at a time, and return by name what has failed."""
         limit = asyncio.Semaphore(parallel)
         failures: dict[str, ServiceError] = {}
@@ -232,11 +235,7 @@ class ModelControl:
                 closed = partial(self._fleet.emptied, members[0]) if alone else self._draining.drained
                 async with closed(every, self._grace):
                     _log.info("unloading model", model=model, with_parts=sorted(parts))
-                    try:
-                        failures |= await self._on_each(loaded, unload, parallel=len(members))
-                    finally:
-                        await self._models.fleet.reload()
-                        await self._draining.changed()
+                    failures |= await self._change(loaded, unload, parallel=len(members))
             self._check(failures, members, "unloaded")
 
 
