@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -79,6 +79,10 @@ class Service:
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 
 
+#: The parameters of a query by name, each with its meaning and its schema.
+Query: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]
+
+
 class Operation(msgspec.Struct, frozen=True):
     """A row in the table of what is served: a handler, and all that follows from its row elsewhere."""
 
@@ -106,8 +110,7 @@ class Operation(msgspec.Struct, frozen=True):
     jobs: tuple[JobType, ...] = ()
     #: What logs, metrics and spans call it (OpenTelemetry's ``gen_ai.operation.name``), if not by its name.
     label: str = ""
-    #: The parameters of the query, each with its meaning and its schema.
-    query: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType({})
+    query: Query = MappingProxyType({})
     #: Errors that do not follow from the rest.
     errors: tuple[type[ServiceError], ...] = ()
     #: A status that can have the *answer* itself as its body.
