@@ -20,14 +20,13 @@ from triton_openai.answer.chat_prompt import media_of, rendered_chat
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, encode, in_pieces
 from triton_openai.api.logprobs import (
     ChatLogprobs,
     PromptLogprobs,
     chat_logprobs,
     cost_of,
     drop_prompt_logprobs,
-    in_pieces,
     prompt_logprobs,
     rendering_cost,
 )
@@ -35,7 +34,7 @@ from triton_openai.api.parameters import SamplingRequest, Verbosity, accepting, 
 from triton_openai.api.service import RequestContext, now, runs_of, spec_of
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan, custom_input, plan_tools
-from triton_openai.api.usage import UsageObject, known_usage, usage_of
+from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.errors import InvalidRequest, InvalidValue, ServiceError, UnsupportedParameter
 from triton_openai.generation import AnswerState, Delta, FinishReason
 from triton_openai.media.audio import AudioReference, load
@@ -51,7 +50,6 @@ from triton_openai.prompts.prompter import Prompter
 from triton_openai.serving.connections import WholeResponse
 from triton_openai.telemetry.request_record import RENDER
 
-_encode = msgspec.json.Encoder().encode
 #: Takes a whole answer in JSON.
 Keep: TypeAlias = Callable[[bytes], Awaitable[None]]
 
@@ -339,8 +337,7 @@ def _completion(context: RequestContext[ChatRequest], turn: Turn, choices: Itera
     body, runs = context.body, turn.runs
     # As they are parsed, reasoning is counted.
     shown: Any = in_pieces(choices)
-    usages = [run.progress.usage or known_usage(run.progress) for run in runs]
-    usage = usage_of(usages, n=turn.spec.n, reasoning_tokens=reasoning_tokens(turn.parsers))
+    usage = usage_of(runs, n=turn.spec.n, reasoning_tokens=reasoning_tokens(turn.parsers))
     scores: Any = None if body.prompt_logprobs is None else in_pieces(prompt_logprobs(runs[0].prompt_logprobs))
     if scores is not None:
         drop_prompt_logprobs(runs)
@@ -355,7 +352,7 @@ def _completion(context: RequestContext[ChatRequest], turn: Turn, choices: Itera
         prompt_logprobs=msgspec.UNSET if scores is None else scores,
         prompt_token_ids=(runs[0].generation.prompt_ids or ()) if body.return_token_ids else msgspec.UNSET,
     )
-    return _encode(completion)
+    return encode(completion)
 
 
 def _spec(
@@ -489,7 +486,7 @@ class ChatChunks(Chunks):
         super().__init__("chat.completion.chunk", context, turn.spec, turn.runs)
         self._parsers = turn.parsers
         # All choices have one prompt.
-        self._prompt_ids = _encode(turn.runs[0].generation.prompt_ids) if self._ids else b""
+        self._prompt_ids = encode(turn.runs[0].generation.prompt_ids) if self._ids else b""
         self._plan = turn.plan
         self._reasoning_fields = fields
         # By choice and index, what the model writes as the argument of a custom tool.
@@ -511,7 +508,7 @@ class ChatChunks(Chunks):
     def piece(self, choice: int, delta: Delta) -> bytes:
         head = self._text_heads[choice]
         if head and not delta.logprobs:
-            return head + _encode(delta.text) + self._text_tail
+            return head + encode(delta.text) + self._text_tail
         if self._continuous:
             self._shown[choice] += delta.tokens or 0
         return self._events(choice, self._parsers[choice].feed(delta.text, delta.tokens), delta)
@@ -523,14 +520,13 @@ class ChatChunks(Chunks):
         for (of, index), parts in self._custom.items():
             if of == choice:
                 call = {"index": index, "custom": {"input": custom_input("".join(parts))}}
-                delayed += self._chunk(choice, _encode({"tool_calls": [call]}), b"null", self._counted(choice))
-        reasons = (_encode(finish_reason(progress, parser, self._plan)), _encode(progress.stop_reason))
+                delayed += self._chunk(choice, encode({"tool_calls": [call]}), b"null", self._counted(choice))
+        reasons = (encode(finish_reason(progress, parser, self._plan)), encode(progress.stop_reason))
         end = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (choice, *reasons)
         return delayed + self._head + end + self._ended(choice)
 
     def _usage(self) -> UsageObject | None:
-        usages = [run.progress.usage or known_usage(run.progress) for run in self._runs]
-        return usage_of(usages, n=self._n, reasoning_tokens=reasoning_tokens(self._parsers))
+        return usage_of(self._runs, n=self._n, reasoning_tokens=reasoning_tokens(self._parsers))
 
     def _events(self, choice: int, events: Sequence[Event], delta: Delta) -> bytes:
         """Return a chunk for each of *events*; the first carries the log probabilities and ids that came with it."""
@@ -538,13 +534,13 @@ class ChatChunks(Chunks):
             events = [event for event in events if not isinstance(event, Reasoning)]
         if self._plan.custom:
             events = [event for event in events if not self._held(choice, event)]
-        logprobs = _encode(chat_logprobs(delta.logprobs)) if delta.logprobs else b"null"
-        ids = b',"token_ids":' + _encode(list(delta.token_ids)) if self._ids else b""
+        logprobs = encode(chat_logprobs(delta.logprobs)) if delta.logprobs else b"null"
+        ids = b',"token_ids":' + encode(list(delta.token_ids)) if self._ids else b""
         if not events and (delta.logprobs or (ids and delta.token_ids)):
             return self._chunk(choice, b'{"content":""}', logprobs, self._counted(choice), ids)
         chunks = []
         for event in events:
-            chunks.append(self._chunk(choice, _encode(self._delta(event)), logprobs, self._counted(choice), ids))
+            chunks.append(self._chunk(choice, encode(self._delta(event)), logprobs, self._counted(choice), ids))
             logprobs, ids = b"null", b""
         return b"".join(chunks)
 

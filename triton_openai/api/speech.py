@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from triton_openai import offload
 from triton_openai.answer.speech import Speaker, longest_piece, pieces
-from triton_openai.api.bodies import ModelRequest, json_response, tell_ignored
+from triton_openai.api.bodies import ModelRequest, encode, json_response, tell_ignored
 from triton_openai.api.parameters import accepting
 from triton_openai.api.service import RequestContext, begin, counting_audio, find_model, key_of, new_id, service_of
 from triton_openai.api.sse import data_event, stream_parts
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     # Has NumPy in memory, in services whose models speak.
     from triton_openai.media.encode import Encoder, Samples
 
-_encode = msgspec.json.Encoder().encode
 _LONGEST_INPUT = 4096
 # Seconds that are encoded at once; the first ones are to leave soon.
 _FIRST_BLOCK, _BLOCK = 0.1, 1.0
@@ -151,8 +150,8 @@ async def _events(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, N
         async for part in parts:
             if part:
                 audio = base64.b64encode(part).decode("ascii")
-                yield data_event(_encode(SpeechEvent(type="speech.audio.delta", audio=audio)))
-    yield data_event(_encode(SpeechEvent(type="speech.audio.done", usage=SpeechUsage())))
+                yield data_event(encode(SpeechEvent(type="speech.audio.delta", audio=audio)))
+    yield data_event(encode(SpeechEvent(type="speech.audio.done", usage=SpeechUsage())))
 
 
 class _File:

@@ -22,8 +22,9 @@ from aiohttp import HttpVersion11, web
 from triton_openai.answer.fan_out import RunGroup, timeout_error
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
+from triton_openai.api.bodies import encode
 from triton_openai.api.service import RequestContext, now, service_of
-from triton_openai.api.usage import UsageObject, known_usage, usage_of
+from triton_openai.api.usage import UsageObject, usage_object, usage_of
 from triton_openai.draining import DRAINING
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
@@ -33,7 +34,6 @@ from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.request_record import RequestRecord
 
 _log = structlog.get_logger(__name__)
-_encode = msgspec.json.Encoder().encode
 _FIELD = b"data: "
 _END = b"\n\n"
 _DONE = b"data: [DONE]\n\n"
@@ -113,7 +113,7 @@ class Chunks(Renderer):
 
     def __init__(self, kind: str, context: RequestContext[Any], spec: GenerationSpec, runs: Sequence[Run]) -> None:
         head = {"id": spec.template.id, "object": kind, "created": now(), "model": context.body.model}
-        self._head = _FIELD + _encode(head)[:-1] + b',"choices":['
+        self._head = _FIELD + encode(head)[:-1] + b',"choices":['
         self._runs = runs
         self._n = spec.n
         options, always = context.body.stream_options, context.service.settings.api.always_include_usage
@@ -122,7 +122,7 @@ class Chunks(Renderer):
         # Of each choice the tokens whose text has been sent, or is about to be.
         self._shown = [0] * len(runs)
         self._ids = spec.template.token_ids
-        self._fingerprint = b',"system_fingerprint":' + _encode(context.model.fingerprint)
+        self._fingerprint = b',"system_fingerprint":' + encode(context.model.fingerprint)
         #: What follows the choice in most chunks.
         self._tail = b'],"usage":null}' + _END if self._include_usage else b"]}" + _END
 
@@ -142,14 +142,14 @@ class Chunks(Renderer):
         usage = self._usage() if self._include_usage else None
         if usage is None:
             return _DONE
-        return self._head + b"]" + self._fingerprint + b',"usage":' + _encode(usage) + b"}" + _END + _DONE
+        return self._head + b"]" + self._fingerprint + b',"usage":' + encode(usage) + b"}" + _END + _DONE
 
     def failed(self, error: ServiceError) -> bytes:
         """Return the error: some clients read only the name of the event, some only its data."""
         return event("error", error.envelope())
 
     def _usage(self) -> UsageObject | None:
-        return usage_of([run.progress.usage or known_usage(run.progress) for run in self._runs], n=self._n)
+        return usage_of(self._runs, n=self._n)
 
     def _counted(self, choice: int) -> bytes:
         """Return what follows the choice in a chunk that counts the tokens so far."""
@@ -162,7 +162,7 @@ class Chunks(Renderer):
         if progress.usage is None:
             # The backend may be ahead of the text.
             counted = msgspec.structs.replace(counted, completion_tokens=self._shown[choice])
-        return b'],"usage":' + _encode(usage_of([counted])) + b"}" + _END
+        return b'],"usage":' + encode(usage_object(counted)) + b"}" + _END
 
     def _ended(self, choice: int) -> bytes:
         """Return what follows the choice in its last chunk."""

@@ -16,16 +16,14 @@ from msgspec import Meta
 from triton_openai import offload
 from triton_openai.answer.chat_prompt import rendered_chat
 from triton_openai.answer.prepare import check_ids
-from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, json_response
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, encode, json_response, made_response
 from triton_openai.api.service import read_request
 from triton_openai.api.tools import Tool, plan_tools
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.prompts.messages import Message
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
-from triton_openai.serving.connections import WholeResponse
 
-_encode = msgspec.json.Encoder().encode
 # Tokens that are encoded at once.
 _PIECE = 4096
 
@@ -89,24 +87,22 @@ async def tokenize(request: web.Request) -> web.Response:
     tokens = await tokenizer.encode_async(text, special)
     texts = bool(body.return_token_strs)
 
-    def rendered() -> bytes:
+    def answer() -> TokenizeAnswer:
         pieces = [tokens[start : start + _PIECE] for start in range(0, len(tokens), _PIECE)]
         strings = ([tokenizer.vocabulary_string(token) for token in piece] for piece in pieces) if texts else ()
-        answer = TokenizeAnswer(
+        return TokenizeAnswer(
             count=len(tokens),
             max_model_len=model.settings.max_model_len,
             tokens=_joined(pieces),
             token_strs=_joined(strings) if texts else None,
         )
-        return _encode(answer)
 
-    cost = (offload.INTEGER + texts * offload.TOKEN_STRING) * len(tokens)
-    return WholeResponse(body=await offload.run(rendered, cost=cost), content_type="application/json")
+    return await made_response(answer, cost=(offload.INTEGER + texts * offload.TOKEN_STRING) * len(tokens))
 
 
 def _joined(pieces: Iterable[Sequence[Any]]) -> Any:
     """Return the JSON of one list: to encode millions of values at once would hold the interpreter."""
-    return msgspec.Raw(b"[%b]" % b",".join([_encode(piece)[1:-1] for piece in pieces]))
+    return msgspec.Raw(b"[%b]" % b",".join([encode(piece)[1:-1] for piece in pieces]))
 
 
 async def detokenize(request: web.Request) -> web.Response:

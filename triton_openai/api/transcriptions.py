@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.transcription import Transcription, Wish
-from triton_openai.api.bodies import FileField, FormRequest, json_response
+from triton_openai.api.bodies import FileField, FormRequest, encode, json_response
 from triton_openai.api.parameters import refusing
 from triton_openai.api.service import RequestContext, audio_too_large, begin, new_id, receiving_audio
 from triton_openai.api.sse import data_event, stream_parts
@@ -30,7 +30,6 @@ from triton_openai.languages import LANGUAGES, code_of
 from triton_openai.media.audio import Pauses, Recording, require_audio
 from triton_openai.serving.connections import WholeResponse
 
-_encode = msgspec.json.Encoder().encode
 _Format = Literal["json", "text", "srt", "vtt", "verbose_json", "diarized_json"]
 _TIMED = ("srt", "vtt", "verbose_json")
 _Share = Annotated[float, Meta(ge=0, le=1)]
@@ -229,8 +228,8 @@ async def _transcribed(
 async def _events(transcription: Transcription, recording: Recording) -> AsyncGenerator[bytes, None]:
     async with aclosing(transcription.deltas(recording)) as deltas:
         async for delta in deltas:
-            yield data_event(_encode(TranscriptEvent(type="transcript.text.delta", delta=delta)))
-    yield data_event(_encode(TranscriptEvent(type="transcript.text.done", text=transcription.text)))
+            yield data_event(encode(TranscriptEvent(type="transcript.text.delta", delta=delta)))
+    yield data_event(encode(TranscriptEvent(type="transcript.text.done", text=transcription.text)))
 
 
 def _rendered(
