@@ -27,23 +27,19 @@ from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
+_Unread: TypeAlias = msgspec.Raw | msgspec.UnsetType
 
 
 def accepting(*names: str) -> Callable[[type[_Request]], type[_Request]]:
     """Give a request fields without influence on the answer: documented or in common use, never decoded."""
-    accepted = Annotated[
-        msgspec.Raw | msgspec.UnsetType, Meta(description="Accepted, and without influence on the answer.")
-    ]
+    accepted = Annotated[_Unread, Meta(description="Accepted, and without influence on the answer.")]
     return _with_fields([(name, accepted, msgspec.UNSET) for name in names])
 
 
 def ignoring(*names: str) -> Callable[[type[_Request]], type[_Request]]:
     """Give a request fields that could have an influence on the answer elsewhere: a header of the answer names them."""
-    ignored = Annotated[
-        msgspec.Raw | msgspec.UnsetType,
-        Meta(description=f"Ignored: the header `{IGNORED_HEADER}` names it.", extra={"ignored": True}),
-    ]
-    return _with_fields([(name, ignored, msgspec.UNSET) for name in names])
+    meta = Meta(description=f"Ignored: the header `{IGNORED_HEADER}` names it.", extra={"ignored": True})
+    return _with_fields([(name, Annotated[_Unread, meta], msgspec.UNSET) for name in names])
 
 
 def refusing(**neutral: Any) -> Callable[[type[_Request]], type[_Request]]:
@@ -96,12 +92,6 @@ def ignorable(kind: type[msgspec.Struct]) -> Sequence[str]:
     return tuple(_fields_with(kind, "ignored"))
 
 
-@cache
-def _values(kind: type[msgspec.Struct]) -> Callable[[msgspec.Struct], tuple[Any, ...]]:
-    # Two more, so that it is a tuple.
-    return attrgetter("__class__", "__class__", *neutral_values(kind), *ignorable(kind))
-
-
 _ASK_FOR_NOTHING = (b"null", b"[]", b"{}")
 
 
@@ -111,14 +101,10 @@ def check_unused(request: msgspec.Struct) -> Sequence[str]:
 
     Raises :class:`UnsupportedParameter` for the first field that is not supported and not neutral.
     """
-    kind = type(request)
-    values = _values(kind)(request)
-    if values.count(None) + values.count(msgspec.UNSET) == len(values) - 2:
-        return ()
-    for name, neutral in neutral_values(kind).items():
+    for name, neutral in neutral_values(type(request)).items():
         if not is_neutral(getattr(request, name), neutral):
             raise UnsupportedParameter(f"The parameter '{name}' is not supported with this model.", param=name)
-    given = [(name, getattr(request, name)) for name in ignorable(kind)]
+    given = [(name, getattr(request, name)) for name in ignorable(type(request))]
     return [name for name, raw in given if raw is not msgspec.UNSET and bytes(raw) not in _ASK_FOR_NOTHING]
 
 
@@ -468,14 +454,8 @@ def prompt_scoring(
     return PromptScoring(count=count, param=param, timeout=timeout)
 
 
-_GUIDED = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-_guided = attrgetter(*_GUIDED)
-
-
 def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | None:
     """Return the guide that *request* asks for, of a *supported* kind. Raises :class:`InvalidRequest`."""
-    if _guided(request).count(None) == len(_GUIDED):
-        return None
     guides = list(_guides(request))
     if not guides:
         return None
@@ -491,29 +471,26 @@ def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | Non
 
 
 def _guides(request: SamplingRequest) -> Iterator[Guide]:
-    wanted = request.response_format
+    wanted, outputs = request.response_format, request.structured_outputs
     if isinstance(wanted, JsonObjectFormat):
         yield Guide(kind="json")
     elif isinstance(wanted, JsonSchemaFormat):
         yield Guide(kind="json_schema", value=_encoded(wanted.json_schema.schema))
     elif isinstance(wanted, StructuralTagFormat):
         yield Guide(kind="structural_tag", value=_encoded(wanted))
-    for kind in ("json", "regex", "choice", "grammar"):
-        value = getattr(request, f"guided_{kind}")
-        if value is not None:
-            yield _guide(kind, value, f"guided_{kind}")
-    outputs = request.structured_outputs
-    if outputs is None:
-        return
-    if outputs.json_object:
-        yield Guide(kind="json", param="structured_outputs.json_object")
-    for kind in ("json", "regex", "choice", "grammar", "structural_tag"):
-        value = getattr(outputs, kind)
-        if value is not None:
-            yield _guide(kind, value, f"structured_outputs.{kind}")
+    kinds = ("json", "regex", "choice", "grammar")
+    asked = [(kind, f"guided_{kind}", getattr(request, f"guided_{kind}")) for kind in kinds]
+    if outputs is not None:
+        more = ("json_object", *kinds, "structural_tag")
+        asked += [(kind, f"structured_outputs.{kind}", getattr(outputs, kind)) for kind in more]
+    for kind, param, value in asked:
+        if value is not None and value is not False:
+            yield _guide(kind, value, param)
 
 
 def _guide(kind: Any, value: Any, param: str) -> Guide:
+    if kind == "json_object":
+        return Guide(kind="json", param=param)
     if kind != "json":
         return Guide(kind=kind, value=value if isinstance(value, str) else _encoded(value), param=param)
     try:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -409,17 +409,22 @@ _CONVERSATION = "/conversations/{conversation:[^/]+}"
 _ITEM = _CONVERSATION + "/items/{item:[^/]+}"
 _FILE, _BATCH = "/files/{file:[^/]+}", "/batches/{batch:[^/]+}"
 _MESSAGES = f"/messages{_BATCH}"
+_Type: TypeAlias = type[msgspec.Struct] | None
 
 
-def _kept(handler: Handler, route: str, name: str, *types: type[msgspec.Struct], **more: Any) -> Operation:
+def _kept(
+    handler: Handler, route: str, name: str, request: _Type = None, answer: _Type = None, **more: Any
+) -> Operation:
     """Return the row of an operation on responses, conversations and chats, which may be kept."""
-    return Operation(handler, _openai(route), name, "inference", *types, errors=_KEPT, **more)
+    return Operation(handler, _openai(route), name, "inference", request, answer, errors=_KEPT, **more)
 
 
-def _batch(handler: Handler, route: str, name: str, *types: type[msgspec.Struct], **more: Any) -> Operation:
+def _batch(
+    handler: Handler, route: str, name: str, request: _Type = None, answer: _Type = None, **more: Any
+) -> Operation:
     """Return the row of an operation on files and batches."""
     more["errors"] = (*_STORED, *more.get("errors", ()))
-    return Operation(handler, _openai(route), name, "batch", *types, **more)
+    return Operation(handler, _openai(route), name, "batch", request, answer, **more)
 
 
 OPERATIONS = (
