@@ -241,13 +241,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 def plan_of(body: ChatRequest) -> ToolPlan:
     """Return how the tools of *body* are used. Raises :class:`InvalidRequest`."""
-    return plan_tools(
-        tools=body.tools,
-        tool_choice=body.tool_choice,
-        functions=body.functions,
-        function_call=body.function_call,
-        parallel=body.parallel_tool_calls,
-    )
+    return plan_tools(body.tools, body.tool_choice, body.functions, body.function_call, body.parallel_tool_calls)
 
 
 async def prompt_of(
@@ -323,10 +317,8 @@ async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Kee
     choices = (chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers))
     whole = partial(_completion, context, turn, choices)
     cost = rendering_cost(answers, offload.RENDER if turn.parsers[0].plain else offload.PARSE)
-    if body.prompt_logprobs is not None:
-        cost += cost_of(len(runs[0].prompt_logprobs), body.prompt_logprobs)
-    # Nothing is awaited for most answers.
-    content = whole() if cost <= offload.INLINE else await offload.run(whole, cost=cost)
+    cost += cost_of(len(runs[0].prompt_logprobs), body.prompt_logprobs)
+    content = await offload.run(whole, cost=cost)
     if keep is not None:
         await keep(content)
     return WholeResponse(body=content, content_type="application/json")
@@ -422,24 +414,15 @@ def reasoning_tokens(parsers: Sequence[AnswerParser]) -> int | None:
 
 def message_of(events: Sequence[Event], plan: ToolPlan, fields: Sequence[str]) -> AnswerMessage:
     """Return the message that *events* make together, with the reasoning in *fields*."""
-    content: list[str] = []
-    thoughts: list[str] = []
-    starts: list[ToolCallStart] = []
-    arguments: list[list[str]] = []
+    text = "".join([event.text for event in events if isinstance(event, Content)])
+    reasoning = "".join([event.text for event in events if isinstance(event, Reasoning)]) or msgspec.UNSET
+    starts = [event for event in events if isinstance(event, ToolCallStart)]
+    arguments: list[list[str]] = [[] for _ in starts]
     for event in events:
-        if isinstance(event, Content):
-            content.append(event.text)
-        elif isinstance(event, Reasoning):
-            thoughts.append(event.text)
-        elif isinstance(event, ToolCallStart):
-            starts.append(event)
-            arguments.append([])
-        else:
+        if isinstance(event, ToolCallArguments):
             arguments[event.index].append(event.text)
     calls = [_call(start, "".join(parts), plan) for start, parts in zip(starts, arguments, strict=True)]
     legacy = [call.function for call in calls if plan.legacy and isinstance(call, ToolCall)]
-    text = "".join(content)
-    reasoning = "".join(thoughts) or msgspec.UNSET
     return AnswerMessage(
         role="assistant",
         content=text if text or not calls else None,
@@ -548,10 +531,9 @@ class ChatChunks(Chunks):
         """Return whether *event* is a part of a custom tool's call: its text is sent as a whole."""
         if isinstance(event, ToolCallStart) and event.name in self._plan.custom:
             self._custom[choice, event.index] = []
-        held = self._custom.get((choice, event.index)) if isinstance(event, ToolCallArguments) else None
-        if held is None or not isinstance(event, ToolCallArguments):
+        if not isinstance(event, ToolCallArguments) or (choice, event.index) not in self._custom:
             return False
-        held.append(event.text)
+        self._custom[choice, event.index].append(event.text)
         return True
 
     def _delta(self, event: Event) -> dict[str, Any]:
@@ -559,17 +541,15 @@ class ChatChunks(Chunks):
             return {"content": event.text}
         if isinstance(event, Reasoning):
             return dict.fromkeys(self._reasoning_fields, event.text)
-        if isinstance(event, ToolCallStart):
+        if isinstance(event, ToolCallArguments):
+            call: dict[str, Any] = {"index": event.index, "function": {"arguments": event.text}}
+        else:
+            call = {"index": event.index, "id": event.id, "type": "function"}
             if event.name in self._plan.custom:
-                custom = {"name": event.name, "input": ""}
-                return {"tool_calls": [{"index": event.index, "id": event.id, "type": "custom", "custom": custom}]}
-            function = {"name": event.name, "arguments": ""}
-            if self._plan.legacy:
-                return {"function_call": function}
-            return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
-        if self._plan.legacy:
-            return {"function_call": {"arguments": event.text}}
-        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+                call |= {"type": "custom", "custom": {"name": event.name, "input": ""}}
+            else:
+                call["function"] = {"name": event.name, "arguments": ""}
+        return {"function_call": call["function"]} if self._plan.legacy else {"tool_calls": [call]}
 
     def _chunk(self, choice: int, delta: bytes, logprobs: bytes, tail: bytes, ids: bytes = b"") -> bytes:
         body = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}' % (choice, delta, logprobs, ids)

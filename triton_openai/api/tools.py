@@ -236,7 +236,6 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_tools(
-    *,
     tools: Sequence[Tool] | None,
     tool_choice: ToolChoice = None,
     functions: Sequence[Function] | None = None,
