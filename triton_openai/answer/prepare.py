@@ -237,12 +237,7 @@ async def _id_fields(model: ServedModel, tokenizer: Tokenizer, prompt: Prompt, s
     vocabulary = Vocabulary(
         size=tokenizer.vocab_size, end_ids=tokenizer.eos_token_ids, pad_id=tokenizer.special_id("pad_token")
     )
-    return {
-        "prompt": prompt,
-        "prompt_ids": tuple(ids),
-        "vocabulary": vocabulary,
-        "bad_word_ids": bad_word_ids,
-    }
+    return {"prompt": prompt, "prompt_ids": tuple(ids), "vocabulary": vocabulary, "bad_word_ids": bad_word_ids}
 
 
 async def _fitted(model: ServedModel, tokenizer: Tokenizer, generation: Generation, limit: TokenLimit) -> Generation:
@@ -251,10 +246,8 @@ async def _fitted(model: ServedModel, tokenizer: Tokenizer, generation: Generati
     # There are no more tokens than bytes.
     if longest is None or (ids is None and limit.context is None and size_of(generation.prompt) <= longest):
         return generation
-    if ids is not None:
-        count = len(ids)
-    else:
-        count = await tokenizer.count_async(generation.prompt, model.adapter.metadata.adds_bos)
+    adds_bos = model.adapter.metadata.adds_bos
+    count = len(ids) if ids is not None else await tokenizer.count_async(generation.prompt, adds_bos)
     sampling = msgspec.structs.replace(generation.sampling, max_tokens=limit.behind(count))
     return msgspec.structs.replace(generation, sampling=sampling, prompt_tokens=count)
 

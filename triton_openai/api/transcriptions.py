@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from triton_openai.answer.fan_out import timeout_error
+from triton_openai.answer.fan_out import time_limit
 from triton_openai.answer.transcription import Transcription, Wish
 from triton_openai.api.bodies import FileField, FormRequest, encode, json_response
 from triton_openai.api.parameters import refusing
@@ -103,10 +103,10 @@ class SegmentObject(msgspec.Struct, frozen=True, kw_only=True):
     end: float
     text: str
     tokens: Sequence[int]
-    temperature: float
-    avg_logprob: float
+    temperature: float = 0.0
+    avg_logprob: float = 0.0
     compression_ratio: float
-    no_speech_prob: float
+    no_speech_prob: float = 0.0
 
 
 class TranscriptObject(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,14 +149,14 @@ async def _transcribe(context: RequestContext[TranscriptionRequest]) -> web.Stre
         raise UnsupportedParameter("This model does not tell what 'include' asks for.", param="include")
     if body.keywords:
         _check_prompt(context, "keywords")
-    hint = [*([body.prompt] if body.prompt else ()), *([", ".join(body.keywords)] if body.keywords else ())]
+    hint = " ".join(filter(None, (body.prompt, ", ".join(body.keywords))))
     # The first one that the model knows, where it cannot choose.
     known = [code for code in map(code_of, body.languages) if code in _languages(context)]
     given = body.language or (body.languages[0] if body.languages and not known else None)
     language = None if not given else _language(context, given, "language" if body.language else "languages")
     if language is None and known and not context.model.adapter.capabilities.tokens:
         language = known[0]
-    job = TranscriptionJob(id=new_id("transcr"), samples=b"", language=language, prompt=" ".join(hint) or None)
+    job = TranscriptionJob(id=new_id("transcr"), samples=b"", language=language, prompt=hint or None)
     return await _answer(context, job, pauses=_pauses(body), languages=known)
 
 
@@ -215,11 +215,9 @@ async def _transcribed(
     try:
         if stream:
             return await stream_parts(context, _events(transcription, recording))
-        async with asyncio.timeout(context.limits.total), aclosing(transcription.deltas(recording)) as deltas:
+        async with time_limit(context.limits.total), aclosing(transcription.deltas(recording)) as deltas:
             async for _ in deltas:
                 pass
-    except TimeoutError as error:
-        raise timeout_error(context.limits.total) from error
     finally:
         context.record.audio_seconds = {"input": recording.seconds}
     return _rendered(body.response_format, transcription, recording, translated=isinstance(job, TranslationJob))
@@ -272,10 +270,7 @@ def _segment(number: int, segment: Segment) -> SegmentObject:
         end=round(segment.end, 3),
         text=segment.text,
         tokens=segment.tokens,
-        temperature=0.0,
-        avg_logprob=0.0,
         compression_ratio=len(text) / len(zlib.compress(text)),
-        no_speech_prob=0.0,
     )
 
 
