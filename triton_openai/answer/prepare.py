@@ -75,20 +75,17 @@ async def prepare(
         first = secrets.randbelow(_SEEDS)
     single = len(prompts) * count == 1
     runs: list[Run] = []
-    for place, prompt in enumerate(prompts):
+    for prompt in prompts:
         prepared = await generation_of(model, tokenizer, prompt, spec)
         for number in range(count):
             if len(runs) % _RUNS_IN_A_TURN == _RUNS_IN_A_TURN - 1:
                 # Thousands of short prompts are as much work as a long one.
                 await asyncio.sleep(0)
-            generation = prepared
-            if not single:
-                generation = msgspec.structs.replace(generation, id=f"{template.id}-{place * count + number}")
+            own: dict[str, Any] = {} if single else {"id": f"{template.id}-{len(runs)}"}
             if first is not None:
-                sampling = msgspec.structs.replace(prepared.sampling, seed=nth_seed(first, number))
-                generation = msgspec.structs.replace(generation, sampling=sampling)
+                own["sampling"] = msgspec.structs.replace(prepared.sampling, seed=nth_seed(first, number))
             run = Run(
-                generation,
+                msgspec.structs.replace(prepared, **own),
                 adapter=adapter,
                 sender=sender,
                 time_limits=time_limits,

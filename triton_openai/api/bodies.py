@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
@@ -93,7 +92,11 @@ class FileField(msgspec.Struct, frozen=True):
 
 
 class FormRequest(ModelRequest, kw_only=True):
-    """Base of the requests that come as forms. A :class:`FileField` is a file; items of a list ``a`` are ``a[]``."""
+    """
+    Base of the requests that come as forms. A :class:`FileField` is a file; items of a list ``a`` are ``a[]``.
+
+    Its floats have limits: without them, "nan" would be one.
+    """
 
 
 async def read_form(request: web.Request, kind: type[_T], *, strict: bool, most: int) -> _T:
@@ -125,21 +128,16 @@ async def read_form(request: web.Request, kind: type[_T], *, strict: bool, most:
     record.body_size = form.size
     tell_ignored(record, ignored)
     try:
-        parsed = msgspec.convert(fields, kind, strict=False)
+        return msgspec.convert(fields, kind, strict=False)
     except msgspec.ValidationError as error:
         raise explain(str(error)) from error
-    for name, value in msgspec.structs.asdict(parsed).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            # Which JSON does not have.
-            raise InvalidValue(f"Invalid value for '{name}': expected a number.", name)
-    return parsed
 
 
 def _add(fields: dict[str, Any], part: Part, value: str | FileField) -> None:
     """Add the *value* of *part* to *fields*. Raises :class:`InvalidRequest` for a second one of a field without []."""
     name = part.name.removesuffix("[]")
-    if name != part.name:
-        fields.setdefault(name, []).append(value)
+    if name != part.name and isinstance(items := fields.setdefault(name, []), list):
+        items.append(value)
     elif name in fields:
         raise InvalidValue(f"The request's form has '{name}' twice.", name)
     else:
@@ -326,8 +324,7 @@ class JsonCheck:
         depth = max(accumulate(kind - 1 for kind in brackets[: 2 * opened]), default=0)
         if depth > MAX_DEPTH:
             raise InvalidRequest(
-                f"The request's JSON is nested too deeply: more than {MAX_DEPTH} levels.",
-                code="invalid_json",
+                f"The request's JSON is nested too deeply: more than {MAX_DEPTH} levels.", code="invalid_json"
             )
         return False
 

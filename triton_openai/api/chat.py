@@ -93,7 +93,6 @@ class ChatRequest(SamplingRequest, kw_only=True):
 
 
 ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
-_REASONS: Mapping[FinishReason, ChatFinishReason] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -155,7 +154,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    object: Literal["chat.completion"] = msgspec.field(name="object")
+    object: Literal["chat.completion"] = msgspec.field(name="object", default="chat.completion")
     created: int
     model: str
     choices: Sequence[ChatChoice]
@@ -335,7 +334,6 @@ def _completion(context: RequestContext[ChatRequest], turn: Turn, choices: Itera
         drop_prompt_logprobs(runs)
     completion = ChatCompletion(
         id=turn.spec.template.id,
-        object="chat.completion",
         created=now(),
         model=body.model,
         choices=shown,
@@ -404,7 +402,7 @@ def finish_reason(progress: AnswerState, parser: AnswerParser, plan: ToolPlan) -
     reason = progress.finish_reason
     if reason is not FinishReason.LENGTH and parser.calls and not parser.cut and plan.mode != "named":
         return "function_call" if plan.legacy else "tool_calls"
-    return None if reason is None else _REASONS[reason]
+    return None if reason is None else "length" if reason is FinishReason.LENGTH else "stop"
 
 
 def reasoning_tokens(parsers: Sequence[AnswerParser]) -> int | None:

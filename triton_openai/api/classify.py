@@ -8,7 +8,6 @@ as in vLLM's server and in the pipelines of transformers: ``problem_type`` decid
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import msgspec
 from aiohttp import web
@@ -16,7 +15,7 @@ from aiohttp import web
 from triton_openai import offload
 from triton_openai.answer.job_run import Activation, activated, activation_of, labels_of
 from triton_openai.api.bodies import in_pieces, made_response
-from triton_openai.api.embeddings import InputRequest, InputUsage, input_usage, inputs_of
+from triton_openai.api.embeddings import InputRequest, ListOf, input_usage, inputs_of
 from triton_openai.api.parameters import refusing, truncation
 from triton_openai.api.service import begin, new_id, now
 from triton_openai.errors import UnsupportedParameter
@@ -40,15 +39,8 @@ class Classification(msgspec.Struct, frozen=True, kw_only=True):
     num_classes: int
 
 
-class ClassificationList(msgspec.Struct, frozen=True, kw_only=True):
+class ClassificationList(ListOf[Classification], frozen=True, kw_only=True):
     """The whole answer; ``usage`` is left out if the tokens are not known."""
-
-    id: str
-    object: Literal["list"] = msgspec.field(name="object", default="list")
-    created: int
-    model: str
-    data: Sequence[Classification]
-    usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
 
 
 async def handle(request: web.Request) -> web.StreamResponse:

@@ -87,7 +87,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    object: Literal["text_completion"] = msgspec.field(name="object")
+    object: Literal["text_completion"] = msgspec.field(name="object", default="text_completion")
     created: int
     model: str
     choices: Sequence[CompletionChoice]
@@ -128,7 +128,6 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
         best = _best(answers, n=n, of=spec.n)
         return Completion(
             id=spec.template.id,
-            object="text_completion",
             created=now(),
             model=body.model,
             choices=in_pieces(_choice(body, echoes[index // n], index, answer) for index, answer in enumerate(best)),

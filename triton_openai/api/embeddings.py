@@ -11,7 +11,7 @@ import base64
 import math
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -107,6 +107,7 @@ def _embedding(index: int, vector: bytes, as_text: bool) -> Embedding:
     return Embedding(index=index, embedding=base64.b64encode(vector).decode() if as_text else values.tolist())
 
 
+_T = TypeVar("_T")
 _Request = TypeVar("_Request", bound="ScoringRequest")
 
 
@@ -253,6 +254,17 @@ class ScoreRequest(ScoringRequest, kw_only=True):
     text_2: Side = None
 
 
+class ListOf(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
+    """The whole answer; ``usage`` is left out if the tokens are not known."""
+
+    id: str
+    object: Literal["list"] = msgspec.field(name="object", default="list")
+    created: int
+    model: str
+    data: Sequence[_T]
+    usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
+
+
 class Score(msgspec.Struct, frozen=True, kw_only=True):
     """The score of one pair."""
 
@@ -261,15 +273,8 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     score: float
 
 
-class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
+class ScoreList(ListOf[Score], frozen=True, kw_only=True):
     """The whole answer; ``usage`` is left out if the tokens are not known."""
-
-    id: str
-    object: Literal["list"] = msgspec.field(name="object", default="list")
-    created: int
-    model: str
-    data: Sequence[Score]
-    usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
 
 
 async def handle_score(request: web.Request) -> web.StreamResponse:
