@@ -168,8 +168,7 @@ class Run:
         if not self.generation.sampling.max_tokens:
             self._finish(None)
             return
-        if self._sender.route.before is not None:
-            self._tried = self._sender.route.tried()
+        self._tried = self._sender.route.tried()
         try:
             self._begin()
         except ServiceError as error:

@@ -142,7 +142,6 @@ class _Answers:
         if not self.over and not self._begin_again(error) and final:
             self._stream.close(silent=True)
             self._finish(error)
-            self._wake()
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
         self._came = True
@@ -160,7 +159,6 @@ class _Answers:
         if self._begin_again(error):
             return
         self._finish(error)
-        self._wake()
         if error is None:
             self._ended()
 
@@ -169,6 +167,7 @@ class _Answers:
         if not self.over:
             self.over, self._error = True, error if isinstance(error, Exception) else None
             self._leave(error)
+            self._wake()
 
     def _leave(self, error: BaseException | None) -> None:
         self._lease.close(error if isinstance(error, Exception) else None, answered=self._came)

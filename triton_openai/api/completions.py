@@ -244,11 +244,9 @@ def _in_pieces(logprobs: CompletionLogprobs) -> CompletionLogprobs:
 
 def _echo_cost(spec: GenerationSpec, runs: Sequence[Run]) -> float:
     """Return about how many microseconds :func:`_echoes` takes for *runs*."""
-    scoring = spec.prompt_scoring
-    cost = (
-        offload.INTEGER * sum(len(run.generation.prompt_ids or ()) for run in runs) if spec.template.token_ids else 0.0
-    )
-    return cost if scoring is None else cost + cost_of(sum(len(run.prompt_logprobs) for run in runs), scoring.count)
+    ids = sum(len(run.generation.prompt_ids or ()) for run in runs) if spec.template.token_ids else 0
+    alternatives = None if spec.prompt_scoring is None else spec.prompt_scoring.count
+    return offload.INTEGER * ids + cost_of(sum(len(run.prompt_logprobs) for run in runs), alternatives)
 
 
 def _choice(body: CompletionRequest, echo: _Echo, index: int, answer: Collected) -> CompletionChoice:

@@ -329,11 +329,8 @@ def sampling(request: SamplingRequest, *, limit: TokenLimit, defaults: DefaultPa
     alternatives_name, logprobs = request.alternatives
     given = _given(defaults)
     stop = request.stop if request.stop is not None else given.get("stop")
-    plain, values = _plain(request), {}
-    if plain.count(None) < len(plain):
-        values = {name: value for name, value in zip(_PLAIN, plain, strict=True) if value is not None}
-    if given:
-        values = {**{name: value for name, value in given.items() if name in _PLAIN}, **values}
+    values = {name: value for name, value in given.items() if name in _PLAIN}
+    values |= {name: value for name, value in zip(_PLAIN, _plain(request), strict=True) if value is not None}
     if values.get("min_tokens", 0) > limit.tokens:
         raise InvalidValue(
             f"'min_tokens' ({values['min_tokens']}) must not be greater than '{limit.param}' ({limit.tokens}).",
@@ -341,9 +338,9 @@ def sampling(request: SamplingRequest, *, limit: TokenLimit, defaults: DefaultPa
         )
     result = Sampling(
         max_tokens=limit.tokens,
-        stop=() if stop is None else stop_strings(stop),
+        stop=stop_strings(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        bad_words=_checked_words("bad_words", tuple(request.bad_words)) if request.bad_words else (),
+        bad_words=_checked_words("bad_words", tuple(request.bad_words or ())),
         allowed_token_ids=tuple(request.allowed_token_ids or ()),
         logprobs=logprobs,
         logit_bias=_biases(request.logit_bias) if request.logit_bias else (),

@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from triton_openai.adapters._common.base import Recognition
 from triton_openai.answer.fan_out import time_limit
 from triton_openai.answer.transcription import Transcription, Wish
 from triton_openai.api.bodies import FileField, FormRequest, encode, json_response
@@ -151,7 +152,7 @@ async def _transcribe(context: RequestContext[TranscriptionRequest]) -> web.Stre
         _check_prompt(context, "keywords")
     hint = " ".join(filter(None, (body.prompt, ", ".join(body.keywords))))
     # The first one that the model knows, where it cannot choose.
-    known = [code for code in map(code_of, body.languages) if code in _languages(context)]
+    known = [code for code in map(code_of, body.languages) if code in _recognition(context).languages]
     given = body.language or (body.languages[0] if body.languages and not known else None)
     language = None if not given else _language(context, given, "language" if body.language else "languages")
     if language is None and known and not context.model.adapter.capabilities.tokens:
@@ -193,9 +194,7 @@ async def _answer(
 async def _transcribed(
     context: RequestContext[Any], job: TranscriptionJob, pauses: Pauses | None, languages: Sequence[str]
 ) -> web.StreamResponse:
-    body, limits = context.body, context.service.settings.audio
-    recognition = context.model.adapter.capabilities.recognition
-    assert recognition is not None, "the model takes the job"
+    body, limits, recognition = context.body, context.service.settings.audio, _recognition(context)
     recording = Recording(
         body.file.content,
         rate=recognition.sample_rate,
@@ -285,14 +284,15 @@ def _line(segment: Segment) -> str:
     return " ".join(segment.text.split()).replace("-->", "->")
 
 
-def _languages(context: RequestContext[Any]) -> Sequence[str]:
+def _recognition(context: RequestContext[Any]) -> Recognition:
     recognition = context.model.adapter.capabilities.recognition
-    return () if recognition is None else list(recognition.languages)
+    assert recognition is not None, "the model takes the job"
+    return recognition
 
 
 def _language(context: RequestContext[Any], given: str, param: str) -> str:
     """Return the code of the language that a request names. Raises :class:`InvalidRequest`."""
-    code, known = code_of(given), _languages(context)
+    code, known = code_of(given), _recognition(context).languages
     if not known:
         raise UnsupportedParameter(
             f"The model '{context.model.name}' cannot be told the language. Its operator can say which it knows "
@@ -309,8 +309,7 @@ def _language(context: RequestContext[Any], given: str, param: str) -> str:
 
 
 def _check_prompt(context: RequestContext[Any], param: str) -> None:
-    recognition = context.model.adapter.capabilities.recognition
-    if recognition is None or not recognition.prompt:
+    if not _recognition(context).prompt:
         raise UnsupportedParameter(
             f"The model '{context.model.name}' has no room for a prompt, or its operator does not say that it has "
             "('audio.prompt').",
