@@ -257,11 +257,18 @@ def check_ids(ids: Sequence[int], tokenizer: Tokenizer, param: str, hint: str = 
             raise InvalidValue(f"'{param}' holds {number}, which is not a token of this model.{hint}", param)
 
 
+async def tokenizer_of(model: ServedModel) -> Tokenizer:
+    """Return the tokenizer of *model*. Raises :class:`ConfigurationError` where it is not known."""
+    tokenizer = (await model.prompter()).tokenizer
+    if tokenizer is None:
+        raise no_tokenizer_error(model)
+    return tokenizer
+
+
 def no_tokenizer_error(model: ServedModel) -> ConfigurationError:
-    """Return the error for texts where the model takes token ids and its tokenizer is not known."""
-    return ConfigurationError(
-        f"The model '{model.name}' takes token ids: give its tokenizer with --tokenizer {model.triton_model}=SOURCE."
-    )
+    """Return the error for what needs a tokenizer where the model's is not known."""
+    message = f"The model's tokenizer is not known: give it with --tokenizer {model.triton_model}=SOURCE."
+    return ConfigurationError(message, param="model")
 
 
 def bias_words(tokenizer: Tokenizer | None, biases: Sequence[tuple[int, float]]) -> tuple[tuple[str, float], ...]:

@@ -244,16 +244,15 @@ def plan_of(body: ChatRequest) -> ToolPlan:
 
 
 async def prompt_of(
-    context: RequestContext[ChatRequest], plan: ToolPlan, prompter: Prompter
+    context: RequestContext[ChatRequest], plan: ToolPlan
 ) -> tuple[str, Sequence[ImageReference], Sequence[AudioReference]]:
-    """Return a chat's prompt, made by *prompter*, and its images and audio, not loaded. Raises ServiceError."""
+    """Return a chat's prompt, and its images and audio, not loaded. Raises ServiceError."""
     service, model, body = context.service, context.model, context.body
     pictures, audio = media_of(model, body.messages)
     # Before they are rendered: each is looked for in all of its message's text.
     service.images.check_count(pictures, most=model.adapter.capabilities.images)
     prompt, context.record.chat_template = await rendered_chat(
         model,
-        prompter,
         body,
         body.messages,
         tools=plan.prompt,
@@ -262,7 +261,7 @@ async def prompt_of(
         reasoning_effort=body.reasoning_effort,
         trust_template=service.settings.api.trust_request_chat_template,
     )
-    tokenizer = prompter.tokenizer
+    tokenizer = (await model.prompter()).tokenizer
     if model.adapter.metadata.adds_bos and tokenizer is not None and tokenizer.adds_bos:
         # Else the prompt would begin with it twice.
         prompt = tokenizer.strip_bos(prompt)
@@ -287,7 +286,7 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
     if fitting:
         spec = msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
     with record.stage(RENDER):
-        prompt, pictures, audio = await prompt_of(context, plan, prompter)
+        prompt, pictures, audio = await prompt_of(context, plan)
     if pictures:
         with record.stage("load images"):
             spec = _with(spec, images=await service.images.load(pictures))
