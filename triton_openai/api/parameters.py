@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from operator import attrgetter
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import msgspec
 from msgspec import Meta
@@ -53,11 +53,9 @@ def refusing(**neutral: Any) -> Callable[[type[_Request]], type[_Request]]:
 
 def _with_fields(fields: Sequence[tuple[str, Any, Any]]) -> Callable[[type[_Request]], type[_Request]]:
     def add(kind: type[_Request]) -> type[_Request]:
-        described = {"__doc__": kind.__doc__}
-        made: Any = msgspec.defstruct(
-            kind.__name__, fields, bases=(kind,), namespace=described, module=kind.__module__, kw_only=True
-        )
-        return made  # type: ignore[no-any-return]
+        namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+        made = msgspec.defstruct(kind.__name__, fields, bases=(kind,), namespace=namespace, kw_only=True)
+        return cast(type[_Request], made)
 
     return add
 
