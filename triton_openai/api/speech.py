@@ -134,14 +134,13 @@ async def _speak(context: RequestContext[SpeechRequest], job: SynthesisJob, text
     progress = AnswerState(Generation(id=job.id, prompt=body.input, sampling=Sampling(max_tokens=0)))
     record.answers, record.response_id = [progress], job.id
     speaker = Speaker(context.sender(), context.model, job, texts, context.limits, progress)
-    file = _File(context, speaker)
+    parts = _file(context, speaker)
     try:
         if body.stream_format == "sse":
-            return await stream_parts(context, _events(file.parts()))
-        return await stream_parts(context, file.parts(), content_type=MEDIA_TYPES[body.response_format])
+            return await stream_parts(context, _events(parts))
+        return await stream_parts(context, parts, content_type=MEDIA_TYPES[body.response_format])
     finally:
         speaker.close()
-        record.audio_seconds = {"output": file.seconds}
 
 
 async def _events(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
@@ -154,47 +153,41 @@ async def _events(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, N
     yield data_event(encode(SpeechEvent(type="speech.audio.done", usage=SpeechUsage())))
 
 
-class _File:
-    """The file with what *speaker* speaks."""
+async def _file(context: RequestContext[SpeechRequest], speaker: Speaker) -> AsyncGenerator[bytes, None]:
+    """Yield the bytes of the file as they are made, some of them empty. Raises :class:`ServiceError`."""
+    from triton_openai.media.encode import Joiner, encoder
 
-    def __init__(self, context: RequestContext[SpeechRequest], speaker: Speaker) -> None:
-        synthesis = context.model.adapter.capabilities.synthesis
-        assert synthesis is not None, "the handler has checked it"
-        self._kind, self._synthesis, self._speaker = context.body.response_format, synthesis, speaker
-        #: How much of it was made.
-        self.seconds = 0.0
-
-    async def parts(self) -> AsyncGenerator[bytes, None]:
-        """Yield its bytes as they are made, some of them empty. Raises :class:`ServiceError`."""
-        from triton_openai.media.encode import Joiner, encoder
-
-        kind, synthesis = self._kind, self._synthesis
-        rate, made = synthesis.rate, None
-        if rate:
-            # Before the model is asked: what it needs may be missing.
-            made = await asyncio.to_thread(encoder, kind, rate)
-        async for spoken in self._speaker.pieces():
-            joiner = Joiner(round(synthesis.overlap * rate))
-            async for part in spoken:
-                samples, rate = await _samples(part, rate)
-                if made is None:
-                    made = await asyncio.to_thread(encoder, kind, rate)
-                async for data in self._encoded(made, joiner.join(samples), rate):
-                    yield data
-            assert made is not None, "there was a part"
-            async for data in self._encoded(made, joiner.rest(), rate):
+    kind, synthesis = context.body.response_format, context.model.adapter.capabilities.synthesis
+    assert synthesis is not None, "the handler has checked it"
+    rate, made = synthesis.rate, None
+    if rate:
+        # Before the model is asked: what it needs may be missing.
+        made = await asyncio.to_thread(encoder, kind, rate)
+    async for spoken in speaker.pieces():
+        joiner = Joiner(round(synthesis.overlap * rate))
+        async for part in spoken:
+            samples, rate = await _samples(part, rate)
+            if made is None:
+                made = await asyncio.to_thread(encoder, kind, rate)
+            async for data in _encoded(context, made, joiner.join(samples), rate):
                 yield data
-        assert made is not None, "there was a text"
-        yield await offload.run(made.finish, cost=cost(kind, rate, rate))
-
-    async def _encoded(self, made: Encoder, samples: Samples, rate: int) -> AsyncIterator[bytes]:
-        start = 0
-        while start < len(samples):
-            block = samples[start : start + round((_BLOCK if self.seconds else _FIRST_BLOCK) * rate)]
-            data = await offload.run(made.encode, block, cost=cost(self._kind, rate, len(block)))
-            start += len(block)
-            self.seconds += len(block) / rate
+        assert made is not None, "there was a part"
+        async for data in _encoded(context, made, joiner.rest(), rate):
             yield data
+    assert made is not None, "there was a text"
+    yield await offload.run(made.finish, cost=cost(kind, rate, rate))
+
+
+async def _encoded(
+    context: RequestContext[SpeechRequest], made: Encoder, samples: Samples, rate: int
+) -> AsyncIterator[bytes]:
+    start, record = 0, context.record
+    while start < len(samples):
+        block = samples[start : start + round((_BLOCK if record.audio_seconds else _FIRST_BLOCK) * rate)]
+        data = await offload.run(made.encode, block, cost=cost(context.body.response_format, rate, len(block)))
+        start += len(block)
+        record.audio_seconds = {"output": record.audio_seconds.get("output", 0.0) + len(block) / rate}
+        yield data
 
 
 async def _samples(part: Speech, rate: int) -> tuple[Samples, int]:
