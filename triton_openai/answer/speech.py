@@ -106,7 +106,7 @@ class _Answers:
         self._ended = ended
         self._waiting: deque[InferResponse] = deque()
         self._error: Exception | None = None
-        self._wakeup: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
         self._paused = self._came = False
         self._sender, self._request = sender, request
         self._tried = sender.route.tried()
@@ -149,7 +149,7 @@ class _Answers:
         if len(self._waiting) > _MOST_WAITING and not self._paused:
             self._paused = True
             self._stream.pause()
-        self._wake()
+        self._news.set()
 
     def end(self, error: Exception | None) -> None:
         if error is None and not self._came:
@@ -167,15 +167,11 @@ class _Answers:
         if not self.over:
             self.over, self._error = True, error if isinstance(error, Exception) else None
             self._leave(error)
-            self._wake()
+            self._news.set()
 
     def _leave(self, error: BaseException | None) -> None:
         self._lease.close(error if isinstance(error, Exception) else None, answered=self._came)
         self._call.__exit__(None if error is None else type(error), error, None)
-
-    def _wake(self) -> None:
-        if self._wakeup is not None and not self._wakeup.done():
-            self._wakeup.set_result(None)
 
     async def next(self, timeout: float) -> InferResponse | None:
         """Return the next answer, ``None`` after the last one. Raises :class:`ServiceError`."""
@@ -187,10 +183,10 @@ class _Answers:
                 raise self._error
             if self.over:
                 return None
-            self._wakeup = asyncio.get_running_loop().create_future()
+            self._news.clear()
             try:
                 async with asyncio.timeout(timeout):
-                    await self._wakeup
+                    await self._news.wait()
             except TimeoutError as error:
                 what = "no further audio" if self._came else "no audio"
                 self._stream.close(silent=True)
