@@ -497,13 +497,7 @@ def event_data(events: bytes) -> Iterator[bytes]:
 
 def without_events(events: bytes, number: int) -> bytes:
     """Return whole *events* without the first *number* of them."""
-    place = 0
-    for _ in range(number):
-        found = events.find(_END, place)
-        if found < 0:
-            return b""
-        place = found + len(_END)
-    return events[place:]
+    return events.split(_END, number)[number] if event_count(events) >= number else b""
 
 
 class EventSource(ABC):
