@@ -497,7 +497,7 @@ def event_data(events: bytes) -> Iterator[bytes]:
 
 def without_events(events: bytes, number: int) -> bytes:
     """Return whole *events* without the first *number* of them."""
-    return events.split(_END, number)[number] if event_count(events) >= number else b""
+    return b"" if event_count(events) < number else events.split(_END, max(number, 0))[-1]
 
 
 class EventSource(ABC):
