@@ -313,10 +313,9 @@ async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Kee
         return await stream(context, runs, chunks)
     answers = await collect(runs, timeout=context.limits.total)
     choices = (chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers))
-    whole = partial(_completion, context, turn, choices)
     cost = rendering_cost(answers, offload.RENDER if turn.parsers[0].plain else offload.PARSE)
     cost += cost_of(len(runs[0].prompt_logprobs), body.prompt_logprobs)
-    content = await offload.run(whole, cost=cost)
+    content = await offload.run(_completion, context, turn, choices, cost=cost)
     if keep is not None:
         await keep(content)
     return WholeResponse(body=content, content_type="application/json")

@@ -18,6 +18,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import offload
+from triton_openai.adapters._common.base import Synthesis
 from triton_openai.answer.speech import Speaker, longest_piece, pieces
 from triton_openai.api.bodies import ModelRequest, encode, json_response, tell_ignored
 from triton_openai.api.parameters import accepting
@@ -30,7 +31,7 @@ from triton_openai.media.formats import MEDIA_TYPES, Format, cost
 
 if TYPE_CHECKING:
     # Has NumPy in memory, in services whose models speak.
-    from triton_openai.media.encode import Encoder, Samples
+    from triton_openai.media.encode import Samples
 
 _LONGEST_INPUT = 4096
 # Seconds that are encoded at once; the first ones are to leave soon.
@@ -155,39 +156,38 @@ async def _events(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, N
 
 async def _file(context: RequestContext[SpeechRequest], speaker: Speaker) -> AsyncGenerator[bytes, None]:
     """Yield the bytes of the file as they are made, some of them empty. Raises :class:`ServiceError`."""
-    from triton_openai.media.encode import Joiner, encoder
+    from triton_openai.media.encode import encoder
 
-    kind, synthesis = context.body.response_format, context.model.adapter.capabilities.synthesis
+    record, kind, synthesis = context.record, context.body.response_format, context.model.adapter.capabilities.synthesis
     assert synthesis is not None, "the handler has checked it"
-    rate, made = synthesis.rate, None
-    if rate:
-        # Before the model is asked: what it needs may be missing.
-        made = await asyncio.to_thread(encoder, kind, rate)
-    async for spoken in speaker.pieces():
-        joiner = Joiner(round(synthesis.overlap * rate))
-        async for part in spoken:
-            samples, rate = await _samples(part, rate)
-            if made is None:
-                made = await asyncio.to_thread(encoder, kind, rate)
-            async for data in _encoded(context, made, joiner.join(samples), rate):
-                yield data
-        assert made is not None, "there was a part"
-        async for data in _encoded(context, made, joiner.rest(), rate):
+    rate = synthesis.rate
+    # Before the model is asked: what it needs may be missing.
+    made = await asyncio.to_thread(encoder, kind, rate) if rate else None
+    async for samples, rate in _spoken_samples(speaker, synthesis):
+        if made is None:
+            made = await asyncio.to_thread(encoder, kind, rate)
+        start = 0
+        while start < len(samples):
+            block = samples[start : start + round((_BLOCK if record.audio_seconds else _FIRST_BLOCK) * rate)]
+            data = await offload.run(made.encode, block, cost=cost(kind, rate, len(block)))
+            start += len(block)
+            record.audio_seconds = {"output": record.audio_seconds.get("output", 0.0) + len(block) / rate}
             yield data
     assert made is not None, "there was a text"
     yield await offload.run(made.finish, cost=cost(kind, rate, rate))
 
 
-async def _encoded(
-    context: RequestContext[SpeechRequest], made: Encoder, samples: Samples, rate: int
-) -> AsyncIterator[bytes]:
-    start, record = 0, context.record
-    while start < len(samples):
-        block = samples[start : start + round((_BLOCK if record.audio_seconds else _FIRST_BLOCK) * rate)]
-        data = await offload.run(made.encode, block, cost=cost(context.body.response_format, rate, len(block)))
-        start += len(block)
-        record.audio_seconds = {"output": record.audio_seconds.get("output", 0.0) + len(block) / rate}
-        yield data
+async def _spoken_samples(speaker: Speaker, synthesis: Synthesis) -> AsyncIterator[tuple[Samples, int]]:
+    """Yield what is spoken, and the rate of its samples. Raises :class:`ServiceError`."""
+    from triton_openai.media.encode import Joiner
+
+    rate = synthesis.rate
+    async for spoken in speaker.pieces():
+        joiner = Joiner(round(synthesis.overlap * rate))
+        async for part in spoken:
+            samples, rate = await _samples(part, rate)
+            yield joiner.join(samples), rate
+        yield joiner.rest(), rate
 
 
 async def _samples(part: Speech, rate: int) -> tuple[Samples, int]:
