@@ -100,7 +100,8 @@ def check_unused(request: msgspec.Struct) -> Sequence[str]:
     Raises :class:`UnsupportedParameter` for the first field that is not supported and not neutral.
     """
     for name, neutral in neutral_values(type(request)).items():
-        if not is_neutral(getattr(request, name), neutral):
+        value = getattr(request, name)
+        if value is not None and not is_neutral(value, neutral):
             raise UnsupportedParameter(f"The parameter '{name}' is not supported with this model.", param=name)
     given = [(name, getattr(request, name)) for name in ignorable(type(request))]
     return [name for name, raw in given if raw is not msgspec.UNSET and bytes(raw) not in _ASK_FOR_NOTHING]
@@ -465,6 +466,9 @@ def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | Non
     return guide
 
 
+_GUIDED = [(kind, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")]
+
+
 def _guides(request: SamplingRequest) -> Iterator[Guide]:
     wanted, outputs = request.response_format, request.structured_outputs
     if isinstance(wanted, JsonObjectFormat):
@@ -473,11 +477,10 @@ def _guides(request: SamplingRequest) -> Iterator[Guide]:
         yield Guide(kind="json_schema", value=_encoded(wanted.json_schema.schema))
     elif isinstance(wanted, StructuralTagFormat):
         yield Guide(kind="structural_tag", value=_encoded(wanted))
-    kinds = ("json", "regex", "choice", "grammar")
-    asked = [(kind, f"guided_{kind}", getattr(request, f"guided_{kind}")) for kind in kinds]
+    asked = [(kind, name, getattr(request, name)) for kind, name in _GUIDED]
     if outputs is not None:
-        more = ("json_object", *kinds, "structural_tag")
-        asked += [(kind, f"structured_outputs.{kind}", getattr(outputs, kind)) for kind in more]
+        kinds = StructuredOutputs.__struct_fields__
+        asked += [(kind, f"structured_outputs.{kind}", getattr(outputs, kind)) for kind in kinds]
     for kind, param, value in asked:
         if value is not None and value is not False:
             yield _guide(kind, value, param)
