@@ -127,10 +127,7 @@ async def read_form(request: web.Request, kind: type[_T], *, strict: bool, most:
                 raise InvalidValue(f"'{name}' is not UTF-8.", name) from error
     record.body_size = form.size
     tell_ignored(record, ignored)
-    try:
-        return msgspec.convert(fields, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise explain(str(error)) from error
+    return converted(fields, kind, strict=False)
 
 
 def _add(fields: dict[str, Any], part: Part, value: str | FileField) -> None:
@@ -161,14 +158,14 @@ def parse_json(body: bytes, kind: type[_T], ignored: list[str] | None = None) ->
     """
     if not body.strip():
         raise InvalidRequest("The request's body is empty; a JSON object is needed.", code="invalid_json")
+    decoder: msgspec.json.Decoder[_T] = offload.json_decoder(kind)
     try:
         try:
-            parsed: _T = offload.json_decoder(kind).decode(body)
+            return decoder.decode(body)
         except msgspec.ValidationError as error:
             if not _NORMALIZABLE.search(str(error)):
                 raise
-            parsed = offload.json_decoder(kind).decode(_normalized(body, kind, ignored))
-        return parsed
+            return decoder.decode(_normalized(body, kind, ignored))
     except msgspec.ValidationError as error:
         raise explain(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -243,6 +240,14 @@ def explain(message: str) -> InvalidRequest:
         param=param,
         code="array_above_max_length" if too_long else f"invalid_{fault}",
     )
+
+
+def converted(value: Any, kind: type[_T], *, strict: bool = True) -> _T:
+    """Return *value* as *kind*; without *strict*, texts may be numbers. Raises :class:`InvalidRequest`."""
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise explain(str(error)) from error
 
 
 _BRACKETS = b"[]{}"

@@ -17,7 +17,7 @@ from msgspec import Meta
 from triton_openai.adapters._common.base import Adapter, Parameter, Rule, check_range
 from triton_openai.answer.limits import TokenLimit
 from triton_openai.answer.logits_reader import PromptScoring
-from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest, explain
+from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest, converted
 from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
@@ -268,10 +268,7 @@ class _Biases(msgspec.Struct):
 
 def _biases(given: Mapping[int, Any]) -> tuple[tuple[int, float], ...]:
     """Return the tokens of *given* with their biases, without those of 0. Raises :class:`InvalidRequest`."""
-    try:
-        checked = msgspec.convert({"logit_bias": given}, _Biases)
-    except msgspec.ValidationError as error:
-        raise explain(str(error)) from error
+    checked = converted({"logit_bias": given}, _Biases)
     return tuple(sorted((token, bias) for token, bias in checked.logit_bias.items() if bias))
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from triton_openai.api.bodies import explain
+from triton_openai.api.bodies import converted
 from triton_openai.errors import InvalidRequest, InvalidValue, missing
 from triton_openai.generation import Guide
 
@@ -245,10 +245,7 @@ def plan_tools(
     choice = function_call if legacy else tool_choice
     if choice is None and not tools and not legacy:
         return ToolPlan()
-    try:
-        given = msgspec.convert({names: (functions if legacy else tools) or ()}, _Definitions)
-    except msgspec.ValidationError as error:
-        raise explain(str(error)) from error
+    given = converted({names: (functions if legacy else tools) or ()}, _Definitions)
     schemas: dict[str, Mapping[str, Any]] = {}
     listed: list[Mapping[str, Any]] = list(tools or [{"type": "function", "function": one} for one in functions or ()])
     custom = set()
