@@ -146,7 +146,7 @@ def describe(settings: Settings) -> dict[str, Any]:
         headers = {**_ALWAYS, **read, **(_RATE_LIMITS if keys and operation.group in COUNTED else {})}
         summary, _, more = prose(operation.handler.__doc__).partition("\n\n")
         partly = {}
-        if operation.ranges:
+        if operation.media and not operation.jobs:
             partly["206"] = {**_content(operation), "description": "The part that was asked for.", "headers": _ALWAYS}
             partly["304"] = {"description": "It is what the client has already.", "headers": _ALWAYS}
             partly["416"] = {**partly["206"], "description": "The file has no such part."}
@@ -497,8 +497,7 @@ OPERATIONS = (
     _batch(uploaded_files.list_files, "GET /files", "list_files", answer=uploaded_files.FileList, query=_FILE_PAGE,
            errors=(errors.InvalidRequest,)),
     _batch(uploaded_files.retrieve, f"GET {_FILE}", "get_file", answer=uploaded_files.FileObject),
-    _batch(uploaded_files.content, f"GET {_FILE}/content", "get_file_content", media=("application/octet-stream",),
-           ranges=True),
+    _batch(uploaded_files.content, f"GET {_FILE}/content", "get_file_content", media=("application/octet-stream",)),
     _batch(uploaded_files.delete, f"DELETE {_FILE}", "delete_file", answer=uploaded_files.DeletedFile,
            errors=(errors.ObjectInUse,)),
     _batch(batches.create, "POST /batches", "create_batch", batches.BatchRequest, batches.BatchObject,
@@ -521,7 +520,7 @@ OPERATIONS = (
     _batch(message_batches.delete, f"DELETE {_MESSAGES}", "delete_message_batch",
            answer=message_batches.DeletedMessageBatch, anthropic=True, errors=(errors.ObjectInUse,)),
     _batch(message_batches.results, f"GET {_MESSAGES}/results", "get_message_batch_results",
-           media=("application/x-jsonl",), ranges=True, anthropic=True),
+           media=("application/x-jsonl",), anthropic=True),
     Operation(tokenize.tokenize, _openai("POST /tokenize"), "tokenize", "inference", tokenize.TokenizeRequest,
               tokenize.TokenizeAnswer),
     Operation(tokenize.detokenize, _openai("POST /detokenize"), "detokenize", "inference", tokenize.DetokenizeRequest,

@@ -101,10 +101,8 @@ class Operation(msgspec.Struct, frozen=True):
     event: type[msgspec.Struct] | None = None
     #: Whether the answer is, or can be, plain text.
     text: bool = False
-    #: The media types of an answer that is a file.
+    #: The media types of an answer that is a file. Of one that no job makes, clients can ask for a part.
     media: tuple[str, ...] = ()
-    #: Whether clients can ask for a part of that file.
-    ranges: bool = False
     #: The jobs that do it, of which a model has to take one; the first is what the operation is for. Triton is asked,
     #: within limits of time.
     jobs: tuple[JobType, ...] = ()
