@@ -113,15 +113,18 @@ class Operation(msgspec.Struct, frozen=True):
     errors: tuple[type[ServiceError], ...] = ()
     #: A status that can have the *answer* itself as its body.
     failure: int | None = None
-    #: Whether it is an operation of Anthropic's API, with its errors.
-    anthropic: bool = False
-    #: The answer to clients of that API where both have the path.
+    #: The answer to clients of Anthropic's API where both have the path.
     shared: type[msgspec.Struct] | None = None
 
     @property
     def path(self) -> str:
         """The first of its paths."""
         return self.routes[0].split()[1]
+
+    @property
+    def anthropic(self) -> bool:
+        """Whether it is an operation of Anthropic's API, with its errors."""
+        return self.path.startswith("/v1/messages")
 
 
 #: All that is served, by handler.
