@@ -11,6 +11,7 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from time import monotonic
 
 from msgspec.structs import replace
@@ -226,18 +227,13 @@ class Speaker:
         self._progress = progress
         self._current: _Answers | None = None
         self._upcoming: _Answers | None = None
-        self._failure: ServiceError | None = None
 
     async def pieces(self) -> AsyncIterator[AsyncIterator[Speech]]:
         """Yield the parts of each text. Raises :class:`ServiceError`, also for a text without any audio."""
-        while self._left or self._upcoming is not None or self._failure is not None:
+        while self._left or self._upcoming is not None:
             if self._current is not None:
                 self._current.close()
-            self._current, self._upcoming = self._upcoming, None
-            if self._failure is not None:
-                raise self._failure
-            if self._current is None:
-                self._current = self._open()
+            self._current, self._upcoming = self._upcoming or self._open(), None
             self._look_ahead()
             yield self._parts(self._current)
 
@@ -261,22 +257,21 @@ class Speaker:
 
     def _open(self) -> _Answers:
         """Send the next text. Raises :class:`ServiceError`."""
-        number, text = self._left.popleft()
+        number, text = self._left[0]
         (request,) = self._model.adapter.encode(replace(self._job, id=f"{self._job.id}-{number}", text=text))
         if self._progress.sent is None:
             self._progress.sent = monotonic()
-        return _Answers(self._sender, request, self._look_ahead)
+        answers = _Answers(self._sender, request, self._look_ahead)
+        self._left.popleft()
+        return answers
 
     def _look_ahead(self) -> None:
         """Send the next text if all of the current one's audio has come, and no further one."""
         current = self._current
         if current is not None and current.over and self._upcoming is None and self._left:
-            try:
+            # What cannot be sent now is tried again in its turn.
+            with suppress(ServiceError):
                 self._upcoming = self._open()
-            except ServiceError as error:
-                # Raised in its turn.
-                self._failure = error
-                self._left.clear()
 
     def close(self) -> None:
         """Stop the work on the backend."""

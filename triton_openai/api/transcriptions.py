@@ -247,13 +247,11 @@ def _rendered(
             usage=usage,
         )
         return json_response(verbose)
+    point = "," if form == "srt" else "."
+    cues = [f"{_time(each.start, point)} --> {_time(each.end, point)}\n{_line(each)}\n\n" for each in segments]
     if form == "srt":
-        text = "".join(
-            f"{number}\n{_time(each.start, ',')} --> {_time(each.end, ',')}\n{_line(each)}\n\n"
-            for number, each in enumerate(segments, 1)
-        )
+        text = "".join([f"{number}\n{cue}" for number, cue in enumerate(cues, 1)])
     elif form == "vtt":
-        cues = (f"{_time(each.start, '.')} --> {_time(each.end, '.')}\n{_line(each)}\n\n" for each in segments)
         text = "".join(("WEBVTT\n\n", *cues))
     else:
         text = f"{transcription.text}\n"
