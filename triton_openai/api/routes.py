@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from http import HTTPStatus
 from typing import Any, TypeAlias
@@ -201,23 +201,20 @@ def describe(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Iterator[type[errors.ServiceError]]:
-    yield from (errors.ServiceError, errors.UpstreamUnavailable)
-    if keys and operation.group != "health":
-        yield errors.InvalidApiKey
-    if keys and operation.group == "metrics":
-        yield errors.KeyNotSufficient
-    if keys and operation.group in COUNTED:
-        yield errors.RateLimited
-    if restricted:
-        yield errors.ApiRestricted
-    if operation.request is not None:
-        yield from _READ
-        if issubclass(operation.request, ModelRequest):
-            yield from _MODEL
-    if operation.jobs:
-        yield from _INFERENCE
-    yield from operation.errors
+def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Sequence[type[errors.ServiceError]]:
+    group, body = operation.group, operation.request
+    rules: Sequence[tuple[bool, Sequence[type[errors.ServiceError]]]] = (
+        (True, (errors.ServiceError, errors.UpstreamUnavailable)),
+        (keys and group != "health", (errors.InvalidApiKey,)),
+        (keys and group == "metrics", (errors.KeyNotSufficient,)),
+        (keys and group in COUNTED, (errors.RateLimited,)),
+        (restricted, (errors.ApiRestricted,)),
+        (body is not None, _READ),
+        (body is not None and issubclass(body, ModelRequest), _MODEL),
+        (bool(operation.jobs), _INFERENCE),
+        (True, operation.errors),
+    )
+    return [kind for applies, kinds in rules if applies for kind in kinds]
 
 
 def _schema(kind: type[msgspec.Struct]) -> dict[str, str]:
