@@ -41,7 +41,6 @@ class ChatPromptRequest(Protocol):
 
 async def rendered_chat(
     model: ServedModel,
-    prompter: Prompter,
     request: ChatPromptRequest,
     messages: Sequence[Message],
     *,
@@ -52,7 +51,7 @@ async def rendered_chat(
     trust_template: bool,
 ) -> tuple[str, str]:
     """
-    Return *messages* as the template of *model*'s *prompter*, or the request's own, renders them; and its name.
+    Return *messages* as the template of *model*, or the request's own, renders them; and its name.
 
     The template gets *tools*; *images* and *audio* are those in the messages; *trust_template* is whether requests may
     have their own template. Raises :class:`InvalidRequest`, :class:`UnsupportedParameter`, and
@@ -65,6 +64,7 @@ async def rendered_chat(
             "'continue_final_message' cannot be used together with 'add_generation_prompt'.",
             param="continue_final_message",
         )
+    prompter = await model.prompter()
     if request.chat_template is not None:
         prompter = await _with_template(prompter, request.chat_template, trusted=trust_template)
     variables = dict(request.chat_template_kwargs or {})
@@ -136,11 +136,7 @@ async def _with_template(prompter: Prompter, source: str, *, trusted: bool) -> P
             code="string_above_max_length",
         )
     template = await asyncio.to_thread(
-        ChatTemplate,
-        source,
-        name="of the request",
-        special_tokens=prompter.template_variables,
-        param="chat_template",
+        ChatTemplate, source, name="of the request", special_tokens=prompter.template_variables, param="chat_template"
     )
     return prompter.with_template(template)
 
@@ -156,9 +152,7 @@ def media_of(
     images: list[ImageReference] = []
     audio: list[AudioReference] = []
     for number, message in enumerate(messages):
-        if not isinstance(message.content, list):
-            continue
-        for index, part in enumerate(message.content):
+        for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if not isinstance(part, ContentPart) or not (is_image(part) or is_audio(part)):
                 continue
             place = f"messages[{number}].content[{index}]"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, closing
 from time import monotonic
 
 import msgspec
@@ -22,33 +23,26 @@ class RunGroup:
     """
     The runs of one request. Calls *push* with the number of a run and its deltas as they arrive.
 
-    One timer serves the whole request, instead of one for every token: it checks the *timeout* of all runs, the
-    silence of each, and *check*, which gets the time and returns the seconds until it wants to be called again.
+    One timer serves the whole request, instead of one for every token: it checks the silence of each run, and *check*,
+    which gets the time and returns the seconds until it wants to be called again.
 
     Must be closed; :meth:`close` closes every run.
     """
 
     def __init__(
-        self,
-        runs: Sequence[Run],
-        push: Push,
-        *,
-        timeout: float | None = None,
-        check: Callable[[float], float] = lambda _: math.inf,
+        self, runs: Sequence[Run], push: Push, *, check: Callable[[float], float] = lambda _: math.inf
     ) -> None:
         self.runs = runs
         #: The number of runs that :meth:`wait` has not returned.
         self.unfinished = len(runs)
         self._push = push
         self._sent = 0
-        self._timeout, self._check = timeout, check
-        self._began = monotonic()
+        self._check = check
         self._timer: asyncio.TimerHandle | None = None
         self._ended: deque[int] = deque()
         self._loop = asyncio.get_running_loop()
         # Done when :meth:`wait` has something to do. It takes less than an event.
         self._wakeup = self._loop.create_future()
-        self._expired: UpstreamTimeout | None = None
 
     async def start(self) -> None:
         """Send the requests. Raises :class:`ServiceError`."""
@@ -76,15 +70,7 @@ class RunGroup:
     def _check_time(self) -> None:
         """Check what may be late, and when to check again."""
         now = monotonic()
-        left = self._check(now)
-        for run in self.runs:
-            left = min(left, run.check(now))
-        if self._timeout is not None:
-            left = min(left, self._began + self._timeout - now)
-            if left <= 0:
-                self._expired = timeout_error(self._timeout, self.runs)
-                self.wake()
-                return
+        left = min([self._check(now), *(run.check(now) for run in self.runs)])
         self._timer = self._loop.call_later(left, self._check_time)
 
     async def wait(self) -> Sequence[int]:
@@ -95,8 +81,6 @@ class RunGroup:
         """
         await self._wakeup
         self._wakeup = self._loop.create_future()
-        if self._expired is not None:
-            raise self._expired
         ended = []
         while self._ended:
             choice = self._ended.popleft()
@@ -130,10 +114,16 @@ class RunGroup:
         del self._push, self._check
 
 
-def timeout_error(timeout: float | None, runs: Sequence[Run] = ()) -> UpstreamTimeout:
-    """Return the error for an answer, of *runs* if there are any, that took more than *timeout* seconds."""
-    cause = next((run.cause_of_silence for run in runs if run.cause_of_silence), "")
-    return UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.{cause}")
+@asynccontextmanager
+async def time_limit(timeout: float | None, runs: Sequence[Run] = ()) -> AsyncIterator[None]:
+    """Raise :class:`UpstreamTimeout` if an answer, of *runs* if there are any, takes more than *timeout* seconds."""
+    try:
+        async with asyncio.timeout(timeout):
+            yield
+    except TimeoutError as error:
+        cause = next((run.cause_of_silence for run in runs if run.cause_of_silence), "")
+        message = f"The answer was not complete after {timeout or 0:g} seconds.{cause}"
+        raise UpstreamTimeout(message) from error
 
 
 class Collected(msgspec.Struct):
@@ -165,11 +155,9 @@ async def collect(runs: Sequence[Run], *, timeout: float | None, push: Push | No
     Raises :class:`ServiceError`, also when *timeout* seconds were not enough.
     """
     collected: list[list[Delta]] = [[] for _ in runs]
-    group = RunGroup(runs, push or (lambda choice, deltas: collected[choice].extend(deltas)), timeout=timeout)
-    try:
-        await group.start()
-        while group.unfinished:
-            await group.wait()
-    finally:
-        group.close()
+    async with time_limit(timeout, runs):
+        with closing(RunGroup(runs, push or (lambda choice, deltas: collected[choice].extend(deltas)))) as group:
+            await group.start()
+            while group.unfinished:
+                await group.wait()
     return list(map(Collected, runs, collected))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -16,11 +16,12 @@ from triton_openai.errors import InvalidRequest, UpstreamError, UpstreamTimeout
 from triton_openai.generation import IMPOSSIBLE, Alternative, Delta, Generation, Logits, TokenLogprob
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import cancel
-from triton_openai.triton.client import Receiver
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from triton_openai.answer.run import Run
 
 
 def log_probabilities(logits: Logits, chosen: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
@@ -84,16 +85,6 @@ def _rows(logits: Logits) -> np.ndarray[Any, Any]:
     return values.reshape(-1, logits.width)
 
 
-class PausableReceiver(Receiver, Protocol):
-    """What takes the deltas of an answer, and can hold the backend back."""
-
-    def pause(self) -> None:
-        """Pause the backend until :meth:`resume`."""
-
-    def resume(self) -> None:
-        """Let the backend go on."""
-
-
 class LogitsReader:
     """
     Decodes the responses of a stream for its *run*, and makes log probabilities of their logits.
@@ -102,8 +93,8 @@ class LogitsReader:
     this reader as its decoder: it receives deltas instead of responses, and :meth:`feed` returns them unchanged.
     """
 
-    def __init__(self, run: PausableReceiver, decoder: Decoder, generation: Generation) -> None:
-        self._run: PausableReceiver | None = run
+    def __init__(self, run: Run, decoder: Decoder, generation: Generation) -> None:
+        self._run: Run | None = run
         self._decoder = decoder
         self._count = generation.sampling.logprobs or 0
         self._waiting: deque[InferResponse] = deque()
@@ -138,14 +129,15 @@ class LogitsReader:
         if self._task is None and self._run is not None:
             self._task = asyncio.create_task(self._work(self._run))
 
-    async def _work(self, run: PausableReceiver) -> None:
+    async def _work(self, run: Run) -> None:
         run.pause()
         try:
             while self._waiting:
                 delta: Any = self._decoder.feed(self._waiting.popleft())
                 logits, delta.logits = delta.logits, None
                 if logits is not None:
-                    delta.logprobs = await _computed(logits, delta.token_ids, self._count)
+                    ids, cost = delta.token_ids, _cost(logits, delta.token_ids)
+                    delta.logprobs = await offload.run(log_probabilities, logits, ids, self._count, cost=cost)
                 run.receive((delta,))
         except Exception as error:  # noqa: BLE001 - the run ends with any error
             self._end = (error,)
@@ -155,11 +147,6 @@ class LogitsReader:
             run.resume()
         if self._end is not None:
             run.end(*self._end)
-
-
-async def _computed(logits: Logits, chosen: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
-    """Do :func:`log_probabilities` without holding the event loop."""
-    return await offload.run(log_probabilities, logits, chosen, count, cost=_cost(logits, chosen))
 
 
 def _cost(logits: Logits, chosen: Sequence[int]) -> float:

@@ -12,13 +12,13 @@ import structlog
 
 from triton_openai import offload
 from triton_openai.answer.fan_out import collect
+from triton_openai.answer.prepare import tokenizer_of
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import tell_ignored
 from triton_openai.api.chat import ChatRequest, plan_of, prompt_of
 from triton_openai.api.logprobs import rendering_cost
 from triton_openai.api.service import RequestContext, job_not_taken_error
 from triton_openai.api.sse import Renderer
-from triton_openai.api.tokenize import tokenizer_of
 from triton_openai.errors import ConfigurationError, InvalidValue, printable
 from triton_openai.generation import Generation
 from triton_openai.models.served import ServedModel
@@ -80,9 +80,8 @@ async def count_tokens(context: RequestContext[ChatRequest]) -> int:
     model = context.model
     if Generation not in model.jobs:
         raise job_not_taken_error(context.request.app, model, Generation)
-    prompter = await model.prompter()
-    tokenizer = tokenizer_of(prompter)
-    prompt, _, _ = await prompt_of(context, plan_of(context.body), prompter)
+    tokenizer = await tokenizer_of(model)
+    prompt, _, _ = await prompt_of(context, plan_of(context.body))
     return await tokenizer.count_async(prompt, model.adapter.metadata.adds_bos)
 
 

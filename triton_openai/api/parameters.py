@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from operator import attrgetter
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import msgspec
 from msgspec import Meta
@@ -17,7 +17,7 @@ from msgspec import Meta
 from triton_openai.adapters._common.base import Adapter, Parameter, Rule, check_range
 from triton_openai.answer.limits import TokenLimit
 from triton_openai.answer.logits_reader import PromptScoring
-from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest, explain
+from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest, converted
 from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
@@ -27,23 +27,19 @@ from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
+_Unread: TypeAlias = msgspec.Raw | msgspec.UnsetType
 
 
 def accepting(*names: str) -> Callable[[type[_Request]], type[_Request]]:
     """Give a request fields without influence on the answer: documented or in common use, never decoded."""
-    accepted = Annotated[
-        msgspec.Raw | msgspec.UnsetType, Meta(description="Accepted, and without influence on the answer.")
-    ]
+    accepted = Annotated[_Unread, Meta(description="Accepted, and without influence on the answer.")]
     return _with_fields([(name, accepted, msgspec.UNSET) for name in names])
 
 
 def ignoring(*names: str) -> Callable[[type[_Request]], type[_Request]]:
     """Give a request fields that could have an influence on the answer elsewhere: a header of the answer names them."""
-    ignored = Annotated[
-        msgspec.Raw | msgspec.UnsetType,
-        Meta(description=f"Ignored: the header `{IGNORED_HEADER}` names it.", extra={"ignored": True}),
-    ]
-    return _with_fields([(name, ignored, msgspec.UNSET) for name in names])
+    meta = Meta(description=f"Ignored: the header `{IGNORED_HEADER}` names it.", extra={"ignored": True})
+    return _with_fields([(name, Annotated[_Unread, meta], msgspec.UNSET) for name in names])
 
 
 def refusing(**neutral: Any) -> Callable[[type[_Request]], type[_Request]]:
@@ -57,11 +53,9 @@ def refusing(**neutral: Any) -> Callable[[type[_Request]], type[_Request]]:
 
 def _with_fields(fields: Sequence[tuple[str, Any, Any]]) -> Callable[[type[_Request]], type[_Request]]:
     def add(kind: type[_Request]) -> type[_Request]:
-        described = {"__doc__": kind.__doc__}
-        made: Any = msgspec.defstruct(
-            kind.__name__, fields, bases=(kind,), namespace=described, module=kind.__module__, kw_only=True
-        )
-        return made  # type: ignore[no-any-return]
+        namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+        made = msgspec.defstruct(kind.__name__, fields, bases=(kind,), namespace=namespace, kw_only=True)
+        return cast(type[_Request], made)
 
     return add
 
@@ -96,12 +90,6 @@ def ignorable(kind: type[msgspec.Struct]) -> Sequence[str]:
     return tuple(_fields_with(kind, "ignored"))
 
 
-@cache
-def _values(kind: type[msgspec.Struct]) -> Callable[[msgspec.Struct], tuple[Any, ...]]:
-    # Two more, so that it is a tuple.
-    return attrgetter("__class__", "__class__", *neutral_values(kind), *ignorable(kind))
-
-
 _ASK_FOR_NOTHING = (b"null", b"[]", b"{}")
 
 
@@ -111,14 +99,11 @@ def check_unused(request: msgspec.Struct) -> Sequence[str]:
 
     Raises :class:`UnsupportedParameter` for the first field that is not supported and not neutral.
     """
-    kind = type(request)
-    values = _values(kind)(request)
-    if values.count(None) + values.count(msgspec.UNSET) == len(values) - 2:
-        return ()
-    for name, neutral in neutral_values(kind).items():
-        if not is_neutral(getattr(request, name), neutral):
+    for name, neutral in neutral_values(type(request)).items():
+        value = getattr(request, name)
+        if value is not None and not is_neutral(value, neutral):
             raise UnsupportedParameter(f"The parameter '{name}' is not supported with this model.", param=name)
-    given = [(name, getattr(request, name)) for name in ignorable(kind)]
+    given = [(name, getattr(request, name)) for name in ignorable(type(request))]
     return [name for name, raw in given if raw is not msgspec.UNSET and bytes(raw) not in _ASK_FOR_NOTHING]
 
 
@@ -283,10 +268,7 @@ class _Biases(msgspec.Struct):
 
 def _biases(given: Mapping[int, Any]) -> tuple[tuple[int, float], ...]:
     """Return the tokens of *given* with their biases, without those of 0. Raises :class:`InvalidRequest`."""
-    try:
-        checked = msgspec.convert({"logit_bias": given}, _Biases)
-    except msgspec.ValidationError as error:
-        raise explain(str(error)) from error
+    checked = converted({"logit_bias": given}, _Biases)
     return tuple(sorted((token, bias) for token, bias in checked.logit_bias.items() if bias))
 
 
@@ -343,11 +325,8 @@ def sampling(request: SamplingRequest, *, limit: TokenLimit, defaults: DefaultPa
     alternatives_name, logprobs = request.alternatives
     given = _given(defaults)
     stop = request.stop if request.stop is not None else given.get("stop")
-    plain, values = _plain(request), {}
-    if plain.count(None) < len(plain):
-        values = {name: value for name, value in zip(_PLAIN, plain, strict=True) if value is not None}
-    if given:
-        values = {**{name: value for name, value in given.items() if name in _PLAIN}, **values}
+    values = {name: value for name, value in given.items() if name in _PLAIN}
+    values |= {name: value for name, value in zip(_PLAIN, _plain(request), strict=True) if value is not None}
     if values.get("min_tokens", 0) > limit.tokens:
         raise InvalidValue(
             f"'min_tokens' ({values['min_tokens']}) must not be greater than '{limit.param}' ({limit.tokens}).",
@@ -355,9 +334,9 @@ def sampling(request: SamplingRequest, *, limit: TokenLimit, defaults: DefaultPa
         )
     result = Sampling(
         max_tokens=limit.tokens,
-        stop=() if stop is None else stop_strings(stop),
+        stop=stop_strings(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        bad_words=_checked_words("bad_words", tuple(request.bad_words)) if request.bad_words else (),
+        bad_words=_checked_words("bad_words", tuple(request.bad_words or ())),
         allowed_token_ids=tuple(request.allowed_token_ids or ()),
         logprobs=logprobs,
         logit_bias=_biases(request.logit_bias) if request.logit_bias else (),
@@ -468,14 +447,8 @@ def prompt_scoring(
     return PromptScoring(count=count, param=param, timeout=timeout)
 
 
-_GUIDED = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-_guided = attrgetter(*_GUIDED)
-
-
 def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | None:
     """Return the guide that *request* asks for, of a *supported* kind. Raises :class:`InvalidRequest`."""
-    if _guided(request).count(None) == len(_GUIDED):
-        return None
     guides = list(_guides(request))
     if not guides:
         return None
@@ -490,30 +463,29 @@ def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | Non
     return guide
 
 
+_GUIDED = [(kind, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")]
+
+
 def _guides(request: SamplingRequest) -> Iterator[Guide]:
-    wanted = request.response_format
+    wanted, outputs = request.response_format, request.structured_outputs
     if isinstance(wanted, JsonObjectFormat):
         yield Guide(kind="json")
     elif isinstance(wanted, JsonSchemaFormat):
         yield Guide(kind="json_schema", value=_encoded(wanted.json_schema.schema))
     elif isinstance(wanted, StructuralTagFormat):
         yield Guide(kind="structural_tag", value=_encoded(wanted))
-    for kind in ("json", "regex", "choice", "grammar"):
-        value = getattr(request, f"guided_{kind}")
-        if value is not None:
-            yield _guide(kind, value, f"guided_{kind}")
-    outputs = request.structured_outputs
-    if outputs is None:
-        return
-    if outputs.json_object:
-        yield Guide(kind="json", param="structured_outputs.json_object")
-    for kind in ("json", "regex", "choice", "grammar", "structural_tag"):
-        value = getattr(outputs, kind)
-        if value is not None:
-            yield _guide(kind, value, f"structured_outputs.{kind}")
+    asked = [(kind, name, getattr(request, name)) for kind, name in _GUIDED]
+    if outputs is not None:
+        kinds = StructuredOutputs.__struct_fields__
+        asked += [(kind, f"structured_outputs.{kind}", getattr(outputs, kind)) for kind in kinds]
+    for kind, param, value in asked:
+        if value is not None and value is not False:
+            yield _guide(kind, value, param)
 
 
 def _guide(kind: Any, value: Any, param: str) -> Guide:
+    if kind == "json_object":
+        return Guide(kind="json", param=param)
     if kind != "json":
         return Guide(kind=kind, value=value if isinstance(value, str) else _encoded(value), param=param)
     try:

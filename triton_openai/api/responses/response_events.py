@@ -11,7 +11,8 @@ from msgspec import UNSET
 
 from triton_openai.answer.run import Run
 from triton_openai.api.agents import seal
-from triton_openai.api.logprobs import ContentLogprob, chat_logprobs, in_pieces
+from triton_openai.api.bodies import in_pieces
+from triton_openai.api.logprobs import ContentLogprob, chat_logprobs
 from triton_openai.api.responses import objects
 from triton_openai.api.responses.chat_request import ToolName
 from triton_openai.api.service import now
