@@ -383,17 +383,5 @@ class Store(ABC):
         return dropped
 
 
-def oldest(found: Sequence[tuple[str, float, int]], before: float, surplus: int) -> Sequence[tuple[str, int]]:
-    """Return keys and sizes of those to drop of *found*: keys, times of use and sizes, the oldest first."""
-    dropped: list[tuple[str, int]] = []
-    total = 0
-    for key, used, size in found:
-        if (used >= before and total >= surplus) or total > BATCH_SIZE:
-            break
-        dropped.append((key, size))
-        total += size
-    return dropped
-
-
 def _unavailable(detail: str) -> StoreUnavailable:
     return StoreUnavailable("The store of responses cannot be used at the moment.", detail=detail, retry_after=2)
