@@ -6,8 +6,9 @@ import base64
 import binascii
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, Generic, Self, TypeVar
 
+import msgspec
 import structlog
 
 from triton_openai import offload
@@ -84,6 +85,21 @@ async def count_tokens(context: RequestContext[ChatRequest]) -> int:
     tokenizer = tokenizer_of(prompter)
     prompt, _, _ = await prompt_of(context, plan_of(context.body), prompter)
     return await tokenizer.count_async(prompt, model.adapter.metadata.adds_bos)
+
+
+class Page(msgspec.Struct, Generic[_Item], kw_only=True):
+    """A page of a list, with the ids of the first and the last of it, and whether more follow."""
+
+    data: Sequence[_Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+    @classmethod
+    def of(cls, data: Sequence[Any], *, more: bool) -> Self:
+        """Return a page of *data*, each of which has an id."""
+        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        return cls(data=data, first_id=first, last_id=last, has_more=more)
 
 
 def page(

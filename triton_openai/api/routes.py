@@ -501,7 +501,7 @@ OPERATIONS = (
     Operation(uploaded_files.content, _openai(f"GET {_FILE}/content"), "get_file_content", "batch",
               media=("application/octet-stream",), ranges=True, errors=_STORED),
     Operation(uploaded_files.delete, _openai(f"DELETE {_FILE}"), "delete_file", "batch",
-              answer=uploaded_files.DeletedFile, errors=(*_STORED, errors.ObjectInUse)),
+              answer=response_types.Deleted, errors=(*_STORED, errors.ObjectInUse)),
     Operation(batches.create, _openai("POST /batches"), "create_batch", "batch", batches.BatchRequest,
               batches.BatchObject, errors=(*_STORED, errors.TooManyBatches)),
     Operation(batches.list_batches, _openai("GET /batches"), "list_batches", "batch", answer=batches.BatchList,

@@ -102,9 +102,7 @@ def list_models(request: web.Request) -> web.Response:
     backwards = -1 if "before_id" in query else 1
     names = [name for name in models.served if key.allows(name)][::backwards]
     shown, more = page(query, names, names, most=1000, after="before_id" if backwards < 0 else "after_id")
-    data = [describe(models, name) for name in shown[::backwards]]
-    ends = (data[0].id, data[-1].id) if data else (None, None)
-    return json_response(types.ModelPage(data=data, has_more=more, first_id=ends[0], last_id=ends[1]))
+    return json_response(types.ModelPage.of([describe(models, name) for name in shown[::backwards]], more=more))
 
 
 def describe(models: Models, name: str) -> types.ModelInfo:

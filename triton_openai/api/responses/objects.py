@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from triton_openai.api import parameters
+from triton_openai.api.agents import Page
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest
 from triton_openai.api.logprobs import ContentLogprob
 
@@ -294,18 +295,14 @@ class Deleted(msgspec.Struct, kw_only=True):
     """The answer to a deletion; ``object`` says of what."""
 
     id: str
-    object: Literal["response", "conversation.deleted", "chat.completion.deleted"] = msgspec.field(name="object")
+    object: Literal["response", "conversation.deleted", "chat.completion.deleted", "file"] = msgspec.field(
+        name="object"
+    )
     deleted: bool = True
 
 
-class ItemList(msgspec.Struct, kw_only=True):
+class ItemList(Page[Item], tag_field="object", tag="list"):
     """Items of a list, with the ids of the first and the last, and whether more follow."""
-
-    object: Literal["list"] = msgspec.field(name="object", default="list")
-    data: Sequence[Item]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):

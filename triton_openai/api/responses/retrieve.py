@@ -90,18 +90,20 @@ async def list_input(request: web.Request) -> web.Response:
     return json_response(await page_of(request, found.response.id, "input"))
 
 
-def page_query(request: web.Request, order: str = "desc") -> tuple[int, str | None, bool]:
+def page_query(
+    request: web.Request, order: str = "desc", *, most: int = 100, default: int = 20
+) -> tuple[int, str | None, bool]:
     """
     Return the ``limit`` of the page that *request* asks for, the id that it follows, and whether the last comes first.
 
-    *order* holds where the query has none. Raises :class:`InvalidValue`.
+    *order* and *default* hold where the query has none. Raises :class:`InvalidValue`.
     """
     order, after = request.query.get("order", order), request.query.get("after")
     if order not in ("asc", "desc"):
         raise errors.InvalidValue("'order' must be 'asc' or 'desc'.", "order")
     if after is not None and not is_id(after):
         raise agents.unknown_place_error("after")
-    return agents.page_limit(request.query, 100), after, order == "desc"
+    return agents.page_limit(request.query, most, default=default), after, order == "desc"
 
 
 async def page_of(request: web.Request, key: str, name: str, order: str = "desc") -> ItemList:
