@@ -74,27 +74,9 @@ class LineRequest(dict[Any, Any]):
         self.content_length, self.client_max_size = len(body), app[SERVICE].settings.server.max_body_size
 
 
-class _Tokens(msgspec.Struct):
-    cached_tokens: int | None = None
-    reasoning_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    """Usage as the APIs name it."""
-
-    prompt_tokens: int | None = None
-    input_tokens: int | None = None
-    completion_tokens: int | None = None
-    output_tokens: int | None = None
-    cache_read_input_tokens: int | None = None
-    prompt_tokens_details: _Tokens | None = None
-    input_tokens_details: _Tokens | None = None
-    completion_tokens_details: _Tokens | None = None
-    output_tokens_details: _Tokens | None = None
-
-
 class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
+    #: As the APIs name it.
+    usage: dict[str, Any] | None = None
 
 
 _decode = msgspec.json.Decoder(_Answer).decode
@@ -224,15 +206,12 @@ def endpoints(operations: Mapping[Handler, Operation]) -> Mapping[str, Handler]:
 
 
 def _usage(answer: bytes) -> BatchUsage:
-    try:
-        usage = _decode(answer).usage or _Usage()
-    except msgspec.MsgspecError:
-        return BatchUsage()
-    given = usage.prompt_tokens_details or usage.input_tokens_details or _Tokens()
-    made = usage.completion_tokens_details or usage.output_tokens_details or _Tokens()
+    usage = _decode(answer).usage or {}
+    given = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    made = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
     return BatchUsage(
-        input_tokens=usage.prompt_tokens or usage.input_tokens or 0,
-        cached_tokens=given.cached_tokens or usage.cache_read_input_tokens or 0,
-        output_tokens=usage.completion_tokens or usage.output_tokens or 0,
-        reasoning_tokens=made.reasoning_tokens or 0,
+        input_tokens=usage.get("prompt_tokens") or usage.get("input_tokens") or 0,
+        cached_tokens=given.get("cached_tokens") or usage.get("cache_read_input_tokens") or 0,
+        output_tokens=usage.get("completion_tokens") or usage.get("output_tokens") or 0,
+        reasoning_tokens=made.get("reasoning_tokens") or 0,
     )
