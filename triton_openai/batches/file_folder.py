@@ -47,7 +47,6 @@ class Remote(Protocol):
 
     async def read(self, name: str, start: int, end: int) -> bytes:
         """Return the bytes of the file *name* from *start* to *end*. Raises :class:`ServiceError`."""
-        ...
 
 
 class Files:
@@ -120,10 +119,7 @@ class Files:
         return await self._writing(name)
 
     async def _writing(self, name: str) -> Writing:
-        return Writing(self.folder, name, await opened(on_disk(self._begin, name)))
-
-    def _begin(self, name: str) -> int:
-        return self._create(f"{name}.new")
+        return Writing(self.folder, name, await opened(on_disk(self._create, f"{name}.new")))
 
     def _create(self, name: str) -> int:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
