@@ -16,7 +16,7 @@ from triton_openai.api import agents
 from triton_openai.api.agents import Page
 from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.lines import endpoints
-from triton_openai.api.responses.objects import InputTokensDetails, Metadata, OutputTokensDetails, ResponseUsage
+from triton_openai.api.responses.objects import Metadata, ResponseUsage
 from triton_openai.api.service import OPERATIONS_BY_HANDLER, key_of, new_id, service_of
 from triton_openai.api.uploaded_files import ExpiresAfter, files_of, find_file, page_of, too_much
 from triton_openai.batches.batch_runner import BatchRunner
@@ -207,12 +207,8 @@ def batch_object(batch: Batch) -> BatchObject:
         created_at=int(batch.created),
         expires_at=int(batch.expires),
         request_counts=BatchCounts(total=batch.total, completed=batch.succeeded, failed=batch.failed),
-        usage=ResponseUsage(
-            input_tokens=usage.input_tokens,
-            input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
-            output_tokens=usage.output_tokens,
-            output_tokens_details=OutputTokensDetails(reasoning_tokens=usage.reasoning_tokens),
-            total_tokens=usage.input_tokens + usage.output_tokens,
+        usage=ResponseUsage.of(
+            usage.input_tokens, usage.output_tokens, cached=usage.cached_tokens, reasoning=usage.reasoning_tokens
         ),
         metadata=batch.metadata,
         **times,

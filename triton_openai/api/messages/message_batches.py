@@ -207,11 +207,6 @@ def _batch_object(batch: Batch) -> MessageBatch:
     total, ended = batch.total, not batch.open
     never = total - batch.succeeded - batch.failed if ended else 0
     ended_at = batch.times.get(f"{batch.status}_at") if ended else None
-    status: Literal["in_progress", "canceling", "ended"] = "in_progress"
-    if ended:
-        status = "ended"
-    elif batch.status == "cancelling":
-        status = "canceling"
     counts = MessageCounts(
         processing=0 if ended else total,
         succeeded=batch.succeeded if ended else 0,
@@ -222,7 +217,7 @@ def _batch_object(batch: Batch) -> MessageBatch:
     cancelling = batch.times.get("cancelling_at")
     return MessageBatch(
         id=batch.id,
-        processing_status=status,
+        processing_status="ended" if ended else "canceling" if batch.status == "cancelling" else "in_progress",
         request_counts=counts,
         ended_at=None if ended_at is None else _time(ended_at),
         created_at=_time(batch.created),

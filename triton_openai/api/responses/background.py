@@ -161,7 +161,7 @@ class ResumedEvents(EventSource):
 
     def __init__(self, found: StoredResponse, after: int) -> None:
         self._found = found
-        self._log = found.state.live.get(found.response.id)
+        self._log = found.log
         self._place = max(0, after + 1)
         # The last row that was read, and the number of the event behind it.
         self._row: str | None = None

@@ -55,8 +55,7 @@ class EventLog:
         self._rows: list[Row] = []
         self._waiting = 0
         self._starts: list[int] = []
-        self._readers: set[asyncio.Future[None]] = set()
-        self._work, self._closed = asyncio.Event(), asyncio.Event()
+        self._news, self._work, self._closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._storing: asyncio.Task[None] | None = None
 
     @property
@@ -90,28 +89,19 @@ class EventLog:
             self._size += len(events)
             self._waiting += len(events)
             self._work.set()
-            self._wake()
+            self._news.set()
 
     def end(self, last: bytes) -> None:
         """Let the readers end, with the *last* events."""
         self.last = last
-        self._wake()
-
-    def _wake(self) -> None:
-        for reader in self._readers:
-            if not reader.done():
-                reader.set_result(None)
+        self._news.set()
 
     async def wait(self, seconds: float) -> None:
         """Wait for further events, or the last ones, for *seconds* at most."""
-        reader = asyncio.get_running_loop().create_future()
-        self._readers.add(reader)
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await reader
-        finally:
-            self._readers.discard(reader)
+        self._news.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
 
     def after(self, place: int) -> bytes | None:
         """Return the events from number *place* on; ``None`` where only the store has them all."""

@@ -7,7 +7,7 @@ Source of the wire format: openai-openapi 2.3.0, and where it and the clients di
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -214,6 +214,17 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
+
+    @classmethod
+    def of(cls, input_tokens: int, output_tokens: int, *, cached: int, reasoning: int) -> Self:
+        """Return the usage of tokens, of which some came from a cache and some were thoughts."""
+        return cls(
+            input_tokens=input_tokens,
+            input_tokens_details=InputTokensDetails(cached_tokens=cached),
+            output_tokens=output_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=reasoning),
+            total_tokens=input_tokens + output_tokens,
+        )
 
 
 class ResponseFailure(msgspec.Struct):

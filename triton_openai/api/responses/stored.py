@@ -189,7 +189,7 @@ class StoredResponse:
         #: Whether it holds its conversation no longer, because it stands there.
         self.released = False
         #: Its events, if this process makes it in the background.
-        self.log: EventLog | None = None
+        self.log = state.live.get(response.id)
 
     @property
     def running(self) -> bool:
