@@ -452,11 +452,10 @@ class BatchRunner:
 
     def _again(self, held: _Held, line: Line, outcome: Outcome, limit: Limit, began: float) -> bool:
         """Return whether a line is tried again, and let it wait for that."""
-        error, tries = outcome.error, held.tries.get(line.number, 0)
+        error, tries = outcome.error, held.tries.pop(line.number, 0)
         if error is None or error.status not in _RETRIED:
             limit.ended(self._host.most_running)
             if not (isinstance(error, errors.ModelNotFound) and self._host.target(line.model) is None):
-                held.tries.pop(line.number, None)
                 return False
         assert error is not None
         # Where live requests took the room meanwhile, the next line waits for room, and that is all.
@@ -468,9 +467,9 @@ class BatchRunner:
             limit.unavailable()
         elif not isinstance(error, errors.ServiceOverloaded):
             if tries >= _RETRIES:
-                held.tries.pop(line.number, None)
                 return False
-            held.tries[line.number] = tries + 1
+            tries += 1
+        held.tries[line.number] = tries
         due = time.monotonic() + max(wait, min(error.retry_after or 0.0, _LONGEST_RETRY))
         heapq.heappush(held.retrying, (due, next(self._order), line))
         return True

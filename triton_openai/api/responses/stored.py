@@ -215,13 +215,12 @@ class StoredResponse:
         return kept
 
     async def announce(self) -> None:
-        """Keep it before it is made. Raises :class:`StoreUnavailable`."""
-        if self.response.background:
-            await self.put(self.input, lease=LEASE_SECONDS)
-        else:
-            # What it will be if this process ends in the middle of it.
-            lost = msgspec.structs.replace(self.response, status="failed", error=INTERRUPTED)
+        """Keep a stream, before it is made, as what it will be if this process ends in the middle of it."""
+        lost = msgspec.structs.replace(self.response, status="failed", error=INTERRUPTED)
+        try:
             await self.put(self.input, response=lost)
+        except errors.StoreUnavailable as error:
+            self.not_kept(error)
 
     async def begin(self) -> bool:
         """Tell other processes that it is in progress; return false if one of them has cancelled it."""
