@@ -12,12 +12,13 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from triton_openai import errors
-from triton_openai.storage.sql import Database, Steps, operation
+from triton_openai.storage.sql import Database, Steps, missing, operation
 
 _T = TypeVar("_T")
 # Longest time for one operation, in seconds: to insert or to drop many lines takes a while.
@@ -46,11 +47,7 @@ MIGRATIONS: Sequence[Sequence[str]] = (
 )
 
 
-def lacking(version: int) -> Sequence[tuple[int, Sequence[str]]]:
-    """Return the migrations that a schema of *version* lacks. Raises :class:`ConfigurationError` for a newer one."""
-    if version > len(MIGRATIONS):
-        raise errors.ConfigurationError("The store of batches was made by a newer version of this service.")
-    return list(enumerate(MIGRATIONS, 1))[version:]
+lacking = partial(missing, "batches", MIGRATIONS)
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,10 +6,8 @@ import json
 import re
 import time
 from collections.abc import Callable, Collection, Coroutine, Generator, Mapping, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
-
-import structlog
 
 from triton_openai.config.tree import ResponsesSettings
 from triton_openai.errors import ConfigurationError
@@ -29,7 +27,6 @@ from triton_openai.storage.store import (
     Store,
 )
 
-_log = structlog.get_logger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 #: Yields a statement and its values, and is sent its rows. Values in a list are those of as many executions.
@@ -39,28 +36,21 @@ Steps: TypeAlias = Generator[tuple[Any, ...], Sequence[Sequence[Any]], _T]
 # on; EACH($1) are the texts of a JSON array, and PAIRS($1) the arrays of a JSON array as columns `key` and `id`.
 # CLOCK() is the Unix time of the database, which is the same for all that use it.
 MIGRATIONS: Sequence[Sequence[str]] = (
-    (),
+    # No release has had the first three versions.
+    *((), (), ()),
     (
-        # The first version kept values that nobody can read any more.
-        "DROP TABLE IF EXISTS triton_openai_state",
         # `next` is the position of the next row.
         "CREATE TABLE triton_openai_entry (key TEXT PRIMARY KEY, owner TEXT NOT NULL, parent TEXT, version BIGINT NOT"
         " NULL, used DOUBLE PRECISION NOT NULL, holder TEXT NOT NULL, until DOUBLE PRECISION NOT NULL,"
         " size BIGINT NOT NULL, rows BIGINT NOT NULL, next BIGINT NOT NULL, head BYTEA NOT NULL)",
-        "CREATE INDEX triton_openai_entry_used ON triton_openai_entry (owner, used)",
+        # The sizes of owners come from an index alone.
+        "CREATE INDEX triton_openai_entry_used ON triton_openai_entry (owner, used, size)",
+        "CREATE INDEX triton_openai_entry_parent ON triton_openai_entry (parent)",
+        "CREATE INDEX triton_openai_entry_key ON triton_openai_entry (owner, key)",
         "CREATE TABLE triton_openai_row (key TEXT NOT NULL, list TEXT NOT NULL, position BIGINT NOT NULL,"
         " id TEXT NOT NULL, data BYTEA NOT NULL, PRIMARY KEY (key, list, position))",
         "CREATE UNIQUE INDEX triton_openai_row_id ON triton_openai_row (key, id)",
-        "CREATE TABLE triton_openai_owner (owner TEXT PRIMARY KEY, size BIGINT NOT NULL)",
     ),
-    (
-        # The sizes of owners come from an index alone.
-        "DROP TABLE triton_openai_owner",
-        "DROP INDEX triton_openai_entry_used",
-        "CREATE INDEX triton_openai_entry_used ON triton_openai_entry (owner, used, size)",
-        "CREATE INDEX triton_openai_entry_parent ON triton_openai_entry (parent)",
-    ),
-    ("CREATE INDEX triton_openai_entry_key ON triton_openai_entry (owner, key)",),
 )
 
 
@@ -72,13 +62,18 @@ def translated(text: str, dialect: tuple[tuple[str, str], ...]) -> str:
     return text
 
 
-def pending(version: int) -> Sequence[tuple[int, Sequence[str]]]:
-    """Return the migrations that a schema of *version* lacks. Raises :class:`ConfigurationError` for a newer one."""
-    if version == 1:
-        _log.warning("the responses that an earlier version of this service stored are dropped")
-    if version > len(MIGRATIONS):
-        raise ConfigurationError("The store of responses was made by a newer version of this service.")
-    return list(enumerate(MIGRATIONS, 1))[version:]
+def missing(of: str, migrations: Sequence[Sequence[str]], version: int) -> Sequence[tuple[int, Sequence[str]]]:
+    """
+    Return those of *migrations* that the schema of a store *of* something lacks, which has a *version*.
+
+    Raises :class:`ConfigurationError` for a newer one.
+    """
+    if version > len(migrations):
+        raise ConfigurationError(f"The store of {of} was made by a newer version of this service.")
+    return list(enumerate(migrations, 1))[version:]
+
+
+pending = partial(missing, "responses", MIGRATIONS)
 
 
 class Database(Protocol):
