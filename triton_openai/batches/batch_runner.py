@@ -14,7 +14,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from hashlib import blake2b
 from itertools import count
@@ -132,13 +132,6 @@ class Host(Protocol):
         """Return the answer to a line."""
 
 
-class _Ended(NamedTuple):
-    number: int
-    state: int
-    data: bytes
-    usage: BatchUsage
-
-
 class _Held:
     """A batch that this process runs."""
 
@@ -149,7 +142,8 @@ class _Held:
         self.retrying: list[tuple[float, int, Line]] = []
         self.tries: dict[int, int] = {}
         self.running: dict[int, asyncio.Task[None]] = {}
-        self.done: list[_Ended] = []
+        #: Results that are not written yet: their places are not known.
+        self.done: list[tuple[Done, bytes]] = []
         #: The last line that was read, and whether there are more.
         self.last, self.more = 0, True
         self.input = self.output = -1
@@ -433,7 +427,7 @@ class BatchRunner:
             if not self._again(held, line, outcome, limit, began):
                 state = SUCCEEDED if outcome.error is None else FAILED
                 data = rendered(batch, line.number, custom_id, outcome)
-                held.done.append(_Ended(line.number, state, data, outcome.usage))
+                held.done.append((Done(line.number, state, -1, len(data), outcome.usage), data))
                 return
             with suppress(ServiceError, LeaseLost):
                 await self._store.stopped(batch, [line.number])
@@ -557,8 +551,7 @@ class BatchRunner:
         batch = held.batch
         await self._store.clear_lines(batch)
         most, longest = self._host.settings.max_requests, self._host.longest_line
-        reader = await asyncio.to_thread(InputReader, held.input, batch, most=most, longest=longest)
-        try:
+        with closing(await asyncio.to_thread(InputReader, held.input, batch, most=most, longest=longest)) as reader:
             checked = 0
             while lines := await asyncio.to_thread(reader.read, _CHUNK):
                 for model, number in list(reader.models.items())[checked:]:
@@ -573,8 +566,6 @@ class BatchRunner:
                 checked = len(reader.models)
                 if not reader.problems:
                     await self._store.add_lines(batch, lines)
-        finally:
-            reader.close()
         if reader.problems:
             held.problems = reader.problems
             return
@@ -634,15 +625,15 @@ class BatchRunner:
 
     async def _write(self, held: _Held) -> None:
         ended, place, done = held.done[:], held.size, list[Done]()
-        for one in ended:
-            done.append(Done(one.number, one.state, place, len(one.data), one.usage))
-            place += len(one.data)
+        for one, _ in ended:
+            done.append(one._replace(place=place))
+            place += one.length
 
         def write() -> None:
             if held.output < 0:
                 held.output = self._files.make_part(held.batch)
             # What a failed attempt has left there is overwritten.
-            write_at(held.output, b"".join([one.data for one in ended]), held.size)
+            write_at(held.output, b"".join([data for _, data in ended]), held.size)
             os.fdatasync(held.output)
 
         await on_disk(write)

@@ -99,7 +99,9 @@ class ResponseStore:
             raise errors.ObjectNotFound(f"There is no response '{response_id[:100]}'.", param="response_id")
         output = kept.rows
         cost = offload.json_cost(entry.size)
-        response, items = await offload.run(lambda: (_RESPONSE.decode(entry.head), _decoded(output)), cost=cost)
+        response, items = await offload.run(
+            lambda: (_RESPONSE.decode(entry.head), _OUTPUT.decode(joined(output))), cost=cost
+        )
         found = StoredResponse(self, owner, response, entry.version)
         lost = found.running and entry.until < time.time()
         response.output = items
@@ -286,11 +288,6 @@ def no_conversation(conversation_id: str) -> errors.ObjectNotFound:
 def joined(items: Sequence[bytes]) -> bytes:
     """Return *items*, each in JSON, as a list in JSON."""
     return b"[%b]" % b",".join(items)
-
-
-def _decoded(output: Sequence[bytes]) -> list[OutputItem]:
-    items: list[OutputItem] = _OUTPUT.decode(joined(output))
-    return items
 
 
 def _output_rows(response: ResponseObject) -> list[Row]:
