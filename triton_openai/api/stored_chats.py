@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
 from secrets import token_hex
 from typing import Any
 
@@ -26,7 +27,7 @@ from triton_openai.api.responses.stored import STATE, is_key
 from triton_openai.api.service import RequestContext, begin, key_of, new_id
 from triton_openai.prompts.messages import Message
 from triton_openai.serving.request_body import LIMITS
-from triton_openai.storage.store import BATCH, Entry, Place, Row, Store
+from triton_openai.storage.store import BATCH, Entry, Place, Row, Store, fitting
 
 _PREFIX = "chatcmpl-"
 
@@ -163,10 +164,6 @@ async def list_all(request: web.Request) -> web.Response:
             if head is not None and model in (None, head.model) and wanted.items() <= head.metadata.items():
                 found[place] = head
     sizes = await store.sizes(owner, [Place(key, key) for key in found])
-    left, shown = request.app[LIMITS].max_text_size, dict[str, _Head]()
-    for key, head in list(found.items())[:limit]:
-        left -= sizes.get(Place(key, key), 0)
-        if shown and left < 0:
-            break
-        shown[key] = head
+    count = fitting((sizes.get(Place(key, key), 0) for key in found), request.app[LIMITS].max_text_size)
+    shown = dict(islice(found.items(), min(count, limit)))
     return json_response(list_of(await _shown(store, owner, shown), more=len(shown) < len(found)))

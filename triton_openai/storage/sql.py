@@ -25,6 +25,7 @@ from triton_openai.storage.store import (
     Place,
     Row,
     Store,
+    fitting,
 )
 
 _P = ParamSpec("_P")
@@ -211,12 +212,7 @@ class SqlStore(Store):
             f" ORDER BY position {'DESC' if reverse else 'ASC'} LIMIT $5"
         )
         sizes = yield f"SELECT LENGTH(data) {rows}", *(key, name, first, last, limit + 1)
-        count = total = 0
-        for (size,) in sizes[:limit]:
-            total += size
-            if count and total > most_size:
-                break
-            count += 1
+        count = min(len(sizes), limit, fitting((size for (size,) in sizes), most_size))
         shown = yield f"SELECT id, data {rows}", *(key, name, first, last, count)
         return Page([Row(name, row_id, bytes(data)) for row_id, data in shown], count < len(sizes))
 

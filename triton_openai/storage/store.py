@@ -16,8 +16,9 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import accumulate
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import structlog
@@ -381,6 +382,11 @@ class Store(ABC):
             # As long as it took is for others.
             await asyncio.sleep(time.monotonic() - began)
         return dropped
+
+
+def fitting(sizes: Iterable[int], most: int) -> int:
+    """Return how many of *sizes*, from the first on, are no more than *most* together: at least one."""
+    return max(1, sum(total <= most for total in accumulate(sizes)))
 
 
 def _unavailable(detail: str) -> StoreUnavailable:
