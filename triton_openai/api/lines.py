@@ -151,12 +151,19 @@ class LineHost:
         )
         record.key, record.batch_trace = batch.owner or None, batch.trace
         handler = self._by_path[batch.endpoint]
-        request = LineRequest(app, handler, batch.endpoint, body)
+        request = cast(web.Request, LineRequest(app, handler, batch.endpoint, body))
         request[RECORD] = record
         with Observed(app, record):
             LOG_FIELDS.set(record.log_fields)
             try:
-                return await self._answered(cast(web.Request, request), handler, batch.owner)
+                request[KEY] = key = self._key(batch.owner)
+                response = await handler(request)
+                answer = response.body if isinstance(response, web.Response) else None
+                assert isinstance(answer, bytes), "a line was answered by a stream"
+                record.status = response.status
+                if key.limit.batch_tokens_per_minute is not None:
+                    await self._charge(batch.owner, record)
+                return Outcome(response.status, answer, record.request_id, usage=_usage(answer))
             except asyncio.CancelledError:
                 reason = app[DRAINING].reason()
                 if reason is None:
@@ -170,20 +177,9 @@ class LineHost:
                 error = errors.ServiceError()
             record.error = error
             render = app.get(ERROR_BODY)
-            made = (render and render(cast(web.Request, request), error)) or (error.status, error.envelope())
+            made = (render and render(request, error)) or (error.status, error.envelope())
             record.status = made[0]
             return Outcome(*made, record.request_id, error=error)
-
-    async def _answered(self, request: web.Request, handler: Handler, owner: str) -> Outcome:
-        request[KEY] = key = self._key(owner)
-        response = await handler(request)
-        body = response.body if isinstance(response, web.Response) else None
-        assert isinstance(body, bytes), "a line was answered by a stream"
-        record = request[RECORD]
-        record.status = response.status
-        if key.limit.batch_tokens_per_minute is not None:
-            await self._charge(owner, record)
-        return Outcome(response.status, body, record.request_id, usage=_usage(body))
 
     async def _charge(self, owner: str, record: RequestRecord) -> None:
         limits = self._app[AUTHORIZER].limits

@@ -55,12 +55,13 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     owner: str
-    purpose: str
+    #: Known once it is complete.
+    purpose: str = ""
     #: The client's, and no path.
-    filename: str
+    filename: str = ""
     bytes: int
     created: float
-    expires: float | None
+    expires: float | None = None
     state: Literal["uploading", "processed"] = "processed"
 
 
