@@ -180,8 +180,7 @@ class ResumedEvents(EventSource):
             await log.wait(seconds)
         events = log.after(self._place)
         if events is None:
-            # The reader is far behind.
-            self._row, self._behind = log.row_before(self._place)
+            # The reader is far behind. The store is read on from where it was before.
             return await self._stored(seconds)
         if not events and log.last is not None:
             self._over = True

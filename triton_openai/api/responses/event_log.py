@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -51,10 +50,9 @@ class EventLog:
         # Pieces of the latest events, each with its first number; their bytes; from which number on they are in no row.
         self._recent: deque[tuple[int, bytes]] = deque()
         self._size = self._unwritten = 0
-        # The rows that the store may lack; the bytes that it lacks; the numbers with which all rows begin.
+        # The rows that the store may lack; the bytes that it lacks.
         self._rows: list[Row] = []
         self._waiting = 0
-        self._starts: list[int] = []
         self._news, self._work, self._closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._storing: asyncio.Task[None] | None = None
 
@@ -116,11 +114,6 @@ class EventLog:
                 return None
         return b"".join(reversed(found))
 
-    def row_before(self, place: int) -> tuple[str | None, int]:
-        """Return the id of the row before the one with event number *place*, and the number with which that begins."""
-        number = bisect_right(self._starts, place) - 1
-        return str(self._starts[number - 1]) if number > 0 else None, self._starts[max(number, 0)]
-
     async def _keep_storing(self) -> None:
         pause = _BATCH_SECONDS
         while not self._closed.is_set():
@@ -155,7 +148,6 @@ class EventLog:
         if pieces:
             # It stays as it is: the store may have it though it could not say so.
             self._rows.append(Row(EVENTS, str(self._unwritten), b"".join(pieces)))
-            self._starts.append(self._unwritten)
             self._unwritten = self.count
         return tuple(self._rows)
 
