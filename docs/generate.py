@@ -280,6 +280,7 @@ _ATTRIBUTES = {
     "triton_openai.chat_template": "The name of the template; `default` and `tool_use` are the tokenizer's own.",
     "triton_openai.batch": "The batch that the request is a line of.",
     "triton_openai.client_left": "True when the client left before the end.",
+    "triton_openai.endpoint": "The Triton that the call goes to, where there are several.",
     "triton_openai.lora": "The LoRA adapter of the call.",
     "triton_openai.queued_seconds": "Seconds in this service's queue.",
     "triton_openai.request_id": "The request's `x-request-id`.",
@@ -288,10 +289,11 @@ _SERVER_ADDRESS = ["server.address", "server.port"]
 #: The functions that make the attributes of each kind of span.
 _SPANS: Mapping[str, Sequence[Callable[..., Any]]] = {
     "server": (
-        tracing.head_attributes, tracing.shared_attributes.__wrapped__, tracing.request_attributes,
-        tracing.response_attributes, tracing.content_attributes,
+        tracing.Tracing.started, tracing.head_attributes.__wrapped__, tracing.model_attributes.__wrapped__,
+        tracing.answer_attributes.__wrapped__, tracing.own_attributes, tracing.request_attributes,
+        tracing.content_attributes,
     ),
-    "call": (tracing.call_attributes, tracing.upstream_attributes.__wrapped__),
+    "call": (tracing.Trace, tracing.call_attributes.__wrapped__),
 }  # fmt: skip
 
 
@@ -302,8 +304,6 @@ def spans() -> str:
         names = [name for function in functions for name in _attribute_names(function)]
         if span == "server":
             names += [name for name, _ in tracing.NUMBERS.values()]
-        if span == "call":
-            names.append("error.type")
         if unknown := set(names) - _ATTRIBUTES.keys():
             raise ValueError(f"describe these attributes in {__file__}: {sorted(unknown)}")
         rows += [[f"`{name}`", span, _ATTRIBUTES[name]] for name in sorted(dict.fromkeys(names))]

@@ -12,6 +12,7 @@ import asyncpg
 
 from triton_openai.config.tree import ResponsesSettings
 from triton_openai.storage.sql import SqlStore, Steps, pending, translated
+from triton_openai.tasks import within
 
 _T = TypeVar("_T")
 # After these seconds the server ends a transaction whose client is silent, such as a process that is frozen: others
@@ -75,7 +76,7 @@ class PostgresDatabase:
         :class:`OSError`.
         """
         try:
-            async with asyncio.timeout(timeout):
+            async with within(timeout):
                 async with self._connecting:
                     self._pool = self._pool or await self._connect(timeout)
                 async with self._pool.acquire() as connection:

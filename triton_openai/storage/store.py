@@ -25,6 +25,7 @@ import structlog
 
 from triton_openai.config.tree import ResponsesSettings
 from triton_openai.errors import ServiceError, StoreUnavailable
+from triton_openai.tasks import within
 
 _log = structlog.get_logger(__name__)
 # What fails only after this time is as bad as what does not answer.
@@ -292,20 +293,13 @@ class Store(ABC):
         """
         if not (inner or self.available):
             raise _unavailable("it did not answer in time, and does not yet again")
-        began, task = time.monotonic(), asyncio.current_task()
-        assert task is not None
-        cancellations = task.cancelling()
+        began = time.monotonic()
         try:
-            async with asyncio.timeout(self.timeout):
+            async with within(self.timeout):
                 yield
-            if task.cancelling() > cancellations:
-                raise asyncio.CancelledError
         except (ServiceError, EntryFull):
             raise
         except Exception as error:
-            if task.cancelling() > cancellations:
-                # A driver took it for a failure of its own. Whoever has asked for it would wait for ever.
-                raise asyncio.CancelledError from error
             # A driver may have time limits of its own.
             slow = isinstance(error, TimeoutError) or time.monotonic() - began > _SLOW_SECONDS
             if slow and self._probing is None:

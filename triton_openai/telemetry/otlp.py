@@ -21,19 +21,33 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.sdk.trace.sampling import DEFAULT_ON, Decision
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, get_current_span
+from opentelemetry.trace import (
+    INVALID_SPAN_CONTEXT,
+    Link,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    TraceState,
+    get_current_span,
+)
 
 from triton_openai import __version__
 from triton_openai.config.sources import SDK_REFUSES
 from triton_openai.config.tree import TracesSettings
 from triton_openai.errors import ConfigurationError
-from triton_openai.telemetry.tracing import SCHEMA_URL, Attributes, Span, Spans
+from triton_openai.telemetry.request_record import RequestRecord
+from triton_openai.telemetry.tracing import FIRST_TOKEN, SCHEMA_URL, Attributes, Span, Spans, all_attributes, span_name
 
 _log = structlog.get_logger(__name__)
 # As many as the SDK puts into a message by default.
 _MOST_SPANS = 512
+# More than our spans have, with those of a sampler: the SDK's own limit.
+_MOST_ATTRIBUTES = 128
+_SAMPLED, _DROPPED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
 _UNSET, _FAILED = Status(StatusCode.UNSET), Status(StatusCode.ERROR)
 
 
@@ -60,19 +74,36 @@ def resource() -> Resource:
     return defaults.merge(OTELResourceDetector().detect())
 
 
-class _Ended(msgspec.Struct):
+class Ended(msgspec.Struct):
     """The spans of one request, as the SDK's queue has them: it asks whether ``context`` is sampled."""
 
     context: SpanContext
     spans: Sequence[Span]
 
 
+class Batch(Sequence[ReadableSpan]):
+    """*spans* with the contexts of their requests, which exporters read as the SDK's, made from each by *made*."""
+
+    def __init__(
+        self, spans: Sequence[tuple[SpanContext, Span]], made: Callable[[SpanContext, Span], ReadableSpan]
+    ) -> None:
+        self.spans, self._made = spans, made
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self._made(*one) for one in self.spans[place]]
+        return self._made(*self.spans[place])
+
+
 class SdkSpans(Spans, SpanExporter):
     """
-    Queues the spans of each request, and makes the SDK's of them where they are sent, by *exporter*.
+    Queues the spans of each request, and sends them by *exporter*.
 
     The sampler, the ids, the limits and the resource are those of *provider*. The SDK's own way checks and locks for
-    every attribute while the event loop waits. Made in batches, in the thread that sends them, they cost a fraction.
+    every attribute while the event loop waits. Encoded in batches, in the thread that sends them, they cost a fraction.
     """
 
     def __init__(
@@ -83,48 +114,57 @@ class SdkSpans(Spans, SpanExporter):
         self._scope = InstrumentationScope("triton_openai", __version__, SCHEMA_URL)
         limits = SpanLimits()
         self._most, self._longest = limits.max_span_attributes, limits.max_span_attribute_length
+        self._unlimited = self._longest is None and (self._most is None or self._most >= _MOST_ATTRIBUTES)
         self._processor = processor(self)
         provider.add_span_processor(self._processor)
 
-    def begin(self, name: str, parent: Context, attributes: Attributes) -> SpanContext:
-        above = get_current_span(parent).get_span_context() if parent else None
-        trace_id = above.trace_id if above and above.is_valid else self._ids.generate_trace_id()
-        sampling = self._sampler.should_sample(parent, trace_id, name, SpanKind.SERVER, attributes, ())
-        attributes.update(sampling.attributes)
-        sampled = sampling.decision is Decision.RECORD_AND_SAMPLE
-        flags = TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT)
-        return SpanContext(trace_id, self._ids.generate_span_id(), False, flags, sampling.trace_state)
+    def begin(self, record: RequestRecord, parent: Context, attributes: Attributes) -> SpanContext:
+        above = get_current_span(parent).get_span_context() if parent else INVALID_SPAN_CONTEXT
+        trace_id = above.trace_id or self._ids.generate_trace_id()
+        state: TraceState | None = above.trace_state
+        if self._sampler is DEFAULT_ON:
+            # What it would decide: asking it takes a tenth of the cost of a trace.
+            sampled = not above.is_valid or above.trace_flags.sampled
+        else:
+            name = span_name(record)
+            sampling = self._sampler.should_sample(parent, trace_id, name, SpanKind.SERVER, attributes, ())
+            attributes.update(sampling.attributes)
+            sampled, state = sampling.decision is Decision.RECORD_AND_SAMPLE, sampling.trace_state
+        return SpanContext(trace_id, self._ids.generate_span_id(), False, _SAMPLED if sampled else _DROPPED, state)
 
-    def child(self, parent: SpanContext) -> SpanContext:
-        span_id = self._ids.generate_span_id()
-        return SpanContext(parent.trace_id, span_id, False, parent.trace_flags, parent.trace_state)
+    def new_id(self) -> int:
+        return self._ids.generate_span_id()
 
     def end(self, context: SpanContext, spans: Sequence[Span]) -> None:
         # All that the processor reads of a span.
-        ended: Any = _Ended(context, spans)
+        ended: Any = Ended(context, spans)
         self._processor.on_end(ended)
 
     def export(self, spans: Sequence[Any]) -> SpanExportResult:
         """Send what :meth:`end` has queued, in messages that collectors take."""
-        made = [self._made(span, each.context) for each in spans for span in each.spans]
-        results = [self._exporter.export(made[at : at + _MOST_SPANS]) for at in range(0, len(made), _MOST_SPANS)]
+        every = [(each.context, span) for each in spans for span in each.spans]
+        results = []
+        for at in range(0, len(every), _MOST_SPANS):
+            batch = Batch(every[at : at + _MOST_SPANS], self._made)
+            results.append(self._exporter.export(batch if self._unlimited else batch[:]))
         return next((result for result in results if result is not SpanExportResult.SUCCESS), SpanExportResult.SUCCESS)
 
     def shutdown(self) -> None:
         """Give up what is not sent."""
         self._exporter.shutdown()
 
-    def _made(self, span: Span, request: SpanContext) -> ReadableSpan:
-        attributes: Mapping[str, Any] = span.attributes
-        if self._longest is not None or (self._most is not None and len(attributes) > self._most):
+    def _made(self, request: SpanContext, span: Span) -> ReadableSpan:
+        attributes: Mapping[str, Any] = all_attributes(span)
+        if not self._unlimited:
             attributes = BoundedAttributes(self._most, attributes, max_value_len=self._longest)
+        same = request.trace_flags, request.trace_state
         return ReadableSpan(
             span.name,
-            span.context or self.child(request),
-            span.parent,
+            SpanContext(request.trace_id, span.id, False, *same),
+            None if span.parent is None else SpanContext(request.trace_id, span.parent, span.remote, *same),
             self._resource,
             attributes,
-            () if span.first_token is None else (Event("first_token", timestamp=span.first_token),),
+            () if span.first_token is None else (Event(FIRST_TOKEN, timestamp=span.first_token),),
             () if span.link is None else (Link(span.link),),
             kind=span.kind,
             status=_FAILED if span.failed else _UNSET,

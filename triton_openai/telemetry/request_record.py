@@ -181,12 +181,12 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
 
     def release(self) -> None:
         """
-        Drop the references back to the request, after the observers have seen the end.
+        Drop the references to the request and the trace, which hold this record, after the observers have seen the end.
 
-        The request holds this record. The cycle would keep the prompt and the answer in memory until the garbage
-        collector runs, which it seldom does in a process with many long-lived objects.
+        Such a cycle would keep the prompt and the answer in memory until the garbage collector runs, which it seldom
+        does in a process with many long-lived objects.
         """
-        self.request = None
+        self.request, self.upstream = None, _NO_HEADERS
         for known in [self.error, *[answer.error for answer in self.answers]]:
             error: BaseException | None = known
             while error is not None:

@@ -1,84 +1,85 @@
 """
-Encodes spans as OpenTelemetry's exporters do, at a fifth of the cost.
+Encodes spans as OpenTelemetry's exporters do, at a tenth of the cost.
 
-Most attributes of a service's spans are the same in span after span, so what they become is kept. Encoded messages of
-protobuf that stand one after the other are one message with the fields of all. Imported where an exporter is: its
-package brings protobuf's messages.
+Most attributes of a service's spans are the same in span after span, and encoded once. Imported where an exporter is:
+its package brings protobuf's messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opentelemetry.exporter.otlp.proto.common import trace_encoder
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
-from opentelemetry.proto.trace.v1.trace_pb2 import Span, SpanFlags, Status
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as Message
+from opentelemetry.proto.trace.v1.trace_pb2 import SpanFlags, Status
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.trace import SpanContext
+from opentelemetry.trace import SpanContext, SpanKind
 
-# The lengths of values that are kept. Clients choose some of them; numbers have none.
-_LONGEST_KEPT: Mapping[type, int] = {str: 64, tuple: 4}
+from triton_openai.telemetry.otlp import Batch
+from triton_openai.telemetry.tracing import FIRST_TOKEN, Attributes, SharedAttributes, Span
+
 _FIELDS: Mapping[type, str] = {str: "string_value", bool: "bool_value", int: "int_value", float: "double_value"}
 _LOCAL = SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK
 _REMOTE = _LOCAL | SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
+_KINDS = {kind: Message.SpanKind.Value(f"SPAN_KIND_{kind.name}") for kind in SpanKind}
+_OK, _FAILED = Status(), Status(code=Status.STATUS_CODE_ERROR)
 
 
 def encode_spans(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
-    """Return the message with *spans*: of one resource and one scope; their events and links have no attributes."""
+    """Return the message with *spans*."""
+    if not isinstance(spans, Batch):
+        return trace_encoder.encode_spans(spans)
+    message = trace_encoder.encode_spans(spans[:1])
+    found = message.resource_spans[0].scope_spans[0].spans
+    del found[:]
     try:
-        encoded = [_encoded(span) for span in spans]
+        for context, span in spans.spans:
+            _add(found, context, span)
     except (LookupError, TypeError, ValueError):
         # Of a sampler's attributes, the SDK's encoder takes more, and leaves out what cannot be sent.
         return trace_encoder.encode_spans(spans)
-    message = trace_encoder.encode_spans(spans[:1])
-    for scope in message.resource_spans[0].scope_spans:
-        del scope.spans[:]
-        for one in encoded:
-            scope.spans.add().MergeFromString(one)
     return message
 
 
-def _encoded(span: Any) -> bytes:
-    context, parent = span.get_span_context(), span.parent
-    head = Span(
-        **_ids(context),
-        trace_state=context.trace_state.to_header() if context.trace_state else "",
-        parent_span_id=parent.span_id.to_bytes(8, "big") if parent else b"",
+def _add(found: Any, context: SpanContext, span: Span) -> None:
+    message = found.add(
+        **_ids(context.trace_id, span.id),
         name=span.name,
-        kind=span.kind.value + 1,
-        start_time_unix_nano=span.start_time,
-        end_time_unix_nano=span.end_time,
-        dropped_attributes_count=span.dropped_attributes,
-        events=[Span.Event(name=event.name, time_unix_nano=event.timestamp) for event in span.events],
-        links=[Span.Link(**_ids(link.context), flags=_flags(link.context)) for link in span.links],
-        status=Status(code=span.status.status_code.value),
-        flags=_flags(parent),
+        kind=_KINDS[span.kind],
+        start_time_unix_nano=span.began,
+        end_time_unix_nano=span.ended,
+        attributes=_attributes(span.attributes),
+        status=_FAILED if span.failed else _OK,
+        flags=_REMOTE if span.remote else _LOCAL,
     )
-    return head.SerializeToString() + b"".join(_attributes(span.attributes))
+    for shared in span.shared:
+        message.MergeFromString(shared.encoded or _encoded(shared))
+    if span.parent is not None:
+        message.parent_span_id = span.parent.to_bytes(8, "big")
+    if context.trace_state:
+        message.trace_state = context.trace_state.to_header()
+    if span.first_token is not None:
+        message.events.add(name=FIRST_TOKEN, time_unix_nano=span.first_token)
+    if span.link is not None:
+        flags = _REMOTE if span.link.is_remote else _LOCAL
+        message.links.add(**_ids(span.link.trace_id, span.link.span_id), flags=flags)
 
 
-def _ids(context: SpanContext) -> Any:
-    return {"trace_id": context.trace_id.to_bytes(16, "big"), "span_id": context.span_id.to_bytes(8, "big")}
+def _ids(trace_id: int, span_id: int) -> Any:
+    return {"trace_id": trace_id.to_bytes(16, "big"), "span_id": span_id.to_bytes(8, "big")}
 
 
-def _flags(context: SpanContext | None) -> int:
-    return _REMOTE if context is not None and context.is_remote else _LOCAL
+def _encoded(shared: SharedAttributes) -> bytes:
+    """Return a span that has these attributes alone, and keep it."""
+    shared.encoded = Message(attributes=_attributes(shared.values)).SerializeToString()
+    return shared.encoded
 
 
-def _attributes(found: Mapping[str, Any]) -> Iterator[bytes]:
-    for name, value in found.items():
-        longest = _LONGEST_KEPT.get(type(value))
-        yield (_attribute if longest is None or len(value) <= longest else _attribute.__wrapped__)(name, value)
-
-
-# Equal values of several types are several values, but within tuples: those of spans have texts alone.
-@lru_cache(1024, typed=True)
-def _attribute(name: str, value: Any) -> bytes:
-    """Return a span that has this attribute alone."""
-    return Span(attributes=[KeyValue(key=name, value=_value(value))]).SerializeToString()
+def _attributes(found: Attributes) -> list[KeyValue]:
+    return [KeyValue(key=name, value=_value(value)) for name, value in found.items()]
 
 
 def _value(value: Any) -> AnyValue:

@@ -2,7 +2,7 @@
 Trace context and spans.
 
 Where spans are made, a request has one from its head to its last byte; under it, one for each stage that takes time and
-one for each request to Triton, whose ids are the parents of Triton's own spans. A span has its ids when it begins, and
+one for each request to Triton, whose ids are the parents of Triton's own spans. A span has its id when it begins, and
 all else when it has ended, from the record; nothing happens per token. Where no spans are made, the client's trace
 context goes on to Triton. Needs OpenTelemetry's API only; ``otlp`` sends spans.
 
@@ -48,6 +48,8 @@ _Found: TypeAlias = dict[str, str | bool | int | float | Sequence[str] | None]
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.41.0"
 #: ``error.type`` of a request whose client left; metrics use the same word.
 CANCELLED = "cancelled"
+#: The event when the first token came.
+FIRST_TOKEN = "first_token"
 #: Seconds that a stage must take for a span of its own, unless it fails. A chat is rendered and tokenized in a fraction
 #: of a millisecond: to say that, two spans more would cost a third of a trace.
 SHORTEST_STAGE = 0.001
@@ -70,19 +72,29 @@ _OUTPUT_TYPES = {"text": "text", "json_object": "json", "json_schema": "json"}
 _propagator = TraceContextTextMapPropagator()
 
 
+class SharedAttributes(msgspec.Struct, eq=False):
+    """Attributes that many spans have alike, and how they are sent once they were."""
+
+    values: Attributes
+    encoded: bytes = b""
+
+
 class Span(msgspec.Struct, kw_only=True):
     """A span while it is made. Times are nanoseconds of the wall clock."""
 
     name: str
-    #: Its ids, if anybody has to know them before it is sent.
-    context: SpanContext | None = None
-    #: ``None`` where a trace begins.
-    parent: SpanContext | None
+    id: int
+    #: The id of the span above; ``None`` where a trace begins.
+    parent: int | None
+    #: Whether that is a span of the client's.
+    remote: bool = False
     #: The span of what a line of a batch goes back to.
     link: SpanContext | None = None
     kind: SpanKind = SpanKind.INTERNAL
     began: int
     ended: int = 0
+    shared: Sequence[SharedAttributes] = ()
+    #: Those of this span alone.
     attributes: Attributes
     #: When the first token came: an event in it.
     first_token: int | None = None
@@ -92,14 +104,22 @@ class Span(msgspec.Struct, kw_only=True):
 class Spans(Protocol):
     """Decides which traces are recorded, and takes the spans of those."""
 
-    def begin(self, name: str, parent: Context, attributes: Attributes) -> SpanContext:
+    def begin(self, record: RequestRecord, parent: Context, attributes: Attributes) -> SpanContext:
         """Return the ids of a request's span, and whether its trace is recorded; a sampler may add *attributes*."""
 
-    def child(self, parent: SpanContext) -> SpanContext:
-        """Return the ids of a span under one that is recorded."""
+    def new_id(self) -> int:
+        """Return the id of another span of a trace that is recorded."""
 
     def end(self, context: SpanContext, spans: Sequence[Span]) -> None:
         """Take *spans* that have ended, of the trace of *context*."""
+
+
+def all_attributes(span: Span) -> Attributes:
+    """Return the attributes that *span* shares with others, and its own."""
+    found = {**span.attributes}
+    for shared in span.shared:
+        found |= shared.values
+    return found
 
 
 def trace_context(record: RequestRecord) -> Context:
@@ -137,22 +157,18 @@ class Tracing(Observer):
                 record.upstream = Upstream(headers)
             return
         attributes: Attributes = {"http.request.method": record.method, "url.path": record.path}
-        context = self.spans.begin(span_name(record), parent, attributes)
+        context = self.spans.begin(record, parent, attributes)
         # Spans have wall-clock times, the record those of time.monotonic. It may have begun a while ago.
         zero = time.time_ns() - int(time.monotonic() * _NANOSECONDS)
         began = zero + int(record.began * _NANOSECONDS)
+        trace_id, span_id, flags = context.trace_id, context.span_id, context.trace_flags
         # The names are those of OpenTelemetry's specification for logs. The flags say whether the trace is recorded.
-        record.log_fields = {
-            **record.log_fields,
-            "trace_id": f"{context.trace_id:032x}",
-            "span_id": f"{context.span_id:016x}",
-            "trace_flags": f"{context.trace_flags:02x}",
-        }
-        if context.trace_flags.sampled:
-            found = get_current_span(parent).get_span_context() if parent else None
-            above = found if found and found.is_valid else None
-            kind = SpanKind.SERVER
-            span = Span(name="", context=context, parent=above, kind=kind, began=began, attributes=attributes)
+        fields = {"trace_id": f"{trace_id:032x}", "span_id": f"{span_id:016x}", "trace_flags": f"{flags:02x}"}
+        record.log_fields = {**record.log_fields, **fields}
+        if flags & flags.SAMPLED:
+            span = Span(name="", id=span_id, parent=None, kind=SpanKind.SERVER, began=began, attributes=attributes)
+            if parent and (found := get_current_span(parent).get_span_context()).is_valid:
+                span.parent, span.remote = found.span_id, True
             if record.batch_trace:
                 made_by = _propagator.extract({"traceparent": record.batch_trace}, Context())
                 span.link = get_current_span(made_by).get_span_context()
@@ -169,19 +185,12 @@ class Tracing(Observer):
 class Trace(Upstream):
     """The *span* of one request, and the spans under it. *zero* is the wall clock's time at zero of time.monotonic."""
 
-    def __init__(
-        self,
-        spans: Spans,
-        context: SpanContext,
-        span: Span,
-        record: RequestRecord,
-        *,
-        zero: int,
-    ) -> None:
+    def __init__(self, spans: Spans, context: SpanContext, span: Span, record: RequestRecord, *, zero: int) -> None:
         super().__init__(record.upstream.headers)
         self.span = span
         self._spans = spans
         self._context = context
+        self._parent = f"00-{record.log_fields['trace_id']}-%016x-{record.log_fields['trace_flags']}"
         self._done: list[Span] = []
         self._record = record
         self._zero = zero
@@ -217,18 +226,19 @@ class Trace(Upstream):
                 self._spans.end(self._context, [span])
 
     def _start(self, request: Request, to: Destination, lora: str | None = None) -> tuple[Span, Request]:
-        attributes = call_attributes(request, to.address_of(request), lora)
-        if to.name is not None:
-            attributes["triton_openai.endpoint"] = to.name
-        name, began = f"infer {attributes['triton.model_name']}", time.time_ns()
-        context = self._spans.child(self._context)
+        called: Any = request
         span = Span(
-            name=name, context=context, parent=self._context, kind=SpanKind.CLIENT, began=began, attributes=attributes
+            name=f"infer {called.model}",
+            id=self._spans.new_id(),
+            parent=self.span.id,
+            kind=SpanKind.CLIENT,
+            began=time.time_ns(),
+            shared=(call_attributes(called.model, to.address_of(request), to.name, lora),),
+            attributes={"triton.request_id": called.id},
         )
-        parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
-        headers = {**self.headers, "traceparent": parent}
-        if context.trace_state:
-            headers["tracestate"] = context.trace_state.to_header()
+        headers = {**self.headers, "traceparent": self._parent % span.id}
+        if self._context.trace_state:
+            headers["tracestate"] = self._context.trace_state.to_header()
         return span, msgspec.structs.replace(request, headers=headers)
 
     def _end(self, span: Span, ended: int) -> None:
@@ -245,8 +255,8 @@ class Trace(Upstream):
         for call in self._calls.values():
             self._end_call(*call)
         span.name = span_name(record)
-        found = {**head_attributes(record), **request_attributes(record), **response_attributes(record)}
-        span.attributes |= _known(found)
+        span.shared = shared_attributes(record)
+        span.attributes |= own_attributes(record)
         error = record.error
         # By the conventions, a client's mistake is no error of the server.
         if error is not None and error.status >= ServiceError.status and not record.client_left:
@@ -266,7 +276,8 @@ class Trace(Upstream):
 
     def _add(self, stage: Stage) -> None:
         began = self._at(stage.began)
-        span = Span(name=stage.name, parent=self._context, began=began, attributes={}, failed=stage.failed)
+        id, above = self._spans.new_id(), self.span.id
+        span = Span(name=stage.name, id=id, parent=above, began=began, attributes={}, failed=stage.failed)
         self._end(span, time.time_ns() if stage.ended is None else self._at(stage.ended))
 
     def _at(self, moment: float) -> int:
@@ -287,93 +298,124 @@ def span_name(record: RequestRecord) -> str:
     return record.method if route is None else f"{record.method} {route}"
 
 
-def head_attributes(record: RequestRecord) -> _Found:
-    """Return what the head of a request tells."""
-    request = record.request
-    found: _Found = {
-        "http.request.method": record.method,
-        "url.path": record.path,
-        "triton_openai.request_id": record.request_id,
-        "triton_openai.batch": record.batch,
-    }
+def shared_attributes(record: RequestRecord) -> Sequence[SharedAttributes]:
+    """Return what a request's span has in common with others: of its head, its model, and the answer."""
+    found, request, left, error = [], record.request, record.client_left, record.error
     if request is not None:
         headers = request.headers
         host, agent = headers.get("Host", "")[:_LONGEST_HEADER], headers.get("User-Agent", "")[:_LONGEST_HEADER]
-        found |= shared_attributes(_route(request), request.scheme, request.version, host, agent)
+        found.append(head_attributes(_route(request), request.scheme, request.version, host, agent))
+    operation, model = record.operation, record.model
+    if operation is not None and model is not None:
+        answered_as = record.response_model if record.response_id else None
+        found.append(model_attributes(operation, model, record.adapter, answered_as, record.chat_template))
+    failure = CANCELLED if left else None if error is None else error.code
+    found.append(answer_attributes(record.status, failure, left, record.stream, tuple(record.finish_reasons)))
     return found
 
 
 @lru_cache(128)
-def shared_attributes(route: str | None, scheme: str, version: HttpVersion, host: str, agent: str) -> Attributes:
+def head_attributes(route: str | None, scheme: str, version: HttpVersion, host: str, agent: str) -> SharedAttributes:
     """Return what the heads of many requests have alike."""
-    found = _server(f"//{host}") | {
-        "http.route": route,
-        "url.scheme": scheme,
-        "network.protocol.version": f"{version.major}.{version.minor}",
-        "user_agent.original": printable(agent, _MAX_CHARS) if agent else None,
-    }
-    return _known(found)
-
-
-def request_attributes(record: RequestRecord) -> _Found:
-    """Return what the client asked for."""
-    operation, model, body = record.operation, record.model, record.parameters
-    if operation is None or model is None:
-        return {}
-    found: _Found = {
-        "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": _clean(model),
-        "triton_openai.adapter": record.adapter,
-        "gen_ai.request.stream": record.stream or None,
-    }
-    for name, (attribute, kind) in NUMBERS.items():
-        if (value := getattr(body, name, None)) is not None:
-            found[attribute] = _number(kind, value)
-    if stop := getattr(body, "stop", None):
-        stops = [stop] if isinstance(stop, str) else stop
-        found["gen_ai.request.stop_sequences"] = tuple([masked(_clean(text)) for text in stops])
-    if (choices := getattr(body, "n", None)) != 1:
-        found["gen_ai.request.choice.count"] = choices
-    if (form := getattr(body, "response_format", None)) is not None:
-        form = msgspec.to_builtins(form)
-        found["gen_ai.output.type"] = _OUTPUT_TYPES.get(str(form.get("type"))) if isinstance(form, Mapping) else None
-    if (encoding := getattr(body, "encoding_format", None)) is not None:
-        found["gen_ai.request.encoding_formats"] = (encoding,)
-    return found
-
-
-def _number(kind: type[int | float], value: Any) -> int | float | None:
-    # A larger number fails the export of the whole batch.
-    return kind(value) if isinstance(value, int | float) and abs(value) < 2**63 else None
-
-
-def response_attributes(record: RequestRecord) -> _Found:
-    """Return how the request was answered."""
-    left, error = record.client_left, record.error
-    found: _Found = {
-        "http.response.status_code": None if record.status == CLIENT_CLOSED_REQUEST else record.status,
-        "error.type": CANCELLED if left else None if error is None else error.code,
-        "triton_openai.client_left": left or None,
-        "triton_openai.chat_template": record.chat_template,
-    }
-    if record.operation is not None:
-        usage, answered_as = record.usage, record.response_model
-        found |= {
-            "gen_ai.response.id": record.response_id,
-            "gen_ai.response.model": _clean(answered_as) if record.response_id and answered_as else None,
-            "gen_ai.response.finish_reasons": tuple(record.finish_reasons) or None,
-            "gen_ai.response.time_to_first_chunk": record.time_to_first_token if record.stream else None,
-            "triton_openai.queued_seconds": record.queued_seconds or None,
+    return _shared(
+        {
+            **_server(f"//{host}"),
+            "http.route": route,
+            "url.scheme": scheme,
+            "network.protocol.version": f"{version.major}.{version.minor}",
+            "user_agent.original": printable(agent, _MAX_CHARS) if agent else None,
         }
-        if usage is not None:
-            found |= {
-                "gen_ai.usage.input_tokens": usage.prompt_tokens,
-                "gen_ai.usage.output_tokens": usage.completion_tokens if record.answers else None,
-                "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
-                "gen_ai.usage.reasoning.output_tokens": record.reasoning_tokens(),
-            }
+    )
+
+
+@lru_cache(128)
+def model_attributes(
+    operation: str, model: str, adapter: str | None, answered_as: str | None, template: str | None
+) -> SharedAttributes:
+    """Return what requests for a model have alike."""
+    return _shared(
+        {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": _clean(model),
+            "gen_ai.response.model": _clean(answered_as) if answered_as else None,
+            "triton_openai.adapter": adapter,
+            "triton_openai.chat_template": template,
+        }
+    )
+
+
+@lru_cache(128)
+def answer_attributes(
+    status: int, failure: str | None, left: bool, stream: bool, finish_reasons: tuple[str, ...]
+) -> SharedAttributes:
+    """Return what answers have alike."""
+    return _shared(
+        {
+            "http.response.status_code": None if status == CLIENT_CLOSED_REQUEST else status,
+            "error.type": failure,
+            "triton_openai.client_left": left or None,
+            "gen_ai.request.stream": stream or None,
+            "gen_ai.response.finish_reasons": finish_reasons or None,
+        }
+    )
+
+
+def own_attributes(record: RequestRecord) -> Attributes:
+    """Return what a request's span has for itself."""
+    found: Attributes = {"triton_openai.request_id": record.request_id}
+    if record.batch is not None:
+        found["triton_openai.batch"] = record.batch
+    if record.operation is None or record.model is None:
+        return found
+    usage = record.usage
+    answered: _Found = {
+        **request_attributes(record.parameters),
+        "gen_ai.response.id": record.response_id,
+        "gen_ai.response.time_to_first_chunk": record.time_to_first_token if record.stream else None,
+        "triton_openai.queued_seconds": record.queued_seconds or None,
+    }
+    if usage is not None:
+        answered |= {
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens if record.answers else None,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+            "gen_ai.usage.reasoning.output_tokens": record.reasoning_tokens(),
+        }
+    return found | _known(answered)
+
+
+def request_attributes(body: object) -> _Found:
+    """Return what the client asked for with the fields of *body*."""
+    found: _Found = {}
+    for name in _fields_of(type(body)) if isinstance(body, msgspec.Struct) else ():
+        value = getattr(body, name)
+        if value is None:
+            continue
+        if name in NUMBERS:
+            attribute, kind = NUMBERS[name]
+            # A larger number fails the export of the whole batch.
+            fits = isinstance(value, int | float) and abs(value) < 2**63
+            found[attribute] = kind(value) if fits else None
+        elif name == "stop":
+            stops = [value] if isinstance(value, str) else value
+            found["gen_ai.request.stop_sequences"] = tuple([masked(_clean(text)) for text in stops]) or None
+        elif name == "n":
+            found["gen_ai.request.choice.count"] = None if value == 1 else value
+        elif name == "response_format":
+            form = msgspec.to_builtins(value)
+            if isinstance(form, Mapping):
+                found["gen_ai.output.type"] = _OUTPUT_TYPES.get(str(form.get("type")))
+        else:
+            found["gen_ai.request.encoding_formats"] = (value,)
     return found
+
+
+@lru_cache(64)
+def _fields_of(kind: type[msgspec.Struct]) -> Sequence[str]:
+    """Return the fields of bodies of *kind* that spans tell."""
+    names = (*NUMBERS, "stop", "n", "response_format", "encoding_format")
+    return [name for name in names if hasattr(kind, name)]
 
 
 def content_attributes(record: RequestRecord, max_chars: int) -> Attributes:
@@ -387,20 +429,21 @@ def content_attributes(record: RequestRecord, max_chars: int) -> Attributes:
     return {name: msgspec.json.encode(messages).decode() for name, messages in found.items() if messages}
 
 
-def call_attributes(request: Any, url: str | None, lora: str | None = None) -> Attributes:
-    """Return those of a request to the Triton at *url*; *lora* is the name of its LoRA adapter."""
-    found: Attributes = {"triton.model_name": request.model, "triton.request_id": request.id}
-    if lora is not None:
-        found["triton_openai.lora"] = _clean(lora)
+@lru_cache(64)
+def call_attributes(model: str, url: str | None, endpoint: str | None, lora: str | None) -> SharedAttributes:
+    """Return what requests for *model* to the Triton at *url* have alike; *lora* is the name of their LoRA adapter."""
+    found: _Found = {
+        "triton.model_name": model,
+        "triton_openai.endpoint": endpoint,
+        "triton_openai.lora": None if lora is None else _clean(lora),
+    }
     if url is not None:
-        found |= upstream_attributes(url)
-    return found
+        found |= {"network.protocol.name": "grpc" if url.startswith("grpc") else "http", **_server(url)}
+    return _shared(found)
 
 
-@lru_cache(16)
-def upstream_attributes(url: str) -> Attributes:
-    """Return those of all requests to the Triton at *url*."""
-    return _known({"network.protocol.name": "grpc" if url.startswith("grpc") else "http", **_server(url)})
+def _shared(found: _Found) -> SharedAttributes:
+    return SharedAttributes(_known(found))
 
 
 def _known(found: _Found) -> Attributes:

@@ -8,59 +8,77 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common import trace_encoder
-from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState
 
 from tests.collector import collecting
 from triton_openai.config.tree import TracesSettings
 from triton_openai.telemetry import otlp
+from triton_openai.telemetry.otlp import Batch
 from triton_openai.telemetry.span_encoder import encode_spans
+from triton_openai.telemetry.tracing import SharedAttributes, Span
 
 RESOURCE = otlp.resource()
-SCOPE = InstrumentationScope("triton_openai", "1", "https://example.com/schema")
 _TEXTS = st.text(st.characters(codec="utf-8"), max_size=100)
-# Without -0.0, which is kept as 0.0.
-_FLOATS = st.floats(allow_nan=False).map(lambda number: number + 0.0)
-_VALUES = _TEXTS | st.booleans() | st.integers(-(2**63), 2**63 - 1) | _FLOATS
+_FLOATS = st.floats(allow_nan=False)
+_VALUES = _TEXTS | st.booleans() | st.integers(-(2**63), 2**63 - 1) | _FLOATS | st.lists(_TEXTS, max_size=6).map(tuple)
+_ATTRIBUTES = st.dictionaries(_TEXTS, _VALUES, max_size=8)
+_IDS, _TIMES = st.integers(1, 2**64 - 1), st.integers(0, 2**63)
 _CONTEXTS = st.builds(
     SpanContext,
     st.integers(1, 2**128 - 1),
-    st.integers(1, 2**64 - 1),
+    _IDS,
     st.booleans(),
     st.just(TraceFlags(TraceFlags.SAMPLED)),
     st.sampled_from([TraceState(), TraceState([("a", "1"), ("b", "2")])]),
 )
+_SHARED = st.builds(SharedAttributes, _ATTRIBUTES.map(lambda found: {f"shared.{name}": found[name] for name in found}))
 _SPANS = st.builds(
-    ReadableSpan,
+    Span,
     name=_TEXTS,
-    context=_CONTEXTS,
-    parent=st.none() | _CONTEXTS,
-    resource=st.just(RESOURCE),
-    attributes=st.dictionaries(_TEXTS, _VALUES | st.lists(_TEXTS, max_size=6).map(tuple), max_size=8),
-    events=st.lists(st.builds(Event, _TEXTS, timestamp=st.integers(0, 2**63)), max_size=1).map(tuple),
-    links=st.lists(st.builds(Link, _CONTEXTS), max_size=2).map(tuple),
+    id=_IDS,
+    parent=st.none() | _IDS,
+    link=st.none() | _CONTEXTS,
     kind=st.sampled_from(SpanKind),
-    status=st.sampled_from(StatusCode).map(Status),
-    start_time=st.integers(0, 2**63),
-    end_time=st.integers(0, 2**63),
-    instrumentation_scope=st.just(SCOPE),
+    began=_TIMES,
+    ended=_TIMES,
+    shared=st.lists(_SHARED, max_size=1),
+    attributes=_ATTRIBUTES,
+    first_token=st.none() | _TIMES,
+    failed=st.booleans(),
 )
 
 
-@given(st.lists(_SPANS, min_size=1, max_size=3))
-def test_spans_are_encoded_as_by_the_sdk(spans: list[ReadableSpan]) -> None:
-    """Equal values of several types among them, long ones, and those that were there before."""
+def batch_of(*spans: tuple[SpanContext, Span]) -> Batch:
+    """Return what is given to an exporter for *spans*."""
+    batches: list[Batch] = []
+
+    class Exporter(InMemorySpanExporter):
+        def export(self, spans: Any) -> SpanExportResult:
+            batches.append(spans)
+            return SpanExportResult.SUCCESS
+
+    sdk = otlp.SdkSpans(TracerProvider(resource=RESOURCE, shutdown_on_exit=False), Exporter(), SimpleSpanProcessor)
+    sdk.export([otlp.Ended(context, [span]) for context, span in spans])
+    return batches[0]
+
+
+@given(st.lists(st.tuples(_CONTEXTS, _SPANS), min_size=1, max_size=3))
+def test_spans_are_encoded_as_by_the_sdk(spans: list[tuple[SpanContext, Span]]) -> None:
+    """Attributes that were sent before among them."""
+    batch = batch_of(*spans)
     for _ in range(2):
-        assert trace_encoder.encode_spans(spans) == encode_spans(spans)
+        assert trace_encoder.encode_spans(batch) == encode_spans(batch)
 
 
 @pytest.mark.parametrize("value", [["a", "b"], 2**64, "\ud800", b"bytes", {"a": 1}])
 def test_other_attributes_are_encoded_by_the_sdk(value: Any) -> None:
     """A sampler may add what our own spans do not have. What cannot be sent is left out, and costs no batch."""
-    context = SpanContext(1, 2, False)
-    span = ReadableSpan("a", context, None, RESOURCE, {"x": 1, "y": value}, instrumentation_scope=SCOPE)
-    assert trace_encoder.encode_spans([span]) == encode_spans([span])
+    span = Span(name="a", id=2, parent=None, began=1, ended=2, attributes={"x": 1, "y": value})
+    batch = batch_of((SpanContext(1, 2, False), span))
+    assert trace_encoder.encode_spans(batch) == encode_spans(batch)
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
@@ -74,10 +92,10 @@ def test_exporters_use_it(protocol: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         return own(spans)
 
     monkeypatch.setattr(trace_encoder, "encode_spans", counted)
-    span = ReadableSpan("a", SpanContext(1, 2, False), None, RESOURCE, start_time=1, end_time=2)
+    span = SpanContext(1, 2, False), Span(name="a", id=2, parent=None, began=1, ended=2, attributes={})
     with collecting() as collector:
         settings = TracesSettings(otlp_endpoint=collector.url(protocol), otlp_protocol=protocol)
         exporter = otlp.exporter_class(settings)(endpoint=settings.exporter_url)  # type: ignore[call-arg]
-        exporter.export([span, span])
+        exporter.export(batch_of(span, span))
         exporter.shutdown()
     assert (2, [1]) == (len(collector.spans), seen)

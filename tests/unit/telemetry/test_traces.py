@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -262,7 +264,8 @@ def test_lines_of_batches_are_linked(recorder: Recorder) -> None:
 def test_numbers_beyond_64_bits_cost_no_batch(recorder: Recorder) -> None:
     """OTLP has no place for them."""
     observation = recorder.begin()
-    recorder.identify(observation, SimpleNamespace(seed=2**64 - 1, max_tokens=2**63, temperature=0.5))
+    body = ChatRequest(model="m", messages=[], seed=2**64 - 1, max_tokens=2**63, temperature=0.5)
+    recorder.identify(observation, body)
     found = values(recorder.end(observation)["chat m"])
 
     assert {"gen_ai.request.temperature": 0.5} == {
@@ -311,6 +314,22 @@ def test_stages_and_calls_lie_under_the_request(recorder: Recorder) -> None:
     assert "first_token" == event.name
     assert abs(event.timestamp - server.start_time - 1e9) < 1e8
     assert abs(call.end_time - server.start_time - 2e9) < 1e8
+
+
+def test_a_traced_request_is_no_garbage(recorder: Recorder) -> None:
+    """The last reference frees its prompt and its answer, without the garbage collector."""
+    record = recorder.begin()
+    recorder.identify(record)
+    answer = FakeAnswer()
+    record.upstream.begin(REQUEST, answer, TRITON)
+    recorder.end(record, answers=[answer])
+    record.release()
+    freed = weakref.ref(answer)
+    gc.disable()
+    del record, answer
+    gc.enable()
+
+    assert freed() is None
 
 
 def test_a_span_begins_with_its_request(recorder: Recorder) -> None:
