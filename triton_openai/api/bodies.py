@@ -252,6 +252,14 @@ def explain(message: str) -> InvalidRequest:
     )
 
 
+def converted(value: Any, kind: type[_T], *, strict: bool = True) -> _T:
+    """Return *value* as *kind*; without *strict*, texts may be numbers. Raises :class:`InvalidRequest`."""
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise explain(str(error)) from error
+
+
 _BRACKETS = b"[]{}"
 _ALL_BUT_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
 _OPENS = bytes.maketrans(_BRACKETS, b"\2\0\2\0")

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from triton_openai import errors, offload
 from triton_openai.api import agents, chat
-from triton_openai.api.bodies import explain, json_response, read_json, tell_ignored
+from triton_openai.api.bodies import converted, json_response, read_json, tell_ignored
 from triton_openai.api.responses.objects import Deleted, Metadata
 from triton_openai.api.responses.retrieve import list_of, page_of, page_query
 from triton_openai.api.responses.stored import STATE, is_key
@@ -54,10 +54,7 @@ async def create(request: web.Request) -> web.StreamResponse:
         tell_ignored(context.record, ["verbosity"])
     answer_id, keep = new_id("chatcmpl"), None
     if body.store and request.app[STATE].keeps:
-        try:
-            described = msgspec.convert({"metadata": body.metadata}, CompletionUpdate)
-        except msgspec.ValidationError as error:
-            raise explain(str(error)) from error
+        described = converted({"metadata": body.metadata}, CompletionUpdate)
         answer_id = f"{_PREFIX}{time.time_ns() // 1000:014x}{token_hex(9)}"
         keep = partial(_keep, context, answer_id, _Head(body.model, described.metadata or {}))
     elif body.store:

@@ -17,7 +17,7 @@ from msgspec import Meta
 from triton_openai import errors
 from triton_openai.api import agents
 from triton_openai.api.agents import Page
-from triton_openai.api.bodies import FileField, explain, json_response, tell_ignored, unknown_field
+from triton_openai.api.bodies import FileField, converted, json_response, tell_ignored, unknown_field
 from triton_openai.api.responses.objects import Deleted
 from triton_openai.api.responses.retrieve import page_query
 from triton_openai.api.service import key_of, new_id, service_of
@@ -176,13 +176,9 @@ async def _read(request: web.Request, form: Form, writing: Writing, *, strict: b
         fields["expires_after"] = lifetime
     record = request[RECORD]
     record.body_size = form.size
-    if ignored:
-        record.unknown_fields = ignored[:16]
-        tell_ignored(record, ignored)
-    try:
-        return msgspec.convert(fields, FileUpload, strict=False)
-    except msgspec.ValidationError as error:
-        raise explain(str(error)) from error
+    record.unknown_fields = ignored[:16]
+    tell_ignored(record, ignored)
+    return converted(fields, FileUpload, strict=False)
 
 
 def file_object(file: StoredFile) -> FileObject:
@@ -203,11 +199,11 @@ async def list_files(request: web.Request) -> web.Response:
     store, purpose = files_of(request).store, request.query.get("purpose")
     limit, after, reverse = page_query(request, most=10_000, default=10_000)
     find = partial(store.files, key_of(request).name, purpose=purpose, reverse=reverse)
-    files, more = await page_of(request, find, limit, after)
+    files, more = await page_found(request, find, limit, after)
     return json_response(FileList.of([file_object(file) for file in files], more=more))
 
 
-async def page_of(
+async def page_found(
     request: web.Request,
     find: Callable[..., Awaitable[Sequence[_T] | None]],
     limit: int,

@@ -21,7 +21,7 @@ from triton_openai.api.batches import add, cancel_batch, find_batch
 from triton_openai.api.bodies import json_response, parse_json
 from triton_openai.api.messages.message_events import add_request_id
 from triton_openai.api.service import find_model, key_of, new_id, service_of
-from triton_openai.api.uploaded_files import files_of, page_of, send_file
+from triton_openai.api.uploaded_files import files_of, page_found, send_file
 from triton_openai.batches.file_folder import Files
 from triton_openai.serving.request_body import LIMITS, read_body
 from triton_openai.storage.batch_store import Batch
@@ -160,7 +160,7 @@ async def list_batches(request: web.Request) -> web.Response:
     add_request_id(request[RECORD])
     place, way = ("before_id", -1) if "before_id" in query else ("after_id", 1)
     find = partial(store.batches, key_of(request).name, "anthropic", reverse=way > 0)
-    batches, more = await page_of(request, find, agents.page_limit(query, 1000), query.get(place), place)
+    batches, more = await page_found(request, find, agents.page_limit(query, 1000), query.get(place), place)
     return json_response(MessageBatchPage.of([_batch_object(batch) for batch in batches[::way]], more=more))
 
 
