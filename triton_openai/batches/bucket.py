@@ -22,7 +22,7 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from triton_openai import errors
-from triton_openai.batches.file_folder import UPLOAD_SECONDS, Files, Writing, on_disk, opened, write_at
+from triton_openai.batches.file_folder import UPLOAD_SECONDS, Files, on_disk, opened, write_at
 from triton_openai.config.tree import BatchesSettings, FilesSettings
 from triton_openai.storage.batch_store import Batch
 
@@ -62,8 +62,8 @@ class BucketFiles(Files):
         with _reported():
             return (await obstore.head_async(self.bucket, key))["size"]
 
-    async def _writing(self, name: str) -> Writing:
-        return _Upload(self, name, await opened(on_disk(self._create, f"{name}.new")))
+    async def publish(self, name: str, descriptor: int) -> None:
+        await self.upload(file_key(name), descriptor)
 
     async def upload(self, key: str, descriptor: int, start: int = 0) -> None:
         """Make the object *key* of what a file has from *start* on. Raises :class:`StoreUnavailable`."""
@@ -138,19 +138,6 @@ class BucketFiles(Files):
 
     async def clear(self, batch: Batch) -> None:
         await self._delete([one["path"] for one in await self._objects(f"batches/{batch.id}")])
-
-
-class _Upload(Writing):
-    """A file that becomes an object when it is complete."""
-
-    def __init__(self, files: BucketFiles, name: str, descriptor: int) -> None:
-        super().__init__(files.folder, name, descriptor)
-        self._files = files
-
-    async def end(self) -> None:
-        await on_disk(self._write)
-        await self._files.upload(file_key(self.name), self._descriptor)
-        self.close()
 
 
 def file_key(name: str) -> str:
