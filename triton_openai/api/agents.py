@@ -102,23 +102,6 @@ class Page(msgspec.Struct, Generic[_Item], kw_only=True):
         return cls(data=data, first_id=first, last_id=last, has_more=more)
 
 
-def page(
-    query: Mapping[str, str], items: Sequence[_Item], ids: Sequence[str | None], *, most: int, after: str
-) -> tuple[Sequence[_Item], bool]:
-    """
-    Return those of *items* that a query asks for, and whether more follow. *ids* are those of the items.
-
-    The query has a ``limit`` of *most*, and the id of the item that the page follows as *after*. Raises
-    :class:`InvalidValue`.
-    """
-    limit, before = page_limit(query, most), query.get(after)
-    if before is not None:
-        if before not in ids:
-            raise unknown_place_error(after)
-        items = items[ids.index(before) + 1 :]
-    return items[:limit], len(items) > limit
-
-
 def page_limit(query: Mapping[str, str], most: int, *, default: int = 20) -> int:
     """Return the ``limit`` of a query, *most* at most. Raises :class:`InvalidValue`."""
     limit = query.get("limit", str(default))

@@ -11,7 +11,7 @@ import structlog
 from aiohttp import web
 
 from triton_openai.api import agents
-from triton_openai.api.agents import known_effort, page
+from triton_openai.api.agents import known_effort
 from triton_openai.api.bodies import json_response, tell_ignored
 from triton_openai.api.chat import ChatRequest, turn_of
 from triton_openai.api.messages import types
@@ -89,10 +89,15 @@ async def _answer(context: RequestContext[ChatRequest], *, omits_thinking: bool)
 def list_models(request: web.Request) -> web.Response:
     """Return a page of the models that the request's key may use. Raises :class:`InvalidRequest`."""
     models, key, query = service_of(request).models, key_of(request), request.query
-    backwards = -1 if "before_id" in query else 1
-    names = [name for name in models.served if key.allows(name)][::backwards]
-    shown, more = page(query, names, names, most=1000, after="before_id" if backwards < 0 else "after_id")
-    return json_response(types.ModelPage.of([describe(models, name) for name in shown[::backwards]], more=more))
+    place, way = ("before_id", -1) if "before_id" in query else ("after_id", 1)
+    names = [name for name in models.served if key.allows(name)][::way]
+    limit, after = agents.page_limit(query, 1000), query.get(place)
+    if after is not None:
+        if after not in names:
+            raise agents.unknown_place_error(place)
+        names = names[names.index(after) + 1 :]
+    data = [describe(models, name) for name in names[:limit][::way]]
+    return json_response(types.ModelPage.of(data, more=len(names) > limit))
 
 
 def describe(models: Models, name: str) -> types.ModelInfo:

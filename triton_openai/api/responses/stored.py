@@ -211,7 +211,7 @@ class StoredResponse:
         parent = head.previous_response_id if head.conversation is None else head.conversation["id"]
         kept = await self.state.store().put(
             *(head.id, self.owner, encoded, self.version),
-            rows=rows, parent=parent, ancestors=self.ancestors, lease=(head.id if lease else "", lease),
+            rows=rows, parent=parent, ancestors=self.ancestors, lease=(head.id, lease),
         )  # fmt: skip
         self.version += kept
         return kept
