@@ -14,7 +14,7 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 #: changelog gives it. "Above its budget" is what is still to be cut.
 BUDGETS: Mapping[str, Mapping[str, int]] = {
     "api": {
-        "today": 5712,
+        "today": 5708,
         "the fewest turns that make a conversation fit": 97,
         "a chain is read at one moment": 21,
         "a conversation stays at its Triton": 3,

@@ -135,13 +135,15 @@ class LineHost:
     async def wait(self, owner: str) -> float:
         key = self._app[AUTHORIZER].named(owner)
         most = None if key is None else key.limit.batch_tokens_per_minute
-        if most is None:
-            return 0.0
+        return 0.0 if most is None else await self._count(owner, 0, RateLimit(tokens_per_minute=most))
+
+    async def _count(self, owner: str, tokens: int, limit: RateLimit) -> float:
+        """Count *tokens* of batches, unless *owner* has to wait; return for how many seconds."""
         limits = self._app[AUTHORIZER].limits
-        decision = await limits.admit(_POOL + owner, RateLimit(tokens_per_minute=most))
+        decision = await limits.admit(_POOL + owner, limit)
         if decision.refusal is not None:
             return decision.refusal.wait
-        limits.leave(_POOL + owner, 0)
+        limits.leave(_POOL + owner, tokens)
         return 0.0
 
     async def answer(self, batch: Batch, custom_id: str, body: bytes) -> Outcome:
@@ -162,7 +164,9 @@ class LineHost:
                 assert isinstance(answer, bytes), "a line was answered by a stream"
                 record.status = response.status
                 if key.limit.batch_tokens_per_minute is not None:
-                    await self._charge(batch.owner, record)
+                    # With a limit, so that there is an account.
+                    unlimited = RateLimit(concurrent_requests=2**53)
+                    await self._count(batch.owner, tokens_charged(record, served=True, cut_short=False), unlimited)
                 return Outcome(response.status, answer, record.request_id, usage=_usage(answer))
             except asyncio.CancelledError:
                 reason = app[DRAINING].reason()
@@ -180,13 +184,6 @@ class LineHost:
             made = (render and render(request, error)) or (error.status, error.envelope())
             record.status = made[0]
             return Outcome(*made, record.request_id, error=error)
-
-    async def _charge(self, owner: str, record: RequestRecord) -> None:
-        limits = self._app[AUTHORIZER].limits
-        # Counted in and out, so that there is an account.
-        decision = await limits.admit(_POOL + owner, RateLimit(concurrent_requests=2**53))
-        if decision.refusal is None:
-            limits.leave(_POOL + owner, tokens_charged(record, served=True, cut_short=False))
 
 
 def endpoints(operations: Mapping[Handler, Operation]) -> Mapping[str, Handler]:
