@@ -14,7 +14,7 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 #: changelog gives it. "Above its budget" is what is still to be cut.
 BUDGETS: Mapping[str, Mapping[str, int]] = {
     "api": {
-        "today": 5649,
+        "today": 5548,
         "the fewest turns that make a conversation fit": 97,
         "a chain is read at one moment": 21,
         "a conversation stays at its Triton": 3,
@@ -51,7 +51,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "streaming recognizers": 41,
     },
     "storage": {
-        "today": 900,
+        "today": 848,
         "a chain is read at one moment": 6,
         "stored chat completions": 29,
         "files and batches": 421,
@@ -149,6 +149,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
     },
     "batches": {
         "begin": 0,
+        "the same in fewer lines": -61,
         "files and batches": 917,
         "metrics of batches and files": 45,
         "batches that several replicas share": 220,

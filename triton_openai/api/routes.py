@@ -494,7 +494,7 @@ OPERATIONS = (
            errors=(errors.InvalidRequest,)),
     _batch(uploaded_files.retrieve, f"GET {_FILE}", "get_file", answer=uploaded_files.FileObject),
     _batch(uploaded_files.content, f"GET {_FILE}/content", "get_file_content", media=("application/octet-stream",)),
-    _batch(uploaded_files.delete, f"DELETE {_FILE}", "delete_file", answer=uploaded_files.DeletedFile,
+    _batch(uploaded_files.delete, f"DELETE {_FILE}", "delete_file", answer=response_types.Deleted,
            errors=(errors.ObjectInUse,)),
     _batch(batches.create, "POST /batches", "create_batch", batches.BatchRequest, batches.BatchObject,
            errors=(errors.TooManyBatches,)),

@@ -353,13 +353,14 @@ async def begin(request: web.Request, kind: type[_Body], *, read_as_chat: bool =
     service, body, model = await read_request(request, kind)
     stream = bool(getattr(body, "stream", False))
     record = request[RECORD]
-    # Metrics have a name for each model, and none for each name that a client makes up.
-    label = model.name if model.listed else model.triton_model
-    record.identify(operation.label or operation.name, model=label, adapter=model.adapter.name, stream=stream)
-    record.response_model = model.answers_as
-    request.app[OBSERVERS].identified(record)
-    if operation.jobs and set(model.jobs).isdisjoint(operation.jobs):
-        raise job_not_taken_error(request.app, model, operation.jobs[0])
+    if operation.jobs:
+        # Metrics have a name for each model, and none for each name that a client makes up.
+        label = model.name if model.listed else model.triton_model
+        record.identify(operation.label or operation.name, model=label, adapter=model.adapter.name, stream=stream)
+        record.response_model = model.answers_as
+        request.app[OBSERVERS].identified(record)
+        if set(model.jobs).isdisjoint(operation.jobs):
+            raise job_not_taken_error(request.app, model, operation.jobs[0])
     triton = service.settings.triton if record.batch is None else service.settings.triton_for_batches
     limits = TimeLimits.of(triton, request.headers, stream=stream)
     if not read_as_chat:

@@ -118,12 +118,4 @@ class PostgresStore(SqlStore):
     """Keeps entries in the database of *url*; see :class:`PostgresDatabase`."""
 
     def __init__(self, url: str, settings: ResponsesSettings) -> None:
-        super().__init__(settings)
-        self._database = PostgresDatabase(url, pending)
-
-    async def _run(self, steps: Steps[_T], *, write: bool = False, inner: bool = False) -> _T:
-        async with self._operation(inner=inner):
-            return await self._database.run(steps, timeout=self.timeout, write=write)
-
-    async def _disconnect(self) -> None:
-        await self._database.close()
+        super().__init__(settings, PostgresDatabase(url, pending))

@@ -16,8 +16,9 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import accumulate
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import structlog
@@ -377,16 +378,9 @@ class Store(ABC):
         return dropped
 
 
-def oldest(found: Sequence[tuple[str, float, int]], before: float, surplus: int) -> Sequence[tuple[str, int]]:
-    """Return keys and sizes of those to drop of *found*: keys, times of use and sizes, the oldest first."""
-    dropped: list[tuple[str, int]] = []
-    total = 0
-    for key, used, size in found:
-        if (used >= before and total >= surplus) or total > BATCH_SIZE:
-            break
-        dropped.append((key, size))
-        total += size
-    return dropped
+def fitting(sizes: Iterable[int], most: int) -> int:
+    """Return how many of *sizes*, from the first on, are no more than *most* together: at least one."""
+    return max(1, sum(total <= most for total in accumulate(sizes)))
 
 
 def _unavailable(detail: str) -> StoreUnavailable:

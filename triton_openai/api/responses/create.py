@@ -59,10 +59,7 @@ async def create(request: web.Request) -> web.StreamResponse:
         return await _begin_in_background(context, made)
     async with _chat(context, made) as (asked, reading):
         if body.stream and made.response.store:
-            try:
-                await made.announce()
-            except errors.StoreUnavailable as error:
-                made.not_kept(error)
+            await made.announce()
         return await asked.admitted(partial(_answer, made=made, reading=reading), param="messages")
 
 

@@ -188,15 +188,9 @@ class ResponseEvents(Renderer):
 
     def _usage(self) -> objects.ResponseUsage:
         usage = self.run.progress.usage or self.run.progress.usage_estimate
-        return objects.ResponseUsage(
-            input_tokens=usage.prompt_tokens,
-            input_tokens_details=objects.InputTokensDetails(cached_tokens=usage.cached_tokens or 0),
-            output_tokens=usage.completion_tokens,
-            output_tokens_details=objects.OutputTokensDetails(
-                reasoning_tokens=min(self.parser.reasoning_tokens, usage.completion_tokens)
-            ),
-            total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        )
+        made = usage.completion_tokens
+        reasoning = min(self.parser.reasoning_tokens, made)
+        return objects.ResponseUsage.of(usage.prompt_tokens, made, cached=usage.cached_tokens or 0, reasoning=reasoning)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._next += 1
