@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import json
+
+import pytest
+
+from tests.clients.service import steered
 from tests.faults.event_loop import USUAL, exposed
 from tests.triton_fixture import TestTriton
+from triton_openai.api.messages.types import MessageParam
+from triton_openai.prompts.messages import UserMessage
+
+JSON = {"Content-Type": "application/json"}
 
 
 async def test_large_requests_are_not_refused(triton: TestTriton) -> None:
@@ -14,3 +24,20 @@ async def test_large_requests_are_not_refused(triton: TestTriton) -> None:
             answer = await proxy.post(path, body)
             # The stand-ins have short contexts.
             assert answer.status == 200 or "maximum" in answer.error["message"], name
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_messages_are_freed_while_they_are_answered(triton: TestTriton, path: str) -> None:
+    """A long chat that is answered takes the memory of its prompt, and no object for each message."""
+    texts = ["a", "b", steered(text="one two", hang_at=1)]
+    # The garbage collector looks at objects that hold others.
+    messages = [{"role": "user", "content": [{"type": "text", "text": text}]} for text in texts]
+    body = {"model": "vllm_model", "messages": messages, "stream": True, "max_tokens": 9}
+    async with (
+        exposed(triton) as proxy,
+        proxy.client.post(path, data=json.dumps(body).encode(), headers=JSON) as answer,
+    ):
+        while b"one" not in await answer.content.readline():
+            pass
+        kinds = (MessageParam, UserMessage)
+        assert [] == [found for found in gc.get_objects() if isinstance(found, kinds)]

@@ -303,6 +303,8 @@ async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Kee
     """Answer a chat. The whole answer, in JSON, is given to *keep* first, also that of a stream before its end."""
     service, body = context.service, context.body
     turn = await turn_of(context, answer_id)
+    if keep is None:
+        context.forget_messages()
     runs = turn.runs
     setting = service.settings.api.reasoning_field
     fields: Sequence[str] = ("reasoning_content", "reasoning") if setting == "both" else (setting,)

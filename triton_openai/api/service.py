@@ -252,6 +252,17 @@ class RequestContext(Generic[_Body]):
         context.body = body
         return context
 
+    def forget_messages(self) -> None:
+        """
+        Free the messages of the body, when all that Triton gets is made of them.
+
+        They take as much memory again as the prompt, and the garbage collector looks at each while the event loop
+        waits. They stay where another variant of the model may get the request, and where contents are logged.
+        """
+        model, settings = self.model, self.service.settings
+        if not (model.variants or model.text_level or settings.server.log_content or settings.traces.content):
+            self.body.messages = []  # type: ignore[attr-defined]
+
     def sender(self) -> Sender:
         """Return what sends the work for the request to Triton; of several Tritons, the way is recorded from now on."""
         fleet, model = self.service.fleet, self.model

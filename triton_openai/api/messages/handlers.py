@@ -49,6 +49,8 @@ async def _chat(request: web.Request, kind: type[_Body]) -> AsyncIterator[tuple[
     add_request_id(record)
     reading = read(context.body, strict_tools=context.service.settings.api.strict_tools)
     record.parameters = chat = reading.chat
+    # The chat has them.
+    context.body.messages = []
     effort = await known_effort(context.model, chat.reasoning_effort)
     if effort != chat.reasoning_effort:
         tell_ignored(record, ["output_config.effort"])
@@ -64,6 +66,7 @@ async def _chat(request: web.Request, kind: type[_Body]) -> AsyncIterator[tuple[
 async def _answer(context: RequestContext[ChatRequest], *, omits_thinking: bool) -> web.StreamResponse:
     body, record = context.body, context.record
     turn = await turn_of(context, new_id("msg", "_"), fitting=True)
+    context.forget_messages()
     (run,), (parser,) = turn.runs, turn.parsers
     room, asked = run.generation.sampling.max_tokens, turn.spec.limit.tokens
     limited = room < asked
