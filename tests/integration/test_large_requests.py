@@ -26,18 +26,21 @@ async def test_large_requests_are_not_refused(triton: TestTriton) -> None:
             assert answer.status == 200 or "maximum" in answer.error["message"], name
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 async def test_messages_are_freed_while_they_are_answered(triton: TestTriton, path: str) -> None:
     """A long chat that is answered takes the memory of its prompt, and no object for each message."""
     texts = ["a", "b", steered(text="one two", hang_at=1)]
+    kind, name = ("input_text", "input") if path == "/v1/responses" else ("text", "messages")
     # The garbage collector looks at objects that hold others.
-    messages = [{"role": "user", "content": [{"type": "text", "text": text}]} for text in texts]
-    body = {"model": "vllm_model", "messages": messages, "stream": True, "max_tokens": 9}
+    given = [{"role": "user", "content": [{"type": kind, "text": text}]} for text in texts]
+    body = {"model": "vllm_model", "stream": True, name: given, **({} if name == "input" else {"max_tokens": 9})}
     async with (
         exposed(triton) as proxy,
         proxy.client.post(path, data=json.dumps(body).encode(), headers=JSON) as answer,
     ):
         while b"one" not in await answer.content.readline():
             pass
-        kinds = (MessageParam, UserMessage)
-        assert [] == [found for found in gc.get_objects() if isinstance(found, kinds)]
+        found = [one for one in gc.get_objects() if isinstance(one, MessageParam | UserMessage)]
+        items = [one for one in gc.get_objects() if isinstance(one, dict) and "role" in one]
+        assert [] == found
+        assert {id(one) for one in items} <= {id(one) for one in given}

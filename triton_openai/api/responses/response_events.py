@@ -77,6 +77,8 @@ class ResponseEvents(Renderer):
     names: Mapping[str, ToolName]
     #: Whether reasoning items have their ``encrypted_content``.
     sealed: bool
+    #: Whether it is tool calls and nothing else.
+    forced: bool = False
     #: Keeps the response before its last event is sent.
     keep: Callable[[], Awaitable[None]] | None = None
 
@@ -142,8 +144,8 @@ class ResponseEvents(Renderer):
     def last(self, choice: int) -> bytes:
         """Return the text that the parser delayed, and the end of the last item."""
         events = self._parsed(self.parser.flush(cut=self.run.progress.cut), [])
-        if not self._output:
-            # An empty answer is a message too.
+        if not self._output and not self.forced:
+            # An empty answer is a message too. A forced call that is cut before its name is nothing.
             events += self._begin(objects.OutputMessage)
         cut = self.run.progress.finish_reason is FinishReason.LENGTH
         if isinstance(self._item, objects.OutputFunctionCall | objects.OutputCustomCall):
