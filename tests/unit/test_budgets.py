@@ -14,7 +14,7 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 #: changelog gives it. "Above its budget" is what is still to be cut.
 BUDGETS: Mapping[str, Mapping[str, int]] = {
     "api": {
-        "today": 5649,
+        "today": 5669,
         "the fewest turns that make a conversation fit": 97,
         "a chain is read at one moment": 21,
         "a conversation stays at its Triton": 3,
@@ -32,7 +32,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "batches that several replicas share": 25,
     },
     "answer": {
-        "begin": 1302,
+        "begin": 1310,
         "jobs run here, and not in the API": 37,
         "several Tritons": 58,
         "an answer that is cut inside a character ends before it": 22,
