@@ -14,7 +14,7 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 #: changelog gives it. "Above its budget" is what is still to be cut.
 BUDGETS: Mapping[str, Mapping[str, int]] = {
     "api": {
-        "today": 5548,
+        "today": 5568,
         "the fewest turns that make a conversation fit": 97,
         "a chain is read at one moment": 21,
         "a conversation stays at its Triton": 3,
@@ -30,9 +30,10 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "files and batches": 796,
         "spans of lines of batches": 4,
         "batches that several replicas share": 25,
+        "while a chat is answered, its messages take no memory": 11,
     },
     "answer": {
-        "begin": 1302,
+        "begin": 1310,
         "jobs run here, and not in the API": 37,
         "several Tritons": 58,
         "an answer that is cut inside a character ends before it": 22,

@@ -41,6 +41,7 @@ class ChatPromptRequest(Protocol):
 
 async def rendered_chat(
     model: ServedModel,
+    prompter: Prompter,
     request: ChatPromptRequest,
     messages: Sequence[Message],
     *,
@@ -51,7 +52,7 @@ async def rendered_chat(
     trust_template: bool,
 ) -> tuple[str, str]:
     """
-    Return *messages* as the template of *model*, or the request's own, renders them; and its name.
+    Return *messages* as the template of *model*'s *prompter*, or the request's own, renders them; and its name.
 
     The template gets *tools*; *images* and *audio* are those in the messages; *trust_template* is whether requests may
     have their own template. Raises :class:`InvalidRequest`, :class:`UnsupportedParameter`, and
@@ -64,7 +65,6 @@ async def rendered_chat(
             "'continue_final_message' cannot be used together with 'add_generation_prompt'.",
             param="continue_final_message",
         )
-    prompter = await model.prompter()
     if request.chat_template is not None:
         prompter = await _with_template(prompter, request.chat_template, trusted=trust_template)
     variables = dict(request.chat_template_kwargs or {})

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import Callable, Sequence
 from time import monotonic
 
 import msgspec
@@ -70,7 +69,9 @@ class RunGroup:
     def _check_time(self) -> None:
         """Check what may be late, and when to check again."""
         now = monotonic()
-        left = min([self._check(now), *(run.check(now) for run in self.runs)])
+        left = self._check(now)
+        for run in self.runs:
+            left = min(left, run.check(now))
         self._timer = self._loop.call_later(left, self._check_time)
 
     async def wait(self) -> Sequence[int]:
@@ -114,16 +115,10 @@ class RunGroup:
         del self._push, self._check
 
 
-@asynccontextmanager
-async def time_limit(timeout: float | None, runs: Sequence[Run] = ()) -> AsyncIterator[None]:
-    """Raise :class:`UpstreamTimeout` if an answer, of *runs* if there are any, takes more than *timeout* seconds."""
-    try:
-        async with asyncio.timeout(timeout):
-            yield
-    except TimeoutError as error:
-        cause = next((run.cause_of_silence for run in runs if run.cause_of_silence), "")
-        message = f"The answer was not complete after {timeout or 0:g} seconds.{cause}"
-        raise UpstreamTimeout(message) from error
+def timeout_error(timeout: float | None, runs: Sequence[Run] = ()) -> UpstreamTimeout:
+    """Return the error for an answer, of *runs* if there are any, that took more than *timeout* seconds."""
+    cause = next((run.cause_of_silence for run in runs if run.cause_of_silence), "")
+    return UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.{cause}")
 
 
 class Collected(msgspec.Struct):
@@ -155,9 +150,14 @@ async def collect(runs: Sequence[Run], *, timeout: float | None, push: Push | No
     Raises :class:`ServiceError`, also when *timeout* seconds were not enough.
     """
     collected: list[list[Delta]] = [[] for _ in runs]
-    async with time_limit(timeout, runs):
-        with closing(RunGroup(runs, push or (lambda choice, deltas: collected[choice].extend(deltas)))) as group:
+    group = RunGroup(runs, push or (lambda choice, deltas: collected[choice].extend(deltas)))
+    try:
+        async with asyncio.timeout(timeout):
             await group.start()
             while group.unfinished:
                 await group.wait()
+    except TimeoutError as error:
+        raise timeout_error(timeout, runs) from error
+    finally:
+        group.close()
     return list(map(Collected, runs, collected))

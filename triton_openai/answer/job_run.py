@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, cast
 from msgspec.structs import replace
 
 from triton_openai import offload
-from triton_openai.answer.fan_out import time_limit
+from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.limits import check_size, too_many_tokens_error
 from triton_openai.answer.prepare import check_ids, no_tokenizer_error, tokenizer_of
 from triton_openai.answer.run import Sender
@@ -85,12 +85,14 @@ async def _answers(
 
     tasks: list[asyncio.Task[InferResponse]] = []
     try:
-        async with time_limit(timeout):
+        async with asyncio.timeout(timeout):
             for request in requests:
                 tasks.append(asyncio.create_task(answer(request)))
                 # Thousands of them take long to send: not in one turn of the event loop.
                 await asyncio.sleep(0)
             return await asyncio.gather(*tasks)
+    except TimeoutError as error:
+        raise timeout_error(timeout) from error
     finally:
         for task in tasks:
             task.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 
@@ -16,12 +16,11 @@ from triton_openai.errors import InvalidRequest, UpstreamError, UpstreamTimeout
 from triton_openai.generation import IMPOSSIBLE, Alternative, Delta, Generation, Logits, TokenLogprob
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import cancel
+from triton_openai.triton.client import Receiver
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from triton_openai.answer.run import Run
 
 
 def log_probabilities(logits: Logits, chosen: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
@@ -85,6 +84,16 @@ def _rows(logits: Logits) -> np.ndarray[Any, Any]:
     return values.reshape(-1, logits.width)
 
 
+class PausableReceiver(Receiver, Protocol):
+    """What takes the deltas of an answer, and can hold the backend back."""
+
+    def pause(self) -> None:
+        """Pause the backend until :meth:`resume`."""
+
+    def resume(self) -> None:
+        """Let the backend go on."""
+
+
 class LogitsReader:
     """
     Decodes the responses of a stream for its *run*, and makes log probabilities of their logits.
@@ -93,8 +102,8 @@ class LogitsReader:
     this reader as its decoder: it receives deltas instead of responses, and :meth:`feed` returns them unchanged.
     """
 
-    def __init__(self, run: Run, decoder: Decoder, generation: Generation) -> None:
-        self._run: Run | None = run
+    def __init__(self, run: PausableReceiver, decoder: Decoder, generation: Generation) -> None:
+        self._run: PausableReceiver | None = run
         self._decoder = decoder
         self._count = generation.sampling.logprobs or 0
         self._waiting: deque[InferResponse] = deque()
@@ -129,7 +138,7 @@ class LogitsReader:
         if self._task is None and self._run is not None:
             self._task = asyncio.create_task(self._work(self._run))
 
-    async def _work(self, run: Run) -> None:
+    async def _work(self, run: PausableReceiver) -> None:
         run.pause()
         try:
             while self._waiting:

@@ -168,7 +168,8 @@ class Run:
         if not self.generation.sampling.max_tokens:
             self._finish(None)
             return
-        self._tried = self._sender.route.tried()
+        if self._sender.route.before is not None:
+            self._tried = self._sender.route.tried()
         try:
             self._begin()
         except ServiceError as error:
@@ -260,7 +261,8 @@ class Run:
                     self._stop()
                     before = len(shown)
                     pipeline.flush(self._decoder, shown)
-                    self._hold_flushed(shown, before)
+                    if len(shown) > before:
+                        self._hold_flushed(shown, before)
                     break
             self._unshown = unshown
             if shown and self._push is not None:
@@ -281,7 +283,8 @@ class Run:
                 if not self.progress.steps:
                     raise no_answer_error(self._adapter.config.name)
                 self._pipeline.flush(self._decoder, shown)
-                self._hold_flushed(shown, 0)
+                if shown:
+                    self._hold_flushed(shown, 0)
                 if shown and self._unshown:
                     shown[-1].tokens = self._unshown
                 if shown and self._push is not None:

@@ -82,7 +82,7 @@ async def count_tokens(context: RequestContext[ChatRequest]) -> int:
     if Generation not in model.jobs:
         raise job_not_taken_error(context.request.app, model, Generation)
     tokenizer = await tokenizer_of(model)
-    prompt, _, _ = await prompt_of(context, plan_of(context.body))
+    prompt, _, _ = await prompt_of(context, plan_of(context.body), await model.prompter())
     return await tokenizer.count_async(prompt, model.adapter.metadata.adds_bos)
 
 

@@ -64,10 +64,16 @@ async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T
     record.body_size = len(body)
     ignored = record.unknown_fields = []
     names = None if strict else ignored
-    # Made here: two threads that use a type for the first time at the same time can crash msgspec (0.22).
-    offload.json_decoder(kind)
-    parsed = await offload.run(read_within, body, kind, limits, names, cost=offload.json_cost(len(body)))
-    tell_ignored(record, ignored)
+    cost = offload.json_cost(len(body))
+    if cost <= offload.INLINE:
+        # Nothing is awaited for most requests.
+        parsed = read_within(body, kind, limits, names)
+    else:
+        # Made here: two threads that use a type for the first time at the same time can crash msgspec (0.22).
+        offload.json_decoder(kind)
+        parsed = await offload.run(read_within, body, kind, limits, names, cost=cost)
+    if ignored:
+        tell_ignored(record, ignored)
     return parsed
 
 

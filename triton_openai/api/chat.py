@@ -244,15 +244,16 @@ def plan_of(body: ChatRequest) -> ToolPlan:
 
 
 async def prompt_of(
-    context: RequestContext[ChatRequest], plan: ToolPlan
+    context: RequestContext[ChatRequest], plan: ToolPlan, prompter: Prompter
 ) -> tuple[str, Sequence[ImageReference], Sequence[AudioReference]]:
-    """Return a chat's prompt, and its images and audio, not loaded. Raises ServiceError."""
+    """Return a chat's prompt, made by *prompter*, and its images and audio, not loaded. Raises ServiceError."""
     service, model, body = context.service, context.model, context.body
     pictures, audio = media_of(model, body.messages)
     # Before they are rendered: each is looked for in all of its message's text.
     service.images.check_count(pictures, most=model.adapter.capabilities.images)
     prompt, context.record.chat_template = await rendered_chat(
         model,
+        prompter,
         body,
         body.messages,
         tools=plan.prompt,
@@ -261,7 +262,7 @@ async def prompt_of(
         reasoning_effort=body.reasoning_effort,
         trust_template=service.settings.api.trust_request_chat_template,
     )
-    tokenizer = (await model.prompter()).tokenizer
+    tokenizer = prompter.tokenizer
     if model.adapter.metadata.adds_bos and tokenizer is not None and tokenizer.adds_bos:
         # Else the prompt would begin with it twice.
         prompt = tokenizer.strip_bos(prompt)
@@ -286,7 +287,7 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
     if fitting:
         spec = msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
     with record.stage(RENDER):
-        prompt, pictures, audio = await prompt_of(context, plan)
+        prompt, pictures, audio = await prompt_of(context, plan, prompter)
     if pictures:
         with record.stage("load images"):
             spec = _with(spec, images=await service.images.load(pictures))
@@ -316,8 +317,11 @@ async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Kee
     answers = await collect(runs, timeout=context.limits.total)
     choices = (chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers))
     cost = rendering_cost(answers, offload.RENDER if turn.parsers[0].plain else offload.PARSE)
-    cost += cost_of(len(runs[0].prompt_logprobs), body.prompt_logprobs)
-    content = await offload.run(_completion, context, turn, choices, cost=cost)
+    if body.prompt_logprobs is not None:
+        cost += cost_of(len(runs[0].prompt_logprobs), body.prompt_logprobs)
+    # Nothing is awaited for most answers.
+    whole = partial(_completion, context, turn, choices)
+    content = whole() if cost <= offload.INLINE else await offload.run(whole, cost=cost)
     if keep is not None:
         await keep(content)
     return WholeResponse(body=content, content_type="application/json")

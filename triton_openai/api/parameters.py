@@ -6,7 +6,7 @@ Ranges are those that OpenAI documents (openai-openapi 2.3.0). Extensions in com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, get_args
@@ -103,8 +103,12 @@ def check_unused(request: msgspec.Struct) -> Sequence[str]:
         value = getattr(request, name)
         if value is not None and not is_neutral(value, neutral):
             raise UnsupportedParameter(f"The parameter '{name}' is not supported with this model.", param=name)
-    given = [(name, getattr(request, name)) for name in ignorable(type(request))]
-    return [name for name, raw in given if raw is not msgspec.UNSET and bytes(raw) not in _ASK_FOR_NOTHING]
+    ignored = []
+    for name in ignorable(type(request)):
+        raw = getattr(request, name)
+        if raw is not msgspec.UNSET and bytes(raw) not in _ASK_FOR_NOTHING:
+            ignored.append(name)
+    return ignored
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -325,8 +329,11 @@ def sampling(request: SamplingRequest, *, limit: TokenLimit, defaults: DefaultPa
     alternatives_name, logprobs = request.alternatives
     given = _given(defaults)
     stop = request.stop if request.stop is not None else given.get("stop")
-    values = {name: value for name, value in given.items() if name in _PLAIN}
-    values |= {name: value for name, value in zip(_PLAIN, _plain(request), strict=True) if value is not None}
+    plain, values = _plain(request), {}
+    if plain.count(None) < len(plain):
+        values = {name: value for name, value in zip(_PLAIN, plain, strict=True) if value is not None}
+    if given:
+        values = {**{name: value for name, value in given.items() if name in _PLAIN}, **values}
     if values.get("min_tokens", 0) > limit.tokens:
         raise InvalidValue(
             f"'min_tokens' ({values['min_tokens']}) must not be greater than '{limit.param}' ({limit.tokens}).",
@@ -334,9 +341,9 @@ def sampling(request: SamplingRequest, *, limit: TokenLimit, defaults: DefaultPa
         )
     result = Sampling(
         max_tokens=limit.tokens,
-        stop=stop_strings(stop),
+        stop=() if stop is None else stop_strings(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        bad_words=_checked_words("bad_words", tuple(request.bad_words or ())),
+        bad_words=_checked_words("bad_words", tuple(request.bad_words)) if request.bad_words else (),
         allowed_token_ids=tuple(request.allowed_token_ids or ()),
         logprobs=logprobs,
         logit_bias=_biases(request.logit_bias) if request.logit_bias else (),
@@ -447,9 +454,25 @@ def prompt_scoring(
     return PromptScoring(count=count, param=param, timeout=timeout)
 
 
+_GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
+
+
 def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | None:
     """Return the guide that *request* asks for, of a *supported* kind. Raises :class:`InvalidRequest`."""
-    guides = list(_guides(request))
+    guides: list[Guide] = []
+    wanted, outputs = request.response_format, request.structured_outputs
+    if isinstance(wanted, JsonObjectFormat):
+        guides.append(Guide(kind="json"))
+    elif isinstance(wanted, JsonSchemaFormat):
+        guides.append(Guide(kind="json_schema", value=_encoded(wanted.json_schema.schema)))
+    elif isinstance(wanted, StructuralTagFormat):
+        guides.append(Guide(kind="structural_tag", value=_encoded(wanted)))
+    for name, kind in _GUIDED.items():
+        if (value := getattr(request, name)) is not None:
+            guides.append(_guide(kind, value, name))
+    for kind, value in () if outputs is None else msgspec.structs.asdict(outputs).items():
+        if value is not None and value is not False:
+            guides.append(_guide(kind, value, f"structured_outputs.{kind}"))
     if not guides:
         return None
     if len(guides) > 1:
@@ -461,26 +484,6 @@ def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | Non
         can = f"it supports {', '.join(sorted(supported))}" if supported else "it has no guided decoding"
         raise UnsupportedParameter(f"The model cannot be held to '{guide.kind}' output: {can}.", param=guide.param)
     return guide
-
-
-_GUIDED = [(kind, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")]
-
-
-def _guides(request: SamplingRequest) -> Iterator[Guide]:
-    wanted, outputs = request.response_format, request.structured_outputs
-    if isinstance(wanted, JsonObjectFormat):
-        yield Guide(kind="json")
-    elif isinstance(wanted, JsonSchemaFormat):
-        yield Guide(kind="json_schema", value=_encoded(wanted.json_schema.schema))
-    elif isinstance(wanted, StructuralTagFormat):
-        yield Guide(kind="structural_tag", value=_encoded(wanted))
-    asked = [(kind, name, getattr(request, name)) for kind, name in _GUIDED]
-    if outputs is not None:
-        kinds = StructuredOutputs.__struct_fields__
-        asked += [(kind, f"structured_outputs.{kind}", getattr(outputs, kind)) for kind in kinds]
-    for kind, param, value in asked:
-        if value is not None and value is not False:
-            yield _guide(kind, value, param)
 
 
 def _guide(kind: Any, value: Any, param: str) -> Guide:

@@ -376,7 +376,8 @@ async def begin(request: web.Request, kind: type[_Body], *, read_as_chat: bool =
     limits = TimeLimits.of(triton, request.headers, stream=stream)
     if not read_as_chat:
         record.parameters = body
-    tell_ignored(record, parameters.check_unused(body))
+    if ignored := parameters.check_unused(body):
+        tell_ignored(record, ignored)
     return RequestContext(request, service, body, model, record, limits)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing
 from time import monotonic
 from typing import Any
@@ -19,7 +19,7 @@ import msgspec
 import structlog
 from aiohttp import HttpVersion11, web
 
-from triton_openai.answer.fan_out import RunGroup, time_limit
+from triton_openai.answer.fan_out import RunGroup, timeout_error
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import encode
@@ -360,19 +360,19 @@ class EventStream:
         return self._heartbeat
 
 
-async def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Renderer) -> web.StreamResponse:
+def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Renderer) -> Awaitable[web.StreamResponse]:
     """
     Stream *runs* to the client, within the time limits of *context*.
 
     Raises :class:`ServiceError` for what goes wrong before anything was sent; after that, errors are events.
     """
     heartbeat = context.service.settings.server.heartbeat_interval
-    return await _sent(context, EventStream(context.request, runs, renderer, heartbeat=heartbeat), runs)
+    return _sent(context, EventStream(context.request, runs, renderer, heartbeat=heartbeat), runs)
 
 
-async def stream_parts(
+def stream_parts(
     context: RequestContext[Any], parts: AsyncGenerator[bytes, None], *, content_type: str | None = None
-) -> web.StreamResponse:
+) -> Awaitable[web.StreamResponse]:
     """
     Send *parts* as they come, within the time limits of *context*: of a file of *content_type*, or else events.
 
@@ -381,16 +381,16 @@ async def stream_parts(
     with the error if it has events.
     """
     heartbeat = context.service.settings.server.heartbeat_interval
-    return await _sent(context, _PartStream(context.request, parts, content_type, heartbeat))
+    return _sent(context, _PartStream(context.request, parts, content_type, heartbeat))
 
 
 async def _sent(
     context: RequestContext[Any], sender: EventStream | _PartStream, runs: Sequence[Run] = ()
 ) -> web.StreamResponse:
     """Have *sender* send its answer, of *runs* if there are any, and return it."""
-    record = context.record
+    record, timeout = context.record, context.limits.total
     try:
-        async with time_limit(context.limits.total, runs):
+        async with asyncio.timeout(timeout):
             await sender.run()
     except ConnectionError:
         # A client that disconnects after the last event has read its answer.
@@ -403,8 +403,10 @@ async def _sent(
             raise
         await _fail(sender, record, reason)
     except Exception as error:
+        if isinstance(error, TimeoutError):
+            error = timeout_error(timeout, runs)
         if not sender.begun:
-            raise
+            raise error from None
         await _fail(sender, record, _reported(context, error))
     return sender.response
 

@@ -76,7 +76,8 @@ async def tokenize(request: web.Request) -> web.Response:
     tools = plan_tools(tools=body.tools)
     if body.messages is not None:
         trusted = service.settings.api.trust_request_chat_template
-        text, _ = await rendered_chat(model, body, body.messages, tools=tools.prompt, trust_template=trusted)
+        prompter = await model.prompter()
+        text, _ = await rendered_chat(model, prompter, body, body.messages, tools=tools.prompt, trust_template=trusted)
         special = bool(body.add_special_tokens)
     else:
         text = body.prompt or ""

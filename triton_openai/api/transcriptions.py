@@ -19,7 +19,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai.adapters._common.base import Recognition
-from triton_openai.answer.fan_out import time_limit
+from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.transcription import Transcription, Wish
 from triton_openai.api.bodies import FileField, FormRequest, encode, json_response
 from triton_openai.api.parameters import refusing
@@ -214,9 +214,11 @@ async def _transcribed(
     try:
         if stream:
             return await stream_parts(context, _events(transcription, recording))
-        async with time_limit(context.limits.total), aclosing(transcription.deltas(recording)) as deltas:
+        async with asyncio.timeout(context.limits.total), aclosing(transcription.deltas(recording)) as deltas:
             async for _ in deltas:
                 pass
+    except TimeoutError as error:
+        raise timeout_error(context.limits.total) from error
     finally:
         context.record.audio_seconds = {"input": recording.seconds}
     return _rendered(body.response_format, transcription, recording, translated=isinstance(job, TranslationJob))

@@ -40,9 +40,10 @@ def usage_of(runs: Sequence[Run], *, n: int = 1, reasoning_tokens: int | None = 
     Where the backend counts those of the answer, and nobody those of the prompt, the prompt has 0, which none has.
     """
     usages: list[Usage | None] = []
-    for progress in (run.progress for run in runs):
-        counted = None if progress.tokens is None else Usage(prompt_tokens=0, completion_tokens=progress.tokens)
-        usages.append(progress.usage or counted)
+    for run in runs:
+        tokens = run.progress.tokens
+        counted = None if tokens is None else Usage(prompt_tokens=0, completion_tokens=tokens)
+        usages.append(run.progress.usage or counted)
     total = total_usage(usages, n=n)
     return None if total is None else usage_object(total, reasoning_tokens)
 

@@ -59,10 +59,10 @@ async def create(request: web.Request) -> web.StreamResponse:
         return await _begin_in_background(context, made)
     async with _chat(context, made) as (asked, reading):
         reading.before = ()
-        if not made.response.store:
-            made.input = ()
-        elif body.stream:
+        if made.response.store and body.stream:
             await made.announce()
+        if not made.response.store and made.response.conversation is None:
+            made.input = ()
         return await asked.admitted(partial(_answer, made=made, reading=reading), param="messages")
 
 
