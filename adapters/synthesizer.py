@@ -178,9 +178,7 @@ class Synthesizer(DescribedAdapter):
         ]
         if self._zero_shot:
             inputs += self._reference(job)
-        given = {tensor.name for tensor in inputs}
-        inputs += [tensor for tensor in self._constants if tensor.name not in given]
-        request = self.request(job.id, inputs, [self._output.name])
+        request = self.described_request(job.id, inputs, self._constants, [self._output.name])
         if self._output.datatype in ("FP16", "BYTES"):
             request = msgspec.structs.replace(request, json_expressible=False)
         return [request]

@@ -112,9 +112,7 @@ class Text(DescribedAdapter):
             inputs.append(self.tensor(self._inputs[_STREAM], generation.stream and self.config.decoupled))
         inputs += self.parameter_tensors(generation.sampling)
         inputs += self._stop_words(generation.sampling.stop)
-        given = {tensor.name for tensor in inputs}
-        inputs += [tensor for tensor in self._constants if tensor.name not in given]
-        return [self.request(generation.id, inputs, tuple(self._outputs.values()))]
+        return [self.described_request(generation.id, inputs, self._constants, tuple(self._outputs.values()))]
 
     def _stop_words(self, stop: tuple[str, ...]) -> list[Tensor]:
         name = self._inputs.get("stop")

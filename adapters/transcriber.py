@@ -227,10 +227,8 @@ class Transcriber(tensors.DescribedAdapter):
 
     def _request(self, job: TranscriptionJob, samples: Any, length: int) -> InferRequest:
         inputs = [*self._audio(samples, length), *self._told(job)]
-        given = {tensor.name for tensor in inputs}
         constants = tensors.constant_tensors(self.config, self._constants, 1)
-        inputs += [tensor for tensor in constants if tensor.name not in given]
-        return self.request(job.id, inputs, [spec.name for spec in self._outputs.values()])
+        return self.described_request(job.id, inputs, constants, [spec.name for spec in self._outputs.values()])
 
     def _audio(self, samples: Any, length: int) -> Iterator[Tensor]:
         """Yield the audio and its *length* in samples, without what is padded."""

@@ -48,7 +48,7 @@ from triton_openai.telemetry.access_log import AccessLog, ContentLog, UnknownFie
 from triton_openai.telemetry.exposition import EXPOSITION, Exposition
 from triton_openai.telemetry.gauges import ServedName, State
 from triton_openai.telemetry.logging import count_lost_lines
-from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, LIMITS_STORE_UP, LOG_LINES_LOST, FleetMetrics, Metrics
+from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, LIMITS_STORE_UP, LOG_LINES_LOST, Metrics
 from triton_openai.telemetry.process import LOOP_LAG, LoopLag
 from triton_openai.telemetry.request_record import OBSERVERS, Observer, Observers
 from triton_openai.telemetry.tracing import Tracing
@@ -85,7 +85,7 @@ def create_app(
         settings.triton_access,
         connect=None if client is None else lambda _: client,
         grace=settings.server.shutdown_grace,
-        observer=FleetMetrics(metrics),
+        tell=metrics.tell,
     )
     count_lost_lines(metrics.child(LOG_LINES_LOST).inc)
     tracing, send_spans = _traces(settings)

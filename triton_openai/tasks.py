@@ -29,6 +29,28 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@asynccontextmanager
+async def within(seconds: float) -> AsyncIterator[None]:
+    """
+    Hold the block to a time limit, as :func:`asyncio.timeout` does, and the task to its cancellation.
+
+    A driver may take the cancellation of the current task for a failure of its own, or give the answer that has just
+    come: whoever has asked for it would wait for ever.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    cancellations = task.cancelling()
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except Exception as error:
+        if task.cancelling() > cancellations:
+            raise asyncio.CancelledError from error
+        raise
+    if task.cancelling() > cancellations:
+        raise asyncio.CancelledError
+
+
 async def wait_any(*events: asyncio.Event, timeout: float) -> None:
     """Wait until one of *events* is set, for *timeout* seconds at most."""
     waiting = [asyncio.create_task(event.wait()) for event in events]

@@ -6,14 +6,14 @@ Tensors whose names follow no standard: finds and fills a model's inputs, and ch
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from triton_openai.adapters._common.base import Adapter
 from triton_openai.errors import ConfigurationError, ContextLengthExceeded
 from triton_openai.generation import TensorMapping
 from triton_openai.jobs import TokenPair
-from triton_openai.triton.tensors import INTEGER_RANGES, ModelConfig, Tensor, TensorSpec
+from triton_openai.triton.tensors import INTEGER_RANGES, InferRequest, ModelConfig, Tensor, TensorSpec
 
 FLOATS = ("FP32", "FP16", "FP64")
 _INTEGERS = ("INT64", "INT32")
@@ -39,6 +39,13 @@ class DescribedAdapter(Adapter):
         cls, config: ModelConfig, repository: Mapping[str, ModelConfig], mapping: TensorMapping | None
     ) -> Adapter:
         return cls(config, repository, mapping)
+
+    def described_request(
+        self, job_id: str, inputs: Sequence[Tensor], constants: Iterable[Tensor], outputs: Sequence[str]
+    ) -> InferRequest:
+        """Return the request with *inputs*, and those of *constants* of which the job has no value of its own."""
+        given = {tensor.name for tensor in inputs}
+        return self.request(job_id, [*inputs, *(one for one in constants if one.name not in given)], outputs)
 
 
 def text_input(config: ModelConfig) -> TensorSpec | None:

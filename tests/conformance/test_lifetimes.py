@@ -146,7 +146,7 @@ async def test_one_failed_prompt_stops_the_others(proxy, triton):
 
 async def release(triton, limit: int) -> None:
     """Let go of a silent engine behind a BLS model, which nobody else can reach, so that the instance serves again."""
-    client = Endpoint([triton.grpc_url], connect_timeout=5)
+    client = Endpoint([triton.grpc_url])
     values = {"input_ids": 0, "input_lengths": 0, "request_output_len": 0}
     inputs = [Tensor(name, "INT32", (1, 1), (value,)) for name, value in values.items()]
     order = InferRequest(

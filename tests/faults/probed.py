@@ -74,7 +74,7 @@ def state(*, strict: bool) -> dict[str, Any]:
     return {
         # A wait for an event belongs to the task that waits, which is one of them too.
         "tasks": sorted(name for name in tasks if name != "Event.wait"),
-        "running": sum(sum(each.running.values()) + each.queued for each in alive["Admission"]),
+        "running": sum(sum(map(len, each.running.values())) + len(each.queue) for each in alive["Admission"]),
         "streams": sum(each._receiver is not None for each in streams),
         "used": sum(len(each._acquired) for each in alive["TCPConnector"]) + len(calls) + len(in_use),
         "idle": len(idle) + len(kept) + len(at_rest),

@@ -94,7 +94,7 @@ async def running(proxy: Proxy, count: int) -> AsyncIterator[list[asyncio.Task[A
 def _queued(proxy: Proxy) -> int:
     assert proxy.client.app is not None
     service: Service = proxy.client.app[SERVICE]
-    return service.admission.queued
+    return len(service.admission.queue)
 
 
 def leases(proxy: Proxy) -> dict[str, int]:

@@ -25,6 +25,7 @@ from tests.clients.service import until
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
 from tests.triton_fixture import TestTriton
+from tests.unit.prompts.test_template_support import save
 from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.access.keys import ROUTE_GROUPS
 from triton_openai.access.rate_limits import RateLimit
@@ -34,6 +35,8 @@ from triton_openai.config.tree import (
     AccessSettings,
     GatewaySettings,
     LimitSettings,
+    ModelDefaults,
+    ModelSettings,
     RestrictedApi,
     Settings,
     TritonSettings,
@@ -418,6 +421,26 @@ async def test_tokens_that_nobody_counts(keys_file: Path) -> None:
             triton.responses = []
             assert 500 <= (await proxy.post("/v1/completions", body, **key)).status
             assert 7 == await charged(proxy)
+
+
+async def test_tokens_that_are_only_counted(keys_file: Path, tmp_path: Path) -> None:
+    """To count the tokens of a request is no inference: nothing is charged for it."""
+    async with FakeTriton(config_of("m")) as triton:
+        settings = Settings(
+            triton=TritonSettings(url=(triton.url,)),
+            access=AccessSettings(api_keys_file=keys_file),
+            defaults=ModelDefaults(chat_template="chatml"),
+            models={"m": ModelSettings(tokenizer=save(tmp_path))},
+        )
+        async with serving(settings) as proxy:
+            await proxy.ready()
+            for path, said in (
+                ("/v1/responses/input_tokens", {"input": "Hello"}),
+                ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "Hello"}]}),
+            ):
+                counted = await proxy.post(path, {"model": "m", **said}, **{"api-key": "sk-thousand"})
+                assert counted.json["input_tokens"] > 0
+            assert 0 == await charged(proxy)
 
 
 async def test_one_at_a_time(keys_file: Path) -> None:

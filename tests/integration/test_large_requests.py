@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import json
+
+import pytest
+
+from tests.clients.service import steered
 from tests.faults.event_loop import USUAL, exposed
 from tests.triton_fixture import TestTriton
+from triton_openai.api.messages.types import MessageParam
+from triton_openai.prompts.messages import UserMessage
+
+JSON = {"Content-Type": "application/json"}
 
 
 async def test_large_requests_are_not_refused(triton: TestTriton) -> None:
@@ -14,3 +24,26 @@ async def test_large_requests_are_not_refused(triton: TestTriton) -> None:
             answer = await proxy.post(path, body)
             # The stand-ins have short contexts.
             assert answer.status == 200 or "maximum" in answer.error["message"], name
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_messages_are_freed_while_they_are_answered(triton: TestTriton, path: str) -> None:
+    """A long chat that is answered takes the memory of its prompt, and no object for each message."""
+    texts = ["of this test", "b", steered(text="one two", hang_at=1)]
+    kind, name = ("input_text", "input") if path == "/v1/responses" else ("text", "messages")
+    # The garbage collector looks at objects that hold others.
+    given = [{"role": "user", "content": [{"type": kind, "text": text}]} for text in texts]
+    body = {"model": "vllm_model", "stream": True, name: given, **({} if name == "input" else {"max_tokens": 9})}
+    async with (
+        exposed(triton) as proxy,
+        proxy.client.post(path, data=json.dumps(body).encode(), headers=JSON) as answer,
+    ):
+        while b"one" not in await answer.content.readline():
+            pass
+        assert [] == [
+            one
+            for one in gc.get_objects()
+            if (isinstance(one, MessageParam | UserMessage) or (isinstance(one, dict) and "role" in one))
+            and one is not given[0]
+            and texts[0] in str(one)
+        ]

@@ -25,7 +25,7 @@ async def test_what_is_too_much_is_refused_with_503(triton: TestTriton) -> None:
             await running.content.readany()
             waiting = asyncio.create_task(ask(proxy, "chat", "vllm_model", steered(text="b")))
             admission = proxy.client.app[SERVICE].admission
-            while not admission.queued and not waiting.done():  # noqa: ASYNC110 - nothing tells of it
+            while not admission.queue and not waiting.done():  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.001)
             refused = await ask(proxy, "chat", "ensemble", "x")
             assert (503, "overloaded", "30") == (

@@ -68,7 +68,7 @@ async def guarded(
 
 async def failure(url: str, access: TritonAccess) -> ServiceError:
     """Return how a stream from Triton fails, after a look at the other calls."""
-    client = Endpoint([url], connect_timeout=5, access=access)
+    client = Endpoint([url], access=access)
     try:
         with pytest.raises(UpstreamUnavailable) as streamed:
             await begin(client)
@@ -97,7 +97,7 @@ async def test_every_call_over_tls(transport: str, triton: TestTriton, authority
     """Control calls and streams pass through, with the authority and the service's own certificate."""
     access = TritonAccess(ca=authority.file, certificate=authority.issue("client", "service.example"))
     async with guarded(triton, transport, authority, authority.issue("triton"), clients=True) as (url, _):
-        client = Endpoint([url], connect_timeout=5, access=access)
+        client = Endpoint([url], access=access)
         assert "triton" == (await client.server_info()).name
         assert MODEL in {entry.name for entry in await client.repository_index()}
         assert (await client.model_config(MODEL)).decoupled
@@ -124,7 +124,7 @@ async def test_what_is_wrong_with_a_certificate_is_told(
         error = await failure(url, trusting)
         assert "127.0.0.1" in (error.detail or "")
         named = TritonAccess(ca=authority.file, server_name="triton.example")
-        client = Endpoint([url], connect_timeout=5, access=named)
+        client = Endpoint([url], access=named)
         assert "triton" == (await client.server_info()).name
         await begin(client)
         await client.close()
@@ -152,7 +152,7 @@ async def test_own_certificate_renewed_while_a_stream_runs(
     shown.write_bytes(authority.issue("client", "service.example").read_bytes())
     access = TritonAccess(ca=trusted, certificate=shown)
     async with guarded(triton, transport, authority, authority.issue("one"), clients=True) as (old_url, _):
-        client = Endpoint([old_url], connect_timeout=5, access=access)
+        client = Endpoint([old_url], access=access)
         stream = Reading(client, request(40, SLOW))
         assert await stream.read()
         trusted.write_bytes(young.file.read_bytes())

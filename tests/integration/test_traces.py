@@ -257,7 +257,7 @@ async def test_waiting_has_a_span(collector: Collector, traced_triton: TestTrito
         async with proxy.client.post(PATHS["chat"], json=body) as running:
             await running.content.readany()
             waiting = asyncio.create_task(chat(proxy, "vllm_model", headers))
-            await collector.until(lambda: bool(admission.queued))
+            await collector.until(lambda: bool(admission.queue))
             running.close()
         assert 200 == (await waiting).status
         await collector.until(lambda: is_complete(collector, trace))

@@ -164,10 +164,10 @@ async def test_who_waits_is_turned_away(pair):
             ended.append(model)
 
     asked = [asyncio.create_task(ask(model)) for model in ("m", "other", "m", "m", "other")]
-    await until(lambda: admission.queued == 3)
+    await until(lambda: len(admission.queue) == 3)
     task = asyncio.create_task(unload(unloading, "m", grace=30))
     await until(lambda: len(ended) == 2)
-    assert (["m", "other"], ["m", "m"], 1) == (began, ended, admission.queued)
+    assert (["m", "other"], ["m", "m"], 1) == (began, ended, len(admission.queue))
     assert not task.done()
     leave.set()
     await asyncio.wait_for(asyncio.gather(task, *asked), 10)

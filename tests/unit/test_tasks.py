@@ -1,4 +1,4 @@
-"""What several hold together."""
+"""What several hold together, and tasks that are cancelled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from triton_openai.errors import ServiceOverloaded
-from triton_openai.tasks import Room, cancel
+from triton_openai.tasks import Room, cancel, within
 
 
 class Holder:
@@ -85,3 +85,31 @@ async def test_who_gives_up() -> None:
     last.end.set()
     await last.task
     assert 0 == room.held
+
+
+@pytest.mark.parametrize("swallows", ["fails", "answers"])
+async def test_a_driver_that_takes_a_cancellation_for_its_own(swallows: str) -> None:
+    """A failure or an answer in place of the cancellation keeps no task."""
+
+    async def work() -> None:
+        async with within(60):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if swallows == "fails":
+                    raise OSError("lost") from None
+
+    task = asyncio.create_task(work())
+    await turns()
+    await asyncio.wait_for(cancel(task), 10)
+    assert task.cancelled()
+
+
+async def test_what_takes_too_long_or_fails() -> None:
+    """Without a cancellation, a time limit and a failure are what they are."""
+    with pytest.raises(TimeoutError):
+        async with within(0):
+            await asyncio.Event().wait()
+    with pytest.raises(OSError, match="lost"):
+        async with within(60):
+            raise OSError("lost")

@@ -17,10 +17,7 @@ from triton_openai.access.keys import ApiKey, Keys, Restrictions, RouteGroup, id
 from triton_openai.access.rate_limits import LimitStore, RateLimit, RateLimits, Reservation
 from triton_openai.config.files import LOOK_SECONDS
 from triton_openai.config.tree import AccessSettings
-from triton_openai.errors import (
-    InvalidRequest,
-    holds_key,
-)
+from triton_openai.errors import InvalidRequest, holds_key
 from triton_openai.tasks import cancel
 
 _log = structlog.get_logger("triton_openai.access")

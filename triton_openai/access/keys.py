@@ -8,17 +8,16 @@ import hmac
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 import structlog
-import yaml
 from aiohttp import web
 from msgspec import Meta
 from multidict import CIMultiDictProxy
 
 from triton_openai.access.rate_limits import RateLimit
-from triton_openai.config.files import FileWatch
+from triton_openai.config.files import FileWatch, read_yaml
 from triton_openai.config.tree import AccessSettings, Group, RestrictedApi
 from triton_openai.errors import ApiRestricted, ConfigurationError, InvalidApiKey, KeyNotSufficient, ManagementDisabled
 
@@ -130,17 +129,8 @@ def _from_file(file: Path | None) -> Iterator[tuple[bytes, ApiKey]]:
 
 
 def _read(file: Path) -> _File:
-    # Errors are raised without their causes: YAML's show the lines that they are about.
     try:
-        content: Mapping[str, Any] = yaml.safe_load(file.read_bytes())
-    except OSError as error:
-        raise ConfigurationError(f"The file of API keys {file} cannot be read: {error.strerror or error}.") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = "" if mark is None else f" in line {mark.line + 1}"
-        raise ConfigurationError(f"The file of API keys {file} is not valid YAML{line}.") from None
-    try:
-        return msgspec.convert(content, _File)
+        return msgspec.convert(read_yaml(file, "file of API keys", secret=True), _File)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"The file of API keys {file} is not accepted: {error}.") from None
 
@@ -164,15 +154,10 @@ class Keys:
 
     async def look(self) -> None:
         """Read the file again if it has changed. What is wrong with it is logged, and the keys stay in force."""
-        if not await self._file.look(settled=True):
-            return
-        try:
-            self.ring = await asyncio.to_thread(self._read_again)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the next change has to be noticed
-            self._file.failed(error)
-        else:
-            self._file.used()
-            _log.info("API keys are read again", names=len({key.name for key in (self.ring or {}).values()}))
+        if await self._file.look(settled=True):
+            with self._file.reading():
+                self.ring = await asyncio.to_thread(self._read_again)
+                _log.info("API keys are read again", names=len({key.name for key in (self.ring or {}).values()}))
 
 
 # Azure's and Anthropic's clients have headers of their own.

@@ -139,12 +139,14 @@ def _minutes(limit: RateLimit, account: Account) -> Iterator[tuple[str, int, Min
 
 def refusal_of(name: str, limit: RateLimit, now: float, account: Account) -> Refusal | None:
     """Return why *limit* forbids another request of the key *name*, ``None`` if it does not."""
+    # Whichever it is that forbids it: until all of them allow it.
+    wait = max((minute.below_in(most, now) for _, most, minute in _minutes(limit, account)), default=0.0)
     most = limit.concurrent_requests
     if most is not None and account.running >= most:
-        return Refusal(f"'{name}' may have {most} requests at the same time.", kind="requests", wait=1)
+        text = f"'{name}' may have {most} requests at the same time."
+        return Refusal(text, kind="requests", wait=max(1.0, wait))
     for kind, most, minute in _minutes(limit, account):
         if minute.used(now) >= most:
-            wait = minute.below_in(most, now)
             text = (
                 f"Rate limit reached for '{name}' on {kind} per minute: limit {most}, used {minute.used(now)}. Please "
                 f"try again in {_duration(wait)}."
@@ -153,15 +155,15 @@ def refusal_of(name: str, limit: RateLimit, now: float, account: Account) -> Ref
     return None
 
 
-def headers_of(limit: RateLimit, now: float, account: Account) -> dict[str, str]:
-    """Return OpenAI's headers, which say what is left."""
+def headers_of(limit: RateLimit, now: float, account: Account, refusal: Refusal | None = None) -> dict[str, str]:
+    """Return OpenAI's headers, which say what is left, with the answer to a request or with its *refusal*."""
     headers = {}
     for kind, most, minute in _minutes(limit, account):
         headers[f"x-ratelimit-limit-{kind}"] = str(most)
         headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, most - minute.used(now)))
-        # Until nothing of it is used, or something is left of it: never longer than Retry-After.
-        spent = minute.used(now) >= most
-        headers[f"x-ratelimit-reset-{kind}"] = _duration(minute.below_in(most if spent else 1, now))
+        # Until something is left of it, or, while there is, until nothing is used; never longer than Retry-After.
+        wanted = most if refusal is not None or minute.used(now) >= most else 1
+        headers[f"x-ratelimit-reset-{kind}"] = _duration(minute.below_in(wanted, now))
     return headers
 
 
@@ -191,7 +193,7 @@ class RateLimits:
             account.running += 1
             if limit.requests_per_minute is not None:
                 account.requests.add(now, 1)
-        return Decision(headers_of(limit, now, account), refusal)
+        return Decision(headers_of(limit, now, account, refusal), refusal)
 
     def leave(self, name: str, tokens: int) -> None:
         account = self._accounts[name]

@@ -28,7 +28,7 @@ from triton_openai.access.rate_limits import (
     refusal_of,
 )
 from triton_openai.errors import ConfigurationError, ServiceOverloaded
-from triton_openai.tasks import cancel, spawn
+from triton_openai.tasks import cancel, spawn, within
 
 _log = structlog.get_logger(__name__)
 
@@ -163,7 +163,8 @@ class RedisLimits:
         admitted, now, running, requests, tokens = answer
         account = Account(running, _minute(requests), _minute(tokens))
         if not admitted:
-            return Decision(headers_of(limit, float(now), account), refusal_of(name, limit, float(now), account))
+            refusal = refusal_of(name, limit, float(now), account)
+            return Decision(headers_of(limit, float(now), account, refusal), refusal)
         self._leases.setdefault(name, []).append(lease)
         if self._renewing is None:
             self._renewing = asyncio.create_task(self._keep())
@@ -195,7 +196,7 @@ class RedisLimits:
     async def _call(self, script: Any, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
         """Return the answer of *script*, ``None`` where Redis does not give one in time."""
         try:
-            async with asyncio.timeout(self._patience if self._called else max(self._patience, _FIRST_PATIENCE)):
+            async with within(self._patience if self._called else max(self._patience, _FIRST_PATIENCE)):
                 answer = await script(keys=keys, args=arguments)
         except self._failures as error:
             self._called = True

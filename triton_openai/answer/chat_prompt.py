@@ -136,11 +136,7 @@ async def _with_template(prompter: Prompter, source: str, *, trusted: bool) -> P
             code="string_above_max_length",
         )
     template = await asyncio.to_thread(
-        ChatTemplate,
-        source,
-        name="of the request",
-        special_tokens=prompter.template_variables,
-        param="chat_template",
+        ChatTemplate, source, name="of the request", special_tokens=prompter.template_variables, param="chat_template"
     )
     return prompter.with_template(template)
 
@@ -156,9 +152,7 @@ def media_of(
     images: list[ImageReference] = []
     audio: list[AudioReference] = []
     for number, message in enumerate(messages):
-        if not isinstance(message.content, list):
-            continue
-        for index, part in enumerate(message.content):
+        for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if not isinstance(part, ContentPart) or not (is_image(part) or is_audio(part)):
                 continue
             place = f"messages[{number}].content[{index}]"

@@ -22,33 +22,26 @@ class RunGroup:
     """
     The runs of one request. Calls *push* with the number of a run and its deltas as they arrive.
 
-    One timer serves the whole request, instead of one for every token: it checks the *timeout* of all runs, the
-    silence of each, and *check*, which gets the time and returns the seconds until it wants to be called again.
+    One timer serves the whole request, instead of one for every token: it checks the silence of each run, and *check*,
+    which gets the time and returns the seconds until it wants to be called again.
 
     Must be closed; :meth:`close` closes every run.
     """
 
     def __init__(
-        self,
-        runs: Sequence[Run],
-        push: Push,
-        *,
-        timeout: float | None = None,
-        check: Callable[[float], float] = lambda _: math.inf,
+        self, runs: Sequence[Run], push: Push, *, check: Callable[[float], float] = lambda _: math.inf
     ) -> None:
         self.runs = runs
         #: The number of runs that :meth:`wait` has not returned.
         self.unfinished = len(runs)
         self._push = push
         self._sent = 0
-        self._timeout, self._check = timeout, check
-        self._began = monotonic()
+        self._check = check
         self._timer: asyncio.TimerHandle | None = None
         self._ended: deque[int] = deque()
         self._loop = asyncio.get_running_loop()
         # Done when :meth:`wait` has something to do. It takes less than an event.
         self._wakeup = self._loop.create_future()
-        self._expired: UpstreamTimeout | None = None
 
     async def start(self) -> None:
         """Send the requests. Raises :class:`ServiceError`."""
@@ -79,12 +72,6 @@ class RunGroup:
         left = self._check(now)
         for run in self.runs:
             left = min(left, run.check(now))
-        if self._timeout is not None:
-            left = min(left, self._began + self._timeout - now)
-            if left <= 0:
-                self._expired = timeout_error(self._timeout, self.runs)
-                self.wake()
-                return
         self._timer = self._loop.call_later(left, self._check_time)
 
     async def wait(self) -> Sequence[int]:
@@ -95,8 +82,6 @@ class RunGroup:
         """
         await self._wakeup
         self._wakeup = self._loop.create_future()
-        if self._expired is not None:
-            raise self._expired
         ended = []
         while self._ended:
             choice = self._ended.popleft()
@@ -165,11 +150,14 @@ async def collect(runs: Sequence[Run], *, timeout: float | None, push: Push | No
     Raises :class:`ServiceError`, also when *timeout* seconds were not enough.
     """
     collected: list[list[Delta]] = [[] for _ in runs]
-    group = RunGroup(runs, push or (lambda choice, deltas: collected[choice].extend(deltas)), timeout=timeout)
+    group = RunGroup(runs, push or (lambda choice, deltas: collected[choice].extend(deltas)))
     try:
-        await group.start()
-        while group.unfinished:
-            await group.wait()
+        async with asyncio.timeout(timeout):
+            await group.start()
+            while group.unfinished:
+                await group.wait()
+    except TimeoutError as error:
+        raise timeout_error(timeout, runs) from error
     finally:
         group.close()
     return list(map(Collected, runs, collected))

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from triton_openai import offload
 from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.limits import check_size, too_many_tokens_error
-from triton_openai.answer.prepare import check_ids, no_tokenizer_error
+from triton_openai.answer.prepare import check_ids, no_tokenizer_error, tokenizer_of
 from triton_openai.answer.run import Sender
 from triton_openai.errors import InvalidValue, UnsupportedParameter, UpstreamError
 from triton_openai.jobs import ClassificationResult, EmbeddingJob, Job, Result, ScoreJob, ScoreResult, TextJob
@@ -168,9 +168,7 @@ async def _with_token_pairs(model: ServedModel, job: ScoreJob, cut: Truncation |
     """Return *job* with its pairs as token ids where the model takes those. Raises :class:`ServiceError`."""
     if not model.adapter.capabilities.tokens:
         return job
-    tokenizer = (await model.prompter()).tokenizer
-    if tokenizer is None:
-        raise no_tokenizer_error(model)
+    tokenizer = await tokenizer_of(model)
     longest = model.settings.max_model_len
     limit = None if cut is None else cut.within(longest or tokenizer.model_max_length).tokens
     if limit is None and longest is not None:

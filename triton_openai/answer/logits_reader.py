@@ -145,7 +145,8 @@ class LogitsReader:
                 delta: Any = self._decoder.feed(self._waiting.popleft())
                 logits, delta.logits = delta.logits, None
                 if logits is not None:
-                    delta.logprobs = await _computed(logits, delta.token_ids, self._count)
+                    ids, cost = delta.token_ids, _cost(logits, delta.token_ids)
+                    delta.logprobs = await offload.run(log_probabilities, logits, ids, self._count, cost=cost)
                 run.receive((delta,))
         except Exception as error:  # noqa: BLE001 - the run ends with any error
             self._end = (error,)
@@ -155,11 +156,6 @@ class LogitsReader:
             run.resume()
         if self._end is not None:
             run.end(*self._end)
-
-
-async def _computed(logits: Logits, chosen: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
-    """Do :func:`log_probabilities` without holding the event loop."""
-    return await offload.run(log_probabilities, logits, chosen, count, cost=_cost(logits, chosen))
 
 
 def _cost(logits: Logits, chosen: Sequence[int]) -> float:

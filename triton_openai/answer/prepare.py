@@ -75,20 +75,17 @@ async def prepare(
         first = secrets.randbelow(_SEEDS)
     single = len(prompts) * count == 1
     runs: list[Run] = []
-    for place, prompt in enumerate(prompts):
+    for prompt in prompts:
         prepared = await generation_of(model, tokenizer, prompt, spec)
         for number in range(count):
             if len(runs) % _RUNS_IN_A_TURN == _RUNS_IN_A_TURN - 1:
                 # Thousands of short prompts are as much work as a long one.
                 await asyncio.sleep(0)
-            generation = prepared
-            if not single:
-                generation = msgspec.structs.replace(generation, id=f"{template.id}-{place * count + number}")
+            own: dict[str, Any] = {} if single else {"id": f"{template.id}-{len(runs)}"}
             if first is not None:
-                sampling = msgspec.structs.replace(prepared.sampling, seed=nth_seed(first, number))
-                generation = msgspec.structs.replace(generation, sampling=sampling)
+                own["sampling"] = msgspec.structs.replace(prepared.sampling, seed=nth_seed(first, number))
             run = Run(
-                generation,
+                msgspec.structs.replace(prepared, **own),
                 adapter=adapter,
                 sender=sender,
                 time_limits=time_limits,
@@ -237,12 +234,7 @@ async def _id_fields(model: ServedModel, tokenizer: Tokenizer, prompt: Prompt, s
     vocabulary = Vocabulary(
         size=tokenizer.vocab_size, end_ids=tokenizer.eos_token_ids, pad_id=tokenizer.special_id("pad_token")
     )
-    return {
-        "prompt": prompt,
-        "prompt_ids": tuple(ids),
-        "vocabulary": vocabulary,
-        "bad_word_ids": bad_word_ids,
-    }
+    return {"prompt": prompt, "prompt_ids": tuple(ids), "vocabulary": vocabulary, "bad_word_ids": bad_word_ids}
 
 
 async def _fitted(model: ServedModel, tokenizer: Tokenizer, generation: Generation, limit: TokenLimit) -> Generation:
@@ -251,10 +243,8 @@ async def _fitted(model: ServedModel, tokenizer: Tokenizer, generation: Generati
     # There are no more tokens than bytes.
     if longest is None or (ids is None and limit.context is None and size_of(generation.prompt) <= longest):
         return generation
-    if ids is not None:
-        count = len(ids)
-    else:
-        count = await tokenizer.count_async(generation.prompt, model.adapter.metadata.adds_bos)
+    adds_bos = model.adapter.metadata.adds_bos
+    count = len(ids) if ids is not None else await tokenizer.count_async(generation.prompt, adds_bos)
     sampling = msgspec.structs.replace(generation.sampling, max_tokens=limit.behind(count))
     return msgspec.structs.replace(generation, sampling=sampling, prompt_tokens=count)
 
@@ -267,11 +257,18 @@ def check_ids(ids: Sequence[int], tokenizer: Tokenizer, param: str, hint: str = 
             raise InvalidValue(f"'{param}' holds {number}, which is not a token of this model.{hint}", param)
 
 
+async def tokenizer_of(model: ServedModel) -> Tokenizer:
+    """Return the tokenizer of *model*. Raises :class:`ConfigurationError` where it is not known."""
+    tokenizer = (await model.prompter()).tokenizer
+    if tokenizer is None:
+        raise no_tokenizer_error(model)
+    return tokenizer
+
+
 def no_tokenizer_error(model: ServedModel) -> ConfigurationError:
-    """Return the error for texts where the model takes token ids and its tokenizer is not known."""
-    return ConfigurationError(
-        f"The model '{model.name}' takes token ids: give its tokenizer with --tokenizer {model.triton_model}=SOURCE."
-    )
+    """Return the error for what needs a tokenizer where the model's is not known."""
+    message = f"The model's tokenizer is not known: give it with --tokenizer {model.triton_model}=SOURCE."
+    return ConfigurationError(message, param="model")
 
 
 def bias_words(tokenizer: Tokenizer | None, biases: Sequence[tuple[int, float]]) -> tuple[tuple[str, float], ...]:

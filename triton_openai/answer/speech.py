@@ -11,6 +11,7 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from time import monotonic
 
 from msgspec.structs import replace
@@ -106,7 +107,7 @@ class _Answers:
         self._ended = ended
         self._waiting: deque[InferResponse] = deque()
         self._error: Exception | None = None
-        self._wakeup: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
         self._paused = self._came = False
         self._sender, self._request = sender, request
         self._tried = sender.route.tried()
@@ -142,7 +143,6 @@ class _Answers:
         if not self.over and not self._begin_again(error) and final:
             self._stream.close(silent=True)
             self._finish(error)
-            self._wake()
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
         self._came = True
@@ -150,7 +150,7 @@ class _Answers:
         if len(self._waiting) > _MOST_WAITING and not self._paused:
             self._paused = True
             self._stream.pause()
-        self._wake()
+        self._news.set()
 
     def end(self, error: Exception | None) -> None:
         if error is None and not self._came:
@@ -160,7 +160,6 @@ class _Answers:
         if self._begin_again(error):
             return
         self._finish(error)
-        self._wake()
         if error is None:
             self._ended()
 
@@ -169,14 +168,11 @@ class _Answers:
         if not self.over:
             self.over, self._error = True, error if isinstance(error, Exception) else None
             self._leave(error)
+            self._news.set()
 
     def _leave(self, error: BaseException | None) -> None:
         self._lease.close(error if isinstance(error, Exception) else None, answered=self._came)
         self._call.__exit__(None if error is None else type(error), error, None)
-
-    def _wake(self) -> None:
-        if self._wakeup is not None and not self._wakeup.done():
-            self._wakeup.set_result(None)
 
     async def next(self, timeout: float) -> InferResponse | None:
         """Return the next answer, ``None`` after the last one. Raises :class:`ServiceError`."""
@@ -188,10 +184,10 @@ class _Answers:
                 raise self._error
             if self.over:
                 return None
-            self._wakeup = asyncio.get_running_loop().create_future()
+            self._news.clear()
             try:
                 async with asyncio.timeout(timeout):
-                    await self._wakeup
+                    await self._news.wait()
             except TimeoutError as error:
                 what = "no further audio" if self._came else "no audio"
                 self._stream.close(silent=True)
@@ -231,18 +227,13 @@ class Speaker:
         self._progress = progress
         self._current: _Answers | None = None
         self._upcoming: _Answers | None = None
-        self._failure: ServiceError | None = None
 
     async def pieces(self) -> AsyncIterator[AsyncIterator[Speech]]:
         """Yield the parts of each text. Raises :class:`ServiceError`, also for a text without any audio."""
-        while self._left or self._upcoming is not None or self._failure is not None:
+        while self._left or self._upcoming is not None:
             if self._current is not None:
                 self._current.close()
-            self._current, self._upcoming = self._upcoming, None
-            if self._failure is not None:
-                raise self._failure
-            if self._current is None:
-                self._current = self._open()
+            self._current, self._upcoming = self._upcoming or self._open(), None
             self._look_ahead()
             yield self._parts(self._current)
 
@@ -266,22 +257,21 @@ class Speaker:
 
     def _open(self) -> _Answers:
         """Send the next text. Raises :class:`ServiceError`."""
-        number, text = self._left.popleft()
+        number, text = self._left[0]
         (request,) = self._model.adapter.encode(replace(self._job, id=f"{self._job.id}-{number}", text=text))
         if self._progress.sent is None:
             self._progress.sent = monotonic()
-        return _Answers(self._sender, request, self._look_ahead)
+        answers = _Answers(self._sender, request, self._look_ahead)
+        self._left.popleft()
+        return answers
 
     def _look_ahead(self) -> None:
         """Send the next text if all of the current one's audio has come, and no further one."""
         current = self._current
         if current is not None and current.over and self._upcoming is None and self._left:
-            try:
+            # What cannot be sent now is tried again in its turn.
+            with suppress(ServiceError):
                 self._upcoming = self._open()
-            except ServiceError as error:
-                # Raised in its turn.
-                self._failure = error
-                self._left.clear()
 
     def close(self) -> None:
         """Stop the work on the backend."""

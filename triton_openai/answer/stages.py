@@ -199,10 +199,8 @@ class LogprobsStage:
 
     def feed(self, delta: Delta) -> None:
         """Replace the entries of *delta* with delayed ones that no stop string can cut any more."""
-        if delta.logprobs:
-            delta.logprobs = self._pass_on(delta.logprobs)
-
-    def _pass_on(self, entries: Sequence[TokenLogprob]) -> list[TokenLogprob]:
+        if not delta.logprobs:
+            return
         passed = []
         # Without the new entries, which may contain a stop string and text after it.
         while self._held and self._size >= self._longest:
@@ -210,11 +208,11 @@ class LogprobsStage:
             self._size -= len(raw)
             self._before = (self._before + raw)[-self._longest :]
             passed.append(entry)
-        for entry in entries:
+        for entry in delta.logprobs:
             raw = _raw(entry)
             self._held.append((entry, raw))
             self._size += len(raw)
-        return passed
+        delta.logprobs = passed
 
     def end(self) -> list[TokenLogprob]:
         """Return the delayed entries, up to the stop string if there is one: a token shown in part keeps its entry."""

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from triton_openai import offload
-from triton_openai.answer.prepare import no_tokenizer_error
+from triton_openai.answer.prepare import tokenizer_of
 from triton_openai.answer.run import Sender
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
@@ -100,10 +100,7 @@ class Transcription:
     async def _prepare(self) -> None:
         """Find the tokens, where the model answers in those. Raises :class:`ConfigurationError`."""
         if self._model.adapter.capabilities.tokens:
-            tokenizer = (await self._model.prompter()).tokenizer
-            if tokenizer is None:
-                raise no_tokenizer_error(self._model)
-            self._whisper = WhisperTokens(tokenizer)
+            self._whisper = WhisperTokens(await tokenizer_of(self._model))
 
     async def _detect(self, chunk: Chunk) -> None:
         """Find out the language of *chunk*, if that is needed: then it is the whole recording's."""

@@ -6,19 +6,20 @@ import base64
 import binascii
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, Generic, Self, TypeVar
 
+import msgspec
 import structlog
 
 from triton_openai import offload
 from triton_openai.answer.fan_out import collect
+from triton_openai.answer.prepare import tokenizer_of
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import tell_ignored
 from triton_openai.api.chat import ChatRequest, plan_of, prompt_of
 from triton_openai.api.logprobs import rendering_cost
 from triton_openai.api.service import RequestContext, job_not_taken_error
 from triton_openai.api.sse import Renderer
-from triton_openai.api.tokenize import tokenizer_of
 from triton_openai.errors import ConfigurationError, InvalidValue, printable
 from triton_openai.generation import Generation
 from triton_openai.models.served import ServedModel
@@ -80,27 +81,24 @@ async def count_tokens(context: RequestContext[ChatRequest]) -> int:
     model = context.model
     if Generation not in model.jobs:
         raise job_not_taken_error(context.request.app, model, Generation)
-    prompter = await model.prompter()
-    tokenizer = tokenizer_of(prompter)
-    prompt, _, _ = await prompt_of(context, plan_of(context.body), prompter)
+    tokenizer = await tokenizer_of(model)
+    prompt, _, _ = await prompt_of(context, plan_of(context.body), await model.prompter())
     return await tokenizer.count_async(prompt, model.adapter.metadata.adds_bos)
 
 
-def page(
-    query: Mapping[str, str], items: Sequence[_Item], ids: Sequence[str | None], *, most: int, after: str
-) -> tuple[Sequence[_Item], bool]:
-    """
-    Return those of *items* that a query asks for, and whether more follow. *ids* are those of the items.
+class Page(msgspec.Struct, Generic[_Item], kw_only=True):
+    """A page of a list, with the ids of the first and the last of it, and whether more follow."""
 
-    The query has a ``limit`` of *most*, and the id of the item that the page follows as *after*. Raises
-    :class:`InvalidValue`.
-    """
-    limit, before = page_limit(query, most), query.get(after)
-    if before is not None:
-        if before not in ids:
-            raise unknown_place_error(after)
-        items = items[ids.index(before) + 1 :]
-    return items[:limit], len(items) > limit
+    data: Sequence[_Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+    @classmethod
+    def of(cls, data: Sequence[Any], *, more: bool) -> Self:
+        """Return a page of *data*, each of which has an id."""
+        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        return cls(data=data, first_id=first, last_id=last, has_more=more)
 
 
 def page_limit(query: Mapping[str, str], most: int, *, default: int = 20) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,11 +13,12 @@ from msgspec import Meta
 
 from triton_openai import errors
 from triton_openai.api import agents
+from triton_openai.api.agents import Page
 from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.lines import endpoints
-from triton_openai.api.responses.objects import InputTokensDetails, Metadata, OutputTokensDetails, ResponseUsage
+from triton_openai.api.responses.objects import Metadata, ResponseUsage
 from triton_openai.api.service import OPERATIONS_BY_HANDLER, key_of, new_id, service_of
-from triton_openai.api.uploaded_files import ExpiresAfter, files_of, find_file, too_much
+from triton_openai.api.uploaded_files import ExpiresAfter, files_of, find_file, page_found, too_much
 from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.storage.batch_store import Batch, Status
 from triton_openai.telemetry.request_record import RECORD
@@ -87,14 +89,8 @@ class BatchObject(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None
 
 
-class BatchList(msgspec.Struct, kw_only=True):
+class BatchList(Page[BatchObject], tag_field="object", tag="list"):
     """A page of batches."""
-
-    object: Literal["list"] = "list"
-    data: Sequence[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 async def create(request: web.Request) -> web.Response:
@@ -186,16 +182,10 @@ async def cancel(request: web.Request) -> web.Response:
 
 async def list_batches(request: web.Request) -> web.Response:
     """List the batches of the request's key, newest first."""
-    files, query = files_of(request), request.query
-    limit, after = agents.page_limit(query, 100), query.get("after")
-    found: Sequence[Batch] | None = [] if after is None else None
-    if files.exist:
-        found = await files.store.batches(key_of(request).name, "openai", after=after, limit=limit + 1)
-    if found is None:
-        raise agents.unknown_place_error("after")
-    data = [batch_object(batch) for batch in found[:limit]]
-    first, last = (data[0].id, data[-1].id) if data else (None, None)
-    return json_response(BatchList(data=data, first_id=first, last_id=last, has_more=len(found) > limit))
+    find = partial(files_of(request).store.batches, key_of(request).name, "openai")
+    limit, after = agents.page_limit(request.query, 100), request.query.get("after")
+    batches, more = await page_found(request, find, limit, after)
+    return json_response(BatchList.of([batch_object(batch) for batch in batches], more=more))
 
 
 def batch_object(batch: Batch) -> BatchObject:
@@ -217,12 +207,8 @@ def batch_object(batch: Batch) -> BatchObject:
         created_at=int(batch.created),
         expires_at=int(batch.expires),
         request_counts=BatchCounts(total=batch.total, completed=batch.succeeded, failed=batch.failed),
-        usage=ResponseUsage(
-            input_tokens=usage.input_tokens,
-            input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
-            output_tokens=usage.output_tokens,
-            output_tokens_details=OutputTokensDetails(reasoning_tokens=usage.reasoning_tokens),
-            total_tokens=usage.input_tokens + usage.output_tokens,
+        usage=ResponseUsage.of(
+            usage.input_tokens, usage.output_tokens, cached=usage.cached_tokens, reasoning=usage.reasoning_tokens
         ),
         metadata=batch.metadata,
         **times,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
@@ -22,6 +21,8 @@ from triton_openai.serving.request_body import LIMITS, read_body
 from triton_openai.telemetry.request_record import RECORD, RequestRecord
 
 _T = TypeVar("_T", bound=msgspec.Struct)
+#: Returns the JSON of a value.
+encode = msgspec.json.Encoder().encode
 
 #: Most messages of a chat, and most prompts, inputs, texts or documents of a request.
 MAX_MESSAGES = 4096
@@ -97,7 +98,11 @@ class FileField(msgspec.Struct, frozen=True):
 
 
 class FormRequest(ModelRequest, kw_only=True):
-    """Base of the requests that come as forms. A :class:`FileField` is a file; items of a list ``a`` are ``a[]``."""
+    """
+    Base of the requests that come as forms. A :class:`FileField` is a file; items of a list ``a`` are ``a[]``.
+
+    Its floats have limits: without them, "nan" would be one.
+    """
 
 
 async def read_form(request: web.Request, kind: type[_T], *, strict: bool, most: int) -> _T:
@@ -125,28 +130,19 @@ async def read_form(request: web.Request, kind: type[_T], *, strict: bool, most:
             try:
                 _add(fields, part, content.decode())
             except UnicodeDecodeError as error:
-                raise InvalidRequest(f"'{name}' is not UTF-8.", param=name, code="invalid_value") from error
+                raise InvalidValue(f"'{name}' is not UTF-8.", name) from error
     record.body_size = form.size
-    if ignored:
-        tell_ignored(record, ignored)
-    try:
-        parsed = msgspec.convert(fields, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise explain(str(error)) from error
-    for name, value in msgspec.structs.asdict(parsed).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            # Which JSON does not have.
-            raise InvalidRequest(f"Invalid value for '{name}': expected a number.", param=name, code="invalid_value")
-    return parsed
+    tell_ignored(record, ignored)
+    return converted(fields, kind, strict=False)
 
 
 def _add(fields: dict[str, Any], part: Part, value: str | FileField) -> None:
     """Add the *value* of *part* to *fields*. Raises :class:`InvalidRequest` for a second one of a field without []."""
     name = part.name.removesuffix("[]")
-    if name != part.name:
-        fields.setdefault(name, []).append(value)
+    if name != part.name and isinstance(items := fields.setdefault(name, []), list):
+        items.append(value)
     elif name in fields:
-        raise InvalidRequest(f"The request's form has '{name}' twice.", param=name, code="invalid_value")
+        raise InvalidValue(f"The request's form has '{name}' twice.", name)
     else:
         fields[name] = value
 
@@ -168,14 +164,14 @@ def parse_json(body: bytes, kind: type[_T], ignored: list[str] | None = None) ->
     """
     if not body.strip():
         raise InvalidRequest("The request's body is empty; a JSON object is needed.", code="invalid_json")
+    decoder: msgspec.json.Decoder[_T] = offload.json_decoder(kind)
     try:
         try:
-            parsed: _T = offload.json_decoder(kind).decode(body)
+            return decoder.decode(body)
         except msgspec.ValidationError as error:
             if not _NORMALIZABLE.search(str(error)):
                 raise
-            parsed = offload.json_decoder(kind).decode(_normalized(body, kind, ignored))
-        return parsed
+            return decoder.decode(_normalized(body, kind, ignored))
     except msgspec.ValidationError as error:
         raise explain(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -250,6 +246,14 @@ def explain(message: str) -> InvalidRequest:
         param=param,
         code="array_above_max_length" if too_long else f"invalid_{fault}",
     )
+
+
+def converted(value: Any, kind: type[_T], *, strict: bool = True) -> _T:
+    """Return *value* as *kind*; without *strict*, texts may be numbers. Raises :class:`InvalidRequest`."""
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise explain(str(error)) from error
 
 
 _BRACKETS = b"[]{}"
@@ -331,8 +335,7 @@ class JsonCheck:
         depth = max(accumulate(kind - 1 for kind in brackets[: 2 * opened]), default=0)
         if depth > MAX_DEPTH:
             raise InvalidRequest(
-                f"The request's JSON is nested too deeply: more than {MAX_DEPTH} levels.",
-                code="invalid_json",
+                f"The request's JSON is nested too deeply: more than {MAX_DEPTH} levels.", code="invalid_json"
             )
         return False
 
@@ -427,9 +430,6 @@ def check_texts(body: msgspec.Struct, check: JsonCheck) -> None:
                 raise
 
 
-_encode = msgspec.json.Encoder().encode
-
-
 def separated(value: str | list[str | int | list[int]], param: str) -> list[Any]:
     """Return texts and lists of token ids one by one. Raises :class:`InvalidRequest` for none and too many."""
     items: list[Any] = value if isinstance(value, list) and set(map(type, value)) != {int} else [value]
@@ -446,4 +446,15 @@ def separated(value: str | list[str | int | list[int]], param: str) -> list[Any]
 
 def json_response(answer: msgspec.Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """Return *answer* as a response."""
-    return WholeResponse(status=status, body=_encode(answer), content_type="application/json", headers=headers)
+    return WholeResponse(status=status, body=encode(answer), content_type="application/json", headers=headers)
+
+
+async def made_response(make: Callable[[], msgspec.Struct], *, cost: float) -> web.Response:
+    """Return what *make* returns as a response; to make and to encode it takes about *cost* microseconds."""
+    body = await offload.run(lambda: encode(make()), cost=cost)
+    return WholeResponse(body=body, content_type="application/json")
+
+
+def in_pieces(values: Iterable[Any]) -> list[Any]:
+    """Return each of *values* in JSON: to encode many at once would hold the interpreter, and so the event loop."""
+    return [msgspec.Raw(encode(value)) for value in values]

@@ -20,14 +20,13 @@ from triton_openai.answer.chat_prompt import media_of, rendered_chat
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, encode, in_pieces
 from triton_openai.api.logprobs import (
     ChatLogprobs,
     PromptLogprobs,
     chat_logprobs,
     cost_of,
     drop_prompt_logprobs,
-    in_pieces,
     prompt_logprobs,
     rendering_cost,
 )
@@ -35,7 +34,7 @@ from triton_openai.api.parameters import SamplingRequest, Verbosity, accepting, 
 from triton_openai.api.service import RequestContext, now, runs_of, spec_of
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan, custom_input, plan_tools
-from triton_openai.api.usage import UsageObject, known_usage, usage_of
+from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.errors import InvalidRequest, InvalidValue, ServiceError, UnsupportedParameter
 from triton_openai.generation import AnswerState, Delta, FinishReason
 from triton_openai.media.audio import AudioReference, load
@@ -51,7 +50,6 @@ from triton_openai.prompts.prompter import Prompter
 from triton_openai.serving.connections import WholeResponse
 from triton_openai.telemetry.request_record import RENDER
 
-_encode = msgspec.json.Encoder().encode
 #: Takes a whole answer in JSON.
 Keep: TypeAlias = Callable[[bytes], Awaitable[None]]
 
@@ -95,7 +93,6 @@ class ChatRequest(SamplingRequest, kw_only=True):
 
 
 ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
-_REASONS: Mapping[FinishReason, ChatFinishReason] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -157,7 +154,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    object: Literal["chat.completion"] = msgspec.field(name="object")
+    object: Literal["chat.completion"] = msgspec.field(name="object", default="chat.completion")
     created: int
     model: str
     choices: Sequence[ChatChoice]
@@ -243,13 +240,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 def plan_of(body: ChatRequest) -> ToolPlan:
     """Return how the tools of *body* are used. Raises :class:`InvalidRequest`."""
-    return plan_tools(
-        tools=body.tools,
-        tool_choice=body.tool_choice,
-        functions=body.functions,
-        function_call=body.function_call,
-        parallel=body.parallel_tool_calls,
-    )
+    return plan_tools(body.tools, body.tool_choice, body.functions, body.function_call, body.parallel_tool_calls)
 
 
 async def prompt_of(
@@ -313,6 +304,8 @@ async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Kee
     """Answer a chat. The whole answer, in JSON, is given to *keep* first, also that of a stream before its end."""
     service, body = context.service, context.body
     turn = await turn_of(context, answer_id)
+    if keep is None:
+        context.forget_messages()
     runs = turn.runs
     setting = service.settings.api.reasoning_field
     fields: Sequence[str] = ("reasoning_content", "reasoning") if setting == "both" else (setting,)
@@ -323,11 +316,11 @@ async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Kee
         return await stream(context, runs, chunks)
     answers = await collect(runs, timeout=context.limits.total)
     choices = (chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers))
-    whole = partial(_completion, context, turn, choices)
     cost = rendering_cost(answers, offload.RENDER if turn.parsers[0].plain else offload.PARSE)
     if body.prompt_logprobs is not None:
         cost += cost_of(len(runs[0].prompt_logprobs), body.prompt_logprobs)
     # Nothing is awaited for most answers.
+    whole = partial(_completion, context, turn, choices)
     content = whole() if cost <= offload.INLINE else await offload.run(whole, cost=cost)
     if keep is not None:
         await keep(content)
@@ -339,14 +332,12 @@ def _completion(context: RequestContext[ChatRequest], turn: Turn, choices: Itera
     body, runs = context.body, turn.runs
     # As they are parsed, reasoning is counted.
     shown: Any = in_pieces(choices)
-    usages = [run.progress.usage or known_usage(run.progress) for run in runs]
-    usage = usage_of(usages, n=turn.spec.n, reasoning_tokens=reasoning_tokens(turn.parsers))
+    usage = usage_of(runs, n=turn.spec.n, reasoning_tokens=reasoning_tokens(turn.parsers))
     scores: Any = None if body.prompt_logprobs is None else in_pieces(prompt_logprobs(runs[0].prompt_logprobs))
     if scores is not None:
         drop_prompt_logprobs(runs)
     completion = ChatCompletion(
         id=turn.spec.template.id,
-        object="chat.completion",
         created=now(),
         model=body.model,
         choices=shown,
@@ -355,7 +346,7 @@ def _completion(context: RequestContext[ChatRequest], turn: Turn, choices: Itera
         prompt_logprobs=msgspec.UNSET if scores is None else scores,
         prompt_token_ids=(runs[0].generation.prompt_ids or ()) if body.return_token_ids else msgspec.UNSET,
     )
-    return _encode(completion)
+    return encode(completion)
 
 
 def _spec(
@@ -415,7 +406,7 @@ def finish_reason(progress: AnswerState, parser: AnswerParser, plan: ToolPlan) -
     reason = progress.finish_reason
     if reason is not FinishReason.LENGTH and parser.calls and not parser.cut and plan.mode != "named":
         return "function_call" if plan.legacy else "tool_calls"
-    return None if reason is None else _REASONS[reason]
+    return None if reason is None else "length" if reason is FinishReason.LENGTH else "stop"
 
 
 def reasoning_tokens(parsers: Sequence[AnswerParser]) -> int | None:
@@ -425,24 +416,15 @@ def reasoning_tokens(parsers: Sequence[AnswerParser]) -> int | None:
 
 def message_of(events: Sequence[Event], plan: ToolPlan, fields: Sequence[str]) -> AnswerMessage:
     """Return the message that *events* make together, with the reasoning in *fields*."""
-    content: list[str] = []
-    thoughts: list[str] = []
-    starts: list[ToolCallStart] = []
-    arguments: list[list[str]] = []
+    text = "".join([event.text for event in events if isinstance(event, Content)])
+    reasoning = "".join([event.text for event in events if isinstance(event, Reasoning)]) or msgspec.UNSET
+    starts = [event for event in events if isinstance(event, ToolCallStart)]
+    arguments: list[list[str]] = [[] for _ in starts]
     for event in events:
-        if isinstance(event, Content):
-            content.append(event.text)
-        elif isinstance(event, Reasoning):
-            thoughts.append(event.text)
-        elif isinstance(event, ToolCallStart):
-            starts.append(event)
-            arguments.append([])
-        else:
+        if isinstance(event, ToolCallArguments):
             arguments[event.index].append(event.text)
     calls = [_call(start, "".join(parts), plan) for start, parts in zip(starts, arguments, strict=True)]
     legacy = [call.function for call in calls if plan.legacy and isinstance(call, ToolCall)]
-    text = "".join(content)
-    reasoning = "".join(thoughts) or msgspec.UNSET
     return AnswerMessage(
         role="assistant",
         content=text if text or not calls else None,
@@ -489,7 +471,7 @@ class ChatChunks(Chunks):
         super().__init__("chat.completion.chunk", context, turn.spec, turn.runs)
         self._parsers = turn.parsers
         # All choices have one prompt.
-        self._prompt_ids = _encode(turn.runs[0].generation.prompt_ids) if self._ids else b""
+        self._prompt_ids = encode(turn.runs[0].generation.prompt_ids) if self._ids else b""
         self._plan = turn.plan
         self._reasoning_fields = fields
         # By choice and index, what the model writes as the argument of a custom tool.
@@ -511,7 +493,7 @@ class ChatChunks(Chunks):
     def piece(self, choice: int, delta: Delta) -> bytes:
         head = self._text_heads[choice]
         if head and not delta.logprobs:
-            return head + _encode(delta.text) + self._text_tail
+            return head + encode(delta.text) + self._text_tail
         if self._continuous:
             self._shown[choice] += delta.tokens or 0
         return self._events(choice, self._parsers[choice].feed(delta.text, delta.tokens), delta)
@@ -523,14 +505,13 @@ class ChatChunks(Chunks):
         for (of, index), parts in self._custom.items():
             if of == choice:
                 call = {"index": index, "custom": {"input": custom_input("".join(parts))}}
-                delayed += self._chunk(choice, _encode({"tool_calls": [call]}), b"null", self._counted(choice))
-        reasons = (_encode(finish_reason(progress, parser, self._plan)), _encode(progress.stop_reason))
+                delayed += self._chunk(choice, encode({"tool_calls": [call]}), b"null", self._counted(choice))
+        reasons = (encode(finish_reason(progress, parser, self._plan)), encode(progress.stop_reason))
         end = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (choice, *reasons)
         return delayed + self._head + end + self._ended(choice)
 
     def _usage(self) -> UsageObject | None:
-        usages = [run.progress.usage or known_usage(run.progress) for run in self._runs]
-        return usage_of(usages, n=self._n, reasoning_tokens=reasoning_tokens(self._parsers))
+        return usage_of(self._runs, n=self._n, reasoning_tokens=reasoning_tokens(self._parsers))
 
     def _events(self, choice: int, events: Sequence[Event], delta: Delta) -> bytes:
         """Return a chunk for each of *events*; the first carries the log probabilities and ids that came with it."""
@@ -538,13 +519,13 @@ class ChatChunks(Chunks):
             events = [event for event in events if not isinstance(event, Reasoning)]
         if self._plan.custom:
             events = [event for event in events if not self._held(choice, event)]
-        logprobs = _encode(chat_logprobs(delta.logprobs)) if delta.logprobs else b"null"
-        ids = b',"token_ids":' + _encode(list(delta.token_ids)) if self._ids else b""
+        logprobs = encode(chat_logprobs(delta.logprobs)) if delta.logprobs else b"null"
+        ids = b',"token_ids":' + encode(list(delta.token_ids)) if self._ids else b""
         if not events and (delta.logprobs or (ids and delta.token_ids)):
             return self._chunk(choice, b'{"content":""}', logprobs, self._counted(choice), ids)
         chunks = []
         for event in events:
-            chunks.append(self._chunk(choice, _encode(self._delta(event)), logprobs, self._counted(choice), ids))
+            chunks.append(self._chunk(choice, encode(self._delta(event)), logprobs, self._counted(choice), ids))
             logprobs, ids = b"null", b""
         return b"".join(chunks)
 
@@ -552,10 +533,9 @@ class ChatChunks(Chunks):
         """Return whether *event* is a part of a custom tool's call: its text is sent as a whole."""
         if isinstance(event, ToolCallStart) and event.name in self._plan.custom:
             self._custom[choice, event.index] = []
-        held = self._custom.get((choice, event.index)) if isinstance(event, ToolCallArguments) else None
-        if held is None or not isinstance(event, ToolCallArguments):
+        if not isinstance(event, ToolCallArguments) or (choice, event.index) not in self._custom:
             return False
-        held.append(event.text)
+        self._custom[choice, event.index].append(event.text)
         return True
 
     def _delta(self, event: Event) -> dict[str, Any]:
@@ -563,17 +543,15 @@ class ChatChunks(Chunks):
             return {"content": event.text}
         if isinstance(event, Reasoning):
             return dict.fromkeys(self._reasoning_fields, event.text)
-        if isinstance(event, ToolCallStart):
+        if isinstance(event, ToolCallArguments):
+            call: dict[str, Any] = {"index": event.index, "function": {"arguments": event.text}}
+        else:
+            call = {"index": event.index, "id": event.id, "type": "function"}
             if event.name in self._plan.custom:
-                custom = {"name": event.name, "input": ""}
-                return {"tool_calls": [{"index": event.index, "id": event.id, "type": "custom", "custom": custom}]}
-            function = {"name": event.name, "arguments": ""}
-            if self._plan.legacy:
-                return {"function_call": function}
-            return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
-        if self._plan.legacy:
-            return {"function_call": {"arguments": event.text}}
-        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+                call |= {"type": "custom", "custom": {"name": event.name, "input": ""}}
+            else:
+                call["function"] = {"name": event.name, "arguments": ""}
+        return {"function_call": call["function"]} if self._plan.legacy else {"tool_calls": [call]}
 
     def _chunk(self, choice: int, delta: bytes, logprobs: bytes, tail: bytes, ids: bytes = b"") -> bytes:
         body = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}' % (choice, delta, logprobs, ids)

@@ -8,21 +8,18 @@ as in vLLM's server and in the pipelines of transformers: ``problem_type`` decid
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
 
 from triton_openai import offload
 from triton_openai.answer.job_run import Activation, activated, activation_of, labels_of
-from triton_openai.api.embeddings import InputRequest, InputUsage, input_usage, inputs_of
+from triton_openai.api.bodies import in_pieces, made_response
+from triton_openai.api.embeddings import InputRequest, ListOf, input_usage, inputs_of
 from triton_openai.api.parameters import refusing, truncation
 from triton_openai.api.service import begin, new_id, now
 from triton_openai.errors import UnsupportedParameter
 from triton_openai.jobs import ClassificationJob
-from triton_openai.serving.connections import WholeResponse
-
-_encode = msgspec.json.Encoder().encode
 
 
 # Names of vLLM's server that would change the answer.
@@ -42,15 +39,8 @@ class Classification(msgspec.Struct, frozen=True, kw_only=True):
     num_classes: int
 
 
-class ClassificationList(msgspec.Struct, frozen=True, kw_only=True):
+class ClassificationList(ListOf[Classification], frozen=True, kw_only=True):
     """The whole answer; ``usage`` is left out if the tokens are not known."""
-
-    id: str
-    object: Literal["list"] = msgspec.field(name="object", default="list")
-    created: int
-    model: str
-    data: Sequence[Classification]
-    usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
 
 
 async def handle(request: web.Request) -> web.StreamResponse:
@@ -67,17 +57,15 @@ async def handle(request: web.Request) -> web.StreamResponse:
     activation = "none" if body.use_activation is False else activation_of(model, tokenizer)
     labels = labels_of(result, tokenizer)
 
-    def answer() -> bytes:
-        data = [_rendered(index, values, activation, labels) for index, values in enumerate(result.values)]
+    def answer() -> ClassificationList:
+        data = in_pieces(_classes(index, values, activation, labels) for index, values in enumerate(result.values))
         usage = input_usage(result.prompt_tokens)
-        return _encode(ClassificationList(id=job.id, created=now(), model=body.model, data=data, usage=usage))
+        return ClassificationList(id=job.id, created=now(), model=body.model, data=data, usage=usage)
 
-    content = await offload.run(answer, cost=offload.NUMBER * sum(map(len, result.values)))
-    return WholeResponse(body=content, content_type="application/json")
+    return await made_response(answer, cost=offload.NUMBER * sum(map(len, result.values)))
 
 
-def _rendered(index: int, values: Sequence[float], activation: Activation, labels: Mapping[int, str]) -> Any:
-    """Return one input's classes as JSON: all at once would keep the interpreter lock for long."""
+def _classes(index: int, values: Sequence[float], activation: Activation, labels: Mapping[int, str]) -> Classification:
     probs = activated(values, activation)
     label = labels.get(max(range(len(probs)), key=probs.__getitem__))
-    return msgspec.Raw(_encode(Classification(index=index, label=label, probs=probs, num_classes=len(probs))))
+    return Classification(index=index, label=label, probs=probs, num_classes=len(probs))

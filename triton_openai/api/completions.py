@@ -17,14 +17,13 @@ from triton_openai import offload
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec, Prompt
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import separated
+from triton_openai.api.bodies import encode, in_pieces, made_response, separated
 from triton_openai.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
     completion_logprobs,
     cost_of,
     drop_prompt_logprobs,
-    in_pieces,
     joined,
     narrowed,
     prompt_logprobs,
@@ -33,17 +32,14 @@ from triton_openai.api.logprobs import (
 from triton_openai.api.parameters import SamplingRequest
 from triton_openai.api.service import RequestContext, begin, new_id, now, runs_of, spec_of
 from triton_openai.api.sse import Chunks, stream
-from triton_openai.api.usage import UsageObject, known_usage, usage_of
+from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.errors import InvalidValue, UnsupportedParameter, UpstreamError, missing
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.infill import fill, fim_form, known_fim_form
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
-from triton_openai.serving.connections import WholeResponse
 from triton_openai.telemetry.request_record import RENDER
-
-_encode = msgspec.json.Encoder().encode
 
 
 class CompletionRequest(SamplingRequest, kw_only=True):
@@ -91,7 +87,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    object: Literal["text_completion"] = msgspec.field(name="object")
+    object: Literal["text_completion"] = msgspec.field(name="object", default="text_completion")
     created: int
     model: str
     choices: Sequence[CompletionChoice]
@@ -128,22 +124,18 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
         return await stream(context, runs, CompletionChunks(context, spec, runs, echoes))
     answers = await collect(runs, timeout=context.limits.total)
 
-    def rendered() -> bytes:
+    def completion() -> Completion:
         best = _best(answers, n=n, of=spec.n)
-        completion = Completion(
+        return Completion(
             id=spec.template.id,
-            object="text_completion",
             created=now(),
             model=body.model,
             choices=in_pieces(_choice(body, echoes[index // n], index, answer) for index, answer in enumerate(best)),
-            usage=usage_of([run.progress.usage or known_usage(run.progress) for run in runs], n=spec.n)
-            or msgspec.UNSET,
+            usage=usage_of(runs, n=spec.n) or msgspec.UNSET,
             system_fingerprint=model.fingerprint,
         )
-        return _encode(completion)
 
-    cost = offload.JSON * size + rendering_cost(answers)
-    return WholeResponse(body=await offload.run(rendered, cost=cost), content_type="application/json")
+    return await made_response(completion, cost=offload.JSON * size + rendering_cost(answers))
 
 
 def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> GenerationSpec:
@@ -235,13 +227,13 @@ def _echo(body: CompletionRequest, run: Run) -> _Echo:
     size = len(text)
     if body.echo and body.logprobs is not None:
         logprobs = _in_pieces(completion_logprobs(narrowed(run.prompt_logprobs, body.logprobs), offset=0)[0])
-        size += len(_encode(logprobs))
+        size += len(encode(logprobs))
     if body.prompt_logprobs is not None:
         entries = prompt_logprobs(narrowed(run.prompt_logprobs, body.prompt_logprobs))
-        scores = msgspec.Raw(_encode(in_pieces(entries)))
+        scores = msgspec.Raw(encode(in_pieces(entries)))
         size += len(scores)
     if body.return_token_ids:
-        ids = msgspec.Raw(_encode(run.generation.prompt_ids or ()))
+        ids = msgspec.Raw(encode(run.generation.prompt_ids or ()))
         size += len(ids)
     return _Echo(text, logprobs, scores, ids, size)
 
@@ -252,11 +244,9 @@ def _in_pieces(logprobs: CompletionLogprobs) -> CompletionLogprobs:
 
 def _echo_cost(spec: GenerationSpec, runs: Sequence[Run]) -> float:
     """Return about how many microseconds :func:`_echoes` takes for *runs*."""
-    scoring = spec.prompt_scoring
-    cost = (
-        offload.INTEGER * sum(len(run.generation.prompt_ids or ()) for run in runs) if spec.template.token_ids else 0.0
-    )
-    return cost if scoring is None else cost + cost_of(sum(len(run.prompt_logprobs) for run in runs), scoring.count)
+    ids = sum(len(run.generation.prompt_ids or ()) for run in runs) if spec.template.token_ids else 0
+    alternatives = None if spec.prompt_scoring is None else spec.prompt_scoring.count
+    return offload.INTEGER * ids + cost_of(sum(len(run.prompt_logprobs) for run in runs), alternatives)
 
 
 def _choice(body: CompletionRequest, echo: _Echo, index: int, answer: Collected) -> CompletionChoice:
@@ -286,7 +276,7 @@ class CompletionChunks(Chunks):
         super().__init__("text_completion", context, spec, runs)
         # That of each prompt in JSON: the text, the log probabilities and the ids.
         self._echoes = [
-            (_encode(echo.text), _encode(echo.logprobs), _encode(echo.ids) if self._ids else b"") for echo in echoes
+            (encode(echo.text), encode(echo.logprobs), encode(echo.ids) if self._ids else b"") for echo in echoes
         ]
         self._text = self._head + b'{"text":'
         self._body = context.body
@@ -308,19 +298,19 @@ class CompletionChunks(Chunks):
 
     def piece(self, choice: int, delta: Delta) -> bytes:
         if not delta.logprobs and not self._continuous and not self._ids:
-            return self._text + _encode(delta.text) + self._text_tails[choice]
+            return self._text + encode(delta.text) + self._text_tails[choice]
         if self._continuous:
             self._shown[choice] += delta.tokens or 0
         logprobs = None
         if delta.logprobs:
             logprobs, self._offsets[choice] = completion_logprobs(delta.logprobs, offset=self._offsets[choice])
-        ids = b',"token_ids":%b' % _encode(list(delta.token_ids)) if self._ids else b""
-        tail = b',"index":%d,"logprobs":%b,"finish_reason":null%b}' % (choice, _encode(logprobs), ids)
-        return self._text + _encode(delta.text) + tail + self._counted(choice)
+        ids = b',"token_ids":%b' % encode(list(delta.token_ids)) if self._ids else b""
+        tail = b',"index":%d,"logprobs":%b,"finish_reason":null%b}' % (choice, encode(logprobs), ids)
+        return self._text + encode(delta.text) + tail + self._counted(choice)
 
     def last(self, choice: int) -> bytes:
         """Return the chunk with the finish reason."""
         progress = self._runs[choice].progress
-        reasons = (_encode(progress.finish_reason), _encode(progress.stop_reason))
+        reasons = (encode(progress.finish_reason), encode(progress.stop_reason))
         end = b'"","index":%d,"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (choice, *reasons)
         return self._text + end + self._ended(choice)

@@ -11,21 +11,18 @@ import base64
 import math
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import errors, offload
-from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, json_response, separated
+from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, in_pieces, json_response, made_response, separated
 from triton_openai.api.parameters import TruncatedRequest, accepting, ignoring, neutral_values, refusing, truncation
 from triton_openai.api.service import RequestContext, begin, new_id, now
 from triton_openai.jobs import EmbeddingJob, ScoreJob, ScoreResult
 from triton_openai.prompts.truncation import Truncation
-from triton_openai.serving.connections import WholeResponse
-
-_encode = msgspec.json.Encoder().encode
 
 
 # All but one are names of vLLM's server; those that are refused would change the answer.
@@ -84,12 +81,11 @@ async def handle(request: web.Request) -> web.StreamResponse:
     result = await context.result_of(job, cut=truncation(body, side="right"))
     as_text = body.encoding_format == "base64"
 
-    def answer() -> bytes:
-        data = [_rendered(index, vector, as_text) for index, vector in enumerate(result.vectors)]
-        return _encode(EmbeddingList(data=data, model=body.model, usage=input_usage(result.prompt_tokens)))
+    def answer() -> EmbeddingList:
+        data = in_pieces(_embedding(index, vector, as_text) for index, vector in enumerate(result.vectors))
+        return EmbeddingList(data=data, model=body.model, usage=input_usage(result.prompt_tokens))
 
-    content = await offload.run(answer, cost=offload.JSON * sum(map(len, result.vectors)))
-    return WholeResponse(body=content, content_type="application/json")
+    return await made_response(answer, cost=offload.JSON * sum(map(len, result.vectors)))
 
 
 def inputs_of(body: InputRequest) -> list[str] | list[list[int]]:
@@ -104,15 +100,14 @@ def inputs_of(body: InputRequest) -> list[str] | list[list[int]]:
     return items
 
 
-def _rendered(index: int, vector: bytes, as_text: bool) -> Any:
-    """Return one embedding as JSON: all at once would keep the interpreter lock for long."""
+def _embedding(index: int, vector: bytes, as_text: bool) -> Embedding:
     values = array("f", vector)
     if not math.isfinite(sum(values)):
         raise errors.UpstreamError("The model sent an embedding with values that are not numbers.")
-    embedding = base64.b64encode(vector).decode("ascii") if as_text else values.tolist()
-    return msgspec.Raw(_encode(Embedding(index=index, embedding=embedding)))
+    return Embedding(index=index, embedding=base64.b64encode(vector).decode() if as_text else values.tolist())
 
 
+_T = TypeVar("_T")
 _Request = TypeVar("_Request", bound="ScoringRequest")
 
 
@@ -259,6 +254,17 @@ class ScoreRequest(ScoringRequest, kw_only=True):
     text_2: Side = None
 
 
+class ListOf(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
+    """The whole answer; ``usage`` is left out if the tokens are not known."""
+
+    id: str
+    object: Literal["list"] = msgspec.field(name="object", default="list")
+    created: int
+    model: str
+    data: Sequence[_T]
+    usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
+
+
 class Score(msgspec.Struct, frozen=True, kw_only=True):
     """The score of one pair."""
 
@@ -267,15 +273,8 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     score: float
 
 
-class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
+class ScoreList(ListOf[Score], frozen=True, kw_only=True):
     """The whole answer; ``usage`` is left out if the tokens are not known."""
-
-    id: str
-    object: Literal["list"] = msgspec.field(name="object", default="list")
-    created: int
-    model: str
-    data: Sequence[Score]
-    usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
 
 
 async def handle_score(request: web.Request) -> web.StreamResponse:

@@ -291,7 +291,7 @@ async def probe(service: Service, model: ServedModel, *, timeout: float, at: str
     await collect(await prepare(model, tokenizer, [job.prompt], spec, sender, limits), timeout=None)
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True):
+class Status(msgspec.Struct, kw_only=True):
     """
     What the page shows: versions, whether Triton answers, and the models that the request's key may use.
 
@@ -316,30 +316,22 @@ async def status(request: web.Request) -> web.Response:
         _visible(msgspec.structs.replace(line, state="does not answer") if line.name in silent else line, key)
         for line in model_lines(models, unserved=True)
     ]
-    figures: Figures | msgspec.UnsetType = msgspec.UNSET
-    endpoints: Sequence[EndpointLine] | msgspec.UnsetType = msgspec.UNSET
+    answer = Status(
+        triton=snapshot.server or msgspec.UNSET,
+        triton_answers=snapshot.reachable,
+        models=[line for line in lines if line is not None],
+    )
     with contextlib.suppress(ServiceError):
         request.app[AUTHORIZER].restrictions.check("metrics", request.headers)
         key.check_opens_everything()
-        figures = await asyncio.to_thread(request.app[EXPOSITION].figures)
-        endpoints = endpoint_lines(models) or msgspec.UNSET
-    return json_response(
-        Status(
-            triton=snapshot.server or msgspec.UNSET,
-            triton_answers=snapshot.reachable,
-            models=[line for line in lines if line is not None],
-            endpoints=endpoints,
-            figures=figures,
-        ),
-        headers=_NO_STORE,
-    )
+        answer.figures = await asyncio.to_thread(request.app[EXPOSITION].figures)
+        answer.endpoints = endpoint_lines(models) or msgspec.UNSET
+    return json_response(answer, headers=_NO_STORE)
 
 
 def _visible(line: ModelLine, key: ApiKey) -> ModelLine | None:
     """Return what *key* may read of *line*: names that it opens, and reasons without paths of this machine."""
-    aliases = tuple(filter(key.allows, line.aliases))
-    loras = tuple(filter(key.allows, line.loras))
-    names = [name for name in (line.name, *aliases, *loras) if key.allows(name)]
+    names = list(filter(key.allows, (line.name, *line.aliases, *line.loras)))
     if not names:
         return None
     return msgspec.structs.replace(
@@ -347,8 +339,8 @@ def _visible(line: ModelLine, key: ApiKey) -> ModelLine | None:
         name=names[0],
         state=public_reason(line.state) or "not ready",
         problem=line.problem and public_reason(line.problem),
-        aliases=tuple(name for name in aliases if name != names[0]),
-        loras=tuple(name for name in loras if name != names[0]),
+        aliases=tuple(name for name in line.aliases if name in names[1:]),
+        loras=tuple(name for name in line.loras if name in names[1:]),
     )
 
 

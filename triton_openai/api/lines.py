@@ -74,27 +74,9 @@ class LineRequest(dict[Any, Any]):
         self.content_length, self.client_max_size = len(body), app[SERVICE].settings.server.max_body_size
 
 
-class _Tokens(msgspec.Struct):
-    cached_tokens: int | None = None
-    reasoning_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    """Usage as the APIs name it."""
-
-    prompt_tokens: int | None = None
-    input_tokens: int | None = None
-    completion_tokens: int | None = None
-    output_tokens: int | None = None
-    cache_read_input_tokens: int | None = None
-    prompt_tokens_details: _Tokens | None = None
-    input_tokens_details: _Tokens | None = None
-    completion_tokens_details: _Tokens | None = None
-    output_tokens_details: _Tokens | None = None
-
-
 class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
+    #: As the APIs name it.
+    usage: dict[str, Any] | None = None
 
 
 _decode = msgspec.json.Decoder(_Answer).decode
@@ -153,13 +135,15 @@ class LineHost:
     async def wait(self, owner: str) -> float:
         key = self._app[AUTHORIZER].named(owner)
         most = None if key is None else key.limit.batch_tokens_per_minute
-        if most is None:
-            return 0.0
+        return 0.0 if most is None else await self._count(owner, 0, RateLimit(tokens_per_minute=most))
+
+    async def _count(self, owner: str, tokens: int, limit: RateLimit) -> float:
+        """Count *tokens* of batches, unless *owner* has to wait; return for how many seconds."""
         limits = self._app[AUTHORIZER].limits
-        decision = await limits.admit(_POOL + owner, RateLimit(tokens_per_minute=most))
+        decision = await limits.admit(_POOL + owner, limit)
         if decision.refusal is not None:
             return decision.refusal.wait
-        limits.leave(_POOL + owner, 0)
+        limits.leave(_POOL + owner, tokens)
         return 0.0
 
     async def answer(self, batch: Batch, custom_id: str, body: bytes) -> Outcome:
@@ -169,12 +153,21 @@ class LineHost:
         )
         record.key, record.batch_trace = batch.owner or None, batch.trace
         handler = self._by_path[batch.endpoint]
-        request = LineRequest(app, handler, batch.endpoint, body)
+        request = cast(web.Request, LineRequest(app, handler, batch.endpoint, body))
         request[RECORD] = record
         with Observed(app, record):
             LOG_FIELDS.set(record.log_fields)
             try:
-                return await self._answered(cast(web.Request, request), handler, batch.owner)
+                request[KEY] = key = self._key(batch.owner)
+                response = await handler(request)
+                answer = response.body if isinstance(response, web.Response) else None
+                assert isinstance(answer, bytes), "a line was answered by a stream"
+                record.status = response.status
+                if key.limit.batch_tokens_per_minute is not None:
+                    # With a limit, so that there is an account.
+                    unlimited = RateLimit(concurrent_requests=2**53)
+                    await self._count(batch.owner, tokens_charged(record, served=True, cut_short=False), unlimited)
+                return Outcome(response.status, answer, record.request_id, usage=_usage(answer))
             except asyncio.CancelledError:
                 reason = app[DRAINING].reason()
                 if reason is None:
@@ -188,27 +181,9 @@ class LineHost:
                 error = errors.ServiceError()
             record.error = error
             render = app.get(ERROR_BODY)
-            made = (render and render(cast(web.Request, request), error)) or (error.status, error.envelope())
+            made = (render and render(request, error)) or (error.status, error.envelope())
             record.status = made[0]
             return Outcome(*made, record.request_id, error=error)
-
-    async def _answered(self, request: web.Request, handler: Handler, owner: str) -> Outcome:
-        request[KEY] = key = self._key(owner)
-        response = await handler(request)
-        body = response.body if isinstance(response, web.Response) else None
-        assert isinstance(body, bytes), "a line was answered by a stream"
-        record = request[RECORD]
-        record.status = response.status
-        if key.limit.batch_tokens_per_minute is not None:
-            await self._charge(owner, record)
-        return Outcome(response.status, body, record.request_id, usage=_usage(body))
-
-    async def _charge(self, owner: str, record: RequestRecord) -> None:
-        limits = self._app[AUTHORIZER].limits
-        # Counted in and out, so that there is an account.
-        decision = await limits.admit(_POOL + owner, RateLimit(concurrent_requests=2**53))
-        if decision.refusal is None:
-            limits.leave(_POOL + owner, tokens_charged(record, served=True, cut_short=False))
 
 
 def endpoints(operations: Mapping[Handler, Operation]) -> Mapping[str, Handler]:
@@ -224,15 +199,12 @@ def endpoints(operations: Mapping[Handler, Operation]) -> Mapping[str, Handler]:
 
 
 def _usage(answer: bytes) -> BatchUsage:
-    try:
-        usage = _decode(answer).usage or _Usage()
-    except msgspec.MsgspecError:
-        return BatchUsage()
-    given = usage.prompt_tokens_details or usage.input_tokens_details or _Tokens()
-    made = usage.completion_tokens_details or usage.output_tokens_details or _Tokens()
+    usage = _decode(answer).usage or {}
+    given = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    made = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
     return BatchUsage(
-        input_tokens=usage.prompt_tokens or usage.input_tokens or 0,
-        cached_tokens=given.cached_tokens or usage.cache_read_input_tokens or 0,
-        output_tokens=usage.completion_tokens or usage.output_tokens or 0,
-        reasoning_tokens=made.reasoning_tokens or 0,
+        input_tokens=usage.get("prompt_tokens") or usage.get("input_tokens") or 0,
+        cached_tokens=given.get("cached_tokens") or usage.get("cache_read_input_tokens") or 0,
+        output_tokens=usage.get("completion_tokens") or usage.get("output_tokens") or 0,
+        reasoning_tokens=made.get("reasoning_tokens") or 0,
     )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import add
-from typing import Any
 
 import msgspec
 from msgspec.structs import astuple
@@ -61,7 +60,6 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 PromptLogprobs = Sequence[dict[str, PromptLogprob] | None]
 
 
-_encode = msgspec.json.Encoder().encode
 # Entries that are freed at once.
 _PIECE = 1000
 
@@ -79,11 +77,6 @@ def rendering_cost(answers: Sequence[Collected], per_character: float = offload.
     if alternatives is not None:
         cost += cost_of(sum([len(delta.logprobs) for delta in deltas]), alternatives)
     return cost
-
-
-def in_pieces(values: Iterable[Any]) -> list[Any]:
-    """Return each of *values* in JSON: to encode many at once would hold the interpreter, and so the event loop."""
-    return [msgspec.Raw(_encode(value)) for value in values]
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> ChatLogprobs:

@@ -16,16 +16,14 @@ from msgspec import Meta
 
 from triton_openai import offload
 from triton_openai.answer.job_run import activated, activation_of, labels_of
-from triton_openai.api.bodies import MAX_ITEMS, ModelRequest
+from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, made_response
 from triton_openai.api.service import begin, new_id
 from triton_openai.config.sources import closest
 from triton_openai.config.tree import Category, ModerationSettings
 from triton_openai.errors import ConfigurationError, InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.jobs import ClassificationJob
 from triton_openai.models.served import ServedModel
-from triton_openai.serving.connections import WholeResponse
 
-_encode = msgspec.json.Encoder().encode
 _T = TypeVar("_T")
 #: All categories, each of which every result has.
 CATEGORIES: Sequence[Category] = get_args(Category)
@@ -118,12 +116,11 @@ async def handle(request: web.Request) -> web.StreamResponse:
     activation = activation_of(model, tokenizer)
     classes = _classes(model, rules, labels_of(result, tokenizer), len(result.values[0]))
 
-    def answer() -> bytes:
+    def answer() -> Moderation:
         results = [_rated(activated(values, activation), classes, rules) for values in result.values]
-        return _encode(Moderation(id=job.id, model=context.body.model, results=results))
+        return Moderation(id=job.id, model=context.body.model, results=results)
 
-    content = await offload.run(answer, cost=offload.VECTOR * len(result.values))
-    return WholeResponse(body=content, content_type="application/json")
+    return await made_response(answer, cost=offload.VECTOR * len(result.values))
 
 
 def _inputs(given: str | Sequence[Item]) -> Sequence[str]:

@@ -6,10 +6,10 @@ Ranges are those that OpenAI documents (openai-openapi 2.3.0). Extensions in com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from operator import attrgetter
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import msgspec
 from msgspec import Meta
@@ -17,7 +17,7 @@ from msgspec import Meta
 from triton_openai.adapters._common.base import Adapter, Parameter, Rule, check_range
 from triton_openai.answer.limits import TokenLimit
 from triton_openai.answer.logits_reader import PromptScoring
-from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest, explain
+from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest, converted
 from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
@@ -27,23 +27,19 @@ from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
+_Unread: TypeAlias = msgspec.Raw | msgspec.UnsetType
 
 
 def accepting(*names: str) -> Callable[[type[_Request]], type[_Request]]:
     """Give a request fields without influence on the answer: documented or in common use, never decoded."""
-    accepted = Annotated[
-        msgspec.Raw | msgspec.UnsetType, Meta(description="Accepted, and without influence on the answer.")
-    ]
+    accepted = Annotated[_Unread, Meta(description="Accepted, and without influence on the answer.")]
     return _with_fields([(name, accepted, msgspec.UNSET) for name in names])
 
 
 def ignoring(*names: str) -> Callable[[type[_Request]], type[_Request]]:
     """Give a request fields that could have an influence on the answer elsewhere: a header of the answer names them."""
-    ignored = Annotated[
-        msgspec.Raw | msgspec.UnsetType,
-        Meta(description=f"Ignored: the header `{IGNORED_HEADER}` names it.", extra={"ignored": True}),
-    ]
-    return _with_fields([(name, ignored, msgspec.UNSET) for name in names])
+    meta = Meta(description=f"Ignored: the header `{IGNORED_HEADER}` names it.", extra={"ignored": True})
+    return _with_fields([(name, Annotated[_Unread, meta], msgspec.UNSET) for name in names])
 
 
 def refusing(**neutral: Any) -> Callable[[type[_Request]], type[_Request]]:
@@ -57,11 +53,9 @@ def refusing(**neutral: Any) -> Callable[[type[_Request]], type[_Request]]:
 
 def _with_fields(fields: Sequence[tuple[str, Any, Any]]) -> Callable[[type[_Request]], type[_Request]]:
     def add(kind: type[_Request]) -> type[_Request]:
-        described = {"__doc__": kind.__doc__}
-        made: Any = msgspec.defstruct(
-            kind.__name__, fields, bases=(kind,), namespace=described, module=kind.__module__, kw_only=True
-        )
-        return made  # type: ignore[no-any-return]
+        namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+        made = msgspec.defstruct(kind.__name__, fields, bases=(kind,), namespace=namespace, kw_only=True)
+        return cast(type[_Request], made)
 
     return add
 
@@ -96,12 +90,6 @@ def ignorable(kind: type[msgspec.Struct]) -> Sequence[str]:
     return tuple(_fields_with(kind, "ignored"))
 
 
-@cache
-def _values(kind: type[msgspec.Struct]) -> Callable[[msgspec.Struct], tuple[Any, ...]]:
-    # Two more, so that it is a tuple.
-    return attrgetter("__class__", "__class__", *neutral_values(kind), *ignorable(kind))
-
-
 _ASK_FOR_NOTHING = (b"null", b"[]", b"{}")
 
 
@@ -111,15 +99,16 @@ def check_unused(request: msgspec.Struct) -> Sequence[str]:
 
     Raises :class:`UnsupportedParameter` for the first field that is not supported and not neutral.
     """
-    kind = type(request)
-    values = _values(kind)(request)
-    if values.count(None) + values.count(msgspec.UNSET) == len(values) - 2:
-        return ()
-    for name, neutral in neutral_values(kind).items():
-        if not is_neutral(getattr(request, name), neutral):
+    for name, neutral in neutral_values(type(request)).items():
+        value = getattr(request, name)
+        if value is not None and not is_neutral(value, neutral):
             raise UnsupportedParameter(f"The parameter '{name}' is not supported with this model.", param=name)
-    given = [(name, getattr(request, name)) for name in ignorable(kind)]
-    return [name for name, raw in given if raw is not msgspec.UNSET and bytes(raw) not in _ASK_FOR_NOTHING]
+    ignored = []
+    for name in ignorable(type(request)):
+        raw = getattr(request, name)
+        if raw is not msgspec.UNSET and bytes(raw) not in _ASK_FOR_NOTHING:
+            ignored.append(name)
+    return ignored
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -283,10 +272,7 @@ class _Biases(msgspec.Struct):
 
 def _biases(given: Mapping[int, Any]) -> tuple[tuple[int, float], ...]:
     """Return the tokens of *given* with their biases, without those of 0. Raises :class:`InvalidRequest`."""
-    try:
-        checked = msgspec.convert({"logit_bias": given}, _Biases)
-    except msgspec.ValidationError as error:
-        raise explain(str(error)) from error
+    checked = converted({"logit_bias": given}, _Biases)
     return tuple(sorted((token, bias) for token, bias in checked.logit_bias.items() if bias))
 
 
@@ -468,15 +454,25 @@ def prompt_scoring(
     return PromptScoring(count=count, param=param, timeout=timeout)
 
 
-_GUIDED = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-_guided = attrgetter(*_GUIDED)
+_GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 
 
 def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | None:
     """Return the guide that *request* asks for, of a *supported* kind. Raises :class:`InvalidRequest`."""
-    if _guided(request).count(None) == len(_GUIDED):
-        return None
-    guides = list(_guides(request))
+    guides: list[Guide] = []
+    wanted, outputs = request.response_format, request.structured_outputs
+    if isinstance(wanted, JsonObjectFormat):
+        guides.append(Guide(kind="json"))
+    elif isinstance(wanted, JsonSchemaFormat):
+        guides.append(Guide(kind="json_schema", value=_encoded(wanted.json_schema.schema)))
+    elif isinstance(wanted, StructuralTagFormat):
+        guides.append(Guide(kind="structural_tag", value=_encoded(wanted)))
+    for name, kind in _GUIDED.items():
+        if (value := getattr(request, name)) is not None:
+            guides.append(_guide(kind, value, name))
+    for kind, value in () if outputs is None else msgspec.structs.asdict(outputs).items():
+        if value is not None and value is not False:
+            guides.append(_guide(kind, value, f"structured_outputs.{kind}"))
     if not guides:
         return None
     if len(guides) > 1:
@@ -490,30 +486,9 @@ def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | Non
     return guide
 
 
-def _guides(request: SamplingRequest) -> Iterator[Guide]:
-    wanted = request.response_format
-    if isinstance(wanted, JsonObjectFormat):
-        yield Guide(kind="json")
-    elif isinstance(wanted, JsonSchemaFormat):
-        yield Guide(kind="json_schema", value=_encoded(wanted.json_schema.schema))
-    elif isinstance(wanted, StructuralTagFormat):
-        yield Guide(kind="structural_tag", value=_encoded(wanted))
-    for kind in ("json", "regex", "choice", "grammar"):
-        value = getattr(request, f"guided_{kind}")
-        if value is not None:
-            yield _guide(kind, value, f"guided_{kind}")
-    outputs = request.structured_outputs
-    if outputs is None:
-        return
-    if outputs.json_object:
-        yield Guide(kind="json", param="structured_outputs.json_object")
-    for kind in ("json", "regex", "choice", "grammar", "structural_tag"):
-        value = getattr(outputs, kind)
-        if value is not None:
-            yield _guide(kind, value, f"structured_outputs.{kind}")
-
-
 def _guide(kind: Any, value: Any, param: str) -> Guide:
+    if kind == "json_object":
+        return Guide(kind="json", param=param)
     if kind != "json":
         return Guide(kind=kind, value=value if isinstance(value, str) else _encoded(value), param=param)
     try:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from triton_openai import __version__, errors
 from triton_openai.access.keys import COUNTED, ROUTE_GROUPS, Restrictions
@@ -41,7 +42,7 @@ from triton_openai.api.messages.message_events import OVERLOADED, AnthropicEnvel
 from triton_openai.api.responses import conversations, retrieve
 from triton_openai.api.responses import create as responses
 from triton_openai.api.responses import objects as response_types
-from triton_openai.api.service import OPERATIONS_BY_HANDLER, Operation, service_of
+from triton_openai.api.service import OPERATIONS_BY_HANDLER, Operation, Query, service_of
 from triton_openai.api.tools import ToolDefinition
 from triton_openai.api.uploaded_files import FileUpload
 from triton_openai.config.tree import Settings
@@ -145,7 +146,7 @@ def describe(settings: Settings) -> dict[str, Any]:
         headers = {**_ALWAYS, **read, **(_RATE_LIMITS if keys and operation.group in COUNTED else {})}
         summary, _, more = prose(operation.handler.__doc__).partition("\n\n")
         partly = {}
-        if operation.ranges:
+        if operation.media and not operation.jobs:
             partly["206"] = {**_content(operation), "description": "The part that was asked for.", "headers": _ALWAYS}
             partly["304"] = {"description": "It is what the client has already.", "headers": _ALWAYS}
             partly["416"] = {**partly["206"], "description": "The file has no such part."}
@@ -200,23 +201,20 @@ def describe(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Iterator[type[errors.ServiceError]]:
-    yield from (errors.ServiceError, errors.UpstreamUnavailable)
-    if keys and operation.group != "health":
-        yield errors.InvalidApiKey
-    if keys and operation.group == "metrics":
-        yield errors.KeyNotSufficient
-    if keys and operation.group in COUNTED:
-        yield errors.RateLimited
-    if restricted:
-        yield errors.ApiRestricted
-    if operation.request is not None:
-        yield from _READ
-        if issubclass(operation.request, ModelRequest):
-            yield from _MODEL
-    if operation.jobs:
-        yield from _INFERENCE
-    yield from operation.errors
+def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Sequence[type[errors.ServiceError]]:
+    group, body = operation.group, operation.request
+    rules: Sequence[tuple[bool, Sequence[type[errors.ServiceError]]]] = (
+        (True, (errors.ServiceError, errors.UpstreamUnavailable)),
+        (keys and group != "health", (errors.InvalidApiKey,)),
+        (keys and group == "metrics", (errors.KeyNotSufficient,)),
+        (keys and group in COUNTED, (errors.RateLimited,)),
+        (restricted, (errors.ApiRestricted,)),
+        (body is not None, _READ),
+        (body is not None and issubclass(body, ModelRequest), _MODEL),
+        (bool(operation.jobs), _INFERENCE),
+        (True, operation.errors),
+    )
+    return [kind for applies, kinds in rules if applies for kind in kinds]
 
 
 def _schema(kind: type[msgspec.Struct]) -> dict[str, str]:
@@ -376,165 +374,158 @@ _INFERENCE = (
 )
 _CONTROL = (*_TRITON, errors.ManagementDisabled, errors.ModelNotFound, errors.ModelConflict)
 
-_PAGE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+_PAGE: Query = {
     "limit": ("Most items that are wanted.", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
     "order": ("Whether the first or the last item comes first.", {"enum": ["asc", "desc"], "default": "desc"}),
     "after": ("The id of the item that the list goes on from.", _STRING),
 }
-_AGAIN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+_AGAIN: Query = {
     "stream": ("Whether the events are wanted, of a response in the background.", {"enum": ["true", "false"]}),
     "starting_after": ("The number of the event that the stream goes on from.", {"type": "integer", "minimum": -1}),
 }
 _OLDEST_FIRST = {**_PAGE, "order": (_PAGE["order"][0], {"enum": ["asc", "desc"], "default": "asc"})}
 _CHATS = {**_OLDEST_FIRST, "model": ("The model that answered.", _STRING)}
-_VOICES_OF: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "model": ("The model whose voices are wanted; all without it.", _STRING),
-}
-_ENDPOINT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "endpoint": ("The Triton that is meant; all of them without it.", _STRING),
-}
+_VOICES_OF: Query = {"model": ("The model whose voices are wanted; all without it.", _STRING)}
+_ENDPOINT: Query = {"endpoint": ("The Triton that is meant; all of them without it.", _STRING)}
 _FILE_PAGE = {
     **_PAGE,
     "limit": ("Most files that are wanted.", {"type": "integer", "minimum": 1, "maximum": 10_000, "default": 10_000}),
     "purpose": ("What the files are for.", _STRING),
 }
-# Files and batches may be off.
-_STORED = (errors.EndpointNotFound, errors.ObjectNotFound, errors.StorageFull, errors.StoreUnavailable)
-_BATCH = "/batches/{batch:[^/]+}"
 _BATCH_PAGE = {name: _PAGE[name] for name in ("limit", "after")}
-_MESSAGES = f"/messages{_BATCH}"
-_MESSAGE_PAGE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+_MESSAGE_PAGE: Query = {
     "limit": ("Most batches that are wanted.", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 20}),
     "after_id": ("The id of the batch that the page follows.", _STRING),
     "before_id": ("The id of the batch that the page precedes.", _STRING),
 }
-_FILE = "/files/{file:[^/]+}"
+# Files and batches may be off.
+_STORED = (errors.EndpointNotFound, errors.ObjectNotFound, errors.StorageFull, errors.StoreUnavailable)
 _KEPT = (errors.UnsupportedParameter, errors.ObjectNotFound, errors.ConversationBusy, errors.StoreUnavailable)
-_CHAT = "/chat/completions/{completion:[^/]+}"
-_RESPONSE, _CONVERSATION = "/responses/{response:[^/]+}", "/conversations/{conversation:[^/]+}"
+_CHAT, _RESPONSE = "/chat/completions/{completion:[^/]+}", "/responses/{response:[^/]+}"
+_CONVERSATION = "/conversations/{conversation:[^/]+}"
 _ITEM = _CONVERSATION + "/items/{item:[^/]+}"
+_FILE, _BATCH = "/files/{file:[^/]+}", "/batches/{batch:[^/]+}"
+_MESSAGES = f"/messages{_BATCH}"
+_Type: TypeAlias = type[msgspec.Struct] | None
+
+
+def _kept(
+    handler: Handler, route: str, name: str, request: _Type = None, answer: _Type = None, **more: Any
+) -> Operation:
+    """Return the row of an operation on responses, conversations and chats, which may be kept."""
+    return Operation(handler, _openai(route), name, "inference", request, answer, errors=_KEPT, **more)
+
+
+def _batch(
+    handler: Handler, route: str, name: str, request: _Type = None, answer: _Type = None, **more: Any
+) -> Operation:
+    """Return the row of an operation on files and batches."""
+    more["errors"] = (*_STORED, *more.get("errors", ()))
+    return Operation(handler, _openai(route), name, "batch", request, answer, **more)
+
 
 OPERATIONS = (
     Operation(stored_chats.create, _deployed("POST /chat/completions"), "create_chat_completion", "inference",
-              chat.ChatRequest, chat.ChatCompletion, event=chat.ChatCompletionChunk,
-              jobs=(Generation,), label="chat"),
-    Operation(stored_chats.list_all, _openai("GET /chat/completions"), "list_chat_completions", "inference",
-              answer=response_types.ItemList, query=_CHATS, errors=_KEPT),
-    Operation(stored_chats.retrieve, _openai(f"GET {_CHAT}"), "get_chat_completion", "inference",
-              answer=chat.ChatCompletion, errors=_KEPT),
-    Operation(stored_chats.update, _openai(f"POST {_CHAT}"), "update_chat_completion", "inference",
-              stored_chats.CompletionUpdate, chat.ChatCompletion, errors=_KEPT),
-    Operation(stored_chats.delete, _openai(f"DELETE {_CHAT}"), "delete_chat_completion", "inference",
-              answer=response_types.Deleted, errors=_KEPT),
-    Operation(stored_chats.list_messages, _openai(f"GET {_CHAT}/messages"), "list_chat_messages", "inference",
-              answer=response_types.ItemList, query=_OLDEST_FIRST, errors=_KEPT),
+              chat.ChatRequest, chat.ChatCompletion, event=chat.ChatCompletionChunk, jobs=(Generation,), label="chat"),
+    _kept(stored_chats.list_all, "GET /chat/completions", "list_chat_completions", answer=response_types.ItemList,
+          query=_CHATS),
+    _kept(stored_chats.retrieve, f"GET {_CHAT}", "get_chat_completion", answer=chat.ChatCompletion),
+    _kept(stored_chats.update, f"POST {_CHAT}", "update_chat_completion", stored_chats.CompletionUpdate,
+          chat.ChatCompletion),
+    _kept(stored_chats.delete, f"DELETE {_CHAT}", "delete_chat_completion", answer=response_types.Deleted),
+    _kept(stored_chats.list_messages, f"GET {_CHAT}/messages", "list_chat_messages", answer=response_types.ItemList,
+          query=_OLDEST_FIRST),
     Operation(completions.handle, _deployed("POST /completions"), "create_completion", "inference",
-              completions.CompletionRequest, completions.Completion, event=completions.Completion,
-              jobs=(Generation,), label="text_completion"),
-    Operation(responses.create, _openai("POST /responses"), "create_response", "inference",
-              response_types.ResponsesRequest, response_types.ResponseObject,
-              event=response_types.ResponseEvent, jobs=(Generation,), label="chat", errors=_KEPT),
-    Operation(responses.count_tokens, _openai("POST /responses/input_tokens"), "count_input_tokens", "inference",
-              response_types.ResponsesRequest, response_types.InputTokens, label="chat", errors=_KEPT),
-    Operation(responses.compact, _openai("POST /responses/compact"), "compact_response", "inference",
-              response_types.CompactRequest, response_types.CompactedResponse,
-              jobs=(Generation,), label="chat", errors=_KEPT),
-    Operation(retrieve.retrieve, _openai(f"GET {_RESPONSE}"), "get_response", "inference",
-              answer=response_types.ResponseObject, event=response_types.ResponseEvent, query=_AGAIN, errors=_KEPT),
-    Operation(retrieve.delete, _openai(f"DELETE {_RESPONSE}"), "delete_response", "inference",
-              answer=response_types.Deleted, errors=_KEPT),
-    Operation(retrieve.cancel, _openai(f"POST {_RESPONSE}/cancel"), "cancel_response", "inference",
-              answer=response_types.ResponseObject, errors=_KEPT),
-    Operation(retrieve.list_input, _openai(f"GET {_RESPONSE}/input_items"), "list_input_items", "inference",
-              answer=response_types.ItemList, query=_PAGE, errors=_KEPT),
-    Operation(conversations.create, _openai("POST /conversations"), "create_conversation", "inference",
-              conversations.ConversationRequest, conversations.ConversationObject, errors=_KEPT),
-    Operation(conversations.retrieve, _openai(f"GET {_CONVERSATION}"), "get_conversation", "inference",
-              answer=conversations.ConversationObject, errors=_KEPT),
-    Operation(conversations.update, _openai(f"POST {_CONVERSATION}"), "update_conversation", "inference",
-              conversations.ConversationUpdate, conversations.ConversationObject, errors=_KEPT),
-    Operation(conversations.delete, _openai(f"DELETE {_CONVERSATION}"), "delete_conversation", "inference",
-              answer=response_types.Deleted, errors=_KEPT),
-    Operation(conversations.list_items, _openai(f"GET {_CONVERSATION}/items"), "list_items", "inference",
-              answer=response_types.ItemList, query=_PAGE, errors=_KEPT),
-    Operation(conversations.add_items, _openai(f"POST {_CONVERSATION}/items"), "add_items", "inference",
-              conversations.NewItems, response_types.ItemList, errors=_KEPT),
-    Operation(conversations.retrieve_item, _openai(f"GET {_ITEM}"), "get_item", "inference", errors=_KEPT),
-    Operation(conversations.delete_item, _openai(f"DELETE {_ITEM}"), "delete_item", "inference",
-              answer=conversations.ConversationObject, errors=_KEPT),
+              completions.CompletionRequest, completions.Completion, event=completions.Completion, jobs=(Generation,),
+              label="text_completion"),
+    _kept(responses.create, "POST /responses", "create_response", response_types.ResponsesRequest,
+          response_types.ResponseObject, event=response_types.ResponseEvent, jobs=(Generation,), label="chat"),
+    _kept(responses.count_tokens, "POST /responses/input_tokens", "count_input_tokens", response_types.ResponsesRequest,
+          response_types.InputTokens, label="chat"),
+    _kept(responses.compact, "POST /responses/compact", "compact_response", response_types.CompactRequest,
+          response_types.CompactedResponse, jobs=(Generation,), label="chat"),
+    _kept(retrieve.retrieve, f"GET {_RESPONSE}", "get_response", answer=response_types.ResponseObject,
+          event=response_types.ResponseEvent, query=_AGAIN),
+    _kept(retrieve.delete, f"DELETE {_RESPONSE}", "delete_response", answer=response_types.Deleted),
+    _kept(retrieve.cancel, f"POST {_RESPONSE}/cancel", "cancel_response", answer=response_types.ResponseObject),
+    _kept(retrieve.list_input, f"GET {_RESPONSE}/input_items", "list_input_items", answer=response_types.ItemList,
+          query=_PAGE),
+    _kept(conversations.create, "POST /conversations", "create_conversation", conversations.ConversationRequest,
+          conversations.ConversationObject),
+    _kept(conversations.retrieve, f"GET {_CONVERSATION}", "get_conversation", answer=conversations.ConversationObject),
+    _kept(conversations.update, f"POST {_CONVERSATION}", "update_conversation", conversations.ConversationUpdate,
+          conversations.ConversationObject),
+    _kept(conversations.delete, f"DELETE {_CONVERSATION}", "delete_conversation", answer=response_types.Deleted),
+    _kept(conversations.list_items, f"GET {_CONVERSATION}/items", "list_items", answer=response_types.ItemList,
+          query=_PAGE),
+    _kept(conversations.add_items, f"POST {_CONVERSATION}/items", "add_items", conversations.NewItems,
+          response_types.ItemList),
+    _kept(conversations.retrieve_item, f"GET {_ITEM}", "get_item"),
+    _kept(conversations.delete_item, f"DELETE {_ITEM}", "delete_item", answer=conversations.ConversationObject),
     Operation(responses.refuse_websocket, _openai("GET /responses"), "refuse_websocket", "inference",
               errors=(errors.MethodNotAllowed, errors.UpgradeRefused)),
-    Operation(messages.handle, _openai("POST /messages"), "create_message", "inference",
-              message_types.MessagesRequest, message_types.MessageObject,
-              event=message_types.MessageEvent, jobs=(Generation,), label="chat", anthropic=True),
+    Operation(messages.handle, _openai("POST /messages"), "create_message", "inference", message_types.MessagesRequest,
+              message_types.MessageObject, event=message_types.MessageEvent, jobs=(Generation,), label="chat"),
     Operation(messages.count_tokens, _openai("POST /messages/count_tokens"), "count_message_tokens", "inference",
-              message_types.CountTokensRequest, message_types.TokenCount, anthropic=True),
+              message_types.CountTokensRequest, message_types.TokenCount),
     Operation(embeddings.handle, _deployed("POST /embeddings"), "create_embeddings", "embedding",
-              embeddings.EmbeddingsRequest, embeddings.EmbeddingList,
-              jobs=(EmbeddingJob,), label="embeddings"),
+              embeddings.EmbeddingsRequest, embeddings.EmbeddingList, jobs=(EmbeddingJob,), label="embeddings"),
     # The last path is that of the second version of Cohere's client.
     Operation(embeddings.handle_rerank, (*_openai("POST /rerank"), "POST /v2/rerank"), "rerank", "embedding",
               embeddings.RerankRequest, embeddings.Reranked, jobs=(ScoreJob, EmbeddingJob)),
-    Operation(embeddings.handle_score, _openai("POST /score"), "score", "embedding",
-              embeddings.ScoreRequest, embeddings.ScoreList, jobs=(ScoreJob, EmbeddingJob)),
-    Operation(classify.handle, _openai("POST /classify"), "classify", "embedding",
-              classify.ClassifyRequest, classify.ClassificationList, jobs=(ClassificationJob,)),
+    Operation(embeddings.handle_score, _openai("POST /score"), "score", "embedding", embeddings.ScoreRequest,
+              embeddings.ScoreList, jobs=(ScoreJob, EmbeddingJob)),
+    Operation(classify.handle, _openai("POST /classify"), "classify", "embedding", classify.ClassifyRequest,
+              classify.ClassificationList, jobs=(ClassificationJob,)),
     Operation(moderations.handle, _openai("POST /moderations"), "create_moderation", "embedding",
               moderations.ModerationRequest, moderations.Moderation, jobs=(ClassificationJob,), label="moderation"),
-    Operation(speech.handle, _deployed("POST /audio/speech"), "create_speech", "inference",
-              speech.SpeechRequest, event=speech.SpeechEvent, media=tuple(MEDIA_TYPES.values()),
-              jobs=(SynthesisJob,), label="speech"),
+    Operation(speech.handle, _deployed("POST /audio/speech"), "create_speech", "inference", speech.SpeechRequest,
+              event=speech.SpeechEvent, media=tuple(MEDIA_TYPES.values()), jobs=(SynthesisJob,), label="speech"),
     Operation(speech.list_voices, _openai("GET /audio/voices"), "list_voices", "model-repository",
               answer=speech.VoiceList, errors=(errors.InvalidRequest, errors.ModelNotFound), query=_VOICES_OF),
     Operation(transcriptions.transcribe, _deployed("POST /audio/transcriptions"), "create_transcription", "inference",
               transcriptions.TranscriptionRequest, transcriptions.TranscriptObject,
               event=transcriptions.TranscriptEvent, text=True, jobs=(TranscriptionJob,), label="transcription"),
     Operation(transcriptions.translate, _deployed("POST /audio/translations"), "create_translation", "inference",
-              transcriptions.TranslationRequest, transcriptions.TranscriptObject,
-              text=True, jobs=(TranslationJob,), label="translation"),
-    Operation(uploaded_files.create, _openai("POST /files"), "create_file", "batch",
-              FileUpload, uploaded_files.FileObject, errors=_STORED),
-    Operation(uploaded_files.list_files, _openai("GET /files"), "list_files", "batch",
-              answer=uploaded_files.FileList, query=_FILE_PAGE, errors=(*_STORED, errors.InvalidRequest)),
-    Operation(uploaded_files.retrieve, _openai(f"GET {_FILE}"), "get_file", "batch",
-              answer=uploaded_files.FileObject, errors=_STORED),
-    Operation(uploaded_files.content, _openai(f"GET {_FILE}/content"), "get_file_content", "batch",
-              media=("application/octet-stream",), ranges=True, errors=_STORED),
-    Operation(uploaded_files.delete, _openai(f"DELETE {_FILE}"), "delete_file", "batch",
-              answer=uploaded_files.DeletedFile, errors=(*_STORED, errors.ObjectInUse)),
-    Operation(batches.create, _openai("POST /batches"), "create_batch", "batch", batches.BatchRequest,
-              batches.BatchObject, errors=(*_STORED, errors.TooManyBatches)),
-    Operation(batches.list_batches, _openai("GET /batches"), "list_batches", "batch", answer=batches.BatchList,
-              query=_BATCH_PAGE, errors=(*_STORED, errors.InvalidRequest)),
-    Operation(batches.retrieve, _openai(f"GET {_BATCH}"), "get_batch", "batch", answer=batches.BatchObject,
-              errors=_STORED),
-    Operation(batches.cancel, _openai(f"POST {_BATCH}/cancel"), "cancel_batch", "batch", answer=batches.BatchObject,
-              errors=(*_STORED, errors.InvalidRequest)),
-    Operation(message_batches.create, _openai("POST /messages/batches"), "create_message_batch", "batch",
-              message_batches.MessageBatchRequest, message_batches.MessageBatch, anthropic=True,
-              errors=(*_STORED, errors.ModelNotFound, errors.TooManyBatches)),
-    Operation(message_batches.list_batches, _openai("GET /messages/batches"), "list_message_batches", "batch",
-              answer=message_batches.MessageBatchPage, query=_MESSAGE_PAGE, anthropic=True,
-              errors=(*_STORED, errors.InvalidRequest)),
-    Operation(message_batches.retrieve, _openai(f"GET {_MESSAGES}"), "get_message_batch", "batch",
-              answer=message_batches.MessageBatch, anthropic=True, errors=_STORED),
-    Operation(message_batches.cancel, _openai(f"POST {_MESSAGES}/cancel"), "cancel_message_batch", "batch",
-              answer=message_batches.MessageBatch, anthropic=True, errors=_STORED),
-    Operation(message_batches.delete, _openai(f"DELETE {_MESSAGES}"), "delete_message_batch", "batch",
-              answer=message_batches.DeletedMessageBatch, anthropic=True, errors=(*_STORED, errors.ObjectInUse)),
-    Operation(message_batches.results, _openai(f"GET {_MESSAGES}/results"), "get_message_batch_results", "batch",
-              media=("application/x-jsonl",), ranges=True, anthropic=True, errors=_STORED),
-    Operation(tokenize.tokenize, _openai("POST /tokenize"), "tokenize", "inference",
-              tokenize.TokenizeRequest, tokenize.TokenizeAnswer),
-    Operation(tokenize.detokenize, _openai("POST /detokenize"), "detokenize", "inference",
-              tokenize.DetokenizeRequest, tokenize.DetokenizeAnswer),
+              transcriptions.TranslationRequest, transcriptions.TranscriptObject, text=True, jobs=(TranslationJob,),
+              label="translation"),
+    _batch(uploaded_files.create, "POST /files", "create_file", FileUpload, uploaded_files.FileObject),
+    _batch(uploaded_files.list_files, "GET /files", "list_files", answer=uploaded_files.FileList, query=_FILE_PAGE,
+           errors=(errors.InvalidRequest,)),
+    _batch(uploaded_files.retrieve, f"GET {_FILE}", "get_file", answer=uploaded_files.FileObject),
+    _batch(uploaded_files.content, f"GET {_FILE}/content", "get_file_content", media=("application/octet-stream",)),
+    _batch(uploaded_files.delete, f"DELETE {_FILE}", "delete_file", answer=response_types.Deleted,
+           errors=(errors.ObjectInUse,)),
+    _batch(batches.create, "POST /batches", "create_batch", batches.BatchRequest, batches.BatchObject,
+           errors=(errors.TooManyBatches,)),
+    _batch(batches.list_batches, "GET /batches", "list_batches", answer=batches.BatchList, query=_BATCH_PAGE,
+           errors=(errors.InvalidRequest,)),
+    _batch(batches.retrieve, f"GET {_BATCH}", "get_batch", answer=batches.BatchObject),
+    _batch(batches.cancel, f"POST {_BATCH}/cancel", "cancel_batch", answer=batches.BatchObject,
+           errors=(errors.InvalidRequest,)),
+    _batch(message_batches.create, "POST /messages/batches", "create_message_batch",
+           message_batches.MessageBatchRequest, message_batches.MessageBatch,
+           errors=(errors.ModelNotFound, errors.TooManyBatches)),
+    _batch(message_batches.list_batches, "GET /messages/batches", "list_message_batches",
+           answer=message_batches.MessageBatchPage, query=_MESSAGE_PAGE, errors=(errors.InvalidRequest,)),
+    _batch(message_batches.retrieve, f"GET {_MESSAGES}", "get_message_batch", answer=message_batches.MessageBatch),
+    _batch(message_batches.cancel, f"POST {_MESSAGES}/cancel", "cancel_message_batch",
+           answer=message_batches.MessageBatch),
+    _batch(message_batches.delete, f"DELETE {_MESSAGES}", "delete_message_batch",
+           answer=message_batches.DeletedMessageBatch, errors=(errors.ObjectInUse,)),
+    _batch(message_batches.results, f"GET {_MESSAGES}/results", "get_message_batch_results",
+           media=("application/x-jsonl",)),
+    Operation(tokenize.tokenize, _openai("POST /tokenize"), "tokenize", "inference", tokenize.TokenizeRequest,
+              tokenize.TokenizeAnswer),
+    Operation(tokenize.detokenize, _openai("POST /detokenize"), "detokenize", "inference", tokenize.DetokenizeRequest,
+              tokenize.DetokenizeAnswer),
     # Some clients post to list models.
     Operation(info.list_models, _openai("GET /models", "POST /models"), "list_models", "model-repository",
               answer=info.ModelList, errors=(errors.InvalidRequest,), shared=message_types.ModelPage),
     Operation(info.get_model, _openai("GET /models/{model:.+}"), "get_model", "model-repository",
               answer=info.ModelObject, errors=(errors.ModelNotFound,), shared=message_types.ModelInfo),
-    Operation(info.load, _openai("POST /models/{model:.*}/load"), "load_model", "model-repository",
-              info.LoadRequest, info.ModelObject, query=_ENDPOINT, errors=_CONTROL),
+    Operation(info.load, _openai("POST /models/{model:.*}/load"), "load_model", "model-repository", info.LoadRequest,
+              info.ModelObject, query=_ENDPOINT, errors=_CONTROL),
     Operation(info.unload, _openai("POST /models/{model:.*}/unload"), "unload_model", "model-repository",
               info.UnloadRequest, info.Unloaded, query=_ENDPOINT, errors=_CONTROL),
     Operation(info.version, ("GET /version",), "version", "info", answer=info.Version),

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -79,6 +79,10 @@ class Service:
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 
 
+#: The parameters of a query by name, each with its meaning and its schema.
+Query: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]
+
+
 class Operation(msgspec.Struct, frozen=True):
     """A row in the table of what is served: a handler, and all that follows from its row elsewhere."""
 
@@ -97,30 +101,30 @@ class Operation(msgspec.Struct, frozen=True):
     event: type[msgspec.Struct] | None = None
     #: Whether the answer is, or can be, plain text.
     text: bool = False
-    #: The media types of an answer that is a file.
+    #: The media types of an answer that is a file. Of one that no job makes, clients can ask for a part.
     media: tuple[str, ...] = ()
-    #: Whether clients can ask for a part of that file.
-    ranges: bool = False
     #: The jobs that do it, of which a model has to take one; the first is what the operation is for. Triton is asked,
     #: within limits of time.
     jobs: tuple[JobType, ...] = ()
     #: What logs, metrics and spans call it (OpenTelemetry's ``gen_ai.operation.name``), if not by its name.
     label: str = ""
-    #: The parameters of the query, each with its meaning and its schema.
-    query: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType({})
+    query: Query = MappingProxyType({})
     #: Errors that do not follow from the rest.
     errors: tuple[type[ServiceError], ...] = ()
     #: A status that can have the *answer* itself as its body.
     failure: int | None = None
-    #: Whether it is an operation of Anthropic's API, with its errors.
-    anthropic: bool = False
-    #: The answer to clients of that API where both have the path.
+    #: The answer to clients of Anthropic's API where both have the path.
     shared: type[msgspec.Struct] | None = None
 
     @property
     def path(self) -> str:
         """The first of its paths."""
         return self.routes[0].split()[1]
+
+    @property
+    def anthropic(self) -> bool:
+        """Whether it is an operation of Anthropic's API, with its errors."""
+        return self.path.startswith("/v1/messages")
 
 
 #: All that is served, by handler.
@@ -248,6 +252,17 @@ class RequestContext(Generic[_Body]):
         context.body = body
         return context
 
+    def forget_messages(self) -> None:
+        """
+        Free the messages of the body, when all that Triton gets is made of them.
+
+        They take as much memory again as the prompt, and the garbage collector looks at each while the event loop
+        waits. They stay where another variant of the model may get the request, and where contents are logged.
+        """
+        model, settings = self.model, self.service.settings
+        if not (model.variants or model.text_level or settings.server.log_content or settings.traces.content):
+            self.body.messages = []  # type: ignore[attr-defined]
+
     def sender(self) -> Sender:
         """Return what sends the work for the request to Triton; of several Tritons, the way is recorded from now on."""
         fleet, model = self.service.fleet, self.model
@@ -349,13 +364,14 @@ async def begin(request: web.Request, kind: type[_Body], *, read_as_chat: bool =
     service, body, model = await read_request(request, kind)
     stream = bool(getattr(body, "stream", False))
     record = request[RECORD]
-    # Metrics have a name for each model, and none for each name that a client makes up.
-    label = model.name if model.listed else model.triton_model
-    record.identify(operation.label or operation.name, model=label, adapter=model.adapter.name, stream=stream)
-    record.response_model = model.answers_as
-    request.app[OBSERVERS].identified(record)
-    if operation.jobs and set(model.jobs).isdisjoint(operation.jobs):
-        raise job_not_taken_error(request.app, model, operation.jobs[0])
+    if operation.jobs:
+        # Metrics have a name for each model, and none for each name that a client makes up.
+        label = model.name if model.listed else model.triton_model
+        record.identify(operation.label or operation.name, model=label, adapter=model.adapter.name, stream=stream)
+        record.response_model = model.answers_as
+        request.app[OBSERVERS].identified(record)
+        if set(model.jobs).isdisjoint(operation.jobs):
+            raise job_not_taken_error(request.app, model, operation.jobs[0])
     triton = service.settings.triton if record.batch is None else service.settings.triton_for_batches
     limits = TimeLimits.of(triton, request.headers, stream=stream)
     if not read_as_chat:

@@ -18,8 +18,9 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import offload
+from triton_openai.adapters._common.base import Synthesis
 from triton_openai.answer.speech import Speaker, longest_piece, pieces
-from triton_openai.api.bodies import ModelRequest, json_response, tell_ignored
+from triton_openai.api.bodies import ModelRequest, encode, json_response, tell_ignored
 from triton_openai.api.parameters import accepting
 from triton_openai.api.service import RequestContext, begin, counting_audio, find_model, key_of, new_id, service_of
 from triton_openai.api.sse import data_event, stream_parts
@@ -30,9 +31,8 @@ from triton_openai.media.formats import MEDIA_TYPES, Format, cost
 
 if TYPE_CHECKING:
     # Has NumPy in memory, in services whose models speak.
-    from triton_openai.media.encode import Encoder, Samples
+    from triton_openai.media.encode import Samples
 
-_encode = msgspec.json.Encoder().encode
 _LONGEST_INPUT = 4096
 # Seconds that are encoded at once; the first ones are to leave soon.
 _FIRST_BLOCK, _BLOCK = 0.1, 1.0
@@ -135,14 +135,13 @@ async def _speak(context: RequestContext[SpeechRequest], job: SynthesisJob, text
     progress = AnswerState(Generation(id=job.id, prompt=body.input, sampling=Sampling(max_tokens=0)))
     record.answers, record.response_id = [progress], job.id
     speaker = Speaker(context.sender(), context.model, job, texts, context.limits, progress)
-    file = _File(context, speaker)
+    parts = _file(context, speaker)
     try:
         if body.stream_format == "sse":
-            return await stream_parts(context, _events(file.parts()))
-        return await stream_parts(context, file.parts(), content_type=MEDIA_TYPES[body.response_format])
+            return await stream_parts(context, _events(parts))
+        return await stream_parts(context, parts, content_type=MEDIA_TYPES[body.response_format])
     finally:
         speaker.close()
-        record.audio_seconds = {"output": file.seconds}
 
 
 async def _events(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
@@ -151,51 +150,44 @@ async def _events(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, N
         async for part in parts:
             if part:
                 audio = base64.b64encode(part).decode("ascii")
-                yield data_event(_encode(SpeechEvent(type="speech.audio.delta", audio=audio)))
-    yield data_event(_encode(SpeechEvent(type="speech.audio.done", usage=SpeechUsage())))
+                yield data_event(encode(SpeechEvent(type="speech.audio.delta", audio=audio)))
+    yield data_event(encode(SpeechEvent(type="speech.audio.done", usage=SpeechUsage())))
 
 
-class _File:
-    """The file with what *speaker* speaks."""
+async def _file(context: RequestContext[SpeechRequest], speaker: Speaker) -> AsyncGenerator[bytes, None]:
+    """Yield the bytes of the file as they are made, some of them empty. Raises :class:`ServiceError`."""
+    from triton_openai.media.encode import encoder
 
-    def __init__(self, context: RequestContext[SpeechRequest], speaker: Speaker) -> None:
-        synthesis = context.model.adapter.capabilities.synthesis
-        assert synthesis is not None, "the handler has checked it"
-        self._kind, self._synthesis, self._speaker = context.body.response_format, synthesis, speaker
-        #: How much of it was made.
-        self.seconds = 0.0
-
-    async def parts(self) -> AsyncGenerator[bytes, None]:
-        """Yield its bytes as they are made, some of them empty. Raises :class:`ServiceError`."""
-        from triton_openai.media.encode import Joiner, encoder
-
-        kind, synthesis = self._kind, self._synthesis
-        rate, made = synthesis.rate, None
-        if rate:
-            # Before the model is asked: what it needs may be missing.
+    record, kind, synthesis = context.record, context.body.response_format, context.model.adapter.capabilities.synthesis
+    assert synthesis is not None, "the handler has checked it"
+    rate = synthesis.rate
+    # Before the model is asked: what it needs may be missing.
+    made = await asyncio.to_thread(encoder, kind, rate) if rate else None
+    async for samples, rate in _spoken_samples(speaker, synthesis):
+        if made is None:
             made = await asyncio.to_thread(encoder, kind, rate)
-        async for spoken in self._speaker.pieces():
-            joiner = Joiner(round(synthesis.overlap * rate))
-            async for part in spoken:
-                samples, rate = await _samples(part, rate)
-                if made is None:
-                    made = await asyncio.to_thread(encoder, kind, rate)
-                async for data in self._encoded(made, joiner.join(samples), rate):
-                    yield data
-            assert made is not None, "there was a part"
-            async for data in self._encoded(made, joiner.rest(), rate):
-                yield data
-        assert made is not None, "there was a text"
-        yield await offload.run(made.finish, cost=cost(kind, rate, rate))
-
-    async def _encoded(self, made: Encoder, samples: Samples, rate: int) -> AsyncIterator[bytes]:
         start = 0
         while start < len(samples):
-            block = samples[start : start + round((_BLOCK if self.seconds else _FIRST_BLOCK) * rate)]
-            data = await offload.run(made.encode, block, cost=cost(self._kind, rate, len(block)))
+            block = samples[start : start + round((_BLOCK if record.audio_seconds else _FIRST_BLOCK) * rate)]
+            data = await offload.run(made.encode, block, cost=cost(kind, rate, len(block)))
             start += len(block)
-            self.seconds += len(block) / rate
+            record.audio_seconds = {"output": record.audio_seconds.get("output", 0.0) + len(block) / rate}
             yield data
+    assert made is not None, "there was a text"
+    yield await offload.run(made.finish, cost=cost(kind, rate, rate))
+
+
+async def _spoken_samples(speaker: Speaker, synthesis: Synthesis) -> AsyncIterator[tuple[Samples, int]]:
+    """Yield what is spoken, and the rate of its samples. Raises :class:`ServiceError`."""
+    from triton_openai.media.encode import Joiner
+
+    rate = synthesis.rate
+    async for spoken in speaker.pieces():
+        joiner = Joiner(round(synthesis.overlap * rate))
+        async for part in spoken:
+            samples, rate = await _samples(part, rate)
+            yield joiner.join(samples), rate
+        yield joiner.rest(), rate
 
 
 async def _samples(part: Speech, rate: int) -> tuple[Samples, int]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
+from contextlib import aclosing, closing
 from time import monotonic
 from typing import Any
 
@@ -22,8 +22,9 @@ from aiohttp import HttpVersion11, web
 from triton_openai.answer.fan_out import RunGroup, timeout_error
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
+from triton_openai.api.bodies import encode
 from triton_openai.api.service import RequestContext, now, service_of
-from triton_openai.api.usage import UsageObject, known_usage, usage_of
+from triton_openai.api.usage import UsageObject, usage_object, usage_of
 from triton_openai.draining import DRAINING
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
@@ -33,7 +34,6 @@ from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.request_record import RequestRecord
 
 _log = structlog.get_logger(__name__)
-_encode = msgspec.json.Encoder().encode
 _FIELD = b"data: "
 _END = b"\n\n"
 _DONE = b"data: [DONE]\n\n"
@@ -113,7 +113,7 @@ class Chunks(Renderer):
 
     def __init__(self, kind: str, context: RequestContext[Any], spec: GenerationSpec, runs: Sequence[Run]) -> None:
         head = {"id": spec.template.id, "object": kind, "created": now(), "model": context.body.model}
-        self._head = _FIELD + _encode(head)[:-1] + b',"choices":['
+        self._head = _FIELD + encode(head)[:-1] + b',"choices":['
         self._runs = runs
         self._n = spec.n
         options, always = context.body.stream_options, context.service.settings.api.always_include_usage
@@ -122,7 +122,7 @@ class Chunks(Renderer):
         # Of each choice the tokens whose text has been sent, or is about to be.
         self._shown = [0] * len(runs)
         self._ids = spec.template.token_ids
-        self._fingerprint = b',"system_fingerprint":' + _encode(context.model.fingerprint)
+        self._fingerprint = b',"system_fingerprint":' + encode(context.model.fingerprint)
         #: What follows the choice in most chunks.
         self._tail = b'],"usage":null}' + _END if self._include_usage else b"]}" + _END
 
@@ -142,14 +142,14 @@ class Chunks(Renderer):
         usage = self._usage() if self._include_usage else None
         if usage is None:
             return _DONE
-        return self._head + b"]" + self._fingerprint + b',"usage":' + _encode(usage) + b"}" + _END + _DONE
+        return self._head + b"]" + self._fingerprint + b',"usage":' + encode(usage) + b"}" + _END + _DONE
 
     def failed(self, error: ServiceError) -> bytes:
         """Return the error: some clients read only the name of the event, some only its data."""
         return event("error", error.envelope())
 
     def _usage(self) -> UsageObject | None:
-        return usage_of([run.progress.usage or known_usage(run.progress) for run in self._runs], n=self._n)
+        return usage_of(self._runs, n=self._n)
 
     def _counted(self, choice: int) -> bytes:
         """Return what follows the choice in a chunk that counts the tokens so far."""
@@ -162,7 +162,7 @@ class Chunks(Renderer):
         if progress.usage is None:
             # The backend may be ahead of the text.
             counted = msgspec.structs.replace(counted, completion_tokens=self._shown[choice])
-        return b'],"usage":' + _encode(usage_of([counted])) + b"}" + _END
+        return b'],"usage":' + encode(usage_object(counted)) + b"}" + _END
 
     def _ended(self, choice: int) -> bytes:
         """Return what follows the choice in its last chunk."""
@@ -233,30 +233,31 @@ class EventStream:
 
         Raises the error of a run, and ``ConnectionResetError`` if the client has disconnected.
         """
-        group, renderer = self._group, self._renderer
-        await group.start()
-        unanswered = [run for run in group.runs if run.progress.sent is not None] if self._waits else []
-        ended: list[int] = []
-        while group.unfinished:
-            ended += await group.wait()
-            if self._waits:
-                unanswered = [run for run in unanswered if not (run.progress.steps or run.over)]
-                self._waits = bool(unanswered) and monotonic() < self._last + self._heartbeat
-            if self._waits:
-                continue
-            if group.unfinished and not self._flowing:
-                await self._send_head()
-            events = b"" if self._flowing else await self._first_events(answered=bool(ended))
-            events += b"".join([renderer.last(choice) for choice in ended])
-            if not group.unfinished:
-                await self._finish(events + await renderer.ended(None))
-                return
-            ended = []
-            if events:
-                self._write(events)
-            if self._transport is not None and self._transport.is_closing():
-                raise ConnectionResetError("The client has left.")
-            await self._drained()
+        renderer = self._renderer
+        with closing(self._group) as group:
+            await group.start()
+            unanswered = [run for run in group.runs if run.progress.sent is not None] if self._waits else []
+            ended: list[int] = []
+            while group.unfinished:
+                ended += await group.wait()
+                if self._waits:
+                    unanswered = [run for run in unanswered if not (run.progress.steps or run.over)]
+                    self._waits = bool(unanswered) and monotonic() < self._last + self._heartbeat
+                if self._waits:
+                    continue
+                if group.unfinished and not self._flowing:
+                    await self._send_head()
+                events = b"" if self._flowing else await self._first_events(answered=bool(ended))
+                events += b"".join([renderer.last(choice) for choice in ended])
+                if not group.unfinished:
+                    await self._finish(events + await renderer.ended(None))
+                    return
+                ended = []
+                if events:
+                    self._write(events)
+                if self._transport is not None and self._transport.is_closing():
+                    raise ConnectionResetError("The client has left.")
+                await self._drained()
 
     async def fail(self, error: ServiceError) -> None:
         """Send *error* as the last event. Raises ``ConnectionResetError`` if the client has disconnected."""
@@ -264,10 +265,6 @@ class EventStream:
         events += await self._renderer.ended(error)
         # The end of the connection is that of the body over HTTP/1.0.
         await self._finish(events, broken=self._chunked and not self._renderer.ends_failed)
-
-    def close(self) -> None:
-        """Stop the runs and the heartbeat."""
-        self._group.close()
 
     @property
     def begun(self) -> bool:
@@ -363,40 +360,55 @@ class EventStream:
         return self._heartbeat
 
 
-async def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Renderer) -> web.StreamResponse:
+def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Renderer) -> Awaitable[web.StreamResponse]:
     """
     Stream *runs* to the client, within the time limits of *context*.
 
     Raises :class:`ServiceError` for what goes wrong before anything was sent; after that, errors are events.
     """
-    request, record, timeout = context.request, context.record, context.limits.total
-    event_stream = EventStream(request, runs, renderer, heartbeat=context.service.settings.server.heartbeat_interval)
+    heartbeat = context.service.settings.server.heartbeat_interval
+    return _sent(context, EventStream(context.request, runs, renderer, heartbeat=heartbeat), runs)
+
+
+def stream_parts(
+    context: RequestContext[Any], parts: AsyncGenerator[bytes, None], *, content_type: str | None = None
+) -> Awaitable[web.StreamResponse]:
+    """
+    Send *parts* as they come, within the time limits of *context*: of a file of *content_type*, or else events.
+
+    While there is no event, the client gets signs of life. A client that reads slowly is waited for. Raises
+    :class:`ServiceError` for what goes wrong before anything was sent; after that, the body breaks off, behind an event
+    with the error if it has events.
+    """
+    heartbeat = context.service.settings.server.heartbeat_interval
+    return _sent(context, _PartStream(context.request, parts, content_type, heartbeat))
+
+
+async def _sent(
+    context: RequestContext[Any], sender: EventStream | _PartStream, runs: Sequence[Run] = ()
+) -> web.StreamResponse:
+    """Have *sender* send its answer, of *runs* if there are any, and return it."""
+    record, timeout = context.record, context.limits.total
     try:
-        try:
-            if timeout is None:
-                await event_stream.run()
-            else:
-                async with asyncio.timeout(timeout):
-                    await event_stream.run()
-        except TimeoutError as error:
-            raise timeout_error(timeout, runs) from error
-        finally:
-            event_stream.close()
+        async with asyncio.timeout(timeout):
+            await sender.run()
     except ConnectionError:
         # A client that disconnects after the last event has read its answer.
-        record.client_left = not event_stream.complete
+        record.client_left = not sender.complete
     except asyncio.CancelledError:
-        reason = request.app[DRAINING].reason()
-        if event_stream.complete:
-            return event_stream.response
-        if reason is None or not event_stream.begun:
+        reason = context.request.app[DRAINING].reason()
+        if sender.complete:
+            return sender.response
+        if reason is None or not sender.begun:
             raise
-        await _fail(event_stream, record, reason)
+        await _fail(sender, record, reason)
     except Exception as error:
-        if not event_stream.begun:
-            raise
-        await _fail(event_stream, record, _reported(context, error))
-    return event_stream.response
+        if isinstance(error, TimeoutError):
+            error = timeout_error(timeout, runs)
+        if not sender.begun:
+            raise error from None
+        await _fail(sender, record, _reported(context, error))
+    return sender.response
 
 
 def _reported(context: RequestContext[Any], error: Exception) -> ServiceError:
@@ -410,68 +422,53 @@ def _reported(context: RequestContext[Any], error: Exception) -> ServiceError:
     return ServiceError()
 
 
-async def _fail(event_stream: EventStream, record: RequestRecord, error: ServiceError) -> None:
+async def _fail(sender: EventStream | _PartStream, record: RequestRecord, error: ServiceError) -> None:
     record.error = error
     try:
-        await event_stream.fail(error)
+        await sender.fail(error)
     except (asyncio.CancelledError, ConnectionError):
         # Some clients disconnect as soon as they have read the last event.
-        if not event_stream.complete:
+        if not sender.complete:
             raise
 
 
-async def stream_parts(
-    context: RequestContext[Any], parts: AsyncGenerator[bytes, None], *, content_type: str | None = None
-) -> web.StreamResponse:
-    """
-    Send *parts* as they come, within the time limits of *context*: of a file of *content_type*, or else events.
+class _PartStream:
+    """The response of *parts* as they come: of a file of *content_type*, or else events."""
 
-    While there is no event, the client gets signs of life. A client that reads slowly is waited for. Raises
-    :class:`ServiceError` for what goes wrong before anything was sent; after that, the body breaks off, behind an event
-    with the error if it has events.
-    """
-    request, record, timeout = context.request, context.record, context.limits.total
-    response = _Response(headers=_HEADERS if content_type is None else {"Content-Type": content_type})
-    chunked, heartbeat = request.version >= HttpVersion11, context.service.settings.server.heartbeat_interval
-    complete = False
-    failure: ServiceError | None
-    try:
-        sent = parts if content_type is not None else _with_heartbeats(parts, heartbeat)
+    def __init__(
+        self, request: web.Request, parts: AsyncGenerator[bytes, None], content_type: str | None, heartbeat: float
+    ) -> None:
+        self.response = _Response(headers=_HEADERS if content_type is None else {"Content-Type": content_type})
+        self.complete = False
+        self._request, self._parts, self._content_type = request, parts, content_type
+        self._chunked, self._heartbeat = request.version >= HttpVersion11, heartbeat
+
+    @property
+    def begun(self) -> bool:
+        return self.response.prepared
+
+    async def run(self) -> None:
+        """Send the parts; the server ends the body."""
+        response = self.response
+        sent = self._parts if self._content_type is not None else _with_heartbeats(self._parts, self._heartbeat)
         # What waits for the parts is closed before they are.
-        async with asyncio.timeout(timeout), aclosing(parts), aclosing(sent):
+        async with aclosing(self._parts), aclosing(sent):
             async for part in sent:
                 if not part:
                     continue
                 if not response.prepared:
-                    (response.enable_chunked_encoding if chunked else response.force_close)()
-                    await response.prepare(request)
+                    (response.enable_chunked_encoding if self._chunked else response.force_close)()
+                    await response.prepare(self._request)
                 await response.write(part)
-        complete = True
-        if not response.prepared:
-            # Nothing was sent: speech of a text without words has no samples.
-            await response.prepare(request)
-        await response.write_eof()
-        return response
-    except ConnectionError:
-        record.client_left = not complete
-        return response
-    except asyncio.CancelledError:
-        failure = request.app[DRAINING].reason()
-        if failure is None or not response.prepared:
-            raise
-    except Exception as error:
-        if isinstance(error, TimeoutError):
-            error = timeout_error(timeout)
-        if not response.prepared:
-            raise error from None
-        failure = _reported(context, error)
-    record.error = failure
-    with suppress(ConnectionError):
-        if content_type is None:
-            await response.write(event("error", failure.envelope()))
-    response.broken = chunked
-    response.force_close()
-    return response
+        self.complete = True
+
+    async def fail(self, error: ServiceError) -> None:
+        """Send *error* as the last event, if there are events, and break the body off."""
+        self.complete = True
+        self.response.broken = self._chunked
+        self.response.force_close()
+        if self._content_type is None:
+            await self.response.write(event("error", error.envelope()))
 
 
 async def _with_heartbeats(parts: AsyncGenerator[bytes, None], interval: float) -> AsyncGenerator[bytes, None]:
@@ -502,13 +499,7 @@ def event_data(events: bytes) -> Iterator[bytes]:
 
 def without_events(events: bytes, number: int) -> bytes:
     """Return whole *events* without the first *number* of them."""
-    place = 0
-    for _ in range(number):
-        found = events.find(_END, place)
-        if found < 0:
-            return b""
-        place = found + len(_END)
-    return events[place:]
+    return b"" if event_count(events) < number else events.split(_END, max(number, 0))[-1]
 
 
 class EventSource(ABC):

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
 from secrets import token_hex
 from typing import Any
 
@@ -19,14 +20,14 @@ from aiohttp import web
 
 from triton_openai import errors, offload
 from triton_openai.api import agents, chat
-from triton_openai.api.bodies import explain, json_response, read_json, tell_ignored
+from triton_openai.api.bodies import converted, json_response, read_json, tell_ignored
 from triton_openai.api.responses.objects import Deleted, Metadata
 from triton_openai.api.responses.retrieve import list_of, page_of, page_query
 from triton_openai.api.responses.stored import STATE, is_key
 from triton_openai.api.service import RequestContext, begin, key_of, new_id
 from triton_openai.prompts.messages import Message
 from triton_openai.serving.request_body import LIMITS
-from triton_openai.storage.store import BATCH, Entry, Place, Row, Store
+from triton_openai.storage.store import BATCH, Entry, Place, Row, Store, fitting
 
 _PREFIX = "chatcmpl-"
 
@@ -53,10 +54,7 @@ async def create(request: web.Request) -> web.StreamResponse:
         tell_ignored(context.record, ["verbosity"])
     answer_id, keep = new_id("chatcmpl"), None
     if body.store and request.app[STATE].keeps:
-        try:
-            described = msgspec.convert({"metadata": body.metadata}, CompletionUpdate)
-        except msgspec.ValidationError as error:
-            raise explain(str(error)) from error
+        described = converted({"metadata": body.metadata}, CompletionUpdate)
         answer_id = f"{_PREFIX}{time.time_ns() // 1000:014x}{token_hex(9)}"
         keep = partial(_keep, context, answer_id, _Head(body.model, described.metadata or {}))
     elif body.store:
@@ -163,10 +161,6 @@ async def list_all(request: web.Request) -> web.Response:
             if head is not None and model in (None, head.model) and wanted.items() <= head.metadata.items():
                 found[place] = head
     sizes = await store.sizes(owner, [Place(key, key) for key in found])
-    left, shown = request.app[LIMITS].max_text_size, dict[str, _Head]()
-    for key, head in list(found.items())[:limit]:
-        left -= sizes.get(Place(key, key), 0)
-        if shown and left < 0:
-            break
-        shown[key] = head
+    count = fitting((sizes.get(Place(key, key), 0) for key in found), request.app[LIMITS].max_text_size)
+    shown = dict(islice(found.items(), min(count, limit)))
     return json_response(list_of(await _shown(store, owner, shown), more=len(shown) < len(found)))

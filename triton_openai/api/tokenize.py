@@ -15,17 +15,13 @@ from msgspec import Meta
 
 from triton_openai import offload
 from triton_openai.answer.chat_prompt import rendered_chat
-from triton_openai.answer.prepare import check_ids
-from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, json_response
+from triton_openai.answer.prepare import check_ids, tokenizer_of
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, encode, json_response, made_response
 from triton_openai.api.service import read_request
 from triton_openai.api.tools import Tool, plan_tools
-from triton_openai.errors import ConfigurationError, InvalidRequest
+from triton_openai.errors import InvalidRequest
 from triton_openai.prompts.messages import Message
-from triton_openai.prompts.prompter import Prompter
-from triton_openai.prompts.tokenizer import Tokenizer
-from triton_openai.serving.connections import WholeResponse
 
-_encode = msgspec.json.Encoder().encode
 # Tokens that are encoded at once.
 _PIECE = 4096
 
@@ -73,14 +69,14 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 async def tokenize(request: web.Request) -> web.Response:
     """Return the tokens of a prompt, or of messages as the model's template renders them."""
     service, body, model = await read_request(request, TokenizeRequest)
-    prompter = await model.prompter()
-    tokenizer = tokenizer_of(prompter)
+    tokenizer = await tokenizer_of(model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'.", param="prompt", code="missing_required_parameter")
     # Checked with a prompt too, which does not use them.
     tools = plan_tools(tools=body.tools)
     if body.messages is not None:
         trusted = service.settings.api.trust_request_chat_template
+        prompter = await model.prompter()
         text, _ = await rendered_chat(model, prompter, body, body.messages, tools=tools.prompt, trust_template=trusted)
         special = bool(body.add_special_tokens)
     else:
@@ -89,36 +85,27 @@ async def tokenize(request: web.Request) -> web.Response:
     tokens = await tokenizer.encode_async(text, special)
     texts = bool(body.return_token_strs)
 
-    def rendered() -> bytes:
+    def answer() -> TokenizeAnswer:
         pieces = [tokens[start : start + _PIECE] for start in range(0, len(tokens), _PIECE)]
         strings = ([tokenizer.vocabulary_string(token) for token in piece] for piece in pieces) if texts else ()
-        answer = TokenizeAnswer(
+        return TokenizeAnswer(
             count=len(tokens),
             max_model_len=model.settings.max_model_len,
             tokens=_joined(pieces),
             token_strs=_joined(strings) if texts else None,
         )
-        return _encode(answer)
 
-    cost = (offload.INTEGER + texts * offload.TOKEN_STRING) * len(tokens)
-    return WholeResponse(body=await offload.run(rendered, cost=cost), content_type="application/json")
+    return await made_response(answer, cost=(offload.INTEGER + texts * offload.TOKEN_STRING) * len(tokens))
 
 
 def _joined(pieces: Iterable[Sequence[Any]]) -> Any:
     """Return the JSON of one list: to encode millions of values at once would hold the interpreter."""
-    return msgspec.Raw(b"[%b]" % b",".join([_encode(piece)[1:-1] for piece in pieces]))
+    return msgspec.Raw(b"[%b]" % b",".join([encode(piece)[1:-1] for piece in pieces]))
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """Return the text of tokens."""
     _, body, model = await read_request(request, DetokenizeRequest)
-    tokenizer = tokenizer_of(await model.prompter())
+    tokenizer = await tokenizer_of(model)
     check_ids(body.tokens, tokenizer, "tokens")
     return json_response(DetokenizeAnswer(prompt=await tokenizer.decode_async(body.tokens, False)))
-
-
-def tokenizer_of(prompter: Prompter) -> Tokenizer:
-    """Return the tokenizer of a model. Raises :class:`ConfigurationError` where it is not known."""
-    if prompter.tokenizer is None:
-        raise ConfigurationError("The model's tokenizer is not known: give it with --tokenizer.", param="model")
-    return prompter.tokenizer

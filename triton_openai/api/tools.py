@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from triton_openai.api.bodies import explain
+from triton_openai.api.bodies import converted
 from triton_openai.errors import InvalidRequest, InvalidValue, missing
 from triton_openai.generation import Guide
 
@@ -221,22 +221,18 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the answer has to be a call."""
         return self.mode in ("required", "named")
 
-    def guide(self) -> Guide | None:
-        """Return the guide for an answer that must be a call, else ``None``. Raises :class:`InvalidRequest`."""
+    def guide(self) -> Guide:
+        """Return the guide for an answer that has to be a call. Raises :class:`InvalidRequest`."""
         try:
-            if self.name is not None:
-                schema = self.schemas[self.name]
-            elif self.mode == "required":
-                schema = calls_schema(self.schemas, parallel=self.parallel)
-            else:
-                return None
+            schema = (
+                calls_schema(self.schemas, parallel=self.parallel) if self.name is None else self.schemas[self.name]
+            )
             return Guide(kind="json_schema", value=msgspec.json.encode(schema).decode(), param=self.param)
         except RecursionError as error:
             raise InvalidRequest("A tool's parameters are nested too deeply.", param="tools") from error
 
 
 def plan_tools(
-    *,
     tools: Sequence[Tool] | None,
     tool_choice: ToolChoice = None,
     functions: Sequence[Function] | None = None,
@@ -249,10 +245,7 @@ def plan_tools(
     choice = function_call if legacy else tool_choice
     if choice is None and not tools and not legacy:
         return ToolPlan()
-    try:
-        given = msgspec.convert({names: (functions if legacy else tools) or ()}, _Definitions)
-    except msgspec.ValidationError as error:
-        raise explain(str(error)) from error
+    given = converted({names: (functions if legacy else tools) or ()}, _Definitions)
     schemas: dict[str, Mapping[str, Any]] = {}
     listed: list[Mapping[str, Any]] = list(tools or [{"type": "function", "function": one} for one in functions or ()])
     custom = set()
@@ -272,11 +265,9 @@ def plan_tools(
             raise InvalidValue(f"There are two tools of the name '{function.name}'.", names)
         parameters = function.parameters
         schemas[function.name] = {"type": "object", "properties": {}} if parameters is None else parameters
-    if not schemas:
-        if choice not in (None, "none", "auto"):
-            raise InvalidValue(f"'{key}' is only allowed when '{names}' are given.", key)
-        return ToolPlan()
-    if choice == "none":
+    if not schemas and choice not in (None, "none", "auto"):
+        raise InvalidValue(f"'{key}' is only allowed when '{names}' are given.", key)
+    if not schemas or choice == "none":
         # As OpenAI does it: the model knows of the tools and must not call them. Without them in the prompt it cannot.
         return ToolPlan()
     plan = ToolPlan(

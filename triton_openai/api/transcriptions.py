@@ -18,9 +18,10 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from triton_openai.adapters._common.base import Recognition
 from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.transcription import Transcription, Wish
-from triton_openai.api.bodies import FileField, FormRequest, json_response
+from triton_openai.api.bodies import FileField, FormRequest, encode, json_response
 from triton_openai.api.parameters import refusing
 from triton_openai.api.service import RequestContext, audio_too_large, begin, new_id, receiving_audio
 from triton_openai.api.sse import data_event, stream_parts
@@ -30,7 +31,6 @@ from triton_openai.languages import LANGUAGES, code_of
 from triton_openai.media.audio import Pauses, Recording, require_audio
 from triton_openai.serving.connections import WholeResponse
 
-_encode = msgspec.json.Encoder().encode
 _Format = Literal["json", "text", "srt", "vtt", "verbose_json", "diarized_json"]
 _TIMED = ("srt", "vtt", "verbose_json")
 _Share = Annotated[float, Meta(ge=0, le=1)]
@@ -104,10 +104,10 @@ class SegmentObject(msgspec.Struct, frozen=True, kw_only=True):
     end: float
     text: str
     tokens: Sequence[int]
-    temperature: float
-    avg_logprob: float
+    temperature: float = 0.0
+    avg_logprob: float = 0.0
     compression_ratio: float
-    no_speech_prob: float
+    no_speech_prob: float = 0.0
 
 
 class TranscriptObject(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,14 +150,14 @@ async def _transcribe(context: RequestContext[TranscriptionRequest]) -> web.Stre
         raise UnsupportedParameter("This model does not tell what 'include' asks for.", param="include")
     if body.keywords:
         _check_prompt(context, "keywords")
-    hint = [*([body.prompt] if body.prompt else ()), *([", ".join(body.keywords)] if body.keywords else ())]
+    hint = " ".join(filter(None, (body.prompt, ", ".join(body.keywords))))
     # The first one that the model knows, where it cannot choose.
-    known = [code for code in map(code_of, body.languages) if code in _languages(context)]
+    known = [code for code in map(code_of, body.languages) if code in _recognition(context).languages]
     given = body.language or (body.languages[0] if body.languages and not known else None)
     language = None if not given else _language(context, given, "language" if body.language else "languages")
     if language is None and known and not context.model.adapter.capabilities.tokens:
         language = known[0]
-    job = TranscriptionJob(id=new_id("transcr"), samples=b"", language=language, prompt=" ".join(hint) or None)
+    job = TranscriptionJob(id=new_id("transcr"), samples=b"", language=language, prompt=hint or None)
     return await _answer(context, job, pauses=_pauses(body), languages=known)
 
 
@@ -194,9 +194,7 @@ async def _answer(
 async def _transcribed(
     context: RequestContext[Any], job: TranscriptionJob, pauses: Pauses | None, languages: Sequence[str]
 ) -> web.StreamResponse:
-    body, limits = context.body, context.service.settings.audio
-    recognition = context.model.adapter.capabilities.recognition
-    assert recognition is not None, "the model takes the job"
+    body, limits, recognition = context.body, context.service.settings.audio, _recognition(context)
     recording = Recording(
         body.file.content,
         rate=recognition.sample_rate,
@@ -229,8 +227,8 @@ async def _transcribed(
 async def _events(transcription: Transcription, recording: Recording) -> AsyncGenerator[bytes, None]:
     async with aclosing(transcription.deltas(recording)) as deltas:
         async for delta in deltas:
-            yield data_event(_encode(TranscriptEvent(type="transcript.text.delta", delta=delta)))
-    yield data_event(_encode(TranscriptEvent(type="transcript.text.done", text=transcription.text)))
+            yield data_event(encode(TranscriptEvent(type="transcript.text.delta", delta=delta)))
+    yield data_event(encode(TranscriptEvent(type="transcript.text.done", text=transcription.text)))
 
 
 def _rendered(
@@ -251,13 +249,11 @@ def _rendered(
             usage=usage,
         )
         return json_response(verbose)
+    point = "," if form == "srt" else "."
+    cues = [f"{_time(each.start, point)} --> {_time(each.end, point)}\n{_line(each)}\n\n" for each in segments]
     if form == "srt":
-        text = "".join(
-            f"{number}\n{_time(each.start, ',')} --> {_time(each.end, ',')}\n{_line(each)}\n\n"
-            for number, each in enumerate(segments, 1)
-        )
+        text = "".join([f"{number}\n{cue}" for number, cue in enumerate(cues, 1)])
     elif form == "vtt":
-        cues = (f"{_time(each.start, '.')} --> {_time(each.end, '.')}\n{_line(each)}\n\n" for each in segments)
         text = "".join(("WEBVTT\n\n", *cues))
     else:
         text = f"{transcription.text}\n"
@@ -273,10 +269,7 @@ def _segment(number: int, segment: Segment) -> SegmentObject:
         end=round(segment.end, 3),
         text=segment.text,
         tokens=segment.tokens,
-        temperature=0.0,
-        avg_logprob=0.0,
         compression_ratio=len(text) / len(zlib.compress(text)),
-        no_speech_prob=0.0,
     )
 
 
@@ -291,14 +284,15 @@ def _line(segment: Segment) -> str:
     return " ".join(segment.text.split()).replace("-->", "->")
 
 
-def _languages(context: RequestContext[Any]) -> Sequence[str]:
+def _recognition(context: RequestContext[Any]) -> Recognition:
     recognition = context.model.adapter.capabilities.recognition
-    return () if recognition is None else list(recognition.languages)
+    assert recognition is not None, "the model takes the job"
+    return recognition
 
 
 def _language(context: RequestContext[Any], given: str, param: str) -> str:
     """Return the code of the language that a request names. Raises :class:`InvalidRequest`."""
-    code, known = code_of(given), _languages(context)
+    code, known = code_of(given), _recognition(context).languages
     if not known:
         raise UnsupportedParameter(
             f"The model '{context.model.name}' cannot be told the language. Its operator can say which it knows "
@@ -315,8 +309,7 @@ def _language(context: RequestContext[Any], given: str, param: str) -> str:
 
 
 def _check_prompt(context: RequestContext[Any], param: str) -> None:
-    recognition = context.model.adapter.capabilities.recognition
-    if recognition is None or not recognition.prompt:
+    if not _recognition(context).prompt:
         raise UnsupportedParameter(
             f"The model '{context.model.name}' has no room for a prompt, or its operator does not say that it has "
             "('audio.prompt').",

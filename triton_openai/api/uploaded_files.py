@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Literal
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar, cast
 from urllib.parse import quote
 
 import msgspec
@@ -15,7 +16,10 @@ from msgspec import Meta
 
 from triton_openai import errors
 from triton_openai.api import agents
-from triton_openai.api.bodies import FileField, explain, json_response, tell_ignored, unknown_field
+from triton_openai.api.agents import Page
+from triton_openai.api.bodies import FileField, converted, json_response, tell_ignored, unknown_field
+from triton_openai.api.responses.objects import Deleted
+from triton_openai.api.responses.retrieve import page_query
 from triton_openai.api.service import key_of, new_id, service_of
 from triton_openai.batches.file_folder import Files, Remote, Writing
 from triton_openai.errors import ServiceError
@@ -24,6 +28,7 @@ from triton_openai.serving.request_body import LIMITS
 from triton_openai.storage.batch_store import StoredFile
 from triton_openai.telemetry.request_record import RECORD
 
+_T = TypeVar("_T")
 #: Those of the service; absent where they are off.
 FILES: web.AppKey[Files] = web.AppKey("files", Files)
 Purpose = Literal["batch", "user_data", "vision", "evals", "assistants", "fine-tune"]
@@ -64,22 +69,8 @@ class FileObject(msgspec.Struct, kw_only=True):
     status_details: None = None
 
 
-class FileList(msgspec.Struct, kw_only=True):
+class FileList(Page[FileObject], tag_field="object", tag="list"):
     """A page of files."""
-
-    object: Literal["list"] = "list"
-    data: Sequence[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class DeletedFile(msgspec.Struct, kw_only=True):
-    """What was deleted."""
-
-    id: str
-    object: Literal["file"] = "file"
-    deleted: bool = True
 
 
 def files_of(request: web.Request) -> Files:
@@ -109,11 +100,8 @@ async def create(request: web.Request) -> web.Response:
     file = StoredFile(
         id=new_id("file"),
         owner=key_of(request).name,
-        purpose="",
-        filename="",
         bytes=request.content_length or most,
         created=created,
-        expires=None,
         state="uploading",
     )
     if not await files.store.reserve(file, files.settings.max_total):
@@ -188,51 +176,51 @@ async def _read(request: web.Request, form: Form, writing: Writing, *, strict: b
         fields["expires_after"] = lifetime
     record = request[RECORD]
     record.body_size = form.size
-    if ignored:
-        record.unknown_fields = ignored[:16]
-        tell_ignored(record, ignored)
-    try:
-        return msgspec.convert(fields, FileUpload, strict=False)
-    except msgspec.ValidationError as error:
-        raise explain(str(error)) from error
+    record.unknown_fields = ignored[:16]
+    tell_ignored(record, ignored)
+    return converted(fields, FileUpload, strict=False)
 
 
 def file_object(file: StoredFile) -> FileObject:
     """Return *file* as clients see it."""
-    return msgspec.convert(
-        {
-            "id": file.id,
-            "bytes": file.bytes,
-            "created_at": int(file.created),
-            "expires_at": None if file.expires is None else int(file.expires),
-            "filename": file.filename.encode(errors="replace").decode(),
-            "purpose": file.purpose,
-        },
-        FileObject,
+    return FileObject(
+        id=file.id,
+        bytes=file.bytes,
+        created_at=int(file.created),
+        expires_at=None if file.expires is None else int(file.expires),
+        filename=file.filename.encode(errors="replace").decode(),
+        # None but these are stored.
+        purpose=cast(Any, file.purpose),
     )
 
 
 async def list_files(request: web.Request) -> web.Response:
     """List the files of the request's key."""
-    files, query = files_of(request), request.query
-    order, after = query.get("order", "desc"), query.get("after")
-    if order not in ("asc", "desc"):
-        raise errors.InvalidValue("'order' must be 'asc' or 'desc'.", "order")
-    limit = agents.page_limit(query, 10_000, default=10_000)
-    found: Sequence[StoredFile] | None = [] if after is None else None
-    if files.exist:
-        found = await files.store.files(
-            key_of(request).name,
-            purpose=query.get("purpose"),
-            after=after,
-            limit=limit + 1,
-            reverse=order == "desc",
-        )
+    store, purpose = files_of(request).store, request.query.get("purpose")
+    limit, after, reverse = page_query(request, most=10_000, default=10_000)
+    find = partial(store.files, key_of(request).name, purpose=purpose, reverse=reverse)
+    files, more = await page_found(request, find, limit, after)
+    return json_response(FileList.of([file_object(file) for file in files], more=more))
+
+
+async def page_found(
+    request: web.Request,
+    find: Callable[..., Awaitable[Sequence[_T] | None]],
+    limit: int,
+    after: str | None,
+    place: str = "after",
+) -> tuple[Sequence[_T], bool]:
+    """
+    Return the files or batches that *find* finds behind *after*, *limit* of them, and whether there are more.
+
+    Raises :class:`InvalidValue` if *after* is none of them, for which it blames *place*.
+    """
+    found: Sequence[_T] | None = [] if after is None else None
+    if files_of(request).exist:
+        found = await find(after=after, limit=limit + 1)
     if found is None:
-        raise agents.unknown_place_error("after")
-    data = [file_object(file) for file in found[:limit]]
-    first, last = (data[0].id, data[-1].id) if data else (None, None)
-    return json_response(FileList(data=data, first_id=first, last_id=last, has_more=len(found) > limit))
+        raise agents.unknown_place_error(place)
+    return found[:limit], len(found) > limit
 
 
 async def retrieve(request: web.Request) -> web.Response:
@@ -307,4 +295,4 @@ async def delete(request: web.Request) -> web.Response:
     file = await find_file(request, request.match_info["file"], "file_id")
     if not await files_of(request).delete(file):
         raise errors.ObjectInUse("A batch that has not ended reads the file. Cancel it first.", param="file_id")
-    return json_response(DeletedFile(id=file.id))
+    return json_response(Deleted(id=file.id, object="file"))

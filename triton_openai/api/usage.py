@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from triton_openai.generation import AnswerState, Usage, total_usage
+from triton_openai.answer.run import Run
+from triton_openai.generation import Usage, total_usage
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,32 +29,34 @@ class UsageObject(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | msgspec.UnsetType = msgspec.UNSET
-    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
-def known_usage(progress: AnswerState) -> Usage | None:
+def usage_of(runs: Sequence[Run], *, n: int = 1, reasoning_tokens: int | None = None) -> UsageObject | None:
     """
-    Return the tokens of an answer without a usage that has ended, ``None`` if they are not known.
+    Return the tokens of *runs* that have ended, *n* for each prompt, or ``None`` if those of one are not known.
 
     Where the backend counts those of the answer, and nobody those of the prompt, the prompt has 0, which none has.
     """
-    return None if progress.tokens is None else Usage(prompt_tokens=0, completion_tokens=progress.tokens)
-
-
-def usage_of(usages: Sequence[Usage | None], *, n: int = 1, reasoning_tokens: int | None = None) -> UsageObject | None:
-    """Return the sum of *usages*, or ``None`` if one is not known; see :func:`total_usage`."""
+    usages: list[Usage | None] = []
+    for run in runs:
+        tokens = run.progress.tokens
+        counted = None if tokens is None else Usage(prompt_tokens=0, completion_tokens=tokens)
+        usages.append(run.progress.usage or counted)
     total = total_usage(usages, n=n)
-    if total is None:
-        return None
+    return None if total is None else usage_object(total, reasoning_tokens)
+
+
+def usage_object(usage: Usage, reasoning_tokens: int | None = None) -> UsageObject:
+    """Return *usage* in OpenAI's form."""
+    cached = usage.cached_tokens
     return UsageObject(
-        prompt_tokens=total.prompt_tokens,
-        completion_tokens=total.completion_tokens,
-        total_tokens=total.prompt_tokens + total.completion_tokens,
-        prompt_tokens_details=msgspec.UNSET
-        if total.cached_tokens is None
-        else PromptTokensDetails(cached_tokens=total.cached_tokens),
-        completion_tokens_details=msgspec.UNSET
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=UNSET if cached is None else PromptTokensDetails(cached_tokens=cached),
+        completion_tokens_details=UNSET
         if reasoning_tokens is None
         else CompletionTokensDetails(reasoning_tokens=reasoning_tokens),
     )

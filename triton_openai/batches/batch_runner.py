@@ -14,7 +14,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from hashlib import blake2b
 from itertools import count
@@ -74,10 +74,11 @@ _TROUBLE_SECONDS = 2.0
 _SWEEP_SECONDS = 600.0
 _RETRIED = frozenset({429, 502, 503, 504})
 _OVERLOADED = frozenset({429, 503, 504})
+# What Anthropic's API calls it, and code and message of OpenAI's.
 _NEVER_RAN = {
-    "cancelled": ("batch_cancelled", "The batch was cancelled before this request could be executed."),
-    "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
-    "failed": ("batch_failed", "The batch failed before this request could be executed."),
+    "cancelled": ("canceled", "batch_cancelled", "The batch was cancelled before this request could be executed."),
+    "expired": ("expired", "batch_expired", "This request could not be executed before the completion window expired."),
+    "failed": ("errored", "batch_failed", "The batch failed before this request could be executed."),
 }
 
 
@@ -99,53 +100,36 @@ class Host(Protocol):
     @property
     def settings(self) -> BatchesSettings:
         """The settings now."""
-        ...
 
     @property
     def stopping(self) -> bool:
         """Whether nothing new may begin."""
-        ...
 
     @property
     def most_running(self) -> int:
         """How many lines of one model may run in this process."""
-        ...
 
     @property
     def longest_line(self) -> int:
         """The bytes that a line may have."""
-        ...
 
     def knows(self, owner: str) -> bool:
         """Return whether the key *owner* is still there, and open to batches."""
-        ...
 
     def target(self, model: str) -> str | None:
         """Return the Triton model behind the name *model*; ``None`` while it is not served."""
-        ...
 
     def room(self, target: str, running: int) -> bool:
         """Return whether live traffic leaves room for another line, where *running* are there."""
-        ...
 
     async def check(self, batch: Batch, model: str) -> None:
         """Raise :class:`ModelNotFound` or :class:`UpstreamUnavailable` if a batch cannot ask *model*."""
-        ...
 
     async def wait(self, owner: str) -> float:
         """Return the seconds for which *owner* has used up the tokens of batches."""
-        ...
 
     async def answer(self, batch: Batch, custom_id: str, body: bytes) -> Outcome:
         """Return the answer to a line."""
-        ...
-
-
-class _Ended(NamedTuple):
-    number: int
-    state: int
-    data: bytes
-    usage: BatchUsage
 
 
 class _Held:
@@ -158,7 +142,8 @@ class _Held:
         self.retrying: list[tuple[float, int, Line]] = []
         self.tries: dict[int, int] = {}
         self.running: dict[int, asyncio.Task[None]] = {}
-        self.done: list[_Ended] = []
+        #: Results that are not written yet: their places are not known.
+        self.done: list[tuple[Done, bytes]] = []
         #: The last line that was read, and whether there are more.
         self.last, self.more = 0, True
         self.input = self.output = -1
@@ -442,7 +427,7 @@ class BatchRunner:
             if not self._again(held, line, outcome, limit, began):
                 state = SUCCEEDED if outcome.error is None else FAILED
                 data = rendered(batch, line.number, custom_id, outcome)
-                held.done.append(_Ended(line.number, state, data, outcome.usage))
+                held.done.append((Done(line.number, state, -1, len(data), outcome.usage), data))
                 return
             with suppress(ServiceError, LeaseLost):
                 await self._store.stopped(batch, [line.number])
@@ -461,11 +446,10 @@ class BatchRunner:
 
     def _again(self, held: _Held, line: Line, outcome: Outcome, limit: Limit, began: float) -> bool:
         """Return whether a line is tried again, and let it wait for that."""
-        error, tries = outcome.error, held.tries.get(line.number, 0)
+        error, tries = outcome.error, held.tries.pop(line.number, 0)
         if error is None or error.status not in _RETRIED:
             limit.ended(self._host.most_running)
             if not (isinstance(error, errors.ModelNotFound) and self._host.target(line.model) is None):
-                held.tries.pop(line.number, None)
                 return False
         assert error is not None
         # Where live requests took the room meanwhile, the next line waits for room, and that is all.
@@ -477,9 +461,9 @@ class BatchRunner:
             limit.unavailable()
         elif not isinstance(error, errors.ServiceOverloaded):
             if tries >= _RETRIES:
-                held.tries.pop(line.number, None)
                 return False
-            held.tries[line.number] = tries + 1
+            tries += 1
+        held.tries[line.number] = tries
         due = time.monotonic() + max(wait, min(error.retry_after or 0.0, _LONGEST_RETRY))
         heapq.heappush(held.retrying, (due, next(self._order), line))
         return True
@@ -489,54 +473,50 @@ class BatchRunner:
     async def _attend(self, held: _Held) -> None:
         """Take a batch from its beginning to its end."""
         try:
-            while not await self._advance_safely(held):
-                pass
-        except LeaseLost:
-            self._lose(held)
+            while held.batch.open:
+                try:
+                    await self._advance(held)
+                    if held.in_trouble:
+                        held.in_trouble = False
+                        _log.info("a batch goes on", batch=held.batch.id)
+                        self._woken.set()
+                except FileNotFoundError:
+                    text = "The input file is not there any more."
+                    held.problems = [BatchError(code="input_file_missing", message=text)]
+                except (OSError, ServiceError) as error:
+                    if not held.in_trouble:
+                        reason = getattr(error, "reason", str(error))
+                        _log.warning("a batch is paused", batch=held.batch.id, reason=reason)
+                    held.in_trouble = True
+                    await asyncio.sleep(_TROUBLE_SECONDS)
+                except LeaseLost:
+                    self._lose(held)
+                    return
+                except Exception:  # noqa: BLE001 - the last resort: logged, and the batch ends
+                    _log.exception("a batch failed", batch=held.batch.id)
+                    held.problems = [BatchError(code="server_error", message="The service failed to run the batch.")]
+                    await asyncio.sleep(_TROUBLE_SECONDS)
         finally:
             self._forget(held)
             if not self._host.stopping:
                 held.close()
 
-    async def _advance_safely(self, held: _Held) -> bool:
-        try:
-            ended = await self._advance(held)
-        except FileNotFoundError:
-            held.problems = [BatchError(code="input_file_missing", message="The input file is not there any more.")]
-        except (OSError, ServiceError) as error:
-            if not held.in_trouble:
-                reason = error.reason if isinstance(error, ServiceError) else str(error)
-                _log.warning("a batch is paused", batch=held.batch.id, reason=reason)
-            held.in_trouble = True
-            await asyncio.sleep(_TROUBLE_SECONDS)
-        except LeaseLost:
-            raise
-        except Exception:  # noqa: BLE001 - the last resort: logged, and the batch ends
-            _log.exception("a batch failed", batch=held.batch.id)
-            held.problems = [BatchError(code="server_error", message="The service failed to run the batch.")]
-            await asyncio.sleep(_TROUBLE_SECONDS)
-        else:
-            if held.in_trouble:
-                held.in_trouble = False
-                _log.info("a batch goes on", batch=held.batch.id)
-                self._woken.set()
-            return ended
-        return False
-
-    async def _advance(self, held: _Held) -> bool:
-        """Do what is next; return whether the batch has ended."""
+    async def _advance(self, held: _Held) -> None:
+        """Do what is next."""
+        batch = held.batch
         if held.problems:
-            held.batch.outcome, held.batch.problems = "failed", list(held.problems)
+            batch.outcome, batch.problems = "failed", list(held.problems)
             await cancel(*held.running.values())
             await self._end(held, {})
-            return True
+            return
         if held.input < 0:
-            held.input = await self._files.open_input(held.batch)
-        batch = held.batch
+            held.input = await self._files.open_input(batch)
         if batch.outcome:
-            return await self._finalize(held)
+            await self._finalize(held)
+            return
         if "validated_at" not in batch.times:
-            return await self._validate(held)
+            await self._validate(held)
+            return
         await self._keep(held)
         batch, now = held.batch, time.time()
         outcome = ""
@@ -555,25 +535,23 @@ class BatchRunner:
             if not held.running:
                 await self._keep(held, at_once=True)
                 await self._decide(held, outcome)
-                return False
+                return
         elif held.more and held.window < _WINDOW // 2:
             await self._refill(held)
             self._woken.set()
         elif batch.succeeded + batch.failed == batch.total:
             await self._decide(held, "completed")
-            return False
+            return
         await wait_any(held.woken, timeout=_POLL)
         held.woken.clear()
         if held.done and (held.running or held.window) and len(held.done) < _GROUP:
             await wait_any(held.full, timeout=_GROUP_SECONDS)
-        return False
 
-    async def _validate(self, held: _Held) -> bool:
+    async def _validate(self, held: _Held) -> None:
         batch = held.batch
         await self._store.clear_lines(batch)
         most, longest = self._host.settings.max_requests, self._host.longest_line
-        reader = await asyncio.to_thread(InputReader, held.input, batch, most=most, longest=longest)
-        try:
+        with closing(await asyncio.to_thread(InputReader, held.input, batch, most=most, longest=longest)) as reader:
             checked = 0
             while lines := await asyncio.to_thread(reader.read, _CHUNK):
                 for model, number in list(reader.models.items())[checked:]:
@@ -588,11 +566,9 @@ class BatchRunner:
                 checked = len(reader.models)
                 if not reader.problems:
                     await self._store.add_lines(batch, lines)
-        finally:
-            reader.close()
         if reader.problems:
             held.problems = reader.problems
-            return False
+            return
 
         def begin(found: Batch) -> None:
             found.total, found.times["validated_at"] = reader.total, int(time.time())
@@ -601,7 +577,6 @@ class BatchRunner:
                 found.enter("in_progress")
 
         await self._change(held, begin)
-        return False
 
     async def _change(self, held: _Held, change: Callable[[Batch], None]) -> None:
         batch = await self._store.change(held.batch.id, change, generation=held.batch.generation)
@@ -650,15 +625,15 @@ class BatchRunner:
 
     async def _write(self, held: _Held) -> None:
         ended, place, done = held.done[:], held.size, list[Done]()
-        for one in ended:
-            done.append(Done(one.number, one.state, place, len(one.data), one.usage))
-            place += len(one.data)
+        for one, _ in ended:
+            done.append(one._replace(place=place))
+            place += one.length
 
         def write() -> None:
             if held.output < 0:
                 held.output = self._files.make_part(held.batch)
             # What a failed attempt has left there is overwritten.
-            write_at(held.output, b"".join([one.data for one in ended]), held.size)
+            write_at(held.output, b"".join([data for _, data in ended]), held.size)
             os.fdatasync(held.output)
 
         await on_disk(write)
@@ -685,15 +660,13 @@ class BatchRunner:
 
         await self._change(held, decide)
 
-    async def _finalize(self, held: _Held) -> bool:
+    async def _finalize(self, held: _Held) -> None:
         """Make the files of all results. Doing it again makes the same ones."""
-        batch = held.batch
-        writings: dict[str, Writing] = {}
-        parts: dict[int, int] = {}
-        try:
-            for file_id in (batch.output, batch.errors):
-                if file_id is not None:
-                    writings[file_id] = await self._files.write(file_id)
+        batch, writings, parts = held.batch, dict[str, Writing](), dict[int, int]()
+        with ExitStack() as stack:
+            for file_id in filter(None, (batch.output, batch.errors)):
+                writings[file_id] = await self._files.write(file_id)
+                stack.callback(writings[file_id].close)
             succeeded = writings.get(batch.output or "")
             failed = writings.get(batch.errors or "") or succeeded
 
@@ -713,23 +686,16 @@ class BatchRunner:
             while rows := await self._store.results(batch, after, _CHUNK):
                 for part in {row.part for row in rows} - parts.keys():
                     parts[part] = await self._files.open_part(batch, part)
+                    stack.callback(os.close, parts[part])
                 await on_disk(copy, rows)
                 after = rows[-1].part, rows[-1].place
             last = 0
             while lines := await self._store.never_ran(batch, last, _CHUNK):
                 await on_disk(tell, lines)
                 last = lines[-1].number
-            sizes = {}
-            for file_id, writing in writings.items():
-                await writing.end()
-                sizes[file_id] = writing.size
-        finally:
-            for descriptor in parts.values():
-                os.close(descriptor)
             for writing in writings.values():
-                writing.close()
-        await self._end(held, sizes)
-        return True
+                await writing.end()
+        await self._end(held, {file_id: writing.size for file_id, writing in writings.items()})
 
     async def _end(self, held: _Held, sizes: Mapping[str, int]) -> None:
         """End a batch with its files, of which *sizes* are known."""
@@ -766,34 +732,25 @@ class BatchRunner:
 
 def rendered(batch: Batch, number: int, custom_id: str, outcome: Outcome) -> bytes:
     """Return the line of a batch's file with the answer to a line."""
-    name = msgspec.json.encode(custom_id)
-    if batch.kind == "anthropic":
-        kind, field = ("succeeded", "message") if outcome.error is None else ("errored", "error")
-        return b'{"custom_id":%b,"result":{"type":"%b","%b":%b}}\n' % (
-            name,
-            kind.encode(),
-            field.encode(),
-            outcome.body,
-        )
-    request = msgspec.json.encode(outcome.request_id)
-    response = b'{"status_code":%d,"request_id":%b,"body":%b}' % (outcome.status, request, outcome.body)
-    return b'{"id":"%b","custom_id":%b,"response":%b,"error":null}\n' % (_id(batch, number), name, response)
+    body = msgspec.Raw(outcome.body)
+    kind, field = ("succeeded", "message") if outcome.error is None else ("errored", "error")
+    response = {"status_code": outcome.status, "request_id": outcome.request_id, "body": body}
+    return _line(batch, number, custom_id, {"type": kind, field: body}, response=response, error=None)
 
 
 def never_ran(batch: Batch, number: int, custom_id: str) -> bytes:
     """Return the line of a batch's file for a line that never ran."""
-    code, message = _NEVER_RAN[batch.outcome]
-    if batch.kind == "anthropic":
-        kind = {"cancelled": "canceled", "expired": "expired"}.get(batch.outcome, "errored")
-        result: dict[str, Any] = {"type": kind}
-        if kind == "errored":
-            result["error"] = {"type": "error", "error": {"type": "api_error", "message": message}}
-        return msgspec.json.encode({"custom_id": custom_id, "result": result}) + b"\n"
-    error = {"code": code, "message": message}
-    line = {"id": _id(batch, number).decode(), "custom_id": custom_id, "response": None, "error": error}
+    kind, code, message = _NEVER_RAN[batch.outcome]
+    error = {"error": {"type": "error", "error": {"type": "api_error", "message": message}}}
+    result = {"type": kind, **(error if kind == "errored" else {})}
+    return _line(batch, number, custom_id, result, response=None, error={"code": code, "message": message})
+
+
+def _line(batch: Batch, number: int, custom_id: str, result: Mapping[str, Any], **openai: Any) -> bytes:
+    """Return a line of a batch's file: for Anthropic's clients with a *result*, for *openai*'s with other fields."""
+    line: dict[str, Any] = {"custom_id": custom_id, "result": result}
+    if batch.kind == "openai":
+        # It is the same each time.
+        digest = blake2b(f"{batch.id}:{number}".encode(), digest_size=16).hexdigest()
+        line = {"id": f"batch_req_{digest}", "custom_id": custom_id, **openai}
     return msgspec.json.encode(line) + b"\n"
-
-
-def _id(batch: Batch, number: int) -> bytes:
-    """Return the id of a line, which is the same each time."""
-    return b"batch_req_" + blake2b(f"{batch.id}:{number}".encode(), digest_size=16).hexdigest().encode()

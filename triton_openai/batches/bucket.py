@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from io import BufferedReader, FileIO
@@ -22,7 +22,7 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from triton_openai import errors
-from triton_openai.batches.file_folder import UPLOAD_SECONDS, Files, Writing, on_disk, opened, write_at
+from triton_openai.batches.file_folder import UPLOAD_SECONDS, Files, on_disk, opened, write_at
 from triton_openai.config.tree import BatchesSettings, FilesSettings
 from triton_openai.storage.batch_store import Batch
 
@@ -62,8 +62,8 @@ class BucketFiles(Files):
         with _reported():
             return (await obstore.head_async(self.bucket, key))["size"]
 
-    async def _writing(self, name: str) -> Writing:
-        return _Upload(self, name, await opened(on_disk(self._begin, name)))
+    async def publish(self, name: str, descriptor: int) -> None:
+        await self.upload(file_key(name), descriptor)
 
     async def upload(self, key: str, descriptor: int, start: int = 0) -> None:
         """Make the object *key* of what a file has from *start* on. Raises :class:`StoreUnavailable`."""
@@ -78,14 +78,6 @@ class BucketFiles(Files):
     async def _fetch(self, key: str, start: int, end: int) -> bytes:
         with _reported():
             return bytes(await obstore.get_range_async(self.bucket, key, start=start, end=min(end, start + _PIECE)))
-
-    async def _copy(self, key: str, size: int, descriptor: int, place: int = 0) -> None:
-        """Copy the object *key* to *place* of a file."""
-        start = 0
-        while start < size:
-            piece = await self._fetch(key, start, size)
-            await on_disk(write_at, descriptor, piece, place + start)
-            start += len(piece)
 
     async def unlink(self, *names: str) -> None:
         await self._delete([file_key(name) for name in names])
@@ -116,10 +108,18 @@ class BucketFiles(Files):
 
     async def open_input(self, batch: Batch) -> int:
         key = file_key(f"{batch.id}.requests" if batch.input == batch.id else batch.input)
-        size = await self._size(key)
+        return await self._copied([(key, await self._size(key), 0)])
+
+    async def _copied(self, objects: Iterable[tuple[str, int, int]]) -> int:
+        """Return a descriptor of a file with *objects*: the key, the size and the place in it of each."""
         descriptor = await opened(on_disk(self._scratch))
         try:
-            await self._copy(key, size, descriptor)
+            for key, size, place in objects:
+                start = 0
+                while start < size:
+                    piece = await self._fetch(key, start, size)
+                    await on_disk(write_at, descriptor, piece, place + start)
+                    start += len(piece)
         except BaseException:
             os.close(descriptor)
             raise
@@ -132,32 +132,12 @@ class BucketFiles(Files):
         await self.upload(f"batches/{batch.id}/{batch.generation}-{start}", descriptor, start)
 
     async def open_part(self, batch: Batch, generation: int) -> int:
-        descriptor = await opened(on_disk(self._scratch))
-        try:
-            for one in await self._objects(f"batches/{batch.id}"):
-                of, _, place = one["path"].rpartition("/")[2].partition("-")
-                if of == str(generation):
-                    await self._copy(one["path"], one["size"], descriptor, int(place))
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
+        prefix = f"batches/{batch.id}/{generation}-"
+        found = [one for one in await self._objects(f"batches/{batch.id}") if one["path"].startswith(prefix)]
+        return await self._copied([(one["path"], one["size"], int(one["path"].removeprefix(prefix))) for one in found])
 
     async def clear(self, batch: Batch) -> None:
         await self._delete([one["path"] for one in await self._objects(f"batches/{batch.id}")])
-
-
-class _Upload(Writing):
-    """A file that becomes an object when it is complete."""
-
-    def __init__(self, files: BucketFiles, name: str, descriptor: int) -> None:
-        super().__init__(files.folder, name, descriptor)
-        self._files = files
-
-    async def end(self) -> None:
-        await on_disk(self._write)
-        await self._files.upload(file_key(self.name), self._descriptor)
-        self.close()
 
 
 def file_key(name: str) -> str:

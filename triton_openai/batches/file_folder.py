@@ -47,7 +47,6 @@ class Remote(Protocol):
 
     async def read(self, name: str, start: int, end: int) -> bytes:
         """Return the bytes of the file *name* from *start* to *end*. Raises :class:`ServiceError`."""
-        ...
 
 
 class Files:
@@ -120,10 +119,17 @@ class Files:
         return await self._writing(name)
 
     async def _writing(self, name: str) -> Writing:
-        return Writing(self.folder, name, await opened(on_disk(self._begin, name)))
+        return Writing(self, name, await opened(on_disk(self._create, f"{name}.new")))
 
-    def _begin(self, name: str) -> int:
-        return self._create(f"{name}.new")
+    async def publish(self, name: str, descriptor: int) -> None:
+        """Let the file *name*, all of which was written to *descriptor*, have its name once it is on the disk."""
+
+        def publish() -> None:
+            os.fsync(descriptor)
+            (self.folder / f"{name}.new").rename(self.folder / name)
+            sync_folder(self.folder)
+
+        await on_disk(publish)
 
     def _create(self, name: str) -> int:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -283,12 +289,10 @@ def _modified(entry: os.DirEntry[str]) -> float:
 
 
 class Writing:
-    """A file that is being written; it is there as a whole after :meth:`end`, or not at all."""
+    """A file *name* that is being written; it is there as a whole after :meth:`end`, or not at all."""
 
-    def __init__(self, folder: Path, name: str, descriptor: int) -> None:
-        self.name = name
-        self._new, self._path = folder / f"{name}.new", folder / name
-        self._descriptor = descriptor
+    def __init__(self, files: Files, name: str, descriptor: int) -> None:
+        self._files, self._name, self._descriptor = files, name, descriptor
         self._pieces: list[bytes] = []
         self._waiting = 0
         #: The bytes that were written.
@@ -316,15 +320,9 @@ class Writing:
         write_at(self._descriptor, data, None)
 
     async def end(self) -> None:
-        """Write the rest, and let the file have its name once all of it is on the disk."""
-
-        def end() -> None:
-            self._write()
-            os.fsync(self._descriptor)
-            self._new.rename(self._path)
-            sync_folder(self._path.parent)
-
-        await on_disk(end)
+        """Write the rest, and let the file have its name once all of it is kept."""
+        await on_disk(self._write)
+        await self._files.publish(self._name, self._descriptor)
         self.close()
 
     def close(self) -> None:
@@ -332,7 +330,7 @@ class Writing:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-            self._new.unlink(missing_ok=True)
+            (self._files.folder / f"{self._name}.new").unlink(missing_ok=True)
 
 
 def write_at(descriptor: int, data: bytes, place: int | None) -> None:

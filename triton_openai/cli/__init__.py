@@ -29,9 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 after a clean end, 1 when the command failed, 2 with one sentence on stderr for wrong arguments or settings.
     """
     try:
-        given = translate(sys.argv[1:] if arguments is None else arguments, os.environ)
-        environ = given.environ
-        parsed = parse(given.arguments)
+        written, environ, warnings = translate(sys.argv[1:] if arguments is None else arguments, os.environ)
+        parsed = parse(written)
         if parsed.command == "serve":
             # Ignored until the service can reload its settings: the default action would end the process.
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         settings = source.load()
         configure_logging(settings.server)
-        for warning in given.warnings:
+        for warning in warnings:
             # Printed for people, because `inspect` logs errors only.
             if settings.server.log_format == "console":
                 print(f"triton-openai: {warning}", file=sys.stderr)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-import msgspec
-
 from triton_openai.config.options import ENVIRONMENT_PREFIX
 from triton_openai.errors import ConfigurationError
 
@@ -144,16 +142,14 @@ _WITHOUT_EFFECT = {flag: why for flags in WITHOUT_EFFECT.values() for flag, why 
 _REFUSED = {flag: (advice, server) for server, flags in REFUSED.items() for flag, advice in flags.items()}
 
 
-class Translated(msgspec.Struct, frozen=True):
-    """A command line and an environment with names of ours only, and a *warning* for each other name."""
+def translate(
+    arguments: Sequence[str], environ: Mapping[str, str]
+) -> tuple[Sequence[str], Mapping[str, str], Sequence[str]]:
+    """
+    Return *arguments* and *environ* with our names in the place of other servers', and a warning for each of these.
 
-    arguments: Sequence[str]
-    environ: Mapping[str, str]
-    warnings: Sequence[str]
-
-
-def translate(arguments: Sequence[str], environ: Mapping[str, str]) -> Translated:
-    """Put our names in the place of other servers'; a variable of ours wins. Raises :class:`ConfigurationError`."""
+    A variable of ours wins. Raises :class:`ConfigurationError`.
+    """
     written: list[str] = []
     warnings: list[str] = []
     # What to do with a value that is an argument of its own.
@@ -196,7 +192,7 @@ def translate(arguments: Sequence[str], environ: Mapping[str, str]) -> Translate
             continue
         warnings.append(f"{variable} is accepted; its name here is {ours}.")
         translated[ours] = value if converter is None else converter(value)
-    return Translated(written, MappingProxyType(translated), warnings)
+    return written, MappingProxyType(translated), warnings
 
 
 def _check(flag: str, origin: str) -> None:

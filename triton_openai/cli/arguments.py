@@ -35,7 +35,6 @@ DEFAULTS = {"demo": {"log-level": "warning"}, "inspect": {"log-level": "error"}}
 
 # Settings that a command does not use, by group or by name: the demo starts its own Triton, and inspect does not serve.
 _LEFT_OUT: Mapping[str, frozenset[str]] = {
-    "serve": frozenset(),
     "demo": frozenset({"tls", "triton_access", "triton-url", "model-repository", "workers", "load-model"}),
     "inspect": frozenset(
         {
@@ -157,7 +156,7 @@ def build_parser(*, everything: bool) -> argparse.ArgumentParser:
 
 def _usable(command: str) -> list[Option]:
     """Return the settings that have a flag for *command*."""
-    left_out = _LEFT_OUT[command]
+    left_out = _LEFT_OUT.get(command, frozenset())
     return [
         option
         for option in options()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
+from msgspec.structs import replace
 
 from triton_openai.cli.arguments import Parsed
 from triton_openai.cli.banner import Banner
@@ -80,7 +80,6 @@ def demo(settings: Settings, environ: Mapping[str, str], options: Parsed) -> int
             tokenizer=None if engine is None else engine.tokenizer,
             engine=None if engine is None else engine.socket,
         )
-        replace = msgspec.structs.replace
         # In explicit mode all models are there at first, and can be unloaded.
         load = ("*",) if settings.triton.model_control_mode == "explicit" else ()
         # The demo sends a request to itself, at an address that is in no certificate. Its Triton needs no credentials.
@@ -118,7 +117,6 @@ def _start_engine(folder: Path, environ: Mapping[str, str], options: Parsed, *, 
 
 def _defaults(given: ModelDefaults, tokenizer: Path, *, speaks: bool) -> ModelDefaults:
     """Return *given* with the tokenizer, and with what scripted models or a language model as small as this need."""
-    replace = msgspec.structs.replace
     defaults = replace(given, tokenizer=given.tokenizer or str(tokenizer))
     if not speaks:
         own = given.tokenizer or given.chat_template or given.history_template
@@ -142,7 +140,7 @@ def _with_own_key(access: AccessSettings) -> AccessSettings:
     """Return *access* with a key for the demo's own question if all other keys are in a file."""
     if access.api_keys_file is None or access.api_key:
         return access
-    return msgspec.structs.replace(access, api_key=(f"demo question:{secrets.token_hex(32)}",))
+    return replace(access, api_key=(f"demo question:{secrets.token_hex(32)}",))
 
 
 def _headers(access: AccessSettings, group: Group = "inference") -> dict[str, str]:

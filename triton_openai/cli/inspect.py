@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from triton_openai.adapters._common.base import Adapter, Rule
+from triton_openai.adapters._common.base import Adapter, Parameter, Rule
 from triton_openai.answer.job_run import activation_of
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
@@ -196,12 +196,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         streaming="token by token" if capabilities.streaming else "whole answer as one chunk",
         usage="from the backend" if capabilities.usage else counted,
         finish_reason="from the backend" if capabilities.finish_reason else counts,
-        parameters=[
-            ParameterReport(
-                row.name, row.rule.value, row.target, row.datatype, row.why if row.rule is Rule.REFUSED else row.note
-            )
-            for row in model.adapter.parameters
-        ],
+        parameters=list(map(_parameter, model.adapter.parameters)),
         refused=sorted(refused),
         scores=scores if model.tasks == ("rerank",) else None,
         guides=sorted(capabilities.guides),
@@ -212,6 +207,11 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         problems=[*([problem.message] if problem is not None else ()), *lora_problems, *differences],
         **found,
     )
+
+
+def _parameter(row: Parameter) -> ParameterReport:
+    note = row.why if row.rule is Rule.REFUSED else row.note
+    return ParameterReport(row.name, row.rule.value, row.target, row.datatype, note)
 
 
 def _images(model: ServedModel, prompter: Prompter) -> str:

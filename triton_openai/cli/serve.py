@@ -197,6 +197,7 @@ async def _serve(
             if settings.server.log_format == "console":
                 opened.push_async_callback(cancel, asyncio.create_task(_show_start(started)))
         if source is None:
+            # Until its ports are asked for, a Triton that finds them taken tries others.
             starting = asyncio.create_task(started.wait())
             await asyncio.wait([starting, *ends], return_when=asyncio.FIRST_COMPLETED)
             starting.cancel()
@@ -310,8 +311,7 @@ async def _workers(
         return await WorkerProcess.start(worker, settings, sockets=sockets, address=address, environment=environ)
 
     async def show_banner() -> None:
-        pool.ask_for_banner(launched=launched)
-        show(await pool.banner)
+        show(await pool.banner(launched=launched))
 
     pool = Pool(settings, count, start, SharedState(directory))
     serving = asyncio.create_task(pool.run())

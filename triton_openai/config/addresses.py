@@ -70,10 +70,9 @@ def check_endpoints(entries: Sequence[_Entry], origin: str) -> list[EndpointSett
 
     Raises :class:`ConfigurationError` for names that are there twice and for wrong addresses.
     """
-    found: dict[str, EndpointSettings] = {}
+    found: dict[str | None, EndpointSettings] = {}
     for entry in entries:
         endpoint = _named(_from_text(entry) if isinstance(entry, str) else entry, origin)
-        assert endpoint.name is not None
         if endpoint.name in found:
             raise ConfigurationError(f"{origin}: two endpoints have the name {endpoint.name!r}.")
         found[endpoint.name] = endpoint

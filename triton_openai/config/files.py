@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISFIFO
 from typing import Any, Generic, TypeVar
@@ -34,8 +34,9 @@ class FileWatch:
     """
     Finds out when to read *paths* again: after each change, and until a reading succeeds.
 
-    The reader reports its result with :meth:`used` or :meth:`failed`. *problem* is the event that the log gets for a
-    failure, with *fields*. Make a watch before the first reading, so that no change in between is missed.
+    They are read in :meth:`reading`; else the reader reports its result with :meth:`used` or :meth:`failed`. *problem*
+    is the event that the log gets for a failure, with *fields*. Make a watch before the first reading, so that no
+    change in between is missed.
     """
 
     def __init__(self, paths: Sequence[Path | None], *, problem: str, **fields: Any) -> None:
@@ -59,6 +60,16 @@ class FileWatch:
     async def look(self, *, settled: bool) -> bool:
         """Call :meth:`due` in a thread if there are files: their disk may be slow."""
         return await asyncio.to_thread(self.due, settled=settled) if self.paths else self.due(settled=settled)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Note how the block ends, which reads the files and takes over what they hold. Raises nothing."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next change has to be noticed
+            self.failed(error)
+        else:
+            self.used()
 
     def used(self) -> None:
         """Note that the files are in use."""
@@ -96,8 +107,8 @@ class FromFiles(Generic[_Value]):
     """
     What *read* makes of *paths*, made again when one of them has changed.
 
-    The first reading happens here, and raises what *read* raises. A later one that raises :class:`ConfigurationError`
-    or :class:`OSError` is logged as *what* and leaves what there was: a certificate is often replaced before its key.
+    The first reading happens here, and raises what *read* raises. A later one that fails is logged as *what* and leaves
+    what there was: a certificate is often replaced before its key.
     """
 
     def __init__(self, read: Callable[[], _Value], paths: Sequence[Path | None], *, what: str) -> None:
@@ -108,19 +119,15 @@ class FromFiles(Generic[_Value]):
         self._value = read()
 
     def current(self) -> _Value:
-        """Return the newest value. Never raises what *read* raises for files that cannot be used."""
+        """Return the newest value that could be read."""
         now = time.monotonic()
         if now < self._next_look:
             return self._value
         self._next_look = now + LOOK_SECONDS
         if self._files.due():
-            try:
+            with self._files.reading():
                 self._files.check()
                 self._value = self._read()
-            except (ConfigurationError, OSError) as error:
-                self._files.failed(error)
-            else:
-                self._files.used()
                 _log.info("changed files in use", what=self._what)
         return self._value
 
@@ -159,12 +166,16 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(file: Path, what: str) -> Any:
-    """Return what is in *file*, a *what*. Raises :class:`ConfigurationError`."""
+def read_yaml(file: Path, what: str, *, secret: bool = False) -> Any:
+    """Return what is in *file*, a *what*. Raises :class:`ConfigurationError`, which shows nothing of a *secret* one."""
     try:
         with file.open("rb") as stream:
             return yaml.load(stream, _Loader)  # a SafeLoader
     except OSError as error:
         raise ConfigurationError(f"The {what} {file} cannot be read: {error.strerror or error}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigurationError(f"The {what} {file} is not valid YAML: {' '.join(str(error).split())}.") from error
+    except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line, words = "" if mark is None else f" in line {mark.line + 1}", " ".join(str(error).split())
+        # YAML's own words, as those of a cause, show the lines that they are about.
+        problem = f"The {what} {file} is not valid YAML{line if secret else f': {words}'}."
+        raise ConfigurationError(problem) from (None if secret else error)

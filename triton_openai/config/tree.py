@@ -59,6 +59,7 @@ Bytes = Annotated[int, Meta(ge=1024, extra={"metavar": "BYTES"})]
 Tokens = Annotated[int, Meta(ge=1, extra={"metavar": "TOKENS"})]
 Count = Annotated[int, Meta(ge=1, extra={"metavar": "N"})]
 Characters = Annotated[int, Meta(ge=1)]
+Days = Annotated[float, Meta(gt=0, le=3650, extra={"metavar": "DAYS"})]
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 Text = Annotated[str, Meta(min_length=1)]
 File = Annotated[Path | None, Meta(extra={"metavar": "FILE"})]
@@ -290,22 +291,9 @@ class TritonSettings(_Group, frozen=True):
     ] = "auto"
 
     @property
-    def http_url(self) -> str | None:
-        """The HTTP address of Triton, without a trailing slash, if one is configured."""
-        return self._first("http", "https")
-
-    @property
-    def grpc_url(self) -> str | None:
-        """The gRPC address of Triton (``grpc://`` or ``grpcs://``), without a trailing slash, if one is configured."""
-        return self._first("grpc", "grpcs")
-
-    @property
     def readable_repositories(self) -> tuple[Path, ...]:
         """The model repositories whose files can be read here."""
         return self.model_repository or self.repository
-
-    def _first(self, *schemes: str) -> str | None:
-        return next((url.rstrip("/") for url in self.url if urlsplit(url).scheme in schemes), None)
 
 
 class ApiSettings(_Group, frozen=True):
@@ -319,8 +307,7 @@ class ApiSettings(_Group, frozen=True):
         bool, _file_only("End every stream with its usage, also if the request does not ask for it.")
     ] = False
     reasoning_field: Annotated[
-        Literal["reasoning_content", "reasoning", "both"],
-        _file_only("Name of the field with an answer's reasoning."),
+        Literal["reasoning_content", "reasoning", "both"], _file_only("Name of the field with an answer's reasoning.")
     ] = "reasoning_content"
     strict_tools: Annotated[
         bool, _flag("Refuse tools that run at the provider, such as web_search, and not leave them out.")
@@ -344,9 +331,7 @@ class ResponsesSettings(_Group, frozen=True):
             secret=True,
         ),
     ] = "sqlite"
-    max_age: Annotated[
-        float, Meta(gt=0, le=3650), _file_only("Days after which what was not used is dropped.", metavar="DAYS")
-    ] = 30.0
+    max_age: Annotated[Days, _file_only("Days after which what was not used is dropped.")] = 30.0
     max_size: Annotated[
         Bytes, _file_only("Bytes that are kept at most; what the key that has most used longest ago goes first.")
     ] = 1024**3
@@ -389,16 +374,10 @@ class FilesSettings(_Group, frozen=True):
     max_size: Annotated[Bytes, _file_only("Largest file that a client may upload.")] = 512 * 1024 * 1024
     max_batch_size: Annotated[Bytes, _file_only("Largest file with the requests of a batch.")] = 200 * 1024 * 1024
     max_total: Annotated[
-        Bytes,
-        _file_only("Bytes that the files of one key may have for a new upload or batch; each counts 4 KiB more."),
+        Bytes, _file_only("Bytes that the files of one key may have for a new upload or batch; each counts 4 KiB more.")
     ] = 10 * 1024**3
     max_age: Annotated[
-        float,
-        Meta(gt=0, le=3650),
-        _file_only(
-            "Days after which batches are deleted, and their files unless a request says otherwise.",
-            metavar="DAYS",
-        ),
+        Days, _file_only("Days after which batches are deleted, and their files unless a request says otherwise.")
     ] = 30.0
 
 
@@ -406,8 +385,7 @@ class BatchesSettings(_Group, frozen=True):
     """Batches of requests, which run below live traffic."""
 
     enabled: Annotated[
-        bool | None,
-        _flag("Serve files and batches; by default if their folders can be written to.", name=""),
+        bool | None, _flag("Serve files and batches; by default if their folders can be written to.", name="")
     ] = None
     store: Annotated[
         str,
@@ -432,8 +410,7 @@ class BatchesSettings(_Group, frozen=True):
     max_requests: Annotated[Count, Meta(le=1_000_000), _file_only("Most requests of a batch.")] = 50_000
     max_batches: Annotated[Count, _file_only("Most batches of one key that have not ended.")] = 100
     max_running: Annotated[
-        Count,
-        _file_only("Most requests of batches that run for one model, divided among the workers.", live=True),
+        Count, _file_only("Most requests of batches that run for one model, divided among the workers.", live=True)
     ] = 8
     max_share: Annotated[
         float,
@@ -443,7 +420,7 @@ class BatchesSettings(_Group, frozen=True):
     live_first_token: Annotated[
         Seconds | None,
         _file_only(
-            "Run fewer requests of batches while 1 in 20 other requests waits longer than this for its first token.",
+            "Run fewer requests of batches while 1 in 20 other requests waits longer than this for its first token."
         ),
     ] = None
     request_timeout: Annotated[Seconds, _file_only("Longest time for a request of a batch.", live=True)] = 3600.0
@@ -767,8 +744,7 @@ class ModelDefaults(_Group, frozen=True):
         ),
     ] = None
     chat_template: Annotated[
-        str | None,
-        _common("Jinja file with the chat template, or the name of a built-in one.", metavar="FILE"),
+        str | None, _common("Jinja file with the chat template, or the name of a built-in one.", metavar="FILE")
     ] = None
     history_template: Annotated[
         Text | None,

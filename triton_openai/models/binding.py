@@ -46,13 +46,12 @@ class Binder:
         variants = snapshot.variants.get(name)
         if not variants:
             return self.bind(snapshot.configs[name], snapshot.configs)
-        every = [(each, self.bind(each.config, each.repository)) for each in variants]
+        every = [(each, self.bind(each.repository[name], each.repository)) for each in variants]
         served = [replace(bound, endpoints=each.endpoints) for each, bound in every if isinstance(bound, ServedModel)]
         if not served:
             return every[0][1]
-        limits = [model.settings.max_model_len for model in served if model.settings.max_model_len is not None]
-        if limits:
-            served = [replace(each, settings=replace(each.settings, max_model_len=min(limits))) for each in served]
+        limit = min(filter(None, (model.settings.max_model_len for model in served)), default=None)
+        served = [replace(each, settings=replace(each.settings, max_model_len=limit)) for each in served]
         return replace(served[0], variants=tuple(served[1:]))
 
     def bind(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> ServedModel | Unserved:

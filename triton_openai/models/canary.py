@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 
 import structlog
 from aiohttp import web
@@ -44,22 +44,14 @@ class Canary(Observer):
         self._ask = ask
         self._metrics = metrics
         self._failures: dict[str, int] = {}
-        self._asking: dict[str, asyncio.Task[None]] = {}
+        #: By Triton model that is being asked: what asks it.
+        self.asking: dict[str, asyncio.Task[None]] = {}
         # How often in a row a client's request waited for a model in vain
         self._silences: dict[str, int] = {}
-        # Those that did not answer a small request, and those that are shown
+        # Those that did not answer a small request
         self._silent: set[str] = set()
-        self._shown: dict[str, ServedModel] = {}
-
-    @property
-    def not_answering(self) -> Collection[str]:
-        """The Triton models that do not answer."""
-        return self._shown.keys()
-
-    @property
-    def asking(self) -> Collection[str]:
-        """The Triton models that are being asked."""
-        return self._asking.keys()
+        #: The Triton models that are shown as not answering.
+        self.not_answering: dict[str, ServedModel] = {}
 
     @property
     def any_answers(self) -> bool:
@@ -83,27 +75,26 @@ class Canary(Observer):
                 self._silences[name] = self._silences.get(name, 0) + 1
                 if self._silences[name] >= FAILURES:
                     self._show(name, model, silence.reason)
-            if self._failures[name] >= FAILURES and name not in self._asking:
+            if self._failures[name] >= FAILURES and name not in self.asking:
                 # Without the context of the request that happened to be the last one.
-                self._asking[name] = contextvars.Context().run(asyncio.create_task, self._watch(name))
+                self.asking[name] = contextvars.Context().run(asyncio.create_task, self._watch(name))
 
     async def close(self) -> None:
         """Stop asking."""
-        await cancel(*self._asking.values())
+        await cancel(*self.asking.values())
 
     async def _watch(self, name: str) -> None:
         """Ask the Triton model *name* until it answers or is gone."""
         # A Triton that is away before or after an attempt is what is wrong, and is reported elsewhere.
         while await self._reachable() and (model := self._models.served.get(name)) is not None:
+            reason = None
             try:
                 await self._ask(model)
-                reason = None
             except UpstreamError as error:
                 reason = error.reason
             except ServiceError as error:
                 # Whoever refuses a request is there.
                 _log.debug("small request refused", model=name, reason=error.reason)
-                reason = None
             except Exception:  # noqa: BLE001 - an adapter's mistake says nothing of its model
                 _log.exception("an adapter failed to ask a model", model=name)
                 break
@@ -121,8 +112,8 @@ class Canary(Observer):
 
     def _show(self, name: str, model: ServedModel, reason: str) -> None:
         """Report that *model* does not answer, once."""
-        if name not in self._shown:
-            self._shown[name] = model
+        if name not in self.not_answering:
+            self.not_answering[name] = model
             _log.error("model does not answer", model=name, failures=self._failures.get(name), reason=reason)
             self._gauge(model).set(1)
 
@@ -135,10 +126,10 @@ class Canary(Observer):
         self._failures.pop(name, None)
         self._silences.pop(name, None)
         self._silent.discard(name)
-        task = self._asking.pop(name, None)
+        task = self.asking.pop(name, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
-        model = self._shown.pop(name, None)
+        model = self.not_answering.pop(name, None)
         if model is not None:
             if name in self._models.served:
                 _log.info("model answers again", model=name)

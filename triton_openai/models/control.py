@@ -10,24 +10,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
 
+from triton_openai import errors
 from triton_openai.adapters._common.registry import users_of
 from triton_openai.config.tree import Settings
 from triton_openai.draining import ModelDraining
-from triton_openai.errors import (
-    InvalidRequest,
-    InvalidValue,
-    ManagementDisabled,
-    ModelConflict,
-    ModelNotFound,
-    ServiceError,
-    UpstreamError,
-    UpstreamTimeout,
-    UpstreamUnavailable,
-)
+from triton_openai.errors import ServiceError
 from triton_openai.models.lookup import Models
 from triton_openai.tasks import cancel, spawn
 from triton_openai.telemetry.logging import warn
@@ -43,6 +35,7 @@ _UNLOAD_SECONDS = 120.0
 _LOADS = 2
 # Between two looks at Triton's list.
 _PAUSE = 0.1
+_Work = Callable[[Member], Awaitable[None]]
 
 
 class ModelControl:
@@ -59,7 +52,7 @@ class ModelControl:
     def check_allowed(self) -> None:
         """Raise :class:`ManagementDisabled` unless models may be loaded and unloaded."""
         if not self._allowed:
-            raise ManagementDisabled(
+            raise errors.ManagementDisabled(
                 "Loading and unloading models is off; the service allows it with --model-control-mode explicit."
             )
 
@@ -101,7 +94,7 @@ class ModelControl:
         self.check_allowed()
         served = self._models.served.get(name)
         if served is not None and served.lora is not None:
-            raise InvalidRequest(
+            raise errors.InvalidRequest(
                 f"'{name}' is a LoRA adapter of the model '{served.triton_model}', and is served as long as that is "
                 "loaded.",
                 param="model",
@@ -123,7 +116,7 @@ class ModelControl:
         if endpoint is None:
             return list(members.values())
         if endpoint not in members:
-            raise InvalidValue(
+            raise errors.InvalidValue(
                 f"There is no endpoint '{endpoint[:100]}'. It is one of: {', '.join(members)}.", "endpoint"
             )
         return [members[endpoint]]
@@ -146,12 +139,7 @@ class ModelControl:
                     warn(_log, "model was not loaded", error, model=model, endpoint=member.name)
                     raise
 
-            try:
-                failures |= await self._on_each(missing, load, parallel=_LOADS)
-            finally:
-                # Also after a failure, of which the index has the reason.
-                await self._models.fleet.reload()
-                await self._draining.changed()
+            failures |= await self._change(missing, load, parallel=_LOADS)
             self._check(failures, members, "loaded")
 
     async def _indexes(
@@ -170,12 +158,19 @@ class ModelControl:
         failures = await self._on_each(members, read, parallel=len(members) or 1)
         if not any(entry.name == model for index in indexes.values() for entry in index):
             self._check(failures, members, "found")
-            raise ModelNotFound(model)
+            raise errors.ModelNotFound(model)
         return indexes, failures
 
-    async def _on_each(
-        self, members: Sequence[Member], work: Callable[[Member], Awaitable[None]], *, parallel: int
-    ) -> dict[str, ServiceError]:
+    async def _change(self, members: Sequence[Member], work: _Work, *, parallel: int) -> dict[str, ServiceError]:
+        """Do *work*, which changes the models of each Triton, and let everybody know; see :meth:`_on_each`."""
+        try:
+            return await self._on_each(members, work, parallel=parallel)
+        finally:
+            # Also after a failure, of which the index has the reason.
+            await self._models.fleet.reload()
+            await self._draining.changed()
+
+    async def _on_each(self, members: Sequence[Member], work: _Work, *, parallel: int) -> dict[str, ServiceError]:
         """Do *work* on each Triton, on *parallel* at a time, and return by name what has failed."""
         limit = asyncio.Semaphore(parallel)
         failures: dict[str, ServiceError] = {}
@@ -197,7 +192,7 @@ class ModelControl:
         if failures:
             well = [member.name for member in members if member.name not in failures]
             said = " ".join(f"At '{name}': {error.message}" for name, error in failures.items())
-            raise UpstreamError(
+            raise errors.UpstreamError(
                 f"This failed at {len(failures)} of {len(members)} Tritons. {said}"
                 + (f" The model is {done} at {_listed(well)}." if well and done != "found" else ""),
                 detail="; ".join(f"{name}: {error.reason}" for name, error in failures.items()),
@@ -210,7 +205,7 @@ class ModelControl:
         if model in self._models.served:
             return None
         if model in snapshot.waiting:
-            raise UpstreamUnavailable(
+            raise errors.UpstreamUnavailable(
                 f"The model '{model}' was loaded and is not ready: {snapshot.waiting[model]}.", param="model"
             )
         for entry in self._models.unserved:
@@ -228,25 +223,19 @@ class ModelControl:
             await self._models.fleet.reload()
             configs = self._models.fleet.snapshot.configs
             parts = _parts(model, configs) if dependents else set()
+            every = {model, *parts}
             async with self._draining.claim(sorted(parts)):
-                _refuse_used({model, *parts}, configs)
+                _refuse_used(every, configs)
 
                 async def unload(member: Member) -> None:
                     await member.client.unload_model(model, dependents=dependents)
-                    await _gone(member.client, {model, *parts})
+                    await _gone(member.client, every)
 
                 alone = endpoint is not None and self._fleet.several
-                async with (
-                    self._fleet.emptied(members[0], {model, *parts}, self._grace)
-                    if alone
-                    else self._draining.drained({model, *parts}, self._grace)
-                ):
+                closed = partial(self._fleet.emptied, members[0]) if alone else self._draining.drained
+                async with closed(every, self._grace):
                     _log.info("unloading model", model=model, with_parts=sorted(parts))
-                    try:
-                        failures |= await self._on_each(loaded, unload, parallel=len(members))
-                    finally:
-                        await self._models.fleet.reload()
-                        await self._draining.changed()
+                    failures |= await self._change(loaded, unload, parallel=len(members))
             self._check(failures, members, "unloaded")
 
 
@@ -258,7 +247,7 @@ async def _gone(client: TritonClient, models: Collection[str]) -> None:
             while left := _held(await client.repository_index(), models):  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(_PAUSE)
     except TimeoutError as error:
-        raise UpstreamTimeout(f"Triton has not yet unloaded {_listed(left)}.", param="model") from error
+        raise errors.UpstreamTimeout(f"Triton has not yet unloaded {_listed(left)}.", param="model") from error
 
 
 def _held(index: Sequence[IndexEntry], models: Collection[str]) -> list[str]:
@@ -289,8 +278,8 @@ def _refuse_used(models: Collection[str], configs: Mapping[str, ModelConfig]) ->
             )
 
 
-def _conflict(message: str, code: str) -> ModelConflict:
-    return ModelConflict(message, param="model", code=code)
+def _conflict(message: str, code: str) -> errors.ModelConflict:
+    return errors.ModelConflict(message, param="model", code=code)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -58,15 +58,12 @@ class LazyPrompter:
             ) from error
 
     async def _resolve(self) -> Prompter:
-        prompter, self.parsers = await asyncio.to_thread(self._load)
+        settings = self._settings
+        prompter = await asyncio.to_thread(Prompter.resolve, settings, self.hint, self.named)
+        tools, reasoning = settings.tool_call_parser, settings.reasoning_parser
+        self.parsers = await asyncio.to_thread(choose, prompter.tools_source, tools=tools, reasoning=reasoning)
         self.resolved = prompter
         return prompter
-
-    def _load(self) -> tuple[Prompter, Parsers]:
-        settings = self._settings
-        prompter = Prompter.resolve(settings, self.hint, self.named)
-        tools, reasoning = settings.tool_call_parser, settings.reasoning_parser
-        return prompter, choose(prompter.tools_source, tools=tools, reasoning=reasoning)
 
     @property
     def settled(self) -> bool:

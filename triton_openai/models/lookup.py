@@ -147,12 +147,7 @@ class Models:
         """
         prompters = await self._binder.prompters.reloaded(settings, reload=reload)
         async with self._binding:
-            before, self._binder = self._binder, Binder(settings, prompters)
-            try:
-                await self._bind_all(self.fleet.snapshot, refuse=True)
-            except BaseException:
-                self._binder = before
-                raise
+            await self._bind_all(self.fleet.snapshot, Binder(settings, prompters), refuse=True)
 
     def unlisted_lora(self, name: str) -> ServedModel | None:
         """Return the model and LoRA adapter that *name* consists of, where only the backend knows its adapters."""
@@ -160,37 +155,31 @@ class Models:
 
     async def _rebind(self, snapshot: Snapshot) -> None:
         async with self._binding:
-            await self._bind_all(snapshot)
+            await self._bind_all(snapshot, self._binder)
 
-    async def _bind_all(self, snapshot: Snapshot, *, refuse: bool = False) -> None:
+    async def _bind_all(self, snapshot: Snapshot, binder: Binder, *, refuse: bool = False) -> None:
         """
-        Bind every model of *snapshot*.
+        Bind every model of *snapshot* by *binder*, which holds from then on.
 
         When asked to *refuse*, raise :class:`ConfigurationError` where a mistake takes away a model that was served.
         """
         if not snapshot.reachable:
             # What was served stays known: requests for it get a 503 and not a 404 while Triton is away.
+            self._binder = binder
             return
-        served: dict[str, ServedModel] = {}
-        unserved: list[Unserved] = []
         configs = snapshot.configs
-        binder = self._binder
         every = await asyncio.to_thread(lambda: [binder.bind_all(name, snapshot) for name in configs])
-        for bound in every:
-            if isinstance(bound, ServedModel):
-                served[bound.name] = bound
-            else:
-                unserved.append(bound)
-                if refuse and bound.failed and bound.name in self.served:
-                    raise ConfigurationError(f"{bound.name}: {bound.why}")
-        for alias, name in self._binder.aliases.items():
-            if "*" in alias:
-                continue
-            if alias in snapshot.configs:
+        served = {bound.name: bound for bound in every if isinstance(bound, ServedModel)}
+        unserved = [bound for bound in every if isinstance(bound, Unserved)]
+        lost = [bound for bound in unserved if bound.failed and bound.name in self.served]
+        if refuse and lost:
+            raise ConfigurationError(f"{lost[0].name}: {lost[0].why}")
+        for alias, name in binder.aliases.items():
+            if alias in configs:
                 _log.warning("alias is hidden by a model of that name", alias=alias, model=name)
-            elif name in served:
+            elif name in served and "*" not in alias:
                 served[alias] = msgspec.structs.replace(served[name], name=alias)
-        await self.loras.add(served, snapshot, self._binder.settings, over_grpc=self.fleet.over_grpc)
+        await self.loras.add(served, snapshot, binder.settings, over_grpc=self.fleet.over_grpc)
         for name in served.keys() - self.served.keys():
             _log.info("model is served", model=name, adapter=served[name].adapter.name)
         for name in self.served.keys() - served.keys():
@@ -206,10 +195,10 @@ class Models:
         self.differences = differences
         now = int(time.time())
         self.created = {name: self.created.get(name, now) for name in configs}
-        self.served, self.unserved = served, unserved
+        self._binder, self.served, self.unserved = binder, served, unserved
         binder.prompters.keep({model.triton_model for model in served.values()})
         known = {entry.name for entry in snapshot.index}
-        misnamed = _misnamed(self._binder.settings, known, served.keys() | self.loras.waiting)
+        misnamed = _misnamed(binder.settings, known, served.keys() | self.loras.waiting)
         for name in sorted(misnamed.keys() - self.misnamed):
             _log.warning("a name in the settings is no model's", name=name, reason=misnamed[name])
         self.misnamed = misnamed

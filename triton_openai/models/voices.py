@@ -90,16 +90,11 @@ class Voices:
             await asyncio.to_thread(self._look, self._folder)
 
     def _look(self, folder: Path) -> None:
-        watch = self._watch
         # A recording and its text are two files, and a copy takes a while.
-        if watch is None or not watch.due(settled=True):
-            return
-        try:
-            self._read_folder(folder)
-        except (ConfigurationError, OSError) as error:
-            watch.failed(error)
-        else:
-            _log.info("changed voices in use", model=self._model, voices=len(self._voices))
+        if self._watch is not None and self._watch.due(settled=True):
+            with self._watch.reading():
+                self._read_folder(folder)
+                _log.info("changed voices in use", model=self._model, voices=len(self._voices))
 
     def find(self, name: str | None) -> tuple[Voice | None, bool]:
         """

@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from triton_openai.config.tree import ServerSettings
@@ -52,9 +52,10 @@ class Admission:
         self._model_draining = model_draining or ModelDraining(Draining())
         self._model_draining.reject_queued = self.reject_queued
         self._observer = observer or Observer()
-        self._running = self._model_draining.running
-        # The waiting requests, in the order in which they came: each with its model and its task.
-        self._queue: OrderedDict[asyncio.Future[None], tuple[str, _Task]] = OrderedDict()
+        #: The tasks of the requests that run in this process, by model.
+        self.running = self._model_draining.running
+        #: The waiting requests, in the order in which they came: each with its model and its task.
+        self.queue: OrderedDict[asyncio.Future[None], tuple[str, _Task]] = OrderedDict()
         # The lines of batches that run, with their models.
         self._lines: dict[_Task, str] = {}
         self.replace(settings)
@@ -70,16 +71,6 @@ class Admission:
 
     def _share(self, limit: int | None) -> float:
         return math.inf if limit is None else self._worker.share(limit)
-
-    @property
-    def running(self) -> Mapping[str, int]:
-        """Requests that run in this process, by model."""
-        return {model: len(tasks) for model, tasks in self._running.items()}
-
-    @property
-    def queued(self) -> int:
-        """Requests that wait in this process."""
-        return len(self._queue)
 
     async def enter(self, model: str, record: RequestRecord, *, patience: float | None = None) -> _Task:
         """
@@ -111,10 +102,10 @@ class Admission:
         for the next live request, where there are any. No line begins while one waits for the model.
         """
         own = sum(lines_model == model for lines_model in self._lines.values())
-        live = len(self._running.get(model, ())) - own
+        live = len(self.running.get(model, ())) - own
         limit = min(self._model_limit, self._capacity(model))
         free = min(limit - live, self._limit - (self._total() - own))
-        waits = any(waiting_for == model for waiting_for, _ in self._queue.values())
+        waits = any(waiting_for == model for waiting_for, _ in self.queue.values())
         room = lines < min(share * free, free - (live > 0)) and lines + 1 <= max(1, share * limit)
         return room and not waits and self._lag() <= _MAX_LOOP_LAG
 
@@ -123,7 +114,7 @@ class Admission:
         self._model_draining.check(model)
         if self._lag() > _MAX_LOOP_LAG:
             raise ServiceOverloaded("The service is overloaded.", retry_after=1)
-        if len(self._queue) >= self._queue_limit and (self._total() >= self._limit or not self._has_room(model)):
+        if len(self.queue) >= self._queue_limit and (self._total() >= self._limit or not self._has_room(model)):
             raise ServiceOverloaded(
                 "Too many requests are running and waiting already.", retry_after=self._settings.queue_timeout
             )
@@ -137,7 +128,7 @@ class Admission:
     async def _wait(self, model: str, task: _Task, record: RequestRecord, patience: float | None) -> None:
         seconds = min(self._settings.queue_timeout, math.inf if patience is None else patience)
         turn = asyncio.get_running_loop().create_future()
-        self._queue[turn] = model, task
+        self.queue[turn] = model, task
         stage = record.stage("wait in queue")
         self._observer.queued(record)
         try:
@@ -152,24 +143,24 @@ class Admission:
                 raise ServiceOverloaded(reason, retry_after=seconds) from None
             raise
         finally:
-            self._queue.pop(turn, None)
+            self.queue.pop(turn, None)
             stage.ended = time.monotonic()
             record.queued_seconds = stage.ended - stage.began
             self._observer.admitted(record)
 
     def reject_queued(self, model: str) -> None:
         """Refuse the requests that wait here for *model*, which is being unloaded."""
-        for turn, (waiting_for, _) in self._queue.items():
+        for turn, (waiting_for, _) in self.queue.items():
             if waiting_for == model and not turn.done():
                 turn.set_exception(ModelUnloading(model))
 
     def admit(self) -> None:
         """Admit waiting requests that have room, longest wait first."""
-        while self._queue and self._total() < self._limit:
-            turn = next((one for one, (model, _) in self._queue.items() if self._has_room(model)), None)
+        while self.queue and self._total() < self._limit:
+            turn = next((one for one, (model, _) in self.queue.items() if self._has_room(model)), None)
             if turn is None:
                 return
-            model, task = self._queue.pop(turn)
+            model, task = self.queue.pop(turn)
             # One that has given up may not have left the queue yet.
             if not turn.done():
                 # Counted now and not when it wakes up, so that no other request takes the place.
@@ -177,8 +168,8 @@ class Admission:
                 turn.set_result(None)
 
     def _total(self) -> int:
-        return sum(map(len, self._running.values()))
+        return sum(map(len, self.running.values()))
 
     def _has_room(self, model: str) -> bool:
-        running = len(self._running.get(model, ()))
+        running = len(self.running.get(model, ()))
         return running < self._model_limit and (not self._by_endpoint or running < self._capacity(model))

@@ -23,7 +23,7 @@ from triton_openai.access.cors import CORS
 from triton_openai.access.keys import COUNTED, KEY, NO_KEY, ROUTE_GROUPS, ApiKey
 from triton_openai.access.rate_limits import RESERVATION, Reservation, tokens_charged
 from triton_openai.draining import DRAINING
-from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, PayloadTooLarge, ServiceError
+from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, ServiceError
 from triton_openai.telemetry.exposition import EXPOSITION
 from triton_openai.telemetry.logging import LOG_FIELDS, warn
 from triton_openai.telemetry.request_record import OBSERVERS, RECORD, RequestRecord, request_id
@@ -109,8 +109,7 @@ def _middleware(app: web.Application) -> Middleware:
                     cut_short |= record.client_left
                     counts = key.limit.tokens_per_minute is not None
                     reservation.close(tokens_charged(record, served=served, cut_short=cut_short) if counts else 0)
-                if response is not None:
-                    record.status = response.status
+            record.status = response.status
         return response
 
     return handle
@@ -118,24 +117,20 @@ def _middleware(app: web.Application) -> Middleware:
 
 def _reported(request: web.Request, error: Exception) -> tuple[ServiceError, Mapping[str, str]]:
     """Return *error* as the client sees it, and headers for the response."""
-    path = request[RECORD].path[:200]
+    record, method = request[RECORD], request.method
     match error:
         case ServiceError():
             return error, {}
         case web.HTTPNotFound():
             # The route that raised it keeps it, and so its traceback would keep the request.
             error.__traceback__ = None
-            return EndpointNotFound(f"There is no endpoint {request.method} {path}."), {}
+            return EndpointNotFound(f"There is no endpoint {method} {record.path}."), {}
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
-            return MethodNotAllowed(f"{path} does not take {request.method}, only {allowed}."), {"Allow": allowed}
-        case web.HTTPRequestEntityTooLarge():
-            limit = request.client_max_size
-            return PayloadTooLarge(f"The request's body is larger than the limit of {limit} bytes."), {}
+            return MethodNotAllowed(f"{record.path} does not take {method}, only {allowed}."), {"Allow": allowed}
         case web.HTTPException():
             return InvalidRequest(error.reason), {}
         case _:
-            record = request[RECORD]
             _log.exception("request failed", request_id=record.request_id, path=record.path)
             return ServiceError(), {}
 

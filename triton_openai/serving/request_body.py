@@ -40,10 +40,8 @@ def without_expectations(message: RawRequestMessage) -> tuple[RawRequestMessage,
 
 def ask_for_body(request: web.Request) -> None:
     """Send ``100 Continue`` to a client that waits for it before the body. Raises :class:`UnsupportedMediaType`."""
-    headers = request.headers
-    if hdrs.TRANSFER_ENCODING in headers and [
-        coding.strip().lower() for coding in headers.getall(hdrs.TRANSFER_ENCODING)
-    ] != ["chunked"]:
+    coding = ",".join(request.headers.getall(hdrs.TRANSFER_ENCODING, ["chunked"]))
+    if coding.strip().lower() != "chunked":
         raise UnsupportedMediaType("The body's Transfer-Encoding is not supported: use chunked, or none.")
     if not request.content.is_eof() and request.get(EXPECTS_CONTINUE) and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")

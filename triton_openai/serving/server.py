@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
 import time
@@ -47,7 +48,9 @@ class HttpServer:
 
     def __init__(self, app: web.Application, limits: LimitSettings, *, tls: ssl.SSLContext | None = None) -> None:
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS)
-        self._limits, self._tls = limits, tls
+        self._limits = limits
+        # The arguments with which connections are made: those of TLS, if there is a context.
+        self._tls: dict[str, Any] = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": limits.header_timeout}
         self._observer = app.get(OBSERVERS, Observer())
         self._listeners: list[tuple[socket.socket, asyncio.Server]] = []
         # With TLS, all connections: aiohttp knows of those whose handshake has ended.
@@ -82,20 +85,15 @@ class HttpServer:
             # Accepted sockets inherit it. The kernel ends the connection of a client that takes nothing.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(WRITE_TIMEOUT * 1000))
         sock.setblocking(False)
-        listener = await asyncio.get_running_loop().create_server(
-            self._connection, sock=sock, backlog=_BACKLOG, **self._tls_arguments
-        )
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_server(self._connection, sock=sock, backlog=_BACKLOG, **self._tls)
         self._listeners.append((sock, listener))
-
-    @property
-    def _tls_arguments(self) -> dict[str, Any]:
-        return {} if self._tls is None else {"ssl": self._tls, "ssl_handshake_timeout": self._limits.header_timeout}
 
     def _connection(self) -> Connection:
         server = self._runner.server
         assert server is not None
         connection = Connection(server, self._limits, self._observer)
-        if self._tls is not None:
+        if self._tls:
             self._handshakes.add(connection)
         connection.closes = self._stopping
         return connection
@@ -122,15 +120,15 @@ class HttpServer:
             listener.close()
         self._listeners.clear()
         taken = [spawn(self._take(one), self._taking) for one in accepted]
-        if self._tls is None:
+        if not self._tls:
             await asyncio.gather(*taken)
-        await self._turns()
+        await _turns()
 
     async def _take(self, accepted: socket.socket) -> None:
         # An error is that of a client that has left, or of its handshake.
         with contextlib.suppress(OSError):
             loop = asyncio.get_running_loop()
-            await loop.connect_accepted_socket(self._connection, accepted, **self._tls_arguments)
+            await loop.connect_accepted_socket(self._connection, accepted, **self._tls)
 
     async def stop(self, draining: Draining, grace: float, hurried: asyncio.Event) -> None:
         """
@@ -146,7 +144,7 @@ class HttpServer:
         await self._stop_listening()
         await self._while_any(Connection.awaits_request, _LAST_REQUESTS_SECONDS, hurried)
         # However busy the event loop was, what has come until now is read: closing would reset its connection.
-        await self._turns()
+        await _turns()
         for connection in self._connections():
             connection.close_idle()
         deadline = time.monotonic() + grace
@@ -160,17 +158,17 @@ class HttpServer:
         while any(map(state, self._connections())) and not hurried.is_set() and time.monotonic() < deadline:
             await wait_any(hurried, timeout=_POLL_SECONDS)
 
-    @staticmethod
-    async def _turns() -> None:
-        for _ in range(_TURNS):
-            await asyncio.sleep(0)
-
     async def close(self) -> None:
         """Stop the application, and close all that is open."""
         for _, listener in self._listeners:
             listener.close()
         await cancel(*self._taking)
         await self._runner.cleanup()
+
+
+async def _turns() -> None:
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
 
 
 @contextlib.contextmanager
@@ -185,20 +183,16 @@ def listening_sockets(server: ServerSettings) -> Iterator[list[socket.socket]]:
         sockets: list[socket.socket] = []
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            for family, kind, protocol, _, address in dict.fromkeys(found):
-                one = opened.enter_context(socket.socket(family, kind, protocol))
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    # IPv4 has a socket of its own.
-                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                # With port 0, all use the port of the first socket.
-                one.bind((address[0], sockets[0].getsockname()[1] if sockets else port, *address[2:]))
-                # Now and not when the service starts: some systems report a port in use only here.
-                one.listen(_BACKLOG)
-                sockets.append(one)
+            for family, _, _, _, address in dict.fromkeys(found):
+                # With port 0, all use the port of the first socket. One for IPv6 leaves IPv4 to a socket of its own.
+                where = (address[0], sockets[0].getsockname()[1] if sockets else port, *address[2:])
+                # Listens now and not when the service starts: some systems report a port in use only here.
+                sockets.append(opened.enter_context(socket.create_server(where, family=family, backlog=_BACKLOG)))
         except OSError as error:
+            # Those of a socket repeat the address in their words.
+            reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
             raise ConfigurationError(
-                f"Cannot listen on {host} port {port}: {error.strerror or error}. Choose another with --port or --host."
+                f"Cannot listen on {host} port {port}: {reason}. Choose another with --port or --host."
             ) from error
         yield sockets
 

@@ -12,12 +12,13 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from triton_openai import errors
-from triton_openai.storage.sql import Steps
+from triton_openai.storage.sql import Database, Steps, missing, operation
 
 _T = TypeVar("_T")
 # Longest time for one operation, in seconds: to insert or to drop many lines takes a while.
@@ -46,11 +47,7 @@ MIGRATIONS: Sequence[Sequence[str]] = (
 )
 
 
-def lacking(version: int) -> Sequence[tuple[int, Sequence[str]]]:
-    """Return the migrations that a schema of *version* lacks. Raises :class:`ConfigurationError` for a newer one."""
-    if version > len(MIGRATIONS):
-        raise errors.ConfigurationError("The store of batches was made by a newer version of this service.")
-    return list(enumerate(MIGRATIONS, 1))[version:]
+lacking = partial(missing, "batches", MIGRATIONS)
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,12 +55,13 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     owner: str
-    purpose: str
+    #: Known once it is complete.
+    purpose: str = ""
     #: The client's, and no path.
-    filename: str
+    filename: str = ""
     bytes: int
     created: float
-    expires: float | None
+    expires: float | None = None
     state: Literal["uploading", "processed"] = "processed"
 
 
@@ -177,18 +175,6 @@ class LeaseLost(Exception):
     """Another process has claimed the batch, or it has ended."""
 
 
-class Database(Protocol):
-    """Runs statements, in SQLite or PostgreSQL; see :class:`triton_openai.storage.sqlite.SqliteDatabase`."""
-
-    async def run(self, steps: Steps[_T], *, timeout: float, write: bool = False) -> _T:
-        """Return the result of *steps*, in a transaction if they *write*."""
-        ...
-
-    async def close(self) -> None:
-        """Disconnect."""
-        ...
-
-
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Batch).decode
 _FILE = "id, owner, purpose, filename, bytes, created, expires, state"
@@ -220,294 +206,225 @@ class BatchStore:
         except (OSError, sqlite3.Error) as error:
             raise failed_write(error) from error
 
-    async def place(self, new: str | None = None) -> str | None:
+    @operation(write=True)
+    def place(self, new: str | None = None) -> Steps[str | None]:
         """Return the name of the place that has the files; it is *new* if there was none."""
-
-        def steps() -> Steps[str | None]:
-            if new is not None:
-                yield "INSERT INTO place (number, id) VALUES (1, $1) ON CONFLICT DO NOTHING", new
-            found = yield ("SELECT id FROM place",)
-            return found[0][0] if found else None
-
-        return await self._run(steps(), write=new is not None)
+        if new is not None:
+            yield "INSERT INTO place (number, id) VALUES (1, $1) ON CONFLICT DO NOTHING", new
+        found = yield ("SELECT id FROM place",)
+        return found[0][0] if found else None
 
     # Files
 
-    async def reserve(self, file: StoredFile, most: int) -> bool:
+    @operation(write=True)
+    def reserve(self, file: StoredFile, most: int) -> Steps[bool]:
         """
         Add a *file* that is to be written, unless its owner's files would have more than *most* bytes with it.
 
         Returns whether it was added.
         """
+        yield (_ALONE,)
+        if (yield from _kept(file.owner)) + file.bytes > most:
+            return False
+        yield from _insert_file(file)
+        return True
 
-        def steps() -> Steps[bool]:
-            yield (_ALONE,)
-            if (yield from _kept(file.owner)) + file.bytes > most:
-                return False
-            yield from _insert_file(file)
-            return True
-
-        return await self._run(steps(), write=True)
-
-    async def written(self, file: StoredFile) -> None:
+    @operation(write=True)
+    def written(self, file: StoredFile) -> Steps[None]:
         """Note that a *file* that was reserved is complete."""
+        yield "DELETE FROM file WHERE id = $1", file.id
+        yield from _insert_file(file)
 
-        def steps() -> Steps[None]:
-            yield "DELETE FROM file WHERE id = $1", file.id
-            yield from _insert_file(file)
-
-        await self._run(steps(), write=True)
-
-    async def file(self, file_id: str, owner: str) -> StoredFile | None:
+    @operation()
+    def file(self, file_id: str, owner: str) -> Steps[StoredFile | None]:
         """Return a complete file of *owner*."""
+        found = yield (
+            f"SELECT {_FILE} FROM file WHERE id = $1 AND owner = $2 AND state = 'processed'"
+            " AND (expires IS NULL OR expires > $3)",
+            *(file_id, owner, time.time()),
+        )
+        return _file(found[0]) if found else None
 
-        def steps() -> Steps[StoredFile | None]:
-            found = yield (
-                f"SELECT {_FILE} FROM file WHERE id = $1 AND owner = $2 AND state = 'processed'"
-                " AND (expires IS NULL OR expires > $3)",
-                *(file_id, owner, time.time()),
-            )
-            return _file(found[0]) if found else None
-
-        return await self._run(steps())
-
-    async def files(
+    @operation()
+    def files(
         self, owner: str, *, purpose: str | None, after: str | None, limit: int, reverse: bool
-    ) -> Sequence[StoredFile] | None:
+    ) -> Steps[Sequence[StoredFile] | None]:
         """Return files of *owner*, the oldest first unless *reverse*; ``None`` if there is no file *after*."""
         condition = "state = 'processed' AND (expires IS NULL OR expires > $5) AND ($6 = '' OR purpose = $6)"
+        values = (time.time(), purpose or "")
+        found = yield from _listed("file", _FILE, condition, owner, after, limit, reverse, values)
+        return None if found is None else [_file(row) for row in found]
 
-        def steps() -> Steps[Sequence[StoredFile] | None]:
-            values = (time.time(), purpose or "")
-            found = yield from _listed("file", _FILE, condition, owner, after, limit, reverse, values)
-            return None if found is None else [_file(row) for row in found]
-
-        return await self._run(steps())
-
-    async def hide_file(self, file_id: str) -> bool:
+    @operation(write=True)
+    def hide_file(self, file_id: str) -> Steps[bool]:
         """Let a file have expired, unless an open batch reads it; return whether none does."""
+        yield (_ALONE,)
+        if (yield "SELECT 1 FROM batch WHERE open = 1 AND input = $1", file_id):
+            return False
+        yield "UPDATE file SET expires = 0 WHERE id = $1", file_id
+        return True
 
-        def steps() -> Steps[bool]:
-            yield (_ALONE,)
-            if (yield "SELECT 1 FROM batch WHERE open = 1 AND input = $1", file_id):
-                return False
-            yield "UPDATE file SET expires = 0 WHERE id = $1", file_id
-            return True
-
-        return await self._run(steps(), write=True)
-
-    async def expired(self, *, uploads_before: float) -> Sequence[str]:
+    @operation()
+    def expired(self, *, uploads_before: float) -> Steps[Sequence[str]]:
         """Return the files that have expired, and uploads that began before a time and never ended."""
+        files = yield (
+            "SELECT id FROM file WHERE (expires < $1 OR (state = 'uploading' AND created < $2))"
+            " AND id NOT IN (SELECT input FROM batch WHERE open = 1)",
+            *(time.time(), uploads_before),
+        )
+        return [row[0] for row in files]
 
-        def steps() -> Steps[Sequence[str]]:
-            files = yield (
-                "SELECT id FROM file WHERE (expires < $1 OR (state = 'uploading' AND created < $2))"
-                " AND id NOT IN (SELECT input FROM batch WHERE open = 1)",
-                *(time.time(), uploads_before),
-            )
-            return [row[0] for row in files]
-
-        return await self._run(steps())
-
-    async def drop(self, files: Sequence[str], *, batches_before: float = 0.0) -> None:
+    @operation(write=True)
+    def drop(self, files: Sequence[str], *, batches_before: float = 0.0) -> Steps[None]:
         """Drop *files*, whose contents are gone, and batches that were made before a time, and have ended."""
+        yield "DELETE FROM file WHERE id IN EACH($1)", json.dumps(files)
+        yield "DELETE FROM batch WHERE open = 0 AND created < $1", batches_before
 
-        def steps() -> Steps[None]:
-            yield "DELETE FROM file WHERE id IN EACH($1)", json.dumps(files)
-            yield "DELETE FROM batch WHERE open = 0 AND created < $1", batches_before
-
-        await self._run(steps(), write=True)
-
-    async def open_batches(self) -> Collection[str]:
+    @operation()
+    def open_batches(self) -> Steps[Collection[str]]:
         """Return the ids of the batches that have not ended."""
-
-        def steps() -> Steps[Collection[str]]:
-            return {row[0] for row in (yield ("SELECT id FROM batch WHERE open = 1",))}
-
-        return await self._run(steps())
+        return {row[0] for row in (yield ("SELECT id FROM batch WHERE open = 1",))}
 
     # Batches
 
-    async def add(
+    @operation(write=True)
+    def add(
         self, batch: Batch, *, most: int, most_bytes: int
-    ) -> Literal["added", "too many", "no room", "no file"]:
+    ) -> Steps[Literal["added", "too many", "no room", "no file"]]:
         """Add a *batch* whose input is there, unless its owner has *most* open ones, or files of *most_bytes*."""
+        yield (_ALONE,)
+        found = yield "SELECT COUNT(*) FROM batch WHERE open = 1 AND owner = $1", batch.owner
+        if found[0][0] >= most:
+            return "too many"
+        if (yield from _kept(batch.owner)) > most_bytes:
+            return "no room"
+        there = "SELECT 1 FROM file WHERE id = $1 AND (expires IS NULL OR expires > $2)"
+        if batch.input != batch.id and not (yield there, batch.input, batch.created):
+            return "no file"
+        yield (
+            "INSERT INTO batch (id, owner, kind, input, open, created, holder, generation, until, detail)"
+            " VALUES ($1, $2, $3, $4, 1, $5, '', 0, 0, $6)",
+            *(batch.id, batch.owner, batch.kind, batch.input, batch.created, _encode(batch)),
+        )
+        return "added"
 
-        def steps() -> Steps[Literal["added", "too many", "no room", "no file"]]:
-            yield (_ALONE,)
-            found = yield "SELECT COUNT(*) FROM batch WHERE open = 1 AND owner = $1", batch.owner
-            if found[0][0] >= most:
-                return "too many"
-            if (yield from _kept(batch.owner)) > most_bytes:
-                return "no room"
-            there = "SELECT 1 FROM file WHERE id = $1 AND (expires IS NULL OR expires > $2)"
-            if batch.input != batch.id and not (yield there, batch.input, batch.created):
-                return "no file"
-            yield (
-                "INSERT INTO batch (id, owner, kind, input, open, created, holder, generation, until, detail)"
-                " VALUES ($1, $2, $3, $4, 1, $5, '', 0, 0, $6)",
-                *(batch.id, batch.owner, batch.kind, batch.input, batch.created, _encode(batch)),
-            )
-            return "added"
-
-        return await self._run(steps(), write=True)
-
-    async def batch(self, batch_id: str, owner: str, kind: str) -> Batch | None:
+    @operation()
+    def batch(self, batch_id: str, owner: str, kind: str) -> Steps[Batch | None]:
         """Return a batch of *owner*."""
+        found = yield (
+            f"SELECT {_BATCH} FROM batch WHERE id = $1 AND owner = $2 AND kind = $3",
+            *(batch_id, owner, kind),
+        )
+        return _batch(found[0]) if found else None
 
-        def steps() -> Steps[Batch | None]:
-            found = yield (
-                f"SELECT {_BATCH} FROM batch WHERE id = $1 AND owner = $2 AND kind = $3",
-                *(batch_id, owner, kind),
-            )
-            return _batch(found[0]) if found else None
-
-        return await self._run(steps())
-
-    async def batches(
+    @operation()
+    def batches(
         self, owner: str, kind: str, *, after: str | None, limit: int, reverse: bool = True
-    ) -> Sequence[Batch] | None:
+    ) -> Steps[Sequence[Batch] | None]:
         """Return batches of *owner*, the newest first if *reverse*; ``None`` if there is none *after*."""
+        found = yield from _listed("batch", _BATCH, "kind = $5", owner, after, limit, reverse, (kind,))
+        return None if found is None else [_batch(row) for row in found]
 
-        def steps() -> Steps[Sequence[Batch] | None]:
-            found = yield from _listed("batch", _BATCH, "kind = $5", owner, after, limit, reverse, (kind,))
-            return None if found is None else [_batch(row) for row in found]
-
-        return await self._run(steps())
-
-    async def figures(self) -> tuple[Sequence[tuple[Batch, bool]], float]:
+    @operation()
+    def figures(self) -> Steps[tuple[Sequence[tuple[Batch, bool]], float]]:
         """Return the batches that have not ended, each with whether lines of it wait, and the bytes of all files."""
+        found = yield (
+            "SELECT detail, generation, EXISTS (SELECT 1 FROM line WHERE line.batch = b.id AND line.state = 0)"
+            " FROM batch b WHERE b.open = 1",
+        )
+        size = yield ("SELECT COALESCE(SUM(bytes), 0) FROM file",)
+        return [(_batch(row), bool(row[2])) for row in found], float(size[0][0])
 
-        def steps() -> Steps[tuple[Sequence[tuple[Batch, bool]], float]]:
-            found = yield (
-                "SELECT detail, generation, EXISTS (SELECT 1 FROM line WHERE line.batch = b.id AND line.state = 0)"
-                " FROM batch b WHERE b.open = 1",
-            )
-            size = yield ("SELECT COALESCE(SUM(bytes), 0) FROM file",)
-            return [(_batch(row), bool(row[2])) for row in found], float(size[0][0])
-
-        return await self._run(steps())
-
-    async def change(
+    @operation(write=True)
+    def change(
         self, batch_id: str, change: Callable[[Batch], None], *, generation: int | None = None
-    ) -> Batch | None:
+    ) -> Steps[Batch | None]:
         """Apply *change* to an open batch, and return it; ``None`` if there is none. It may be called again."""
+        batch = yield from _locked(batch_id, generation)
+        if batch is not None:
+            change(batch)
+            yield from _replace(batch)
+        return batch
 
-        def steps() -> Steps[Batch | None]:
-            batch = yield from _locked(batch_id, generation)
-            if batch is not None:
-                change(batch)
-                yield from _replace(batch)
-            return batch
-
-        return await self._run(steps(), write=True)
-
-    async def drop_batch(self, batch_id: str) -> None:
+    @operation(write=True)
+    def drop_batch(self, batch_id: str) -> Steps[None]:
         """Drop a batch that has ended."""
+        yield "DELETE FROM batch WHERE id = $1 AND open = 0", batch_id
 
-        def steps() -> Steps[None]:
-            yield "DELETE FROM batch WHERE id = $1 AND open = 0", batch_id
-
-        await self._run(steps(), write=True)
-
-    async def claim(self, holder: str, seconds: float, *, full: Collection[str] = ()) -> Batch | None:
+    @operation(write=True)
+    def claim(self, holder: str, seconds: float, *, full: Collection[str] = ()) -> Steps[Batch | None]:
         """
         Give *holder* the lease of a batch that nobody runs, for *seconds*; ``None`` if there is none.
 
         Owners of whom less runs come first, then older batches; those in *full* have to wait. Lines that ran when the
         last holder was lost wait again, with an attempt counted.
         """
+        found = yield (
+            "SELECT b.id FROM batch b LEFT JOIN (SELECT owner, COUNT(*) AS number FROM batch WHERE open = 1"
+            " AND until >= CLOCK() GROUP BY owner) h ON h.owner = b.owner WHERE b.open = 1 AND b.until < CLOCK()"
+            " AND b.owner NOT IN EACH($1) ORDER BY COALESCE(h.number, 0), b.created, b.id LIMIT 1"
+            " FOR UPDATE OF b SKIP LOCKED",
+            json.dumps([*full]),
+        )
+        if not found:
+            return None
+        claimed = yield (
+            "UPDATE batch SET holder = $2, until = CLOCK() + $3, generation = generation + 1 WHERE id = $1"
+            f" RETURNING {_BATCH}",
+            *(found[0][0], holder, seconds),
+        )
+        batch = _batch(claimed[0])
+        yield "UPDATE line SET state = 0 WHERE batch = $1 AND state = 1", batch.id
+        return batch
 
-        def steps() -> Steps[Batch | None]:
-            found = yield (
-                "SELECT b.id FROM batch b LEFT JOIN (SELECT owner, COUNT(*) AS number FROM batch WHERE open = 1"
-                " AND until >= CLOCK() GROUP BY owner) h ON h.owner = b.owner WHERE b.open = 1 AND b.until < CLOCK()"
-                " AND b.owner NOT IN EACH($1) ORDER BY COALESCE(h.number, 0), b.created, b.id LIMIT 1"
-                " FOR UPDATE OF b SKIP LOCKED",
-                json.dumps([*full]),
-            )
-            if not found:
-                return None
-            claimed = yield (
-                "UPDATE batch SET holder = $2, until = CLOCK() + $3, generation = generation + 1 WHERE id = $1"
-                f" RETURNING {_BATCH}",
-                *(found[0][0], holder, seconds),
-            )
-            batch = _batch(claimed[0])
-            yield "UPDATE line SET state = 0 WHERE batch = $1 AND state = 1", batch.id
-            return batch
-
-        return await self._run(steps(), write=True)
-
-    async def held(self, holder: str) -> Mapping[str, Batch]:
+    @operation()
+    def held(self, holder: str) -> Steps[Mapping[str, Batch]]:
         """Return the open batches of which *holder* has had the last lease."""
+        found = yield f"SELECT {_BATCH} FROM batch WHERE open = 1 AND holder = $1", holder
+        return {batch.id: batch for batch in map(_batch, found)}
 
-        def steps() -> Steps[Mapping[str, Batch]]:
-            found = yield f"SELECT {_BATCH} FROM batch WHERE open = 1 AND holder = $1", holder
-            return {batch.id: batch for batch in map(_batch, found)}
-
-        return await self._run(steps())
-
-    async def renew(self, holder: str, seconds: float) -> None:
+    @operation(write=True)
+    def renew(self, holder: str, seconds: float) -> Steps[None]:
         """Let the leases of *holder* last *seconds* from now."""
+        yield "UPDATE batch SET until = CLOCK() + $2 WHERE open = 1 AND holder = $1", holder, seconds
 
-        def steps() -> Steps[None]:
-            yield "UPDATE batch SET until = CLOCK() + $2 WHERE open = 1 AND holder = $1", holder, seconds
-
-        await self._run(steps(), write=True)
-
-    async def holders(self) -> Collection[str]:
+    @operation()
+    def holders(self) -> Steps[Collection[str]]:
         """Return those who have leases now."""
+        found = yield ("SELECT DISTINCT holder FROM batch WHERE open = 1 AND until >= CLOCK()",)
+        return {row[0] for row in found}
 
-        def steps() -> Steps[Collection[str]]:
-            found = yield ("SELECT DISTINCT holder FROM batch WHERE open = 1 AND until >= CLOCK()",)
-            return {row[0] for row in found}
-
-        return await self._run(steps())
-
-    async def bury(self, holder: str) -> None:
+    @operation(write=True)
+    def bury(self, holder: str) -> Steps[None]:
         """End all leases of *holder*, who has died."""
+        yield "UPDATE batch SET until = 0 WHERE open = 1 AND holder = $1", holder
 
-        def steps() -> Steps[None]:
-            yield "UPDATE batch SET until = 0 WHERE open = 1 AND holder = $1", holder
-
-        await self._run(steps(), write=True)
-
-    async def release(self, batch: Batch) -> None:
+    @operation(write=True)
+    def release(self, batch: Batch) -> Steps[None]:
         """End the lease of *batch*; lines that still run wait again, without an attempt counted."""
-
-        def steps() -> Steps[None]:
-            yield from _locked(batch.id, batch.generation)
-            # Of those that wait for another attempt it was not counted.
-            attempts = "CASE WHEN attempts > 0 THEN attempts - 1 ELSE 0 END"
-            yield f"UPDATE line SET state = 0, attempts = {attempts} WHERE batch = $1 AND state = 1", batch.id
-            yield "UPDATE batch SET until = 0, holder = '' WHERE id = $1", batch.id
-
-        await self._run(steps(), write=True)
+        yield from _locked(batch.id, batch.generation)
+        # Of those that wait for another attempt it was not counted.
+        attempts = "CASE WHEN attempts > 0 THEN attempts - 1 ELSE 0 END"
+        yield f"UPDATE line SET state = 0, attempts = {attempts} WHERE batch = $1 AND state = 1", batch.id
+        yield "UPDATE batch SET until = 0, holder = '' WHERE id = $1", batch.id
 
     # Lines
 
-    async def clear_lines(self, batch: Batch) -> None:
+    @operation(write=True)
+    def clear_lines(self, batch: Batch) -> Steps[None]:
         """Drop all lines of *batch*."""
+        yield from _locked(batch.id, batch.generation)
+        yield "DELETE FROM line WHERE batch = $1", batch.id
 
-        def steps() -> Steps[None]:
-            yield from _locked(batch.id, batch.generation)
-            yield "DELETE FROM line WHERE batch = $1", batch.id
-
-        await self._run(steps(), write=True)
-
-    async def add_lines(self, batch: Batch, lines: Sequence[Line]) -> None:
+    @operation(write=True)
+    def add_lines(self, batch: Batch, lines: Sequence[Line]) -> Steps[None]:
         """Add lines that wait."""
-
-        def steps() -> Steps[None]:
-            yield from _locked(batch.id, batch.generation)
-            yield (
-                "INSERT INTO line (batch, number, place, length, model, prefix, state, attempts)"
-                " VALUES ($1, $2, $3, $4, $5, $6, 0, 0)",
-                [(batch.id, *line[:5]) for line in lines],
-            )
-
-        await self._run(steps(), write=True)
+        yield from _locked(batch.id, batch.generation)
+        yield (
+            "INSERT INTO line (batch, number, place, length, model, prefix, state, attempts)"
+            " VALUES ($1, $2, $3, $4, $5, $6, 0, 0)",
+            [(batch.id, *line[:5]) for line in lines],
+        )
 
     async def waiting(self, batch: Batch, after: int, limit: int) -> Sequence[Line]:
         """Return *limit* lines that wait, in the order of their numbers, behind the line *after*."""
@@ -517,16 +434,14 @@ class BatchStore:
         """Return *limit* lines that have not ended, in the order of their numbers, behind the line *after*."""
         return await self._lines(batch, "state < 2", after, limit)
 
-    async def _lines(self, batch: Batch, condition: str, after: int, limit: int) -> Sequence[Line]:
-        def steps() -> Steps[Sequence[Line]]:
-            found = yield (
-                f"SELECT number, place, length, model, prefix, attempts FROM line WHERE batch = $1 AND {condition}"
-                " AND number > $2 ORDER BY number LIMIT $3",
-                *(batch.id, after, limit),
-            )
-            return [Line(*row) for row in found]
-
-        return await self._run(steps())
+    @operation()
+    def _lines(self, batch: Batch, condition: str, after: int, limit: int) -> Steps[Sequence[Line]]:
+        found = yield (
+            f"SELECT number, place, length, model, prefix, attempts FROM line WHERE batch = $1 AND {condition}"
+            " AND number > $2 ORDER BY number LIMIT $3",
+            *(batch.id, after, limit),
+        )
+        return [Line(*row) for row in found]
 
     async def begin(self, batch: Batch, lines: Collection[int]) -> None:
         """Note that *lines* run from now on: an attempt is counted, which stays if the process dies."""
@@ -536,65 +451,53 @@ class BatchStore:
         """Note that *lines* have no result yet, and do not run: if the process dies, they are not to blame."""
         await self._count(batch, lines, -1)
 
-    async def _count(self, batch: Batch, lines: Collection[int], attempts: int) -> None:
-        def steps() -> Steps[None]:
-            yield from _locked(batch.id, batch.generation)
-            yield (
-                "UPDATE line SET state = 1, attempts = attempts + $3 WHERE batch = $1 AND number = $2 AND state < 2",
-                [(batch.id, number, attempts) for number in lines],
-            )
+    @operation(write=True)
+    def _count(self, batch: Batch, lines: Collection[int], attempts: int) -> Steps[None]:
+        yield from _locked(batch.id, batch.generation)
+        yield (
+            "UPDATE line SET state = 1, attempts = attempts + $3 WHERE batch = $1 AND number = $2 AND state < 2",
+            [(batch.id, number, attempts) for number in lines],
+        )
 
-        await self._run(steps(), write=True)
-
-    async def end(self, batch: Batch, done: Sequence[Done]) -> Batch:
+    @operation(write=True)
+    def end(self, batch: Batch, done: Sequence[Done]) -> Steps[Batch]:
         """Note that lines are *done*, once if it is called again; return the batch with its new counts."""
+        found = yield from _locked(batch.id, batch.generation)
+        assert found is not None
+        running = {row[0] for row in (yield "SELECT number FROM line WHERE batch = $1 AND state = 1", batch.id)}
+        new = [one for one in done if one.number in running]
+        yield (
+            "UPDATE line SET state = $3, part = $4, part_place = $5, part_length = $6 WHERE batch = $1 AND number = $2",
+            [(batch.id, one.number, one.state, batch.generation, one.place, one.length) for one in new],
+        )
+        for one in new:
+            found.usage.add(one.usage)
+        found.succeeded += sum(one.state == SUCCEEDED for one in new)
+        found.failed += sum(one.state == FAILED for one in new)
+        yield from _replace(found)
+        return found
 
-        def steps() -> Steps[Batch]:
-            found = yield from _locked(batch.id, batch.generation)
-            assert found is not None
-            running = {row[0] for row in (yield "SELECT number FROM line WHERE batch = $1 AND state = 1", batch.id)}
-            new = [one for one in done if one.number in running]
-            yield (
-                "UPDATE line SET state = $3, part = $4, part_place = $5, part_length = $6"
-                " WHERE batch = $1 AND number = $2",
-                [(batch.id, one.number, one.state, batch.generation, one.place, one.length) for one in new],
-            )
-            for one in new:
-                found.usage.add(one.usage)
-            found.succeeded += sum(one.state == SUCCEEDED for one in new)
-            found.failed += sum(one.state == FAILED for one in new)
-            yield from _replace(found)
-            return found
-
-        return await self._run(steps(), write=True)
-
-    async def results(self, batch: Batch, after: tuple[int, int], limit: int) -> Sequence[Result]:
+    @operation()
+    def results(self, batch: Batch, after: tuple[int, int], limit: int) -> Steps[Sequence[Result]]:
         """Return results of lines in the order in which they ended, behind a part and a place in it."""
+        found = yield (
+            "SELECT number, state, part, part_place, part_length FROM line WHERE batch = $1 AND state > 1"
+            " AND (part, part_place) > ($2, $3) ORDER BY part, part_place LIMIT $4",
+            *(batch.id, *after, limit),
+        )
+        return [Result(*row) for row in found]
 
-        def steps() -> Steps[Sequence[Result]]:
-            found = yield (
-                "SELECT number, state, part, part_place, part_length FROM line WHERE batch = $1 AND state > 1"
-                " AND (part, part_place) > ($2, $3) ORDER BY part, part_place LIMIT $4",
-                *(batch.id, *after, limit),
-            )
-            return [Result(*row) for row in found]
-
-        return await self._run(steps())
-
-    async def finish(self, batch: Batch, files: Sequence[StoredFile], change: Callable[[Batch], None]) -> Batch:
+    @operation(write=True)
+    def finish(self, batch: Batch, files: Sequence[StoredFile], change: Callable[[Batch], None]) -> Steps[Batch]:
         """End *batch* with its *files* by a *change*, and drop its lines, all or nothing; return it."""
-
-        def steps() -> Steps[Batch]:
-            found = yield from _locked(batch.id, batch.generation)
-            assert found is not None
-            for file in files:
-                yield from _insert_file(file)
-            change(found)
-            yield from _replace(found)
-            yield "DELETE FROM line WHERE batch = $1", batch.id
-            return found
-
-        return await self._run(steps(), write=True)
+        found = yield from _locked(batch.id, batch.generation)
+        assert found is not None
+        for file in files:
+            yield from _insert_file(file)
+        change(found)
+        yield from _replace(found)
+        yield "DELETE FROM line WHERE batch = $1", batch.id
+        return found
 
 
 def _kept(owner: str) -> Steps[int]:

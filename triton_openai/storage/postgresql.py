@@ -12,6 +12,7 @@ import asyncpg
 
 from triton_openai.config.tree import ResponsesSettings
 from triton_openai.storage.sql import SqlStore, Steps, pending, translated
+from triton_openai.tasks import within
 
 _T = TypeVar("_T")
 # After these seconds the server ends a transaction whose client is silent, such as a process that is frozen: others
@@ -75,7 +76,7 @@ class PostgresDatabase:
         :class:`OSError`.
         """
         try:
-            async with asyncio.timeout(timeout):
+            async with within(timeout):
                 async with self._connecting:
                     self._pool = self._pool or await self._connect(timeout)
                 async with self._pool.acquire() as connection:
@@ -117,12 +118,4 @@ class PostgresStore(SqlStore):
     """Keeps entries in the database of *url*; see :class:`PostgresDatabase`."""
 
     def __init__(self, url: str, settings: ResponsesSettings) -> None:
-        super().__init__(settings)
-        self._database = PostgresDatabase(url, pending)
-
-    async def _run(self, steps: Steps[_T], *, write: bool = False, inner: bool = False) -> _T:
-        async with self._operation(inner=inner):
-            return await self._database.run(steps, timeout=self.timeout, write=write)
-
-    async def _disconnect(self) -> None:
-        await self._database.close()
+        super().__init__(settings, PostgresDatabase(url, pending))

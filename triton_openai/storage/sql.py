@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import re
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Generator, Mapping, Sequence
-from functools import cache
-from typing import Any, TypeAlias, TypeVar
+from functools import cache, partial, wraps
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
-import structlog
-
+from triton_openai.config.tree import ResponsesSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.storage.store import (
     BATCH,
+    BATCH_SIZE,
     LARGEST,
     TOUCH_SECONDS,
     Chain,
@@ -26,10 +25,10 @@ from triton_openai.storage.store import (
     Place,
     Row,
     Store,
-    oldest,
+    fitting,
 )
 
-_log = structlog.get_logger(__name__)
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 #: Yields a statement and its values, and is sent its rows. Values in a list are those of as many executions.
 Steps: TypeAlias = Generator[tuple[Any, ...], Sequence[Sequence[Any]], _T]
@@ -38,28 +37,21 @@ Steps: TypeAlias = Generator[tuple[Any, ...], Sequence[Sequence[Any]], _T]
 # on; EACH($1) are the texts of a JSON array, and PAIRS($1) the arrays of a JSON array as columns `key` and `id`.
 # CLOCK() is the Unix time of the database, which is the same for all that use it.
 MIGRATIONS: Sequence[Sequence[str]] = (
-    (),
+    # No release has had the first three versions.
+    *((), (), ()),
     (
-        # The first version kept values that nobody can read any more.
-        "DROP TABLE IF EXISTS triton_openai_state",
         # `next` is the position of the next row.
         "CREATE TABLE triton_openai_entry (key TEXT PRIMARY KEY, owner TEXT NOT NULL, parent TEXT, version BIGINT NOT"
         " NULL, used DOUBLE PRECISION NOT NULL, holder TEXT NOT NULL, until DOUBLE PRECISION NOT NULL,"
         " size BIGINT NOT NULL, rows BIGINT NOT NULL, next BIGINT NOT NULL, head BYTEA NOT NULL)",
-        "CREATE INDEX triton_openai_entry_used ON triton_openai_entry (owner, used)",
+        # The sizes of owners come from an index alone.
+        "CREATE INDEX triton_openai_entry_used ON triton_openai_entry (owner, used, size)",
+        "CREATE INDEX triton_openai_entry_parent ON triton_openai_entry (parent)",
+        "CREATE INDEX triton_openai_entry_key ON triton_openai_entry (owner, key)",
         "CREATE TABLE triton_openai_row (key TEXT NOT NULL, list TEXT NOT NULL, position BIGINT NOT NULL,"
         " id TEXT NOT NULL, data BYTEA NOT NULL, PRIMARY KEY (key, list, position))",
         "CREATE UNIQUE INDEX triton_openai_row_id ON triton_openai_row (key, id)",
-        "CREATE TABLE triton_openai_owner (owner TEXT PRIMARY KEY, size BIGINT NOT NULL)",
     ),
-    (
-        # The sizes of owners come from an index alone.
-        "DROP TABLE triton_openai_owner",
-        "DROP INDEX triton_openai_entry_used",
-        "CREATE INDEX triton_openai_entry_used ON triton_openai_entry (owner, used, size)",
-        "CREATE INDEX triton_openai_entry_parent ON triton_openai_entry (parent)",
-    ),
-    ("CREATE INDEX triton_openai_entry_key ON triton_openai_entry (owner, key)",),
 )
 
 
@@ -71,23 +63,39 @@ def translated(text: str, dialect: tuple[tuple[str, str], ...]) -> str:
     return text
 
 
-def pending(version: int) -> Sequence[tuple[int, Sequence[str]]]:
-    """Return the migrations that a schema of *version* lacks. Raises :class:`ConfigurationError` for a newer one."""
-    if version == 1:
-        _log.warning("the responses that an earlier version of this service stored are dropped")
-    if version > len(MIGRATIONS):
-        raise ConfigurationError("The store of responses was made by a newer version of this service.")
-    return list(enumerate(MIGRATIONS, 1))[version:]
+def missing(of: str, migrations: Sequence[Sequence[str]], version: int) -> Sequence[tuple[int, Sequence[str]]]:
+    """
+    Return those of *migrations* that the schema of a store *of* something lacks, which has a *version*.
+
+    Raises :class:`ConfigurationError` for a newer one.
+    """
+    if version > len(migrations):
+        raise ConfigurationError(f"The store of {of} was made by a newer version of this service.")
+    return list(enumerate(migrations, 1))[version:]
 
 
-def _operation(
-    *, write: bool = False, inner: bool = False
-) -> Callable[[Callable[..., Steps[_T]]], Callable[..., Coroutine[Any, Any, _T]]]:
-    """Make steps a method that runs them, in a transaction if they *write*; *inner* is as in the base class."""
+pending = partial(missing, "responses", MIGRATIONS)
 
-    def decorate(steps: Callable[..., Steps[_T]]) -> Callable[..., Coroutine[Any, Any, _T]]:
-        async def run(self: SqlStore, /, *args: Any, **options: Any) -> _T:
-            return await self._run(steps(self, *args, **options), write=write, inner=inner)
+
+class Database(Protocol):
+    """Runs statements, in SQLite or PostgreSQL; see :class:`triton_openai.storage.sqlite.SqliteDatabase`."""
+
+    async def run(self, steps: Steps[_T], *, timeout: float, write: bool = False) -> _T:
+        """Return the result of *steps*, in a transaction if they *write*."""
+
+    async def close(self) -> None:
+        """Disconnect."""
+
+
+def operation(**how: bool) -> Callable[[Callable[_P, Steps[_T]]], Callable[_P, Coroutine[Any, Any, _T]]]:
+    """Make steps a method that runs them by the ``_run`` of its class, which says *how* it can."""
+
+    def decorate(steps: Callable[_P, Steps[_T]]) -> Callable[_P, Coroutine[Any, Any, _T]]:
+        @wraps(steps)
+        async def run(*args: _P.args, **options: _P.kwargs) -> _T:
+            store: Any = args[0]
+            result: _T = await store._run(steps(*args, **options), **how)
+            return result
 
         return run
 
@@ -95,20 +103,27 @@ def _operation(
 
 
 class SqlStore(Store):
-    """Keeps entries in tables. An operation locks an entry before its rows."""
+    """Keeps entries in tables of *database*. An operation locks an entry before its rows."""
 
-    @abstractmethod
-    async def _run(self, steps: Steps[_T], *, write: bool, inner: bool) -> _T:
-        """Return the result of *steps*."""
+    def __init__(self, settings: ResponsesSettings, database: Database) -> None:
+        super().__init__(settings)
+        self._database = database
+
+    async def _run(self, steps: Steps[_T], *, write: bool = False, inner: bool = False) -> _T:
+        async with self._operation(inner=inner):
+            return await self._database.run(steps, timeout=self.timeout, write=write)
+
+    async def _disconnect(self) -> None:
+        await self._database.close()
 
     def _before(self) -> float:
         return time.time() - self._settings.max_age_seconds
 
-    @_operation(write=True, inner=True)
+    @operation(write=True, inner=True)
     def _ping(self) -> Steps[None]:
         yield ("SELECT 1",)
 
-    @_operation()
+    @operation()
     def get(self, key: str) -> Steps[Entry | None]:
         found = yield (
             "SELECT used, owner, head, version, parent, until, size, rows FROM triton_openai_entry"
@@ -121,7 +136,7 @@ class SqlStore(Store):
         yield from _touch([key], used)
         return Entry(owner, bytes(head), *rest)
 
-    @_operation(write=True)
+    @operation(write=True)
     def _change(self, key: str, change: Change) -> Steps[bool]:
         found = yield (
             "SELECT owner, version, holder, until, size, rows, next, LENGTH(head) FROM triton_openai_entry"
@@ -179,7 +194,7 @@ class SqlStore(Store):
             )
         return True
 
-    @_operation()
+    @operation()
     def page(
         self, key: str, name: str, *, after: str | None = None, limit: int, most_size: int, reverse: bool = False
     ) -> Steps[Page | None]:
@@ -197,16 +212,11 @@ class SqlStore(Store):
             f" ORDER BY position {'DESC' if reverse else 'ASC'} LIMIT $5"
         )
         sizes = yield f"SELECT LENGTH(data) {rows}", *(key, name, first, last, limit + 1)
-        count = total = 0
-        for (size,) in sizes[:limit]:
-            total += size
-            if count and total > most_size:
-                break
-            count += 1
+        count = min(len(sizes), limit, fitting((size for (size,) in sizes), most_size))
         shown = yield f"SELECT id, data {rows}", *(key, name, first, last, count)
         return Page([Row(name, row_id, bytes(data)) for row_id, data in shown], count < len(sizes))
 
-    @_operation()
+    @operation()
     def _at(self, what: str, owner: str, places: Collection[Place]) -> Steps[Mapping[Place, Any]]:
         column = "LENGTH(r.data)" if what == "sizes" else "r.data"
         found = yield (
@@ -217,7 +227,7 @@ class SqlStore(Store):
         )
         return {Place(key, row_id): value for key, row_id, value in found}
 
-    @_operation()
+    @operation()
     def chain(
         self, key: str, owner: str, names: Sequence[str], *, most: int, most_rows: int = LARGEST,
         most_size: int = LARGEST,
@@ -246,7 +256,7 @@ class SqlStore(Store):
         chain = [Link(link, used is not None, until or 0.0) for link, used, until in links][::-1]
         return Chain(chain, rows, length or len(rows), int(size) or sum(map(len, rows)))
 
-    @_operation()
+    @operation()
     def entries(
         self, owner: str, prefix: str, *, after: str | None, limit: int, reverse: bool
     ) -> Steps[Sequence[tuple[str, bytes]]]:
@@ -259,7 +269,7 @@ class SqlStore(Store):
         )
         return [(key, bytes(head)) for key, head in found]
 
-    @_operation(write=True)
+    @operation(write=True)
     def delete(self, key: str, *, bridged: bool = False) -> Steps[bool]:
         if bridged:
             # Whoever makes one that goes on from it has the lock, or comes later and does not find it.
@@ -271,7 +281,7 @@ class SqlStore(Store):
             )
         return (yield from _delete([key]))
 
-    @_operation(write=True)
+    @operation(write=True)
     def delete_row(self, key: str, row_id: str) -> Steps[bool]:
         yield "UPDATE triton_openai_entry SET used = $2 WHERE key = $1", key, time.time()
         gone = yield "DELETE FROM triton_openai_row WHERE key = $1 AND id = $2 RETURNING LENGTH(data)", key, row_id
@@ -279,20 +289,25 @@ class SqlStore(Store):
             yield "UPDATE triton_openai_entry SET size = size - $2, rows = rows - 1 WHERE key = $1", key, size
         return bool(gone)
 
-    @_operation(inner=True)
+    @operation(inner=True)
     def owners(self) -> Steps[Mapping[str, int]]:
         found = yield ("SELECT owner, SUM(size) FROM triton_openai_entry GROUP BY owner",)
         return {owner: int(size) for owner, size in found}
 
-    @_operation(write=True, inner=True)
+    @operation(write=True, inner=True)
     def _drop(self, owner: str, before: float, surplus: int) -> Steps[int]:
         found = yield (
             f"SELECT key, used, size FROM triton_openai_entry WHERE owner = $1 ORDER BY used LIMIT {BATCH}",
             owner,
         )
-        dropped = oldest([(key, used, size) for key, used, size in found], before, surplus)
-        yield from _delete([key for key, _ in dropped])
-        return sum(size for _, size in dropped)
+        dropped, total = list[str](), 0
+        for key, used, size in found:
+            if (used >= before and total >= surplus) or total > BATCH_SIZE:
+                break
+            dropped.append(key)
+            total += size
+        yield from _delete(dropped)
+        return total
 
 
 def _touch(keys: Sequence[str], used: float) -> Steps[None]:

@@ -151,15 +151,7 @@ class SqliteStore(SqlStore):
     """Keeps entries in the database of *path*; see :class:`SqliteDatabase`."""
 
     def __init__(self, path: Path | None, settings: ResponsesSettings, *, or_memory: bool = False) -> None:
-        super().__init__(settings)
-        self._database = SqliteDatabase(path, pending, or_memory=or_memory)
-
-    async def _run(self, steps: Steps[_T], *, write: bool = False, inner: bool = False) -> _T:
-        async with self._operation(inner=inner):
-            return await self._database.run(steps, timeout=self.timeout, write=write)
-
-    async def _disconnect(self) -> None:
-        await self._database.close()
+        super().__init__(settings, SqliteDatabase(path, pending, or_memory=or_memory))
 
 
 def _check(deadline: float) -> None:

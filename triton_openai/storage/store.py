@@ -16,14 +16,16 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import accumulate
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import structlog
 
 from triton_openai.config.tree import ResponsesSettings
 from triton_openai.errors import ServiceError, StoreUnavailable
+from triton_openai.tasks import within
 
 _log = structlog.get_logger(__name__)
 # What fails only after this time is as bad as what does not answer.
@@ -291,20 +293,13 @@ class Store(ABC):
         """
         if not (inner or self.available):
             raise _unavailable("it did not answer in time, and does not yet again")
-        began, task = time.monotonic(), asyncio.current_task()
-        assert task is not None
-        cancellations = task.cancelling()
+        began = time.monotonic()
         try:
-            async with asyncio.timeout(self.timeout):
+            async with within(self.timeout):
                 yield
-            if task.cancelling() > cancellations:
-                raise asyncio.CancelledError
         except (ServiceError, EntryFull):
             raise
         except Exception as error:
-            if task.cancelling() > cancellations:
-                # A driver took it for a failure of its own. Whoever has asked for it would wait for ever.
-                raise asyncio.CancelledError from error
             # A driver may have time limits of its own.
             slow = isinstance(error, TimeoutError) or time.monotonic() - began > _SLOW_SECONDS
             if slow and self._probing is None:
@@ -383,16 +378,9 @@ class Store(ABC):
         return dropped
 
 
-def oldest(found: Sequence[tuple[str, float, int]], before: float, surplus: int) -> Sequence[tuple[str, int]]:
-    """Return keys and sizes of those to drop of *found*: keys, times of use and sizes, the oldest first."""
-    dropped: list[tuple[str, int]] = []
-    total = 0
-    for key, used, size in found:
-        if (used >= before and total >= surplus) or total > BATCH_SIZE:
-            break
-        dropped.append((key, size))
-        total += size
-    return dropped
+def fitting(sizes: Iterable[int], most: int) -> int:
+    """Return how many of *sizes*, from the first on, are no more than *most* together: at least one."""
+    return max(1, sum(total <= most for total in accumulate(sizes)))
 
 
 def _unavailable(detail: str) -> StoreUnavailable:

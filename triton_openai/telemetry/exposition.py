@@ -16,16 +16,8 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.registry import Collector
 
 from triton_openai.config.tree import MetricsSettings
-from triton_openai.telemetry import metrics
-from triton_openai.telemetry.gauges import (
-    TRITON_METRICS_UP,
-    BatchState,
-    ServedName,
-    State,
-    batch_metrics,
-    gauge,
-    state_metrics,
-)
+from triton_openai.telemetry import gauges, metrics
+from triton_openai.telemetry.gauges import BatchState, ServedName, State
 from triton_openai.telemetry.metrics import Metrics
 from triton_openai.telemetry.triton_metrics import TritonMetrics, cache_blocks
 from triton_openai.telemetry.vllm_names import LOOKED_UP_RENAMED, RENAMED, cache_metrics, lora_requests, renamed
@@ -91,11 +83,11 @@ class Exposition:
         """
         triton = None if self._triton is None else await self._triton.read()
         state = self._current_state()
-        families = state_metrics(state)
+        families = gauges.state_metrics(state)
         if self._batches is not None and (found := await self._batches()) is not None:
-            families += batch_metrics(found)
+            families += gauges.batch_metrics(found)
         if self._triton is not None:
-            families.append(gauge(TRITON_METRICS_UP, {(): triton is not None}))
+            families.append(gauges.gauge(gauges.TRITON_METRICS_UP, {(): triton is not None}))
         if self._vllm_names and triton is not None:
             families += cache_metrics(state, cache_blocks(triton))
         openmetrics = not self._relay and "application/openmetrics-text" in accept.lower()
@@ -129,10 +121,10 @@ class Exposition:
                 async with asyncio.timeout(_LOAD_TIMEOUT):
                     triton = await self._triton.read()
         state = self._current_state()
-        gauges = [] if triton is None else cache_metrics(state, cache_blocks(triton))[:1]
-        gauges += renamed("vllm:num_requests_waiting", await asyncio.to_thread(self._counted), self._triton_models)
+        shown = [] if triton is None else cache_metrics(state, cache_blocks(triton))[:1]
+        shown += renamed("vllm:num_requests_waiting", await asyncio.to_thread(self._counted), self._triton_models)
         loads: defaultdict[str, dict[str, float]] = defaultdict(dict)
-        for sample in (sample for each in gauges for sample in each.samples):
+        for sample in (sample for each in shown for sample in each.samples):
             loads[sample.labels["model_name"]][sample.name.removeprefix("vllm:")] = sample.value
         return loads
 

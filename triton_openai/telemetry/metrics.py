@@ -213,6 +213,18 @@ BATCHES_PAUSED = Instrument(
     "Batches that wait because the disk is full or the database fails, at least 1 in each process where it does.",
 )  # fmt: skip
 
+# By the event of a fleet of several Tritons.
+_OF_FLEETS = {
+    "up": ENDPOINT_UP,
+    "running": ENDPOINT_RUNNING,
+    "ended": ENDPOINT_REQUESTS,
+    "ejected": ENDPOINT_EJECTED,
+    "ejections": EJECTIONS,
+    "panics": ENDPOINT_PANIC,
+    "failovers": FAILOVERS,
+    "budget_exhausted": RETRY_BUDGET_EXHAUSTED,
+    "lookup_failures": LOOKUP_FAILURES,
+}
 #: All of the above.
 INSTRUMENTS: Sequence[Instrument] = [one for one in tuple(vars().values()) if isinstance(one, Instrument)]
 
@@ -348,6 +360,10 @@ class Metrics(Observer, Collector):
         for gauge in (RUNNING, QUEUED) if alias else (RUNNING, QUEUED, NOT_ANSWERING):
             self.child(gauge, model, adapter)
 
+    def tell(self, event: str, *labels: str, by: int = 1) -> None:
+        """Count what happens among several Tritons."""
+        self.child(_OF_FLEETS[event], *labels).inc(by)
+
     def identified(self, record: RequestRecord) -> None:
         self.child(RUNNING, *_model(record)).inc()
 
@@ -404,39 +420,6 @@ class Metrics(Observer, Collector):
         if prompt_tokens is not None:
             child(TOKENS, model, adapter, "input").inc(prompt_tokens)
             child(INPUT_TOKENS, model, adapter).observe(prompt_tokens)
-
-
-class FleetMetrics:
-    """Counts what happens among several Tritons."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._child = metrics.child
-
-    def up(self, endpoint: str, number: int) -> None:
-        self._child(ENDPOINT_UP, endpoint).inc(number)
-
-    def leased(self, endpoint: str, model: str, number: int) -> None:
-        self._child(ENDPOINT_RUNNING, endpoint, model).inc(number)
-
-    def ended(self, endpoint: str, model: str, outcome: str) -> None:
-        self._child(ENDPOINT_REQUESTS, endpoint, model, outcome).inc()
-
-    def ejected(self, endpoint: str, model: str, number: int, reason: str) -> None:
-        self._child(ENDPOINT_EJECTED, endpoint, model).inc(number)
-        if number > 0:
-            self._child(EJECTIONS, endpoint, model, reason).inc()
-
-    def panics(self, model: str, number: int) -> None:
-        self._child(ENDPOINT_PANIC, model).inc(number)
-
-    def failed_over(self, model: str, reason: str) -> None:
-        self._child(FAILOVERS, model, reason).inc()
-
-    def budget_exhausted(self) -> None:
-        self._child(RETRY_BUDGET_EXHAUSTED).inc()
-
-    def lookup_failed(self) -> None:
-        self._child(LOOKUP_FAILURES).inc()
 
 
 _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}

@@ -34,8 +34,7 @@ _MISS_SECONDS = 0.5
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """One of several configurations that a model has on several Tritons."""
 
-    config: ModelConfig
-    #: The configurations of all models on the first of its Tritons, which an ensemble's steps are among.
+    #: The configurations of all models on the first of its Tritons: its own, and those of an ensemble's steps.
     repository: Mapping[str, ModelConfig]
     #: The names of the Tritons that have the model like this.
     endpoints: frozenset[str]
@@ -146,12 +145,7 @@ def merge(snapshots: Mapping[str, Snapshot]) -> Snapshot:
         configs[model] = reached[found[0][0]].configs[model]
         if len(found) > 1:
             variants[model] = [
-                Variant(
-                    config=reached[names[0]].configs[model],
-                    repository=reached[names[0]].configs,
-                    endpoints=frozenset(names),
-                )
-                for names in found
+                Variant(repository=reached[names[0]].configs, endpoints=frozenset(names)) for names in found
             ]
     return Snapshot(
         index=[entry for _, entry in sorted(index.items())],

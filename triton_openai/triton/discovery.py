@@ -67,15 +67,12 @@ class Discovery:
         next_lookup = loop.time() + self._triton.dns_interval
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            try:
-                if await self._watch.look(settled=True):
+            if await self._watch.look(settled=True):
+                with self._watch.reading():
                     self._watch.check("file of endpoints")
                     self.listed = await asyncio.to_thread(endpoints, self._triton)
-                    self._watch.used()
                     next_lookup = 0.0
                     _log.info("endpoints are read again", endpoints=[each.name for each in self.listed])
-            except ConfigurationError as error:
-                self._watch.failed(error)
             if loop.time() < next_lookup:
                 continue
             next_lookup = loop.time() + self._triton.dns_interval

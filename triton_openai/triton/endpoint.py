@@ -28,16 +28,9 @@ _log = structlog.get_logger(__name__)
 class Endpoint:
     """See :class:`triton_openai.triton.client.TritonClient`."""
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        connect_timeout: float = 5.0,
-        access: TritonAccess = OPEN_ACCESS,
-    ) -> None:
-        self.urls = tuple(urls)
-        connection = ConnectionSettings(connect_timeout=connect_timeout, access=access)
-        connection.check(self.urls)
+    def __init__(self, urls: Sequence[str], *, access: TritonAccess = OPEN_ACCESS) -> None:
+        connection = ConnectionSettings(access=access)
+        connection.check(urls)
         self._http: TritonClient | None = None
         self._grpc: TritonClient | None = None
         self._addresses: dict[TritonClient, str] = {}

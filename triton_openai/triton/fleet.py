@@ -11,8 +11,9 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from copy import copy
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -54,32 +55,22 @@ _CREDIT_SECONDS = 10.0
 _EJECTED_MODELS = 3
 
 
-class FleetObserver(Protocol):
-    """Learns what happens among several Tritons. *endpoint* is a name of the settings; *number* is 1 or -1."""
+#: What is counted among several Tritons, with the labels that stand beside it: the names that the settings give them,
+#: models, and the outcome or the code of an error.
+Event = Literal[
+    "up", "running", "ended", "ejected", "ejections", "panics", "failovers", "budget_exhausted", "lookup_failures"
+]
 
-    def up(self, endpoint: str, number: int) -> None:
-        """Count a Triton that answers, or no longer does."""
 
-    def leased(self, endpoint: str, model: str, number: int) -> None:
-        """Count a running request."""
+class Tell(Protocol):
+    """Counts what happens among several Tritons."""
 
-    def ended(self, endpoint: str, model: str, outcome: str) -> None:
-        """Count a request that has ended: ``answered``, ``failed`` or ``cancelled``."""
+    def __call__(self, event: Event, *labels: str, by: int = 1) -> None:
+        """Count *event*."""
 
-    def ejected(self, endpoint: str, model: str, number: int, reason: str) -> None:
-        """Count a Triton that is ejected for a model; *reason* is the code of an error."""
 
-    def panics(self, model: str, number: int) -> None:
-        """Count a model of which so many Tritons are ejected that all are used."""
-
-    def failed_over(self, model: str, reason: str) -> None:
-        """Count a request that is sent to another Triton."""
-
-    def budget_exhausted(self) -> None:
-        """Count a request that is not sent again, because too many were."""
-
-    def lookup_failed(self) -> None:
-        """Count a name that could not be looked up."""
+def _untold(event: Event, *labels: str, by: int = 1) -> None:
+    """Count nothing: there is no choice among Tritons, or nobody wants to know."""
 
 
 class Member:
@@ -136,11 +127,6 @@ class Tried(list[str]):
 
     #: Whether one of them ended in mid-work, which may be the request's own fault.
     lost = False
-
-    def copy(self) -> Tried:
-        found = Tried(self)
-        found.lost = self.lost
-        return found
 
 
 class Lease:
@@ -221,7 +207,7 @@ class Route:
 
     def tried(self) -> Tried:
         """Return where a request begins."""
-        return Tried() if self.before is None else self.before.copy()
+        return Tried() if self.before is None else copy(self.before)
 
     def lease(self, tried: Collection[str] = (), *, prompt: str | None = None) -> Lease:
         """
@@ -318,7 +304,7 @@ class Fleet:
         *,
         connect: Callable[[EndpointSettings], TritonClient] | None = None,
         grace: float = 10.0,
-        observer: FleetObserver | None = None,
+        tell: Tell = _untold,
     ) -> None:
         self._settings = settings
         self._access = access
@@ -330,7 +316,7 @@ class Fleet:
         self.alone: Lease | None = None
         #: Whether several are named; one alone has no name in logs and metrics.
         self.listed = bool(settings.endpoints or settings.endpoints_file)
-        self._observer = observer if self.listed else None
+        self._tell = tell if self.listed else _untold
         self._changed: Callable[[Snapshot], Awaitable[None]] | None = None
         self._ask: Callable[[str, str], Awaitable[None]] | None = None
         self._room: Callable[[], None] = lambda: None
@@ -342,6 +328,8 @@ class Fleet:
         #: Set once every Triton has been asked.
         self.first = asyncio.Event()
         self._pools: dict[str, Pool] = {}
+        # Of a model that no Triton has.
+        self._empty = Pool("least_requests", max_ejected=0.0, load_factor=1.0)
         self._budget = RetryBudget(settings.failover.budget)
         self._merging = asyncio.Lock()
         self._merge_wanted = False
@@ -352,8 +340,7 @@ class Fleet:
         self._tasks: set[asyncio.Task[None]] = set()
         self._labels: set[str] = set()
         self._running = False
-        failed = (lambda: None) if self._observer is None else self._observer.lookup_failed
-        self._discovery = Discovery(settings, access, self._apply, failed=failed)
+        self._discovery = Discovery(settings, access, self._apply, failed=lambda: self._tell("lookup_failures"))
         # Names are looked up when there is a loop.
         self._looked = not any(each.dns for each in self._discovery.listed)
         for each in self._discovery.listed:
@@ -386,8 +373,7 @@ class Fleet:
 
     def capacity(self, model: str) -> float:
         """Return how many requests for *model* its Tritons run at a time; that of one if none has it."""
-        pool = self._pools.get(model)
-        return self._most_running * max(1, 0 if pool is None else len(pool.candidates))
+        return self._most_running * max(1, len(self._pools.get(model, self._empty).candidates))
 
     async def run(self) -> None:
         """Look for Tritons, and at the models of each, until cancelled."""
@@ -470,8 +456,8 @@ class Fleet:
         if member.draining:
             return
         lost = member.snapshot.reachable and not snapshot.reachable
-        if self._observer is not None and member.snapshot.reachable != snapshot.reachable:
-            self._observer.up(member.label, -1 if lost else 1)
+        if member.snapshot.reachable != snapshot.reachable:
+            self._tell("up", member.label, by=-1 if lost else 1)
         member.snapshot = snapshot
         now = time.monotonic()
         was, member.targets = member.targets, {}
@@ -525,8 +511,7 @@ class Fleet:
             pool.most_running = self._most_running
             pool.update(targets, ejected=[each.name for each in members if each.ejected])
             if pool.panics != panicked:
-                if self._observer is not None:
-                    self._observer.panics(model, 1 if pool.panics else -1)
+                self._tell("panics", model, by=1 if pool.panics else -1)
                 if pool.panics:
                     _log.error("too many Tritons are ejected: all are used", model=model)
             if not targets:
@@ -572,8 +557,7 @@ class Fleet:
 
     def choose(self, model: str) -> str | None:
         """Return the name of the Triton that a request to *model* would get now, ``None`` if there is none."""
-        pool = self._pools.get(model)
-        target = None if pool is None else pool.choose(time.monotonic())
+        target = self._pools.get(model, self._empty).choose(time.monotonic())
         return None if target is None else target.endpoint
 
     def lease(
@@ -601,18 +585,17 @@ class Fleet:
             (member,) = self.members.values()
             target = member.targets.get(model) or Target(member.name, 1.0)
         else:
-            pool = self._pools.get(model)
-            if among and pool is not None:
+            pool = self._pools.get(model, self._empty)
+            if among:
                 avoid = {*avoid, *(one.endpoint for one in pool.active if one.endpoint not in among)}
-            target = None if pool is None else pool.choose(time.monotonic(), key=key, avoid=avoid)
+            target = pool.choose(time.monotonic(), key=key, avoid=avoid)
             member = None if target is None else self.members.get(target.endpoint)
         if member is None or target is None:
             raise UpstreamUnavailable("No Triton that has the model takes requests at the moment.", retry_after=2)
         lease = Lease(self, member, target, model)
-        self._count(model, target, 1)
+        self._pools.get(model, self._empty).count(target, 1)
         member.leases.add(lease)
-        if self._observer is not None:
-            self._observer.leased(member.label, model, 1)
+        self._tell("running", member.label, model)
         if first:
             self._budget.count(time.monotonic())
         return lease
@@ -635,26 +618,18 @@ class Fleet:
             target.weight = weight
         self._update_pools([model for model in models if model in self._pools])
 
-    def _count(self, model: str, target: Target, number: int) -> None:
-        pool = self._pools.get(model)
-        if pool is None:
-            target.running += number
-        else:
-            pool.count(target, number)
-
     def end(self, lease: Lease, target: Target, error: Exception | None, *, answered: bool) -> None:
         """Learn how the request of *lease* ended."""
         member, now = lease.member, time.monotonic()
-        self._count(lease.model, target, -1)
+        self._pools.get(lease.model, self._empty).count(target, -1)
         member.leases.discard(lease)
         if not member.leases:
             member.idle.set()
         failed = isinstance(error, UpstreamError) and not isinstance(error, ModelUnloading)
-        if self._observer is not None:
-            self._observer.leased(member.label, lease.model, -1)
-            # Whoever refuses a request has answered.
-            outcome = "failed" if failed else "answered" if answered or error is not None else "cancelled"
-            self._observer.ended(member.label, lease.model, outcome)
+        self._tell("running", member.label, lease.model, by=-1)
+        # Whoever refuses a request has answered.
+        outcome = "failed" if failed else "answered" if answered or error is not None else "cancelled"
+        self._tell("ended", member.label, lease.model, outcome)
         if not self.several or member.draining:
             return
         if not failed and (answered or error is not None):
@@ -674,9 +649,8 @@ class Fleet:
 
     def has(self, model: str, among: Collection[str], tried: Collection[str]) -> bool:
         """Return whether a Triton *among* those that have *model*, all if empty, is left beside those *tried*."""
-        pool = self._pools.get(model)
-        active = [] if pool is None else [one.endpoint for one in pool.active if one.endpoint not in tried]
-        return any(not among or name in among for name in active)
+        active = [one.endpoint for one in self._pools.get(model, self._empty).active]
+        return any(name not in tried and (not among or name in among) for name in active)
 
     def again(self, lease: Lease, error: Exception, tried: Tried) -> bool:
         """
@@ -695,20 +669,18 @@ class Fleet:
         now = time.monotonic()
         if not (lease.member.forgives(now) if lost else not_there(error)) and not self._budget.spend(now):
             _log.warning("a request is not sent again: too many were", model=lease.model)
-            if self._observer is not None:
-                self._observer.budget_exhausted()
+            self._tell("budget_exhausted")
             return False
         tried.lost = tried.lost or lost
-        if self._observer is not None:
-            self._observer.failed_over(lease.model, error.code if isinstance(error, ServiceError) else "error")
+        self._tell("failovers", lease.model, error.code if isinstance(error, ServiceError) else "error")
         return True
 
     # Ejection
 
     def _eject(self, member: Member, model: str, target: Target, error: ServiceError) -> None:
         _log.warning("a Triton is ejected", endpoint=member.name, model=model, reason=error.reason)
-        if self._observer is not None:
-            self._observer.ejected(member.label, model, 1, error.code)
+        self._tell("ejected", member.label, model)
+        self._tell("ejections", member.label, model, error.code)
         self._update_pools(member.targets if member.ejected else [model])
         spawn(self._bring_back(member, model, target), member.probes)
 
@@ -725,8 +697,7 @@ class Fleet:
                 _log.info("a Triton takes requests again", endpoint=member.name, model=model)
                 self._update_pools(member.targets if was_out else [model])
         finally:
-            if self._observer is not None:
-                self._observer.ejected(member.label, model, -1, "")
+            self._tell("ejected", member.label, model, by=-1)
 
     async def _answers(self, member: Member, model: str) -> bool:
         """Return whether *model* answers a small request at *member*. Whoever refuses one is there."""
@@ -768,8 +739,8 @@ class Fleet:
     async def _remove(self, member: Member) -> None:
         """Let the requests of *member* finish, for a time, and close its connections."""
         member.draining = True
-        if self._observer is not None and member.snapshot.reachable:
-            self._observer.up(member.label, -1)
+        if member.snapshot.reachable:
+            self._tell("up", member.label, by=-1)
         try:
             look = self._looks.pop(member, None)
             await cancel(*member.probes, *([] if look is None else [look]))

@@ -403,7 +403,6 @@ class HttpStream:
         self._decode = _decoder(request.outputs)
         self._receiver: Receiver | None = receiver
         self._make = message
-        self._message = b""
         self._connection: Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._paused = False
@@ -414,27 +413,24 @@ class HttpStream:
         self._parts: list[bytes] = []
         self._size = 0
         self._cost = request.cost
-        if self._cost <= offload.INLINE:
-            self._message = message()
-            connection = pool.idle()
-            if connection is not None:
-                self._send(connection)
-                return
+        if self._cost <= offload.INLINE and (connection := pool.idle()) is not None:
+            self._send(connection, message())
+            return
         self._connecting = asyncio.create_task(self._connect())
 
     async def _connect(self, *, again: bool = False) -> None:
         try:
-            if not self._message:
-                self._message = await offload.run(self._make, cost=self._cost)
+            # Not kept: while the answer is made, it would take as much memory as the prompt.
+            message = await offload.run(self._make, cost=self._cost)
             # The first connection was stale, and other idle ones may be too.
             idle = None if again else self._pool.idle()
-            self._send(idle or await self._pool.connect())
+            self._send(idle or await self._pool.connect(), message)
         except Exception as error:  # noqa: BLE001 - the receiver handles every error
             self._end(error)
 
-    def _send(self, connection: Connection) -> None:
+    def _send(self, connection: Connection, message: bytes) -> None:
         self._connection = connection
-        connection.send(self._message, self)
+        connection.send(message, self)
         if self._paused:
             connection.pause()
 

@@ -94,7 +94,8 @@ class Pool:
         self._counted: Collection[Target] = frozenset()
         #: The targets that take requests, those included that are ejected.
         self.active: Sequence[Target] = ()
-        self._candidates: Sequence[Target] = ()
+        #: The targets that take requests now.
+        self.candidates: Sequence[Target] = ()
         #: Requests of all targets that have not ended.
         self.running = 0
         #: Whether so many are ejected that all are used.
@@ -104,11 +105,6 @@ class Pool:
         self._ring: Sequence[int] = ()
         self._owners: Sequence[Target] = ()
 
-    @property
-    def candidates(self) -> Sequence[Target]:
-        """The targets that take requests now."""
-        return self._candidates
-
     def update(self, targets: Sequence[Target], *, ejected: Collection[str] = ()) -> None:
         """Take *targets* as they are now; *ejected* are Tritons that are ejected for all models."""
         self.targets, self._counted = targets, frozenset(targets)
@@ -116,14 +112,14 @@ class Pool:
         active = self.active = [target for target in targets if target.weight > 0]
         sound = [target for target in active if target.ejected_until is None and target.endpoint not in ejected]
         self.panics = bool(active) and len(active) - len(sound) > self.max_ejected * len(active)
-        self._candidates = active if self.panics else sound
-        self._weights = list(accumulate(target.weight for target in self._candidates))
+        self.candidates = active if self.panics else sound
+        self._weights = list(accumulate(target.weight for target in self.candidates))
         self._turns, self._ring, self._owners = [], (), ()
         if self.policy == "round_robin":
-            self._turns = [(1 / one.weight, place, one) for place, one in enumerate(self._candidates)]
+            self._turns = [(1 / one.weight, place, one) for place, one in enumerate(self.candidates)]
             heapq.heapify(self._turns)
         elif self.policy == "affinity":
-            points = sorted(_points(self._candidates), key=lambda point: point[0])
+            points = sorted(_points(self.candidates), key=lambda point: point[0])
             self._ring, self._owners = [value for value, _ in points], [owner for _, owner in points]
 
     def count(self, target: Target, number: int) -> None:
@@ -145,20 +141,20 @@ class Pool:
         def fits(target: Target) -> bool:
             return target.running < self.most_running and target.endpoint not in avoid
 
-        if len(self._candidates) == 1 and self._candidates[0].endpoint not in avoid:
-            return self._candidates[0]
+        if len(self.candidates) == 1 and self.candidates[0].endpoint not in avoid:
+            return self.candidates[0]
         found: Target | None = None
         if self.policy == "round_robin":
             found = self._next(fits)
         elif self._ring and key is not None:
             found = self._nearest(key, fits)
-        elif len(self._candidates) > _FEW:
+        elif len(self.candidates) > _FEW:
             two = [one for one in (self._sample(now), self._sample(now)) if one is not None and fits(one)]
             found = min(two, key=lambda target: target.running / target.share(now), default=None)
         # Few, or those that were looked at do not fit: that is seldom, and then all are looked at.
         if found is not None:
             return found
-        rest = [one for one in self._candidates if one.endpoint not in avoid]
+        rest = [one for one in self.candidates if one.endpoint not in avoid]
         if avoid and not rest:
             rest = [one for one in self.active if one.endpoint not in avoid]
         return self._least([one for one in rest if fits(one)] or rest, now)
@@ -174,7 +170,7 @@ class Pool:
     def _sample(self, now: float) -> Target | None:
         """Return a candidate at random by its weight; ``None`` instead of one that is still to warm up."""
         place = bisect_right(self._weights, self._random.random() * self._weights[-1])
-        target = self._candidates[min(place, len(self._candidates) - 1)]
+        target = self.candidates[min(place, len(self.candidates) - 1)]
         cold = target.share(now) < self._random.random() * target.weight
         return None if cold else target
 

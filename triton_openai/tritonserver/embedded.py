@@ -318,13 +318,11 @@ def _available_ports(host: str, wanted: Sequence[int]) -> list[int]:
     ports = []
     with contextlib.ExitStack() as held:
         for port, flag in zip(wanted, ("--kserve-http-port", "--kserve-grpc-port"), strict=True):
-            one = held.enter_context(socket.socket())
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                one.bind((host, port))
-                one.listen()
+                one = held.enter_context(socket.create_server((host, port)))
             except OSError as error:
-                reason = error.strerror or error
+                # Its own words repeat the address.
+                reason = os.strerror(error.errno) if error.errno else error
                 raise ConfigurationError(
                     f"Triton cannot listen on {host} port {port}: {reason}. Choose another with {flag}."
                 ) from error
@@ -335,7 +333,5 @@ def _available_ports(host: str, wanted: Sequence[int]) -> list[int]:
 def free_ports(count: int = 3) -> list[int]:
     """Return ports of 127.0.0.1 that are free at this moment."""
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((_HOST, 0))
+        sockets = [held.enter_context(socket.create_server((_HOST, 0))) for _ in range(count)]
         return [one.getsockname()[1] for one in sockets]

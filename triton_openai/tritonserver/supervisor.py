@@ -53,7 +53,9 @@ class Supervisor:
             self.started.set()
             while True:
                 began = time.monotonic()
-                status = await self._ended()
+                # A thread that waits could not be cancelled.
+                while (status := self._server.poll()) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_SECONDS)
                 log.error("triton ended", status=status, log_tail=self._server.log_tail(20))
                 await self._restart(self._backoff.after(time.monotonic() - began))
         finally:
@@ -85,12 +87,6 @@ class Supervisor:
             else:
                 log.info("triton runs again")
                 return
-
-    async def _ended(self) -> int:
-        # A thread that waits could not be cancelled.
-        while (status := self._server.poll()) is None:  # noqa: ASYNC110
-            await asyncio.sleep(POLL_SECONDS)
-        return status
 
     async def _start(self) -> None:
         starting = asyncio.ensure_future(asyncio.to_thread(self._server.start, _START_SECONDS))

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 from hypothesis import given
@@ -112,6 +113,8 @@ def test_the_file(tmp_path: Path) -> None:
         ("", "not accepted"),
         ("[", "not valid YAML"),
         (f"keys: [{{name: a, key: {SECRET}", "not valid YAML in line"),
+        (f"keys: [{{name: a, key: {SECRET}, key: b}}]", "not valid YAML in line"),
+        (f"? [{SECRET}]\n: b", "not valid YAML"),
         ("keys: []", "no API key"),
         ("keys: [{name: a}]", "neither a key nor a sha256"),
         ("keys: [{name: a, key: []}]", "neither a key nor a sha256"),
@@ -192,17 +195,17 @@ async def test_a_file_that_could_not_be_read_is_tried_again(
     file = written(tmp_path, "keys: [{name: a, key: revoked}]")
     keys = Keys(AccessSettings(api_keys_file=file))
     attempts = 0
-    read_bytes = Path.read_bytes
+    opened = Path.open
 
-    def failing(path: Path) -> bytes:
+    def failing(path: Path, mode: str) -> IO[Any]:
         nonlocal attempts
         attempts += path == file
         if path == file and attempts < 4:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return read_bytes(path)
+        return opened(path, mode)
 
-    monkeypatch.setattr(Path, "read_bytes", failing)
     file.write_text("keys: [{name: a, key: another}]")
+    monkeypatch.setattr(Path, "open", failing)
     for _ in range(5):
         await keys.look()
 

@@ -104,6 +104,36 @@ def test_tokens_are_charged_when_they_are_known(limits: RateLimits, clock: Clock
     assert admit(limits, "b", limit).headers["x-ratelimit-remaining-tokens"] == "100"
 
 
+# Pauses, and the tokens of the request after each; without any it goes on.
+_STEPS = st.lists(st.tuples(st.sampled_from([0.0, 1.5, 20.0, 31.0]), st.sampled_from([0, 40])), max_size=20)
+_MOST = st.sampled_from([None, 2, 3])
+
+
+@given(steps=_STEPS, requests=_MOST, tokens=st.sampled_from([None, 30, 100]), together=_MOST)
+def test_a_refused_client_waits_for_every_limit(
+    steps: list[tuple[float, int]], requests: int | None, tokens: int | None, together: int | None
+) -> None:
+    """Retry-After is never shorter than a time after which a limit is told to have room, whichever limit refused."""
+    clock = Clock()
+    limits = RateLimits(clock)
+    limit = RateLimit(requests_per_minute=requests, tokens_per_minute=tokens, concurrent_requests=together)
+    for pause, used in steps:
+        clock.now += pause
+        answer = admit(limits, "a", limit)
+        if answer.refusal is not None:
+            wait = int(answer.refusal.headers()["Retry-After"])
+            resets = [value for name, value in answer.headers.items() if name.startswith("x-ratelimit-reset-")]
+            assert all(seconds(reset) <= wait for reset in resets), (wait, answer.headers)
+        elif used:
+            answer.close(used)
+
+
+def seconds(duration: str) -> int:
+    """Return the seconds of an OpenAI's duration such as ``1m0s``."""
+    minutes, _, rest = duration.rpartition("m")
+    return int(minutes or 0) * 60 + int(rest.removesuffix("s"))
+
+
 def test_concurrent_requests(limits: RateLimits) -> None:
     """As many as allowed run at the same time, and one that ends makes room."""
     limit = RateLimit(concurrent_requests=2)

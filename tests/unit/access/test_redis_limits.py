@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import structlog
 
+from triton_openai.access import redis_limits
 from triton_openai.access.rate_limits import RateLimit, RateLimits
 from triton_openai.access.redis_limits import RedisLimits
 from triton_openai.errors import ServiceOverloaded
@@ -161,6 +162,26 @@ async def test_a_request_that_is_cancelled_leaves_no_lease(services, monkeypatch
     await asyncio.gather(asking, return_exceptions=True)
     while (await other.admit("a", limit)).refusal is not None:
         pass
+
+
+async def test_a_driver_that_swallows_the_end(services, monkeypatch):
+    """The renewal of leases ends where Redis' client takes its cancellation for a time-out, or answers all the same."""
+    monkeypatch.setattr(redis_limits, "_RENEWAL", 0)
+    for name, failure in ("a", TimeoutError), ("b", None):
+        store, renewing = services(), asyncio.Event()
+
+        async def renew(*, renewing=renewing, failure=failure, **call):
+            renewing.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if failure is not None:
+                    raise failure from None
+
+        monkeypatch.setattr(store, "_renew", renew)
+        await store.admit(name, RateLimit(concurrent_requests=1))
+        await renewing.wait()
+        await asyncio.wait_for(store.close(), 10)
 
 
 async def test_the_first_answer_may_take_longer(services, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.clock import Clock
+from tests.clock import Clock, turns
 from triton_openai.answer.fan_out import RunGroup, collect
 from triton_openai.errors import UpstreamError, UpstreamTimeout
 
@@ -80,12 +80,11 @@ async def test_many_runs() -> None:
 async def test_the_time_for_all_runs(clock: Clock) -> None:
     """The time for all runs ends the wait, also when no run is to be looked at before; the likely cause is told."""
     for timeout in (0.0, 30.0):
-        group = RunGroup([FakeRun()], lambda *_: None, timeout=timeout)  # type: ignore[list-item]
-        await group.start()
+        collecting = asyncio.create_task(collect([FakeRun()], timeout=timeout))  # type: ignore[list-item]
+        await turns()
         clock.advance(timeout)
         with pytest.raises(UpstreamTimeout, match="Nobody knows"):
-            await group.wait()
-        group.close()
+            await collecting
 
 
 async def test_what_is_left_behind() -> None:

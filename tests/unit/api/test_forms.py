@@ -170,6 +170,8 @@ async def test_wrong_forms(monkeypatch: pytest.MonkeyPatch) -> None:
         (raw(MODEL), typed, 400, "file", "missing_required_parameter"),
         (raw(MODEL, NAMED % b"file" + b"\r\nf"), typed, 400, "file", "invalid_type"),
         (raw(MODEL, FILE, FILE), typed, 400, "file", "invalid_value"),
+        (raw(MODEL, FILE, NAMED % b"words" + b"\r\na", NAMED % b"words[]" + b"\r\na"), typed, 400, "words",
+         "invalid_value"),
         (raw(MODEL, FILE, NAMED % b"temperature" + b"\r\n2"), typed, 400, "temperature", "invalid_value"),
         (raw(MODEL, FILE, NAMED % b"temperature" + b"\r\nnan"), typed, 400, "temperature", "invalid_value"),
         (raw(MODEL, FILE, NAMED % b"temperature" + b"\r\nhot"), typed, 400, "temperature", "invalid_type"),

@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from tests.cases import every_case
-from triton_openai.api.embeddings import _rendered
+from triton_openai.api.embeddings import _embedding
 from triton_openai.errors import UpstreamError
 from triton_openai.parsers.tools.schema import Parameters
 
@@ -27,4 +27,4 @@ def test_alternatives_that_multiply():
 def test_vectors_hold_numbers(value, as_text):
     """What is no number is an error, and never null or garbage for the client."""
     with pytest.raises(UpstreamError):
-        _rendered(0, array("f", [0.5, value]).tobytes(), as_text)
+        _embedding(0, array("f", [0.5, value]).tobytes(), as_text)

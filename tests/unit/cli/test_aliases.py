@@ -35,10 +35,10 @@ FLAGS = [(flag, ours) for flags in ALIASES.values() for flag, (ours, _) in flags
 
 def value_of(arguments: list[str], environ: dict[str, str], path: str) -> tuple[object, list[str]]:
     """Return the setting at *path* after the command line and the environment, and the warnings."""
-    given = translate(arguments, environ)
+    written, ours, warnings = translate(arguments, environ)
     group, _, name = path.partition(".")
-    value = getattr(getattr(load_settings(parse(given.arguments).settings, given.environ), group), name)
-    return value if isinstance(value, int | tuple) else str(value), [*given.warnings]
+    value = getattr(getattr(load_settings(parse(written).settings, ours), group), name)
+    return value if isinstance(value, int | tuple) else str(value), [*warnings]
 
 
 @every_case("flag, ours", FLAGS)
@@ -59,8 +59,8 @@ def test_variables(variable: str, flag: str) -> None:
 
     warning = f"{variable} is accepted; its name here is {name}."
     assert (value, [warning]) == value_of(["serve"], {variable: written}, path)
-    both = translate(["serve"], {variable: "x", name: "y"})
-    assert ({name: "y"}, [f"{variable} is ignored: {name} is set."]) == (both.environ, both.warnings)
+    _, *both = translate(["serve"], {variable: "x", name: "y"})
+    assert [{name: "y"}, [f"{variable} is ignored: {name} is set."]] == both
 
 
 # The command lines of NVIDIA's documents; the last one has every flag of the frontend.
@@ -85,15 +85,13 @@ def test_the_command_lines_of_nvidias_frontend(line: str) -> None:
     The command lines of NVIDIA's frontend are taken as they are; what has no effect is said, with what there is in
     its place.
     """
-    given = translate(["serve", *line.split()], {})
-    settings = load_settings(parse(given.arguments).settings, given.environ)
+    written, environ, warnings = translate(["serve", *line.split()], {})
+    settings = load_settings(parse(written).settings, environ)
 
     assert settings.triton.model_repository
     idle = {flag: why for flag, why in WITHOUT_EFFECT["NVIDIA's OpenAI frontend"].items() if flag in line}
     assert [*idle.items()] == [
-        (flag, text)
-        for flag, _, text in (one.partition(" is accepted without effect. ") for one in given.warnings)
-        if text
+        (flag, text) for flag, _, text in (one.partition(" is accepted without effect. ") for one in warnings) if text
     ]
 
 
@@ -132,7 +130,7 @@ def test_no_alias_is_a_flag_of_ours() -> None:
 
     assert {"--history-template"} == theirs & {option.flag for option in options()}
     line = shlex.split("serve --port 1 --triton-url http://h:8001 --api-key=a:-p")
-    assert ([*line], []) == ([*translate(line, {}).arguments], translate(line, {}).warnings)
+    assert ([*line], {}, []) == translate(line, {})
 
 
 def test_mistakes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,7 @@ def test_defaults() -> None:
 
     assert Settings() == settings
     assert ("127.0.0.1", 9000) == (settings.server.host, settings.server.port)
-    assert "http://127.0.0.1:8000" == settings.triton.http_url
-    assert settings.triton.grpc_url is None
+    assert ("http://127.0.0.1:8000",) == settings.triton.url
 
 
 def test_precedence(read) -> None:
@@ -192,7 +191,7 @@ def test_urls(read) -> None:
     for given in (["http://a:8000/", "grpc://a:8001"], ["grpc://a:8001,http://a:8000/"]):
         triton = read(None, {"triton-url": given}).triton
 
-        assert ("http://a:8000", "grpc://a:8001") == (triton.http_url, triton.grpc_url)
+        assert {"http://a:8000/", "grpc://a:8001"} == set(triton.url)
 
 
 def test_repository_takes_the_place_of_the_default_address(read) -> None:
@@ -220,6 +219,7 @@ def test_repository_takes_the_place_of_the_default_address(read) -> None:
         ("server: {port: 1, port: 2}", "The settings file FILE is not valid YAML: 'port' is there twice"),
         ("[1]", "The settings file FILE has to be a mapping of names to values."),
         ("a: [", "The settings file FILE is not valid YAML:"),
+        ("? [a]\n: b", "The settings file FILE is not valid YAML:"),
         ("triton: {idle_timeout: .inf}", "triton.idle_timeout in FILE: inf is not accepted:"),
         ("triton: {idle_timeout: .nan}", "triton.idle_timeout in FILE: nan is not accepted:"),
         ("triton: {model_repository: [1]}", "triton.model_repository in FILE: [1] is not accepted: expected a path."),

@@ -93,10 +93,10 @@ async def test_without_limits_everybody_is_in() -> None:
     admission = gate()
     visitors = [Visitor(admission) for _ in range(100)]
     await settled()
-    assert 100 == len(inside(visitors)) == admission.running["m"]
+    assert 100 == len(inside(visitors)) == len(admission.running["m"])
     for visitor in visitors:
         await visitor.leave()
-    assert {} == dict(admission.running)
+    assert {} == admission.running
 
 
 async def test_the_queue_is_first_come_first_served() -> None:
@@ -105,12 +105,12 @@ async def test_the_queue_is_first_come_first_served() -> None:
     admission = gate(max_running_requests=2, observer=seen)
     visitors = [Visitor(admission) for _ in range(4)]
     await settled()
-    assert ([0, 1], 2, 2) == (inside(visitors), admission.queued, seen.waiting)
+    assert ([0, 1], 2, 2) == (inside(visitors), len(admission.queue), seen.waiting)
 
     await visitors[1].leave()
     assert [0, 2] == inside(visitors)
     await visitors[0].leave()
-    assert ([2, 3], 0, 0) == (inside(visitors), admission.queued, seen.waiting)
+    assert ([2, 3], 0, 0) == (inside(visitors), len(admission.queue), seen.waiting)
     assert 0 == visitors[0].record.queued_seconds < visitors[2].record.queued_seconds
     for visitor in visitors[2:]:
         await visitor.leave()
@@ -162,7 +162,7 @@ async def test_a_full_queue_refuses_at_once() -> None:
     with pytest.raises(ServiceOverloaded) as caught:
         await admission.enter("m", observation())
     assert (503, "7") == (caught.value.status, caught.value.headers()["Retry-After"])
-    assert 1 == admission.queued
+    assert 1 == len(admission.queue)
     for visitor in visitors:
         await visitor.leave()
 
@@ -174,9 +174,9 @@ async def test_who_waits_too_long_is_sent_away() -> None:
     await settled()
     with pytest.raises(ServiceOverloaded):
         await admission.enter("m", observation())
-    assert (0, 1) == (admission.queued, admission.running["m"])
+    assert (0, 1) == (len(admission.queue), len(admission.running["m"]))
     await first.leave()
-    assert {} == dict(admission.running)
+    assert {} == admission.running
 
 
 async def test_who_has_less_patience_waits_less() -> None:
@@ -186,7 +186,7 @@ async def test_who_has_less_patience_waits_less() -> None:
     await settled()
     with pytest.raises(ServiceOverloaded) as caught:
         await admission.enter("m", observation(), patience=0.01)
-    assert ("1", 0) == (caught.value.headers()["Retry-After"], admission.queued)
+    assert ("1", 0) == (caught.value.headers()["Retry-After"], len(admission.queue))
     await first.leave()
 
 
@@ -210,7 +210,7 @@ async def test_who_gives_up_while_being_let_in_passes_the_place_on() -> None:
     await visitors[0].leave()
     assert [2] == inside(visitors)
     await visitors[2].leave()
-    assert {} == dict(admission.running)
+    assert {} == admission.running
 
 
 async def test_who_gives_up_is_not_turned_away() -> None:
@@ -259,15 +259,17 @@ async def test_never_more_than_the_limits_and_nobody_is_forgotten(
         running = [model for visitor, model in there if visitor.inside]
         assert len(running) <= total
         assert all(running.count(model) <= per_model for model in "abc")
-        assert dict(admission.running) == {model: running.count(model) for model in set(running)}
+        assert {model: len(tasks) for model, tasks in admission.running.items()} == {
+            model: running.count(model) for model in set(running)
+        }
         waiting = [model for visitor, model in there if not visitor.inside]
-        assert len(waiting) == admission.queued
+        assert len(waiting) == len(admission.queue)
         if len(running) < total:
             assert all(running.count(model) == per_model for model in waiting)
     for visitor, _ in there:
         visitor.task.cancel()
     await asyncio.gather(*(visitor.task for visitor, _ in there), return_exceptions=True)
-    assert ({}, 0) == (dict(admission.running), admission.queued)
+    assert ({}, 0) == (admission.running, len(admission.queue))
 
 
 def test_lag_that_stays() -> None:
@@ -319,8 +321,8 @@ async def test_workers_divide_the_limits(total: int, per_model: int, queued: int
     workers = [Admission(limits, lambda: 0.0, worker=Worker(index=index, count=count)) for index in range(count)]
     visitors = [Visitor(each) for each in workers for _ in range(45)]
     await settled()
-    running = [each.running["m"] for each in workers]
-    waiting = [each.queued for each in workers]
+    running = [len(each.running["m"]) for each in workers]
+    waiting = [len(each.queue) for each in workers]
     assert (min(total, per_model), queued) == (sum(running), sum(waiting))
     assert max(running) - min(running) <= 1
     assert max(waiting) - min(waiting) <= 1
@@ -328,7 +330,7 @@ async def test_workers_divide_the_limits(total: int, per_model: int, queued: int
     for visitor in visitors:
         visitor.task.cancel()
     await asyncio.gather(*(visitor.task for visitor in visitors), return_exceptions=True)
-    assert [({}, 0)] * count == [(dict(each.running), each.queued) for each in workers]
+    assert [({}, 0)] * count == [(each.running, len(each.queue)) for each in workers]
 
 
 def most_lines(admission: Admission, model: str = "m", share: float = 0.8) -> int:

@@ -206,23 +206,22 @@ async def test_a_first_start_that_fails_ends_it_all() -> None:
     assert all(member.status.done() for member in factory.members)
 
 
-async def test_the_first_banner_is_shown() -> None:
-    """The first banner is shown, once; a worker that listens later is asked as long as nobody has answered."""
+async def test_a_banner_is_shown() -> None:
+    """A worker that listens makes the banner; if it ends before, another one does."""
     factory = Factory()
     async with running(factory, 3) as pool:
         factory.members[2].end(-9)
         await until(lambda: len(factory.members) == 4)
-        late = factory.members[3]
-        pool.ask_for_banner(launched=True)
-        assert [] == late.told
-        factory.members[0].end(-9)
+        first, second, _, late = factory.members
+        banner = asyncio.create_task(pool.banner(launched=True))
+        await until(lambda: first.banners)
         late.listening.set()
-        await until(lambda: late.banners)
-        late.banners[0].set_result("hello")
-        factory.members[1].banners[0].set_result("hello again")
+        first.end(-9)
+        await until(lambda: second.banners)
+        second.banners[0].set_result("hello")
 
-        assert "hello" == await pool.banner
-        assert [("banner", True)] == late.told == factory.members[1].told
+        assert "hello" == await banner
+        assert ([("banner", True)], []) == (second.told, late.told)
         assert [0, 1, 2, 2] == factory.listening
 
 

@@ -437,20 +437,6 @@ async def test_a_file_is_kept_and_is_private(tmp_path: Path) -> None:
     await broken.close()
 
 
-async def test_what_an_earlier_version_kept(tmp_path: Path) -> None:
-    """What an earlier version kept is dropped, and the log says so."""
-    path = tmp_path / "file"
-    with sqlite3.connect(path) as connection:
-        connection.execute("CREATE TABLE triton_openai_state (key TEXT)")
-        connection.execute("PRAGMA user_version = 1")
-    connection.close()
-    store = opened(f"sqlite:{path}")
-    with capture_logs() as logs:
-        assert await store.put("k", "me", b"x", 0)
-    assert ["warning"] == [line["log_level"] for line in logs]
-    await store.close()
-
-
 @pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
 async def test_a_store_that_was_unavailable(
     kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

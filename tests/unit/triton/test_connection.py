@@ -104,7 +104,7 @@ async def test_headers_and_tokens_go_with_every_call(
     token = tmp_path / "token"
     token.write_text("first-token\nsecond line\n")
     access = TritonAccess(headers=("X-Tenant: blue, green", "x-tier:1"), token_file=token)
-    client = Endpoint([http_url if transport == "http" else grpc_url], connect_timeout=5, access=access)
+    client = Endpoint([http_url if transport == "http" else grpc_url], access=access)
 
     async def call_all() -> None:
         await client.repository_index()

@@ -147,7 +147,7 @@ async def test_servers_of_other_kinds(answer: bytes) -> None:
 
 async def reason_at(url: str) -> str:
     """Return why the models at *url* cannot be listed."""
-    endpoint = Endpoint([url], connect_timeout=5)
+    endpoint = Endpoint([url])
     try:
         with pytest.raises(ServiceError) as caught:
             await endpoint.repository_index()
@@ -174,7 +174,7 @@ async def test_a_grpc_address_beside_a_good_one() -> None:
     async with FakeTriton(config_of("m")) as triton:
         triton.version = "2.51.0"
         url = triton.url.replace("http://", "grpc://")
-        endpoint = Endpoint([triton.url, url], connect_timeout=5)
+        endpoint = Endpoint([triton.url, url])
         with structlog.testing.capture_logs() as lines:
             for _ in range(2):
                 await endpoint.server_info()
@@ -201,7 +201,7 @@ async def test_models_are_loaded_over_grpc() -> None:
     async with FakeTriton(config_of("m")) as triton, grpc_port(servicer=Triton()) as address:
         triton.version = "2.51.0"
         for url in (f"grpc://{address}", "grpc://127.0.0.1:1"):
-            endpoint = Endpoint([triton.url, url], connect_timeout=5)
+            endpoint = Endpoint([triton.url, url])
             await endpoint.server_info()
             assert endpoint._checking is not None
             await asyncio.wait({endpoint._checking})

@@ -53,37 +53,18 @@ class Triton(FakeClient):
         self.closed = True
 
 
-class Observer:
+class Told:
     """Counts what a fleet tells."""
 
     def __init__(self):
         self.events: Counter[Any] = Counter()
         self.running: Counter[str] = Counter()
 
-    def up(self, endpoint, number):
-        self.events[endpoint, "up"] += number
-
-    def leased(self, endpoint, model, number):
-        self.running[endpoint] += number
-
-    def ended(self, endpoint, model, outcome):
-        self.events[endpoint, outcome] += 1
-
-    def ejected(self, endpoint, model, number, reason):
-        self.events[endpoint, "ejected now"] += number
-        self.events[endpoint, "ejected", reason] += number > 0
-
-    def panics(self, model, number):
-        self.events["panics", model] += number
-
-    def failed_over(self, model, reason):
-        self.events["failed over", reason] += 1
-
-    def budget_exhausted(self):
-        self.events["budget exhausted"] += 1
-
-    def lookup_failed(self):
-        self.events["lookup failed"] += 1
+    def __call__(self, event, *labels, by=1):
+        if event == "running":
+            self.running[labels[0]] += by
+        else:
+            self.events[event, *labels] += by
 
 
 @pytest.fixture
@@ -95,8 +76,8 @@ async def fleets():
         tritons = options.pop("tritons")
         listed = [EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in tritons]
         settings = TritonSettings(endpoints=tuple(listed), refresh_interval=1000.0, **options)
-        observer = Observer()
-        fleet = Fleet(settings, connect=lambda each: tritons[each.name], observer=observer, grace=grace)
+        told = Told()
+        fleet = Fleet(settings, connect=lambda each: tritons[each.name], tell=told, grace=grace)
         fleet.watch(ask=ask)
         running = asyncio.create_task(fleet.run())
         await fleet.first.wait()
@@ -204,8 +185,8 @@ async def test_what_did_not_reach_a_model_goes_elsewhere(fleets, failure):
     answers = [await asked(fleet) for _ in range(10)]
     busy.close()
     assert answers == [(b,)] * 10
-    assert fleet._observer.running.total() == 0
-    assert fleet._observer.events["failed over", failure.code] == len(a.asked_for) > 0
+    assert fleet._tell.running.total() == 0
+    assert fleet._tell.events["failovers", "m", failure.code] == len(a.asked_for) > 0
 
 
 @pytest.mark.parametrize(
@@ -245,7 +226,7 @@ async def test_retries_have_a_budget(fleets):
         with pytest.raises(Overloaded):
             await asked(fleet)
     assert sum(len(triton.asked_for) for triton in tritons.values()) == 60
-    assert fleet._observer.events["budget exhausted"] == 40
+    assert fleet._tell.events[("budget_exhausted",)] == 40
 
 
 async def test_a_model_that_fails_is_ejected_and_comes_back(fleets):
@@ -267,8 +248,8 @@ async def test_a_model_that_fails_is_ejected_and_comes_back(fleets):
         await answers.wait()
         await until(lambda: lines[-1]["event"] == "a Triton takes requests again")
     assert probes == [("m", "a")] * 3
-    assert fleet._observer.events["a", "ejected", "upstream_error"] == 1
-    assert fleet._observer.events["a", "ejected now"] == 0
+    assert fleet._tell.events["ejections", "a", "m", "upstream_error"] == 1
+    assert fleet._tell.events["ejected", "a", "m"] == 0
     assert [line["event"] for line in lines] == ["a Triton is ejected", "a Triton takes requests again"]
 
 
@@ -395,10 +376,10 @@ async def test_a_triton_that_takes_no_connections_is_ejected(fleets, monkeypatch
     for _ in range(5):
         await until(lambda: fleet.takes("m", "a"))
         fleet.lease("m", at="a").close(UpstreamUnavailable("refused"))
-    assert fleet._observer.events["a", "ejected now"] == 1
+    assert fleet._tell.events["ejected", "a", "m"] == 1
     answers.set()
     await until(lambda: fleet.takes("m", "a"))
-    assert fleet._observer.events["a", "ejected now"] == 0
+    assert fleet._tell.events["ejected", "a", "m"] == 0
 
 
 async def test_no_tritons_are_an_outage(fleets):
@@ -418,11 +399,11 @@ async def test_a_triton_that_leaves_is_not_counted(fleets):
     fleet = await fleets(tritons={name: Triton("m") for name in "abc"})
     for _ in range(5):
         fleet.lease("m", at="a").close(UpstreamError("The model failed."))
-    events = fleet._observer.events
-    assert (events["a", "up"], events["a", "ejected now"]) == (1, 1)
+    events = fleet._tell.events
+    assert (events["up", "a"], events["ejected", "a", "m"]) == (1, 1)
     await fleet._apply([EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in "bc"])
-    await until(lambda: not events["a", "ejected now"])
-    assert (events["a", "up"], events["b", "up"]) == (0, 1)
+    await until(lambda: not events["ejected", "a", "m"])
+    assert (events["up", "a"], events["up", "b"]) == (0, 1)
 
 
 async def test_ejection_holds_for_tritons_that_came_later(fleets):
@@ -445,7 +426,7 @@ async def test_all_are_used_when_too_many_are_ejected_altogether(fleets):
         for model in models[:3]:
             for _ in range(5):
                 fleet.lease(model, at=name).close(UpstreamError("The model failed."))
-    assert fleet._observer.events["panics", "p"] == 1
+    assert fleet._tell.events["panics", "p"] == 1
     assert {fleet.lease("p").endpoint for _ in range(60)} == {"a", "b", "c"}
 
 
@@ -671,7 +652,7 @@ async def test_a_whole_answer_is_asked_for_elsewhere_when_its_triton_is_lost(fle
             a.error = UpstreamTimeout("frozen")
             await fleet.refresh()
         assert await answer == (b,)
-        assert fleet._observer.running.total() == 0
+        assert fleet._tell.running.total() == 0
 
 
 async def test_a_whole_answer_of_the_last_triton_is_waited_for(fleets):

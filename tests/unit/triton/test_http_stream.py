@@ -1,14 +1,17 @@
-"""The pool of kept connections to Triton; what travels over them is in ``test_transports``."""
+"""The pool of kept connections to Triton, and what a stream keeps; what travels over them is in ``test_transports``."""
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from triton_openai import offload
 from triton_openai.triton import http_stream
 from triton_openai.triton.connection import ConnectionSettings
-from triton_openai.triton.http_stream import IDLE_SECONDS, ConnectionPool
+from triton_openai.triton.http_stream import IDLE_SECONDS, ConnectionPool, HttpStream
 
 
 @pytest.fixture
@@ -76,3 +79,27 @@ def test_a_closed_pool(pool: ConnectionPool, clock: Mock) -> None:
 
     assert [True, True, True] == closed([*before, *kept(pool)])
     assert pool.idle() is None
+
+
+class Message:
+    """Stands for the bytes of a request: of this, one can tell whether it is still there."""
+
+
+@pytest.mark.parametrize("cost", [0.0, 2 * offload.INLINE])
+async def test_a_request_is_not_kept(pool: ConnectionPool, clock: Mock, cost: float) -> None:
+    """What was sent takes no memory while it is answered. For a connection that was stale, it is made again."""
+    made: list[weakref.ref[Message]] = []
+
+    def message() -> Any:
+        one = Message()
+        made.append(weakref.ref(one))
+        return one
+
+    connection = Mock(usable=True)
+    connection.send = lambda data, stream: None
+    pool.keep(connection)
+    stream = HttpStream(pool, Mock(model="m", outputs=(), cost=cost), Mock(), message=message)
+    if stream._connecting is not None:
+        await stream._connecting
+
+    assert [None] == [one() for one in made]

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
+from typing import TypeVar
 
 import structlog
 from aiohttp import web
 
-from triton_openai.answer.limits import TimeLimits
 from triton_openai.api import agents
-from triton_openai.api.agents import known_effort, page
+from triton_openai.api.agents import known_effort
 from triton_openai.api.bodies import json_response, tell_ignored
 from triton_openai.api.chat import ChatRequest, turn_of
 from triton_openai.api.messages import types
 from triton_openai.api.messages.message_events import MessageEvents, add_request_id
-from triton_openai.api.messages.message_reader import Reading, read
-from triton_openai.api.parameters import check_unused
-from triton_openai.api.service import RequestContext, Service, begin, key_of, new_id, read_request, service_of
+from triton_openai.api.messages.message_reader import read
+from triton_openai.api.service import RequestContext, begin, key_of, new_id, service_of
 from triton_openai.api.sse import stream
 from triton_openai.errors import InvalidRequest
 from triton_openai.models.lookup import Models
-from triton_openai.models.served import ServedModel
-from triton_openai.telemetry.request_record import RECORD, RequestRecord
 
+_Body = TypeVar("_Body", bound=types.CountTokensRequest)
 _log = structlog.get_logger(__name__)
 #: The header of an answer that says how many tokens there was room for, where the client asked for more.
 LIMITED_HEADER = "x-max-tokens"
@@ -30,50 +30,43 @@ LIMITED_HEADER = "x-max-tokens"
 
 async def handle(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, as Anthropic's API does."""
-    context = await begin(request, types.MessagesRequest, read_as_chat=True)
-    record, body = context.record, context.body
-    add_request_id(record)
-    reading = await _read(context.service, context.model, body, record)
-    record.parameters = reading.chat
-    chat = context.about(reading.chat)
-    omits = body.thinking is not None and body.thinking.display == "omitted"
-
-    answer = partial(_answer, omits_thinking=omits)
-    try:
-        return await chat.admitted(answer, param="messages")
-    except InvalidRequest as error:
-        reading.relabel_param(error)
-        raise
+    async with _chat(request, types.MessagesRequest) as (body, chat):
+        omits = body.thinking is not None and body.thinking.display == "omitted"
+        return await chat.admitted(partial(_answer, omits_thinking=omits), param="messages")
 
 
 async def count_tokens(request: web.Request) -> web.Response:
     """Count the tokens of a conversation, as the model's template renders it; images count as their placeholders."""
-    service, body, model = await read_request(request, types.CountTokensRequest)
-    add_request_id(request[RECORD])
-    tell_ignored(request[RECORD], check_unused(body))
-    reading = await _read(service, model, body, request[RECORD])
-    limits = TimeLimits.of(service.settings.triton, request.headers, stream=False)
-    context = RequestContext(request, service, reading.chat, model, request[RECORD], limits)
+    async with _chat(request, types.CountTokensRequest) as (_, chat):
+        return json_response(types.TokenCount(input_tokens=await agents.count_tokens(chat)))
+
+
+@asynccontextmanager
+async def _chat(request: web.Request, kind: type[_Body]) -> AsyncIterator[tuple[_Body, RequestContext[ChatRequest]]]:
+    """Yield the body of *request*, and a request for the same as a chat. An error of the block names its fields."""
+    context = await begin(request, kind, read_as_chat=True)
+    record = context.record
+    add_request_id(record)
+    reading = read(context.body, strict_tools=context.service.settings.api.strict_tools)
+    record.parameters = chat = reading.chat
+    # The chat has them.
+    context.body.messages = []
+    effort = await known_effort(context.model, chat.reasoning_effort)
+    if effort != chat.reasoning_effort:
+        tell_ignored(record, ["output_config.effort"])
+    chat.reasoning_effort = effort
+    agents.tell_left_out(record, reading.left_out)
     try:
-        return json_response(types.TokenCount(input_tokens=await agents.count_tokens(context)))
+        yield context.body, context.about(chat)
     except InvalidRequest as error:
         reading.relabel_param(error)
         raise
-
-
-async def _read(service: Service, model: ServedModel, body: types.CountTokensRequest, record: RequestRecord) -> Reading:
-    reading = read(body, strict_tools=service.settings.api.strict_tools)
-    asked = reading.chat.reasoning_effort
-    reading.chat.reasoning_effort = await known_effort(model, asked)
-    if reading.chat.reasoning_effort != asked:
-        tell_ignored(record, ["output_config.effort"])
-    agents.tell_left_out(record, reading.left_out)
-    return reading
 
 
 async def _answer(context: RequestContext[ChatRequest], *, omits_thinking: bool) -> web.StreamResponse:
     body, record = context.body, context.record
     turn = await turn_of(context, new_id("msg", "_"), fitting=True)
+    context.forget_messages()
     (run,), (parser,) = turn.runs, turn.parsers
     room, asked = run.generation.sampling.max_tokens, turn.spec.limit.tokens
     limited = room < asked
@@ -99,12 +92,15 @@ async def _answer(context: RequestContext[ChatRequest], *, omits_thinking: bool)
 def list_models(request: web.Request) -> web.Response:
     """Return a page of the models that the request's key may use. Raises :class:`InvalidRequest`."""
     models, key, query = service_of(request).models, key_of(request), request.query
-    backwards = -1 if "before_id" in query else 1
-    names = [name for name in models.served if key.allows(name)][::backwards]
-    shown, more = page(query, names, names, most=1000, after="before_id" if backwards < 0 else "after_id")
-    data = [describe(models, name) for name in shown[::backwards]]
-    ends = (data[0].id, data[-1].id) if data else (None, None)
-    return json_response(types.ModelPage(data=data, has_more=more, first_id=ends[0], last_id=ends[1]))
+    place, way = ("before_id", -1) if "before_id" in query else ("after_id", 1)
+    names = [name for name in models.served if key.allows(name)][::way]
+    limit, after = agents.page_limit(query, 1000), query.get(place)
+    if after is not None:
+        if after not in names:
+            raise agents.unknown_place_error(place)
+        names = names[names.index(after) + 1 :]
+    data = [describe(models, name) for name in names[:limit][::way]]
+    return json_response(types.ModelPage.of(data, more=len(names) > limit))
 
 
 def describe(models: Models, name: str) -> types.ModelInfo:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
@@ -15,11 +16,12 @@ from msgspec import Meta
 
 from triton_openai import errors, offload
 from triton_openai.api import agents
+from triton_openai.api.agents import Page
 from triton_openai.api.batches import add, cancel_batch, find_batch
 from triton_openai.api.bodies import json_response, parse_json
 from triton_openai.api.messages.message_events import add_request_id
 from triton_openai.api.service import find_model, key_of, new_id, service_of
-from triton_openai.api.uploaded_files import files_of, send_file
+from triton_openai.api.uploaded_files import files_of, page_found, send_file
 from triton_openai.batches.file_folder import Files
 from triton_openai.serving.request_body import LIMITS, read_body
 from triton_openai.storage.batch_store import Batch
@@ -75,13 +77,8 @@ class MessageBatch(msgspec.Struct, kw_only=True):
     results_url: str | None
 
 
-class MessageBatchPage(msgspec.Struct, kw_only=True):
+class MessageBatchPage(Page[MessageBatch]):
     """A page of batches."""
-
-    data: Sequence[MessageBatch]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
 
 
 class DeletedMessageBatch(msgspec.Struct, kw_only=True):
@@ -159,22 +156,12 @@ def _models(requests: Sequence[BatchedMessage]) -> set[str]:
 
 async def list_batches(request: web.Request) -> web.Response:
     """List the batches of messages of the request's key, newest first."""
-    files, query = files_of(request), request.query
+    store, query = files_of(request).store, request.query
     add_request_id(request[RECORD])
-    limit, before = agents.page_limit(query, 1000), query.get("before_id")
-    after, reverse = (query.get("after_id"), True) if before is None else (before, False)
-    found: Sequence[Batch] | None = [] if after is None else None
-    if files.exist:
-        found = await files.store.batches(
-            key_of(request).name, "anthropic", after=after, limit=limit + 1, reverse=reverse
-        )
-    if found is None:
-        raise agents.unknown_place_error("after_id" if reverse else "before_id")
-    data = [_batch_object(batch) for batch in found[:limit]]
-    if not reverse:
-        data.reverse()
-    first, last = (data[0].id, data[-1].id) if data else (None, None)
-    return json_response(MessageBatchPage(data=data, has_more=len(found) > limit, first_id=first, last_id=last))
+    place, way = ("before_id", -1) if "before_id" in query else ("after_id", 1)
+    find = partial(store.batches, key_of(request).name, "anthropic", reverse=way > 0)
+    batches, more = await page_found(request, find, agents.page_limit(query, 1000), query.get(place), place)
+    return json_response(MessageBatchPage.of([_batch_object(batch) for batch in batches[::way]], more=more))
 
 
 async def _found(request: web.Request) -> Batch:
@@ -220,11 +207,6 @@ def _batch_object(batch: Batch) -> MessageBatch:
     total, ended = batch.total, not batch.open
     never = total - batch.succeeded - batch.failed if ended else 0
     ended_at = batch.times.get(f"{batch.status}_at") if ended else None
-    status: Literal["in_progress", "canceling", "ended"] = "in_progress"
-    if ended:
-        status = "ended"
-    elif batch.status == "cancelling":
-        status = "canceling"
     counts = MessageCounts(
         processing=0 if ended else total,
         succeeded=batch.succeeded if ended else 0,
@@ -235,7 +217,7 @@ def _batch_object(batch: Batch) -> MessageBatch:
     cancelling = batch.times.get("cancelling_at")
     return MessageBatch(
         id=batch.id,
-        processing_status=status,
+        processing_status="ended" if ended else "canceling" if batch.status == "cancelling" else "in_progress",
         request_counts=counts,
         ended_at=None if ended_at is None else _time(ended_at),
         created_at=_time(batch.created),

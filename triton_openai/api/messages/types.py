@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias, Union
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from triton_openai.api.agents import Page
 from triton_openai.api.bodies import MAX_MESSAGES, ModelRequest
 from triton_openai.api.parameters import accepting, ignoring
 
@@ -318,10 +319,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_input_tokens: int | None
 
 
-class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
+class ModelPage(Page[ModelInfo]):
     """A page of the list of models."""
-
-    data: Sequence[ModelInfo]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None

@@ -11,12 +11,12 @@ import msgspec
 import structlog
 
 from triton_openai import errors
-from triton_openai.access.rate_limits import RESERVATION, tokens_charged
+from triton_openai.access.rate_limits import RESERVATION, Reservation, tokens_charged
 from triton_openai.answer.fan_out import collect
 from triton_openai.api.chat import ChatRequest, Turn
 from triton_openai.api.responses.chat_request import Reading
 from triton_openai.api.responses.context_window import answered, turn_of
-from triton_openai.api.responses.event_log import EVENTS, EventLog
+from triton_openai.api.responses.event_log import EVENTS, LEASE_SECONDS, EventLog
 from triton_openai.api.responses.objects import ResponsesRequest
 from triton_openai.api.responses.response_events import ResponseEvents, response_event, terminal_events
 from triton_openai.api.responses.stored import StoredResponse
@@ -70,21 +70,11 @@ async def start(
     response has ended. Raises :class:`StoreUnavailable`.
     """
     made.response.status = "queued"
-    await made.announce()
+    await made.put(made.input, lease=LEASE_SECONDS)
     reservation = context.request.pop(RESERVATION, None)
     log = made.log = EventLog(made.state.store(), made.response, made.owner)
     log.add(events.queued())
-    kept = held.pop_all()
-
-    async def work() -> None:
-        try:
-            await _make(context, made, log, turn, events, reading, kept)
-        finally:
-            if reservation is not None:
-                observed = context.record
-                reservation.close(tokens_charged(observed, served=observed.error is None, cut_short=False))
-
-    log.task = asyncio.create_task(work())
+    log.task = asyncio.create_task(_make(context, made, log, turn, events, reading, held.pop_all(), reservation))
     made.state.live[made.response.id] = log
 
 
@@ -96,6 +86,7 @@ async def _make(
     events: ResponseEvents,
     reading: Reading,
     held: AsyncExitStack,
+    reservation: Reservation | None,
 ) -> None:
     app, record = context.request.app, context.record
     failure: errors.ServiceError | None = None
@@ -147,6 +138,8 @@ async def _make(
                 log.add(events.concluded(failure))
                 await made.keep()
         finally:
+            if reservation is not None:
+                reservation.close(tokens_charged(record, served=record.error is None, cut_short=False))
             await log.close()
             log.end(terminal_events(made.response, log.count, None if failure is None else failure.param))
             made.state.live.pop(log.response.id, None)
@@ -161,7 +154,7 @@ class ResumedEvents(EventSource):
 
     def __init__(self, found: StoredResponse, after: int) -> None:
         self._found = found
-        self._log = found.state.live.get(found.response.id)
+        self._log = found.log
         self._place = max(0, after + 1)
         # The last row that was read, and the number of the event behind it.
         self._row: str | None = None
@@ -187,8 +180,7 @@ class ResumedEvents(EventSource):
             await log.wait(seconds)
         events = log.after(self._place)
         if events is None:
-            # The reader is far behind.
-            self._row, self._behind = log.row_before(self._place)
+            # The reader is far behind. The store is read on from where it was before.
             return await self._stored(seconds)
         if not events and log.last is not None:
             self._over = True

@@ -58,11 +58,11 @@ async def create(request: web.Request) -> web.StreamResponse:
     if body.background:
         return await _begin_in_background(context, made)
     async with _chat(context, made) as (asked, reading):
-        if body.stream and made.response.store:
-            try:
-                await made.announce()
-            except errors.StoreUnavailable as error:
-                made.not_kept(error)
+        reading.before = ()
+        if made.response.store and body.stream:
+            await made.announce()
+        if not made.response.store and made.response.conversation is None:
+            made.input = ()
         return await asked.admitted(partial(_answer, made=made, reading=reading), param="messages")
 
 
@@ -141,6 +141,8 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
     cost = offload.rendering_cost(items, body.tools or ()) + offload.json_cost(sources.size)
     reading = await offload.run(as_chat, cost=cost)
     reading.before = sources.before
+    # The chat has it, and what is to be kept is encoded.
+    body.input = []
     agents.tell_left_out(context.record, reading.tools.left_out)
     if effort is None and wanted is not None:
         tell_ignored(context.record, ["reasoning.effort"])
@@ -155,6 +157,8 @@ async def _answer(
     context: RequestContext[chat.ChatRequest], *, made: StoredResponse, reading: Reading
 ) -> web.StreamResponse:
     async def answer(turn: chat.Turn) -> web.StreamResponse:
+        if reading.body.truncation != "auto":
+            context.forget_messages()
         events = _events(made, reading, turn)
         if reading.body.stream:
             return await stream(context, turn.runs, events)
@@ -172,7 +176,8 @@ def _events(made: StoredResponse, reading: Reading, turn: chat.Turn) -> Response
         if (value := getattr(turn.spec.template.sampling, name)) is not None:
             setattr(made.response, name, value)
     sealed = "reasoning.encrypted_content" in (reading.body.include or ())
-    return ResponseEvents(made.response, run, parser, names=reading.tools.names, sealed=sealed, keep=made.keep)
+    names, forced = reading.tools.names, bool(turn.plan.forced)
+    return ResponseEvents(made.response, run, parser, names=names, sealed=sealed, forced=forced, keep=made.keep)
 
 
 async def _begin_in_background(context: RequestContext[ResponsesRequest], made: StoredResponse) -> web.StreamResponse:

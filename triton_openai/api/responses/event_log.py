@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -51,12 +50,10 @@ class EventLog:
         # Pieces of the latest events, each with its first number; their bytes; from which number on they are in no row.
         self._recent: deque[tuple[int, bytes]] = deque()
         self._size = self._unwritten = 0
-        # The rows that the store may lack; the bytes that it lacks; the numbers with which all rows begin.
+        # The rows that the store may lack; the bytes that it lacks.
         self._rows: list[Row] = []
         self._waiting = 0
-        self._starts: list[int] = []
-        self._readers: set[asyncio.Future[None]] = set()
-        self._work, self._closed = asyncio.Event(), asyncio.Event()
+        self._news, self._work, self._closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._storing: asyncio.Task[None] | None = None
 
     @property
@@ -90,28 +87,19 @@ class EventLog:
             self._size += len(events)
             self._waiting += len(events)
             self._work.set()
-            self._wake()
+            self._news.set()
 
     def end(self, last: bytes) -> None:
         """Let the readers end, with the *last* events."""
         self.last = last
-        self._wake()
-
-    def _wake(self) -> None:
-        for reader in self._readers:
-            if not reader.done():
-                reader.set_result(None)
+        self._news.set()
 
     async def wait(self, seconds: float) -> None:
         """Wait for further events, or the last ones, for *seconds* at most."""
-        reader = asyncio.get_running_loop().create_future()
-        self._readers.add(reader)
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await reader
-        finally:
-            self._readers.discard(reader)
+        self._news.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
 
     def after(self, place: int) -> bytes | None:
         """Return the events from number *place* on; ``None`` where only the store has them all."""
@@ -125,11 +113,6 @@ class EventLog:
             if place < self.count:
                 return None
         return b"".join(reversed(found))
-
-    def row_before(self, place: int) -> tuple[str | None, int]:
-        """Return the id of the row before the one with event number *place*, and the number with which that begins."""
-        number = bisect_right(self._starts, place) - 1
-        return str(self._starts[number - 1]) if number > 0 else None, self._starts[max(number, 0)]
 
     async def _keep_storing(self) -> None:
         pause = _BATCH_SECONDS
@@ -165,7 +148,6 @@ class EventLog:
         if pieces:
             # It stays as it is: the store may have it though it could not say so.
             self._rows.append(Row(EVENTS, str(self._unwritten), b"".join(pieces)))
-            self._starts.append(self._unwritten)
             self._unwritten = self.count
         return tuple(self._rows)
 

@@ -7,12 +7,13 @@ Source of the wire format: openai-openapi 2.3.0, and where it and the clients di
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from triton_openai.api import parameters
+from triton_openai.api.agents import Page
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest
 from triton_openai.api.logprobs import ContentLogprob
 
@@ -214,6 +215,17 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
     output_tokens_details: OutputTokensDetails
     total_tokens: int
 
+    @classmethod
+    def of(cls, input_tokens: int, output_tokens: int, *, cached: int, reasoning: int) -> Self:
+        """Return the usage of tokens, of which some came from a cache and some were thoughts."""
+        return cls(
+            input_tokens=input_tokens,
+            input_tokens_details=InputTokensDetails(cached_tokens=cached),
+            output_tokens=output_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=reasoning),
+            total_tokens=input_tokens + output_tokens,
+        )
+
 
 class ResponseFailure(msgspec.Struct):
     """Why a response failed."""
@@ -294,18 +306,14 @@ class Deleted(msgspec.Struct, kw_only=True):
     """The answer to a deletion; ``object`` says of what."""
 
     id: str
-    object: Literal["response", "conversation.deleted", "chat.completion.deleted"] = msgspec.field(name="object")
+    object: Literal["response", "conversation.deleted", "chat.completion.deleted", "file"] = msgspec.field(
+        name="object"
+    )
     deleted: bool = True
 
 
-class ItemList(msgspec.Struct, kw_only=True):
+class ItemList(Page[Item], tag_field="object", tag="list"):
     """Items of a list, with the ids of the first and the last, and whether more follow."""
-
-    object: Literal["list"] = msgspec.field(name="object", default="list")
-    data: Sequence[Item]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):

@@ -11,7 +11,8 @@ from msgspec import UNSET
 
 from triton_openai.answer.run import Run
 from triton_openai.api.agents import seal
-from triton_openai.api.logprobs import ContentLogprob, chat_logprobs, in_pieces
+from triton_openai.api.bodies import in_pieces
+from triton_openai.api.logprobs import ContentLogprob, chat_logprobs
 from triton_openai.api.responses import objects
 from triton_openai.api.responses.chat_request import ToolName
 from triton_openai.api.service import now
@@ -76,6 +77,8 @@ class ResponseEvents(Renderer):
     names: Mapping[str, ToolName]
     #: Whether reasoning items have their ``encrypted_content``.
     sealed: bool
+    #: Whether it is tool calls and nothing else.
+    forced: bool = False
     #: Keeps the response before its last event is sent.
     keep: Callable[[], Awaitable[None]] | None = None
 
@@ -141,8 +144,8 @@ class ResponseEvents(Renderer):
     def last(self, choice: int) -> bytes:
         """Return the text that the parser delayed, and the end of the last item."""
         events = self._parsed(self.parser.flush(cut=self.run.progress.cut), [])
-        if not self._output:
-            # An empty answer is a message too.
+        if not self._output and not self.forced:
+            # An empty answer is a message too. A forced call that is cut before its name is nothing.
             events += self._begin(objects.OutputMessage)
         cut = self.run.progress.finish_reason is FinishReason.LENGTH
         if isinstance(self._item, objects.OutputFunctionCall | objects.OutputCustomCall):
@@ -187,15 +190,9 @@ class ResponseEvents(Renderer):
 
     def _usage(self) -> objects.ResponseUsage:
         usage = self.run.progress.usage or self.run.progress.usage_estimate
-        return objects.ResponseUsage(
-            input_tokens=usage.prompt_tokens,
-            input_tokens_details=objects.InputTokensDetails(cached_tokens=usage.cached_tokens or 0),
-            output_tokens=usage.completion_tokens,
-            output_tokens_details=objects.OutputTokensDetails(
-                reasoning_tokens=min(self.parser.reasoning_tokens, usage.completion_tokens)
-            ),
-            total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        )
+        made = usage.completion_tokens
+        reasoning = min(self.parser.reasoning_tokens, made)
+        return objects.ResponseUsage.of(usage.prompt_tokens, made, cached=usage.cached_tokens or 0, reasoning=reasoning)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._next += 1

@@ -35,13 +35,12 @@ async def _found(request: web.Request) -> StoredResponse:
 async def retrieve(request: web.Request) -> web.StreamResponse:
     """Return a response that was stored; with ``stream``, its events, if it was made in the background."""
     found = await _found(request)
-    log = found.state.live.get(found.response.id)
     given = await read_json(request, _Retrieval, strict=False) if request.can_read_body else _Retrieval()
     stream = request.query.get("stream", "true" if given.stream else "false")
     if stream not in ("true", "false"):
         raise errors.InvalidValue("'stream' must be 'true' or 'false'.", "stream")
     if stream == "false":
-        return json_response(found.response if log is None or not found.running else log.shown)
+        return json_response(found.log.shown if found.log is not None and found.running else found.response)
     if not found.response.background:
         raise errors.InvalidValue("Only responses that are made in the background can be streamed again.", "stream")
     try:
@@ -58,10 +57,9 @@ async def delete(request: web.Request) -> web.Response:
     Responses that go on from it go on without its items.
     """
     found = await _found(request)
-    log = found.state.live.get(found.response.id)
     await found.state.store().delete(found.response.id, bridged=True)
-    if log is not None:
-        await log.stop()
+    if found.log is not None:
+        await found.log.stop()
     return json_response(Deleted(id=found.response.id, object="response"))
 
 
@@ -76,8 +74,8 @@ async def cancel(request: web.Request) -> web.Response:
             )
         if not found.running:
             return json_response(response)
-        if log := found.state.live.get(response.id):
-            await log.stop()
+        if found.log is not None:
+            await found.log.stop()
         else:
             # Its maker, in another process, can store nothing more. What it has stored is the output.
             response.status = "cancelled"
@@ -90,18 +88,20 @@ async def list_input(request: web.Request) -> web.Response:
     return json_response(await page_of(request, found.response.id, "input"))
 
 
-def page_query(request: web.Request, order: str = "desc") -> tuple[int, str | None, bool]:
+def page_query(
+    request: web.Request, order: str = "desc", *, most: int = 100, default: int = 20
+) -> tuple[int, str | None, bool]:
     """
     Return the ``limit`` of the page that *request* asks for, the id that it follows, and whether the last comes first.
 
-    *order* holds where the query has none. Raises :class:`InvalidValue`.
+    *order* and *default* hold where the query has none. Raises :class:`InvalidValue`.
     """
     order, after = request.query.get("order", order), request.query.get("after")
     if order not in ("asc", "desc"):
         raise errors.InvalidValue("'order' must be 'asc' or 'desc'.", "order")
     if after is not None and not is_id(after):
         raise agents.unknown_place_error("after")
-    return agents.page_limit(request.query, 100), after, order == "desc"
+    return agents.page_limit(request.query, most, default=default), after, order == "desc"
 
 
 async def page_of(request: web.Request, key: str, name: str, order: str = "desc") -> ItemList:

@@ -99,7 +99,9 @@ class ResponseStore:
             raise errors.ObjectNotFound(f"There is no response '{response_id[:100]}'.", param="response_id")
         output = kept.rows
         cost = offload.json_cost(entry.size)
-        response, items = await offload.run(lambda: (_RESPONSE.decode(entry.head), _decoded(output)), cost=cost)
+        response, items = await offload.run(
+            lambda: (_RESPONSE.decode(entry.head), _OUTPUT.decode(joined(output))), cost=cost
+        )
         found = StoredResponse(self, owner, response, entry.version)
         lost = found.running and entry.until < time.time()
         response.output = items
@@ -189,7 +191,7 @@ class StoredResponse:
         #: Whether it holds its conversation no longer, because it stands there.
         self.released = False
         #: Its events, if this process makes it in the background.
-        self.log: EventLog | None = None
+        self.log = state.live.get(response.id)
 
     @property
     def running(self) -> bool:
@@ -209,19 +211,18 @@ class StoredResponse:
         parent = head.previous_response_id if head.conversation is None else head.conversation["id"]
         kept = await self.state.store().put(
             *(head.id, self.owner, encoded, self.version),
-            rows=rows, parent=parent, ancestors=self.ancestors, lease=(head.id if lease else "", lease),
+            rows=rows, parent=parent, ancestors=self.ancestors, lease=(head.id, lease),
         )  # fmt: skip
         self.version += kept
         return kept
 
     async def announce(self) -> None:
-        """Keep it before it is made. Raises :class:`StoreUnavailable`."""
-        if self.response.background:
-            await self.put(self.input, lease=LEASE_SECONDS)
-        else:
-            # What it will be if this process ends in the middle of it.
-            lost = msgspec.structs.replace(self.response, status="failed", error=INTERRUPTED)
+        """Keep a stream, before it is made, as what it will be if this process ends in the middle of it."""
+        lost = msgspec.structs.replace(self.response, status="failed", error=INTERRUPTED)
+        try:
             await self.put(self.input, response=lost)
+        except errors.StoreUnavailable as error:
+            self.not_kept(error)
 
     async def begin(self) -> bool:
         """Tell other processes that it is in progress; return false if one of them has cancelled it."""
@@ -287,11 +288,6 @@ def no_conversation(conversation_id: str) -> errors.ObjectNotFound:
 def joined(items: Sequence[bytes]) -> bytes:
     """Return *items*, each in JSON, as a list in JSON."""
     return b"[%b]" % b",".join(items)
-
-
-def _decoded(output: Sequence[bytes]) -> list[OutputItem]:
-    items: list[OutputItem] = _OUTPUT.decode(joined(output))
-    return items
 
 
 def _output_rows(response: ResponseObject) -> list[Row]:

@@ -51,17 +51,14 @@ class LoraDelivery:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._patience
-        if not send and self._known is not None and self._there:
-            return LoraLease(self, self._known, self._losses, None)
-        while not send and self._sending is not None:
+        while not send:
             left = deadline - loop.time()
-            if left > 0:
-                await asyncio.wait({self._sending}, timeout=left)
-            elif self._known is None:
-                # Not even read yet; reading it a second time would not be faster.
-                await asyncio.wait({self._sending})
-            if self._known is not None and (self._there or deadline <= loop.time()):
+            if self._known is not None and (self._there or (self._sending is not None and left <= 0)):
                 return LoraLease(self, self._known, self._losses, None)
+            if self._sending is None:
+                break
+            # What is not even read after that time is waited for: reading it a second time would not be faster.
+            await asyncio.wait({self._sending}, timeout=left if left > 0 else None)
         sending = loop.create_future() if self._sending is None else None
         if sending is not None:
             self._sending = sending

@@ -69,8 +69,7 @@ def find_loras(
     problems: list[str] = []
     listed = _listed(model, repositories, problems)
     entries = {entry.name: entry for entry in map(_entry, settings.loras)}
-    folders = [settings.lora_dir] if settings.lora_dir is not None else []
-    folders += [repository / model for repository in repositories if (repository / model).is_dir()]
+    base = settings.lora_dir or next((each / model for each in repositories if (each / model).is_dir()), None)
 
     def found(entry: LoraSettings) -> FoundLora:
         if takes == "path":
@@ -82,10 +81,9 @@ def find_loras(
                 raise ConfigurationError("the model takes adapters by name, without task_id and path")
             return FoundLora(name=entry.name)
         if entry.path is not None:
-            if not folders:
+            if base is None:
                 raise ConfigurationError("its path needs a base: set lora_dir to the model's folder")
-            path, root = entry.path, folders[0]
-            bases = [root]
+            path, root, bases = entry.path, base, [base]
         elif entry.name in listed:
             path, version = listed[entry.name]
             root = version.parent

@@ -90,14 +90,9 @@ def _found(model: ServedModel, settings: Settings, over_grpc: bool) -> tuple[lis
     if not model.metadata.loras:
         why = "Its engine takes no LoRA adapters, as the model's files say."
         return [], [why] if model.settings.loras else []
-    triton, capabilities = settings.triton, model.adapter.capabilities
-    found, problems = find_loras(
-        model.name,
-        model.settings,
-        triton.readable_repositories,
-        capabilities.lora,
-        local=bool(triton.model_repository),
-    )
+    capabilities, repositories = model.adapter.capabilities, settings.triton.readable_repositories
+    local = bool(settings.triton.model_repository)
+    found, problems = find_loras(model.name, model.settings, repositories, capabilities.lora, local=local)
     if capabilities.streaming and not over_grpc:
         # Over HTTP a stream's inputs are JSON, which has no matrices, and other requests get no stream.
         problems += [

@@ -170,14 +170,12 @@ class Pool:
         share: SharedState,
     ) -> None:
         self.settings = settings
-        #: The banner of the first worker that makes one after :meth:`ask_for_banner`.
-        self.banner: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._start = start
         self._share = share
         self._members: dict[int, WorkerProcess] = {}
         self._backoffs = [Backoff(first=FIRST_PAUSE, longest=30.0, stable_after=30.0) for _ in range(count)]
-        self._launched: bool | None = None
-        self._ever_listened = False
+        # Set once a worker has accepted connections.
+        self._ever_listened = asyncio.Event()
         self._ending = asyncio.Event()
         self._killed = False
         self._all_ended = asyncio.Event()
@@ -197,21 +195,14 @@ class Pool:
             await asyncio.gather(*runners, return_exceptions=True)
             self._all_ended.set()
 
-    def ask_for_banner(self, *, launched: bool) -> None:
-        """Ask all workers for the banner; *launched* is whether Triton was started here."""
-        self._launched = launched
-        for member in self._members.values():
-            if member.listening.is_set():
-                self._ask_for_banner(member)
-
-    def _ask_for_banner(self, member: WorkerProcess) -> None:
-        def answered(answer: asyncio.Future[str | None]) -> None:
-            text = answer.result()
-            if text is not None and not self.banner.done():
-                self.banner.set_result(text)
-
-        if self._launched is not None and not self.banner.done():
-            member.channel.call("banner", self._launched).add_done_callback(answered)
+    async def banner(self, *, launched: bool) -> str:
+        """Return the banner of a worker, of another one if that ends; *launched* is whether Triton was started here."""
+        await self._ever_listened.wait()
+        while True:
+            for member in [each for each in self._members.values() if each.listening.is_set()]:
+                if (text := await member.channel.call("banner", launched)) is not None:
+                    return str(text)
+            await asyncio.sleep(FIRST_PAUSE)
 
     async def apply_settings(self, settings: Settings, reload: bool) -> None:
         """
@@ -305,7 +296,7 @@ class Pool:
             self._share.forget(index)
         if self._ending.is_set():
             return
-        if not self._ever_listened:
+        if not self._ever_listened.is_set():
             if member.refusal is not None:
                 raise ConfigurationError(member.refusal)
             raise ServiceError(f"A worker process ended while it started ({_how(status)}).")
@@ -313,10 +304,9 @@ class Pool:
 
     async def _watch_worker(self, index: int, member: WorkerProcess) -> None:
         await member.listening.wait()
-        self._ever_listened = True
+        self._ever_listened.set()
         log.info("worker listens", pid=member.pid)
         self._share.add(index, member.channel)
-        self._ask_for_banner(member)
         await member.watch(index, lambda: self.settings.server.worker_timeout)
 
 

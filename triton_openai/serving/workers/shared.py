@@ -114,19 +114,16 @@ class SharedClient:
             if decision is not None and decision.refusal is None:
                 self.leave(name, 0)
 
-        decision = None
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
-                decision = await asyncio.shield(answer)
-        except TimeoutError:
-            pass
-        finally:
-            if decision is None:
-                # The request has gone, but the answer may still count it in.
-                answer.add_done_callback(give_back)
-        if decision is None:
-            raise ServiceOverloaded("The rate limits cannot be checked now.", retry_after=1)
-        return decision
+                if (decision := await asyncio.shield(answer)) is not None:
+                    return decision
+        except BaseException as error:
+            # The request has gone, but the answer may still count it in.
+            answer.add_done_callback(give_back)
+            if not isinstance(error, TimeoutError):
+                raise
+        raise ServiceOverloaded("The rate limits cannot be checked now.", retry_after=1)
 
     def leave(self, name: str, tokens: int) -> None:
         self._channel.notify("leave", name, tokens)
