@@ -40,6 +40,9 @@ _TOGETHER = (
     # last to end.
     ("tests/faults/test_clients.py", "tests/faults/test_connections.py", "tests/faults/test_triton.py"),
     tuple(f"tests/faults/test_{name}.py" for name in ("batches", "log", "responses", "workers")),
+    # PostgreSQL, and an S3 server for the first two.
+    ("tests/unit/api/test_uploaded_files.py", "tests/unit/batches/"),
+    ("tests/unit/api/test_stored_chats.py", "tests/unit/storage/"),
 )
 
 

@@ -15,6 +15,8 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "triton_openai"
 
@@ -58,6 +60,14 @@ def _modules() -> dict[str, ast.Module]:
 def _nodes(tree: ast.AST) -> list[ast.AST]:
     """Return all nodes of *tree*, which a dozen rules look at."""
     return list(ast.walk(tree))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten() -> Iterator[None]:
+    """Forget the trees: the garbage collector would walk through their half a million nodes until the run ends."""
+    yield
+    _modules.cache_clear()
+    _nodes.cache_clear()
 
 
 def _imports(tree: ast.AST, package: str) -> Iterator[tuple[str, int]]:
