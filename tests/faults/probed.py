@@ -43,12 +43,13 @@ def state(*, strict: bool) -> dict[str, Any]:
         types = Counter(map(type, objects))
         return types[RequestRecord] + types[Run]
 
-    # The service freezes what lives at its start, and the collector does not list what is frozen.
-    gc.unfreeze()
     if strict:
         # What only the collector of cycles finds stays for a long time. So it counts, also in later looks, and from
         # the first one on nobody else calls the collector.
         gc.disable()
+    else:
+        # The service freezes what lives at its start, and the collector does not list what is frozen.
+        gc.unfreeze()
     freed = count(gc.get_objects())
     # A call that failed is in a circle with its traceback, and a connection with it: that is seldom, and no leak.
     gc.collect()
@@ -107,6 +108,10 @@ def watch(file: Path, *, strict: bool) -> None:
             libc.malloc_trim(0)
         draft.rename(file)
 
+    if strict:
+        # What is imported before the service is made stays out of each look, and the service freezes nothing more.
+        gc.freeze()
+        gc.freeze = lambda: None
     signal.signal(signal.SIGUSR1, tell)
 
 
