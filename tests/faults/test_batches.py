@@ -267,14 +267,8 @@ def stop(service: Service, state: Path, condition: Callable[[Path], bool]) -> No
 
 def rows(state: Path, query: str) -> list[Any]:
     """Return what the tables have."""
-    while True:
-        try:
-            with contextlib.closing(sqlite3.connect(state / "triton-openai" / "batches.sqlite")) as tables:
-                return tables.execute(query).fetchall()
-        except sqlite3.OperationalError as error:
-            # Who reads while the service opens what a killed one has left may find it changed each time.
-            if error.sqlite_errorcode != sqlite3.SQLITE_PROTOCOL:
-                raise
+    with contextlib.closing(sqlite3.connect(state / "triton-openai" / "batches.sqlite")) as tables:
+        return tables.execute(query).fetchall()
 
 
 def unmarked(state: Path) -> bool:
