@@ -258,8 +258,10 @@ def stop(service: Service, state: Path, condition: Callable[[Path], bool]) -> No
     """Stop *service* at one moment after the other, until *condition* holds or the batch has ended."""
     while True:
         service.process.send_signal(signal.SIGSTOP)
-        if condition(state) or not rows(state, "SELECT 1 FROM batch WHERE open = 1"):
-            return
+        # While it opens what a killed one has left, nobody else can read that.
+        with contextlib.suppress(sqlite3.OperationalError):
+            if condition(state) or not rows(state, "SELECT 1 FROM batch WHERE open = 1"):
+                return
         service.process.send_signal(signal.SIGCONT)
         # It gets on meanwhile.
         time.sleep(0.001)
