@@ -87,7 +87,7 @@ class PostgresDatabase:
                             return await _execute(connection, steps)
                     finally:
                         timer.cancel()
-        except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        except (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError) as error:
             full = isinstance(error, asyncpg.DiskFullError)
             raise OSError(errno.ENOSPC if full else errno.EIO, f"{type(error).__name__}: {error}") from error
 

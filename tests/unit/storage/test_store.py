@@ -11,6 +11,7 @@ from contextlib import suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from structlog.testing import capture_logs
@@ -549,3 +550,17 @@ async def test_a_driver_that_takes_a_cancellation_for_its_own(fails: bool) -> No
     await asyncio.wait({task}, timeout=10)
     assert task.cancelled()
     await store.close()
+
+
+async def test_a_driver_that_loses_its_way(postgresql: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that is given up in the middle is a failure of the database, also to who knows no driver."""
+    import asyncpg
+
+    from triton_openai.storage.postgresql import PostgresDatabase
+
+    database = PostgresDatabase(postgresql.url(), lambda version: [])
+    lost = asyncpg.InternalClientError("cannot switch to state 15; another operation (2) is in progress")
+    monkeypatch.setattr("triton_openai.storage.postgresql._execute", AsyncMock(side_effect=lost))
+    with pytest.raises(OSError, match="another operation"):
+        await database.run(Mock(), timeout=60)
+    await database.close()
