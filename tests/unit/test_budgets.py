@@ -117,7 +117,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "limits in Redis": 94,
         "files and batches": 18,
         "audio_seconds_per_minute": 1,
-        "Retry-After counts every limit of a key": 2,
+        "Retry-After counts every limit of a key": 1,
     },
     "telemetry": {
         "begin": 1200,

@@ -139,30 +139,29 @@ def _minutes(limit: RateLimit, account: Account) -> Iterator[tuple[str, int, Min
 
 def refusal_of(name: str, limit: RateLimit, now: float, account: Account) -> Refusal | None:
     """Return why *limit* forbids another request of the key *name*, ``None`` if it does not."""
-    # Whichever it is that forbids it: until all of them allow it.
-    wait = max((minute.below_in(most, now) for _, most, minute in _minutes(limit, account)), default=0.0)
+    spent = [each for each in _minutes(limit, account) if each[2].used(now) >= each[1]]
+    # Until every limit allows it, whichever forbids it now.
+    wait = max((minute.below_in(most, now) for _, most, minute in spent), default=0.0)
     most = limit.concurrent_requests
     if most is not None and account.running >= most:
         text = f"'{name}' may have {most} requests at the same time."
         return Refusal(text, kind="requests", wait=max(1.0, wait))
-    for kind, most, minute in _minutes(limit, account):
-        if minute.used(now) >= most:
-            text = (
-                f"Rate limit reached for '{name}' on {kind} per minute: limit {most}, used {minute.used(now)}. Please "
-                f"try again in {_duration(wait)}."
-            )
-            return Refusal(text, kind=kind, wait=wait)
-    return None
+    if not spent:
+        return None
+    kind, most, minute = spent[0]
+    text = f"Rate limit reached for '{name}' on {kind} per minute: limit {most}, used {minute.used(now)}."
+    return Refusal(f"{text} Please try again in {_duration(wait)}.", kind=kind, wait=wait)
 
 
 def headers_of(limit: RateLimit, now: float, account: Account, refusal: Refusal | None = None) -> dict[str, str]:
     """Return OpenAI's headers, which say what is left, with the answer to a request or with its *refusal*."""
     headers = {}
     for kind, most, minute in _minutes(limit, account):
+        left = max(0, most - minute.used(now))
         headers[f"x-ratelimit-limit-{kind}"] = str(most)
-        headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, most - minute.used(now)))
+        headers[f"x-ratelimit-remaining-{kind}"] = str(left)
         # Until something is left of it, or, while there is, until nothing is used; never longer than Retry-After.
-        wanted = most if refusal is not None or minute.used(now) >= most else 1
+        wanted = most if refusal is not None or not left else 1
         headers[f"x-ratelimit-reset-{kind}"] = _duration(minute.below_in(wanted, now))
     return headers
 

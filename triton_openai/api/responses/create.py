@@ -176,7 +176,7 @@ def _events(made: StoredResponse, reading: Reading, turn: chat.Turn) -> Response
         if (value := getattr(turn.spec.template.sampling, name)) is not None:
             setattr(made.response, name, value)
     sealed = "reasoning.encrypted_content" in (reading.body.include or ())
-    names, forced = reading.tools.names, bool(turn.plan.forced)
+    names, forced = reading.tools.names, turn.plan.forced
     return ResponseEvents(made.response, run, parser, names=names, sealed=sealed, forced=forced, keep=made.keep)
 
 
