@@ -153,8 +153,8 @@ class _Held:
         #: Whether results are to become safe though no checkpoint is due.
         self.urgent = False
         self.woken, self.full = asyncio.Event(), asyncio.Event()
-        #: Whether its disk or database fails, and whether the last look at the leases did not find it.
-        self.in_trouble = self.missing = False
+        #: Whether its disk or database fails, and whether the tables may say already that it has ended.
+        self.in_trouble = self.ending = False
         #: Why it can only fail.
         self.problems: Sequence[BatchError] = ()
         self.task: asyncio.Task[None] | None = None
@@ -269,10 +269,9 @@ class BatchRunner:
         for batch_id, held in list(self._held.items()):
             batch = found.get(batch_id)
             if batch is None or batch.generation != held.batch.generation:
-                if held.missing:
+                # Of one that has ended its own task is about to hear, or that another process has it.
+                if not held.ending:
                     self._lose(held)
-                # The first time, it may just have ended, and its own task is about to notice.
-                held.missing = True
             elif batch.status == "cancelling" and held.batch.status in ("validating", "in_progress"):
                 # Nothing else of a batch is changed by others.
                 held.batch.status, held.batch.times = batch.status, batch.times
@@ -720,6 +719,7 @@ class BatchRunner:
             if found.outcome:
                 found.enter(found.outcome)
 
+        held.ending = True
         done = held.batch = await self._store.finish(batch, files, end)
         self._forget(held)
         self._series(BATCHES_ENDED, done.status).inc()
