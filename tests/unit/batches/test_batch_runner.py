@@ -841,7 +841,8 @@ async def test_a_batch_that_ends_while_leases_are_read(place: Place, monkeypatch
             return found
 
         async def late(*given: Any) -> Batch:
-            done, before = await finish(*given), looks
+            done: Batch = await finish(*given)
+            before = looks
             while looks < before + 3:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.002)
             return done
