@@ -88,7 +88,6 @@ class Vllm(Adapter):
         self.parameters = tuple(
             Parameter("logprobs") if row.name == "logprobs" and not logprobs else row for row in PARAMETERS
         )
-        self._sampled = {row.name: row.datatype for row in self.parameters if row.target is not None}
         self._logprobs = logprobs
         self.jobs = (Generation, EmbeddingJob) if "embedding_request" in config.inputs else (Generation,)
         self.capabilities = Capabilities(
@@ -152,8 +151,8 @@ class Vllm(Adapter):
         generation, asked = job, job.sampling
         sampling = {}
         for name, value in asked.given.items():
-            if name in self._sampled:
-                check_range(name, value, self._sampled[name])
+            if (row := self.rows.get(name)) is not None and row.target is not None:
+                check_range(name, value, row.datatype)
                 sampling[name] = value
         if self.capabilities.finish_reason and asked.stop_showable:
             # Which of them has ended the answer can be seen nowhere else; it is cut off here.

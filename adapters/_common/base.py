@@ -300,6 +300,11 @@ class Adapter:
         self._shapes = {name: config.wire_shape(spec, 1) for name, spec in config.inputs.items()}
 
     @cached_property
+    def rows(self) -> Mapping[str, Parameter]:
+        """The rows of the table by name."""
+        return {row.name: row for row in self.parameters}
+
+    @cached_property
     def supported(self) -> frozenset[str]:
         """The parameters in the table that are not refused."""
         return frozenset(row.name for row in self.parameters if row.rule is not Rule.REFUSED)

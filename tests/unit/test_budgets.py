@@ -14,7 +14,7 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 #: changelog gives it. "Above its budget" is what is still to be cut.
 BUDGETS: Mapping[str, Mapping[str, int]] = {
     "api": {
-        "today": 5568,
+        "today": 5559,
         "the fewest turns that make a conversation fit": 97,
         "a chain is read at one moment": 21,
         "a conversation stays at its Triton": 3,
@@ -45,7 +45,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "streaming recognizers": 27,
     },
     "adapters": {
-        "today": 1949,
+        "today": 1951,
         "/v1/audio/speech": 190,
         "/v1/audio/transcriptions and /v1/audio/translations": 242,
         "audio in chats": 4,

@@ -262,8 +262,11 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 _plain = attrgetter(*_PLAIN)
 _given = lru_cache(128)(DefaultParameters.given)
-# Every field of a sampling that an adapter has to carry, in one way or another.
-_MAPPED = (*_PLAIN, "stop_token_ids", "bad_words", "allowed_token_ids", "logprobs", "logit_bias")
+# Every field of a sampling that an adapter has to carry. What its table does not mention is refused: it is not sent.
+_MAPPED = {
+    name: Parameter(name)
+    for name in (*_PLAIN, "stop_token_ids", "bad_words", "allowed_token_ids", "logprobs", "logit_bias")
+}
 
 
 class _Biases(msgspec.Struct):
@@ -294,12 +297,6 @@ def _checked_words(name: str, words: tuple[str, ...]) -> tuple[str, ...]:
             f"'{name}' may have {_LONGEST_WORDS} characters in all.", param=name, code="string_above_max_length"
         )
     return words
-
-
-@lru_cache(128)
-def _rows(adapter: Adapter) -> Mapping[str, Parameter]:
-    """Return the rows of *adapter*'s table by name. What the table does not mention is refused, as it is not sent."""
-    return {**{name: Parameter(name) for name in _MAPPED}, **{row.name: row for row in adapter.parameters}}
 
 
 def token_limit(
@@ -353,9 +350,8 @@ def sampling(request: SamplingRequest, *, limit: TokenLimit, defaults: DefaultPa
     if limit.asked is None:
         # A limit that the client did not set is no reason to refuse the request.
         del asked["max_tokens"]
-    rows = _rows(adapter)
     for name, value in asked.items():
-        row, usual = rows.get(name), _PLAIN.get(name, ())
+        row, usual = adapter.rows.get(name) or _MAPPED.get(name), _PLAIN.get(name, ())
         if row is None or value in usual:
             continue
         called = limit.param if name == "max_tokens" else name

@@ -85,20 +85,12 @@ class Renderer(ABC):
         """Return the events that end a choice."""
 
     @abstractmethod
-    def closing(self) -> bytes:
-        """Return the events that end the stream."""
-
     async def ended(self, error: ServiceError | None) -> bytes:
         """Return the events that end the stream, by *error* if there is one, once what has to be done before is."""
-        return self.closing() if error is None else self.failed(error)
 
     def keep_alive(self) -> bytes:
         """Return what is sent while there is nothing to send, also before the first text."""
         return _HEARTBEAT
-
-    @abstractmethod
-    def failed(self, error: ServiceError) -> bytes:
-        """Return the events that end a stream that went wrong."""
 
 
 class Chunks(Renderer):
@@ -137,16 +129,15 @@ class Chunks(Renderer):
     def openings(self) -> Iterable[bytes]:
         return map(self.first, range(len(self._runs)))
 
-    def closing(self) -> bytes:
-        """Return the chunk with the usage of all choices, where it is wanted and known, and the end."""
+    async def ended(self, error: ServiceError | None) -> bytes:
+        """Return the chunk with the usage of all choices, where it is wanted and known, and the end; or the *error*."""
+        if error is not None:
+            # Some clients read only the name of the event, some only its data.
+            return event("error", error.envelope())
         usage = self._usage() if self._include_usage else None
         if usage is None:
             return _DONE
         return self._head + b"]" + self._fingerprint + b',"usage":' + encode(usage) + b"}" + _END + _DONE
-
-    def failed(self, error: ServiceError) -> bytes:
-        """Return the error: some clients read only the name of the event, some only its data."""
-        return event("error", error.envelope())
 
     def _usage(self) -> UsageObject | None:
         return usage_of(self._runs, n=self._n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -343,7 +344,7 @@ def stream(pieces: Sequence[Sequence[Event]], *, omits: bool = False, pings: boo
     events = MessageEvents("msg_1", "m", run, parser, limited=False, omits_thinking=omits, request_id="r")
     data = events.keep_alive() if pings else b""
     data += events.opening() + b"".join(events.piece(0, Delta("x")) for _ in pieces[:-1])
-    data += events.last(0) + events.closing()
+    data += events.last(0) + asyncio.run(events.ended(None))
     found = []
     for block in data.decode().split("\n\n")[:-1]:
         name, _, body = block.partition("\n")
@@ -515,7 +516,7 @@ def test_errors() -> None:
         assert {"type": "error", "error": {"type": kind, "message": message}, "request_id": "r"} == found
     run: Any = AnswerState()
     events = MessageEvents("m", "m", run, AnswerParser(None, None), limited=False, omits_thinking=False, request_id="r")
-    assert events.failed(ServiceError("Bad.")).startswith(
+    assert asyncio.run(events.ended(ServiceError("Bad."))).startswith(
         b'event: error\ndata: {"type":"error","error":{"type":"api_error"'
     )
 

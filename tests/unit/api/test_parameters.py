@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from typing import Any
 
 import msgspec
@@ -431,3 +432,13 @@ def test_a_model_without_guided_decoding() -> None:
     with pytest.raises(UnsupportedParameter, match="it supports json, regex") as caught:
         guide_for(frozenset({"json", "regex"}), guided_choice=["a"])
     assert "guided_choice" == caught.value.param
+
+
+def test_an_adapter_is_freed() -> None:
+    """A model that is loaded again has a new adapter; what requests have looked up in the old one does not keep it."""
+    adapter = Fake(Parameter("temperature", target="temperature"))
+    request = parse_json(b'{"model": "m", "prompt": "Hi", "temperature": 0.5}', CompletionRequest)
+    sampled_by(request, adapter, NO_DEFAULTS, 16)
+    freed = weakref.ref(adapter)
+    del adapter
+    assert freed() is None

@@ -139,15 +139,14 @@ class MessageEvents(Renderer):
         """Return what the parser held back, and the end of the last block."""
         return self._render(self.parser.flush(cut=self.run.progress.cut)) + self._close()
 
-    def closing(self) -> bytes:
-        """Return why the message ended, and its end."""
+    async def ended(self, error: ServiceError | None) -> bytes:
+        """Return why the message ended, and its end; or the *error*."""
+        if error is not None:
+            return event("error", envelope(error, self.request_id))
         reason, sequence = stop_of(self.run.progress, self.parser, limited=self.limited)
         delta = types.BlockDelta(stop_reason=reason, stop_sequence=sequence)
         ended = types.MessageEvent(type="message_delta", delta=delta, usage=message_usage(self.run.progress))
         return _event(ended) + _event(types.MessageEvent(type="message_stop"))
-
-    def failed(self, error: ServiceError) -> bytes:
-        return event("error", envelope(error, self.request_id))
 
     def _render(self, events: Sequence[Event]) -> bytes:
         parts: list[bytes] = []

@@ -152,14 +152,6 @@ class ResponseEvents(Renderer):
             cut = self.parser.cut
         return events + self._close("incomplete" if cut else "completed")
 
-    def closing(self) -> bytes:
-        """Return the event with the whole response."""
-        return self.concluded(None) + terminal_events(self.response, self._next)
-
-    def failed(self, error: ServiceError) -> bytes:
-        """Return the end of the open item, and the events that tell of *error*."""
-        return self.concluded(error) + terminal_events(self.response, self._next, error.param)
-
     async def ended(self, error: ServiceError | None) -> bytes:
         """Return the last events, once the response that they tell of is kept."""
         events = self.concluded(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,7 @@ def renderer(parser: Any = None, *, reason: FinishReason | None = FinishReason.S
 def rendered(events: ResponseEvents, *deltas: Delta) -> list[dict[str, Any]]:
     """Render a whole stream; the opening comes after the first text, as in a stream."""
     pieces = b"".join([events.piece(0, delta) for delta in deltas])
-    return events_of(events.opening() + pieces + events.last(0) + events.closing())
+    return events_of(events.opening() + pieces + events.last(0) + asyncio.run(events.ended(None)))
 
 
 def short(events: list[dict[str, Any]]) -> list[str]:
@@ -341,14 +342,14 @@ def test_ends() -> None:
 def test_failures(error, code):
     """A failure ends the open item, is told as an error, and last as the failed response."""
     stream = renderer()
-    events = events_of(stream.opening() + stream.piece(0, Delta("a")) + stream.failed(error))
+    events = events_of(stream.opening() + stream.piece(0, Delta("a")) + asyncio.run(stream.ended(error)))
     assert ["error", "response.failed"] == [each["type"] for each in events[-2:]]
     assert (code, "No.", None) == tuple(events[-2][key] for key in ("code", "message", "param"))
     assert ("failed", code) == (events[-1]["response"]["status"], events[-1]["response"]["error"]["code"])
     assert "incomplete" == events[-1]["response"]["output"][0]["status"]
     # Before the first text too.
     stream = renderer()
-    assert ["error", "failed"] == short(events_of(stream.failed(error)))
+    assert ["error", "failed"] == short(events_of(asyncio.run(stream.ended(error))))
 
 
 def test_signs_of_life() -> None:
@@ -356,7 +357,7 @@ def test_signs_of_life() -> None:
     stream = renderer()
     sent = stream.keep_alive() + stream.keep_alive()
     assert b"" == stream.opening()
-    sent += stream.piece(0, Delta("a")) + stream.last(0) + stream.closing()
+    sent += stream.piece(0, Delta("a")) + stream.last(0) + asyncio.run(stream.ended(None))
     assert ["in_progress", "output_item.added"] == short(events_of(sent))[:2]
 
 
