@@ -12,7 +12,6 @@ from typing import Any
 
 from opentelemetry.exporter.otlp.proto.common import trace_encoder
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as Message
 from opentelemetry.proto.trace.v1.trace_pb2 import SpanFlags, Status
 from opentelemetry.sdk.trace import ReadableSpan
@@ -78,11 +77,12 @@ def _encoded(shared: SharedAttributes) -> bytes:
     return shared.encoded
 
 
-def _attributes(found: Attributes) -> list[KeyValue]:
-    return [KeyValue(key=name, value=_value(value)) for name, value in found.items()]
+def _attributes(found: Attributes) -> Any:
+    """Return *found* as protobuf takes it for messages, which would take twice as long to make."""
+    return [{"key": name, "value": _value(value)} for name, value in found.items()]
 
 
-def _value(value: Any) -> AnyValue:
+def _value(value: Any) -> Mapping[str, Any]:
     if isinstance(value, tuple):
-        return AnyValue(array_value=ArrayValue(values=[_value(one) for one in value]))
-    return AnyValue(**{_FIELDS[type(value)]: value})
+        return {"array_value": {"values": [_value(one) for one in value]}}
+    return {_FIELDS[type(value)]: value}

@@ -363,26 +363,24 @@ def answer_attributes(
 
 def own_attributes(record: RequestRecord) -> Attributes:
     """Return what a request's span has for itself."""
-    found: Attributes = {"triton_openai.request_id": record.request_id}
-    if record.batch is not None:
-        found["triton_openai.batch"] = record.batch
+    found: _Found = {"triton_openai.request_id": record.request_id, "triton_openai.batch": record.batch}
     if record.operation is None or record.model is None:
-        return found
+        return _known(found)
     usage = record.usage
-    answered: _Found = {
+    found |= {
         **request_attributes(record.parameters),
         "gen_ai.response.id": record.response_id,
         "gen_ai.response.time_to_first_chunk": record.time_to_first_token if record.stream else None,
         "triton_openai.queued_seconds": record.queued_seconds or None,
     }
     if usage is not None:
-        answered |= {
+        found |= {
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
             "gen_ai.usage.output_tokens": usage.completion_tokens if record.answers else None,
             "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
             "gen_ai.usage.reasoning.output_tokens": record.reasoning_tokens(),
         }
-    return found | _known(answered)
+    return _known(found)
 
 
 def request_attributes(body: object) -> _Found:
