@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from bench.cases import AGENTS, COMPARED, FLOORS, Row
 from bench.chains import TURNS, Chains
@@ -199,9 +200,13 @@ def _traced(rows: Sequence[Row]) -> Aim:
 
 def _traced_request(rows: Sequence[Row]) -> Aim:
     """Return what a chat of one token costs with traces, beside what it costs without."""
-    found = {row.subject: row.cpu_us_per_answer for row in rows if (row.case, row.streams) == ("traces", 1)}
-    value = ratio(found.get("ours-traced"), found.get("ours-http"))
-    return Aim("HTTP with traces, chat of one token: CPU / without", _TRACED, value)
+    text = "HTTP with traces, chat of one token: CPU / without, the median of rounds"
+    traced, plain = (find(rows, "traces", 1, subject) for subject in ("ours-traced", "ours-http"))
+    if traced is None or plain is None:
+        return Aim(text, _TRACED, None)
+    # Rounds are in turns, and short: a noisy second of one of the two says nothing.
+    rounds = _ratios(traced.round_cpu_us_per_token, plain.round_cpu_us_per_token)
+    return Aim(text, _TRACED, median(rounds) if rounds else None, rounds=rounds)
 
 
 def _short(rows: Sequence[Row], form: str, floor: str) -> Aim:

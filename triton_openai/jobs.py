@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 import msgspec
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class Result(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     """Base of the results of jobs."""
 
     #: Those of the inputs, ``None`` where neither the backend nor a tokenizer counts them.
@@ -24,7 +24,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 R = TypeVar("R", bound=Result)
 
 
-class Job(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
+class Job(msgspec.Struct, Generic[R], gc=False, frozen=True, kw_only=True):
     """Base of all jobs; *R* is the type of the result."""
 
     #: What a model is for that takes such jobs, as ``inspect`` and ``GET /status`` show it.
@@ -95,7 +95,7 @@ class ClassificationJob(TextJob[ClassificationResult], frozen=True, kw_only=True
     does = ("classifies texts", "classify texts")
 
 
-class TokenPair(msgspec.Struct, frozen=True):
+class TokenPair(msgspec.Struct, gc=False, frozen=True):
     """A query and a document as one sequence of a cross-encoder."""
 
     ids: Sequence[int]

@@ -411,7 +411,7 @@ def finish_reason(progress: AnswerState, parser: AnswerParser, plan: ToolPlan) -
 
 def reasoning_tokens(parsers: Sequence[AnswerParser]) -> int | None:
     """Return the tokens of reasoning in all choices, ``None`` if there were none or they are not known."""
-    return sum(parser.reasoning_tokens for parser in parsers) or None
+    return sum([parser.reasoning_tokens for parser in parsers]) or None
 
 
 def message_of(events: Sequence[Event], plan: ToolPlan, fields: Sequence[str]) -> AnswerMessage:

@@ -19,21 +19,21 @@ from triton_openai.media import text_files as files
 from triton_openai.offload import json_decoder
 
 
-class ImageUrl(msgspec.Struct, frozen=True):
+class ImageUrl(msgspec.Struct, gc=False, frozen=True):
     """The URL of an image. No backend takes a level of detail, so ``detail`` has no effect."""
 
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-class InputAudio(msgspec.Struct, frozen=True):
+class InputAudio(msgspec.Struct, gc=False, frozen=True):
     """Audio: a file in base64. What its format is, the file itself says."""
 
     data: str | None = None
     format: str | None = None
 
 
-class FileContent(msgspec.Struct, frozen=True, kw_only=True):
+class FileContent(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     """A file: its content in base64, or a data URL with it. Files that are stored elsewhere are refused."""
 
     file_data: str | None = None
@@ -62,21 +62,21 @@ class ContentPart(FileContent, frozen=True, kw_only=True):
 Content: TypeAlias = str | Annotated[list[ContentPart | str], Meta(max_length=4096)] | None
 
 
-class MessageFunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+class MessageFunctionCall(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     """The function that an assistant called. ``arguments`` is JSON text; some clients send it parsed."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class MessageCustomCall(msgspec.Struct, frozen=True, kw_only=True):
+class MessageCustomCall(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     """The custom tool that an assistant called, with its text."""
 
     name: str
     input: str
 
 
-class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True):
+class MessageToolCall(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     """One tool call of an assistant's message."""
 
     id: str | None = None
@@ -85,7 +85,7 @@ class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True):
     custom: MessageCustomCall | None = None
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"):
+class _Message(msgspec.Struct, gc=False, frozen=True, kw_only=True, tag_field="role"):
     content: Content = None
     name: str | None = None
 

@@ -12,7 +12,7 @@ import importlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import structlog
@@ -24,14 +24,12 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import DEFAULT_ON, Decision
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
-    INVALID_SPAN_CONTEXT,
     Link,
     SpanContext,
     SpanKind,
     Status,
     StatusCode,
     TraceFlags,
-    TraceState,
     get_current_span,
 )
 
@@ -40,14 +38,14 @@ from triton_openai.config.sources import SDK_REFUSES
 from triton_openai.config.tree import TracesSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.telemetry.request_record import RequestRecord
-from triton_openai.telemetry.tracing import FIRST_TOKEN, SCHEMA_URL, Attributes, Span, Spans, all_attributes, span_name
+from triton_openai.telemetry.tracing import FIRST_TOKEN, SCHEMA_URL, Attributes, Span, SpanIds, Spans, span_name
 
 _log = structlog.get_logger(__name__)
-# As many as the SDK puts into a message by default.
-_MOST_SPANS = 512
+# Of a message: those of as many requests as the SDK exports at once by default.
+_MOST_SPANS = 1024
 # More than our spans have, with those of a sampler: the SDK's own limit.
 _MOST_ATTRIBUTES = 128
-_SAMPLED, _DROPPED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _UNSET, _FAILED = Status(StatusCode.UNSET), Status(StatusCode.ERROR)
 
 
@@ -74,19 +72,18 @@ def resource() -> Resource:
     return defaults.merge(OTELResourceDetector().detect())
 
 
-class Ended(msgspec.Struct):
-    """The spans of one request, as the SDK's queue has them: it asks whether ``context`` is sampled."""
+class Ended(msgspec.Struct, gc=False):
+    """The spans of one request, as the SDK's queue has them: it asks whether ``context`` is sampled, and all are."""
 
-    context: SpanContext
+    request: SpanIds
     spans: Sequence[Span]
+    context: ClassVar = SpanContext(1, 1, False, _SAMPLED)
 
 
 class Batch(Sequence[ReadableSpan]):
-    """*spans* with the contexts of their requests, which exporters read as the SDK's, made from each by *made*."""
+    """*spans* with the ids of their requests, which exporters read as the SDK's, made from each by *made*."""
 
-    def __init__(
-        self, spans: Sequence[tuple[SpanContext, Span]], made: Callable[[SpanContext, Span], ReadableSpan]
-    ) -> None:
+    def __init__(self, spans: Sequence[tuple[SpanIds, Span]], made: Callable[[SpanIds, Span], ReadableSpan]) -> None:
         self.spans, self._made = spans, made
 
     def __len__(self) -> int:
@@ -110,6 +107,7 @@ class SdkSpans(Spans, SpanExporter):
         self, provider: TracerProvider, exporter: SpanExporter, processor: Callable[[SpanExporter], SpanProcessor]
     ) -> None:
         self._sampler, self._ids, self._resource = provider.sampler, provider.id_generator, provider.resource
+        self.new_id = self._ids.generate_span_id
         self._exporter = exporter
         self._scope = InstrumentationScope("triton_openai", __version__, SCHEMA_URL)
         limits = SpanLimits()
@@ -118,31 +116,32 @@ class SdkSpans(Spans, SpanExporter):
         self._processor = processor(self)
         provider.add_span_processor(self._processor)
 
-    def begin(self, record: RequestRecord, parent: Context, attributes: Attributes) -> SpanContext:
-        above = get_current_span(parent).get_span_context() if parent else INVALID_SPAN_CONTEXT
-        trace_id = above.trace_id or self._ids.generate_trace_id()
-        state: TraceState | None = above.trace_state
-        if self._sampler is DEFAULT_ON:
-            # What it would decide: asking it takes a tenth of the cost of a trace.
-            sampled = not above.is_valid or above.trace_flags.sampled
-        else:
+    def begin(self, record: RequestRecord, parent: Context, attributes: Attributes) -> SpanIds:
+        trace_id, sampled, state = 0, True, None
+        if parent:
+            above = get_current_span(parent).get_span_context()
+            trace_id, state, sampled = (
+                above.trace_id,
+                above.trace_state,
+                not above.is_valid or above.trace_flags.sampled,
+            )
+        trace_id = trace_id or self._ids.generate_trace_id()
+        # What the default decides is known: asking it takes a tenth of the cost of a trace.
+        if self._sampler is not DEFAULT_ON:
             name = span_name(record)
             sampling = self._sampler.should_sample(parent, trace_id, name, SpanKind.SERVER, attributes, ())
             attributes.update(sampling.attributes)
             sampled, state = sampling.decision is Decision.RECORD_AND_SAMPLE, sampling.trace_state
-        return SpanContext(trace_id, self._ids.generate_span_id(), False, _SAMPLED if sampled else _DROPPED, state)
+        return SpanIds(trace_id, self.new_id(), sampled, state)
 
-    def new_id(self) -> int:
-        return self._ids.generate_span_id()
-
-    def end(self, context: SpanContext, spans: Sequence[Span]) -> None:
+    def end(self, request: SpanIds, spans: Sequence[Span]) -> None:
         # All that the processor reads of a span.
-        ended: Any = Ended(context, spans)
+        ended: Any = Ended(request, spans)
         self._processor.on_end(ended)
 
     def export(self, spans: Sequence[Any]) -> SpanExportResult:
         """Send what :meth:`end` has queued, in messages that collectors take."""
-        every = [(each.context, span) for each in spans for span in each.spans]
+        every = [(each.request, span) for each in spans for span in each.spans]
         results = []
         for at in range(0, len(every), _MOST_SPANS):
             batch = Batch(every[at : at + _MOST_SPANS], self._made)
@@ -153,11 +152,11 @@ class SdkSpans(Spans, SpanExporter):
         """Give up what is not sent."""
         self._exporter.shutdown()
 
-    def _made(self, request: SpanContext, span: Span) -> ReadableSpan:
-        attributes: Mapping[str, Any] = all_attributes(span)
+    def _made(self, request: SpanIds, span: Span) -> ReadableSpan:
+        attributes: Mapping[str, Any] = span.all_attributes
         if not self._unlimited:
             attributes = BoundedAttributes(self._most, attributes, max_value_len=self._longest)
-        same = request.trace_flags, request.trace_state
+        same = _SAMPLED, request.state
         return ReadableSpan(
             span.name,
             SpanContext(request.trace_id, span.id, False, *same),

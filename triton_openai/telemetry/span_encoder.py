@@ -15,10 +15,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as Message
 from opentelemetry.proto.trace.v1.trace_pb2 import SpanFlags, Status
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.trace import SpanContext, SpanKind
+from opentelemetry.trace import SpanKind
 
 from triton_openai.telemetry.otlp import Batch
-from triton_openai.telemetry.tracing import FIRST_TOKEN, Attributes, SharedAttributes, Span
+from triton_openai.telemetry.tracing import FIRST_TOKEN, Attributes, SharedAttributes, Span, SpanIds
 
 _FIELDS: Mapping[type, str] = {str: "string_value", bool: "bool_value", int: "int_value", float: "double_value"}
 _LOCAL = SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK
@@ -35,17 +35,18 @@ def encode_spans(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
     found = message.resource_spans[0].scope_spans[0].spans
     del found[:]
     try:
-        for context, span in spans.spans:
-            _add(found, context, span)
+        for request, span in spans.spans:
+            _add(found, request, span)
     except (LookupError, TypeError, ValueError):
         # Of a sampler's attributes, the SDK's encoder takes more, and leaves out what cannot be sent.
         return trace_encoder.encode_spans(spans)
     return message
 
 
-def _add(found: Any, context: SpanContext, span: Span) -> None:
+def _add(found: Any, request: SpanIds, span: Span) -> None:
     message = found.add(
-        **_ids(context.trace_id, span.id),
+        trace_id=request.trace_id.to_bytes(16, "big"),
+        span_id=span.id.to_bytes(8, "big"),
         name=span.name,
         kind=_KINDS[span.kind],
         start_time_unix_nano=span.began,
@@ -58,17 +59,13 @@ def _add(found: Any, context: SpanContext, span: Span) -> None:
         message.MergeFromString(shared.encoded or _encoded(shared))
     if span.parent is not None:
         message.parent_span_id = span.parent.to_bytes(8, "big")
-    if context.trace_state:
-        message.trace_state = context.trace_state.to_header()
+    if request.state:
+        message.trace_state = request.state.to_header()
     if span.first_token is not None:
         message.events.add(name=FIRST_TOKEN, time_unix_nano=span.first_token)
     if span.link is not None:
-        flags = _REMOTE if span.link.is_remote else _LOCAL
-        message.links.add(**_ids(span.link.trace_id, span.link.span_id), flags=flags)
-
-
-def _ids(trace_id: int, span_id: int) -> Any:
-    return {"trace_id": trace_id.to_bytes(16, "big"), "span_id": span_id.to_bytes(8, "big")}
+        trace_id, span_id = span.link.trace_id.to_bytes(16, "big"), span.link.span_id.to_bytes(8, "big")
+        message.links.add(trace_id=trace_id, span_id=span_id, flags=_REMOTE if span.link.is_remote else _LOCAL)
 
 
 def _encoded(shared: SharedAttributes) -> bytes:
@@ -79,10 +76,11 @@ def _encoded(shared: SharedAttributes) -> bytes:
 
 def _attributes(found: Attributes) -> Any:
     """Return *found* as protobuf takes it for messages, which would take twice as long to make."""
-    return [{"key": name, "value": _value(value)} for name, value in found.items()]
+    return [
+        {"key": name, "value": _array(value) if type(value) is tuple else {_FIELDS[type(value)]: value}}
+        for name, value in found.items()
+    ]
 
 
-def _value(value: Any) -> Mapping[str, Any]:
-    if isinstance(value, tuple):
-        return {"array_value": {"values": [_value(one) for one in value]}}
-    return {_FIELDS[type(value)]: value}
+def _array(values: Sequence[Any]) -> Mapping[str, Any]:
+    return {"array_value": {"values": [{_FIELDS[type(value)]: value} for value in values]}}

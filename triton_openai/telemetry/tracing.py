@@ -14,7 +14,7 @@ name for. Only :func:`content_attributes` has prompts and answers.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import msgspec
 from aiohttp import HttpVersion, web
 from opentelemetry.context import Context
-from opentelemetry.trace import SpanContext, SpanKind, get_current_span
+from opentelemetry.trace import SpanContext, SpanKind, TraceState, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from triton_openai.errors import ServiceError, masked, printable
@@ -72,14 +72,24 @@ _OUTPUT_TYPES = {"text": "text", "json_object": "json", "json_schema": "json"}
 _propagator = TraceContextTextMapPropagator()
 
 
-class SharedAttributes(msgspec.Struct, eq=False):
+class SharedAttributes(msgspec.Struct, gc=False, eq=False):
     """Attributes that many spans have alike, and how they are sent once they were."""
 
     values: Attributes
     encoded: bytes = b""
 
 
-class Span(msgspec.Struct, kw_only=True):
+class SpanIds(msgspec.Struct, gc=False, frozen=True):
+    """The ids of a request's span. The SDK's own type takes ten calls to make and to read."""
+
+    trace_id: int
+    span_id: int
+    #: Whether the trace is recorded.
+    sampled: bool
+    state: TraceState | None = None
+
+
+class Span(msgspec.Struct, gc=False, kw_only=True):
     """A span while it is made. Times are nanoseconds of the wall clock."""
 
     name: str
@@ -100,26 +110,26 @@ class Span(msgspec.Struct, kw_only=True):
     first_token: int | None = None
     failed: bool = False
 
+    @property
+    def all_attributes(self) -> Attributes:
+        """The attributes that it shares with others, and its own."""
+        found = {**self.attributes}
+        for shared in self.shared:
+            found |= shared.values
+        return found
+
 
 class Spans(Protocol):
     """Decides which traces are recorded, and takes the spans of those."""
 
-    def begin(self, record: RequestRecord, parent: Context, attributes: Attributes) -> SpanContext:
+    #: Returns the id of another span of a trace that is recorded.
+    new_id: Callable[[], int]
+
+    def begin(self, record: RequestRecord, parent: Context, attributes: Attributes) -> SpanIds:
         """Return the ids of a request's span, and whether its trace is recorded; a sampler may add *attributes*."""
 
-    def new_id(self) -> int:
-        """Return the id of another span of a trace that is recorded."""
-
-    def end(self, context: SpanContext, spans: Sequence[Span]) -> None:
-        """Take *spans* that have ended, of the trace of *context*."""
-
-
-def all_attributes(span: Span) -> Attributes:
-    """Return the attributes that *span* shares with others, and its own."""
-    found = {**span.attributes}
-    for shared in span.shared:
-        found |= shared.values
-    return found
+    def end(self, request: SpanIds, spans: Sequence[Span]) -> None:
+        """Take *spans* that have ended, of the trace of *request*."""
 
 
 def trace_context(record: RequestRecord) -> Context:
@@ -157,22 +167,21 @@ class Tracing(Observer):
                 record.upstream = Upstream(headers)
             return
         attributes: Attributes = {"http.request.method": record.method, "url.path": record.path}
-        context = self.spans.begin(record, parent, attributes)
+        ids = self.spans.begin(record, parent, attributes)
         # Spans have wall-clock times, the record those of time.monotonic. It may have begun a while ago.
         zero = time.time_ns() - int(time.monotonic() * _NANOSECONDS)
         began = zero + int(record.began * _NANOSECONDS)
-        trace_id, span_id, flags = context.trace_id, context.span_id, context.trace_flags
         # The names are those of OpenTelemetry's specification for logs. The flags say whether the trace is recorded.
-        fields = {"trace_id": f"{trace_id:032x}", "span_id": f"{span_id:016x}", "trace_flags": f"{flags:02x}"}
-        record.log_fields = {**record.log_fields, **fields}
-        if flags & flags.SAMPLED:
-            span = Span(name="", id=span_id, parent=None, kind=SpanKind.SERVER, began=began, attributes=attributes)
+        trace_id, span_id, flags = f"{ids.trace_id:032x}", f"{ids.span_id:016x}", f"{ids.sampled:02x}"
+        record.log_fields = {**record.log_fields, "trace_id": trace_id, "span_id": span_id, "trace_flags": flags}
+        if ids.sampled:
+            span = Span(name="", id=ids.span_id, parent=None, kind=SpanKind.SERVER, began=began, attributes=attributes)
             if parent and (found := get_current_span(parent).get_span_context()).is_valid:
                 span.parent, span.remote = found.span_id, True
             if record.batch_trace:
                 made_by = _propagator.extract({"traceparent": record.batch_trace}, Context())
                 span.link = get_current_span(made_by).get_span_context()
-            record.upstream = Trace(self.spans, context, span, record, zero=zero)
+            record.upstream = Trace(self.spans, ids, span, record, zero=zero)
 
     def ended(self, record: RequestRecord) -> None:
         trace = record.upstream
@@ -185,11 +194,11 @@ class Tracing(Observer):
 class Trace(Upstream):
     """The *span* of one request, and the spans under it. *zero* is the wall clock's time at zero of time.monotonic."""
 
-    def __init__(self, spans: Spans, context: SpanContext, span: Span, record: RequestRecord, *, zero: int) -> None:
-        super().__init__(record.upstream.headers)
+    def __init__(self, spans: Spans, ids: SpanIds, span: Span, record: RequestRecord, *, zero: int) -> None:
+        self.headers = record.upstream.headers
         self.span = span
         self._spans = spans
-        self._context = context
+        self._ids = ids
         self._parent = f"00-{record.log_fields['trace_id']}-%016x-{record.log_fields['trace_flags']}"
         self._done: list[Span] = []
         self._record = record
@@ -202,8 +211,8 @@ class Trace(Upstream):
         if id(answer) in self._calls:
             # The request is sent once more: to another Triton, or with the LoRA weights that the first one lacked.
             first = self._calls[id(answer)][0]
-            first.failed = True
-            self._end(first, span.began)
+            first.failed, first.ended = True, span.began
+            self._done.append(first)
         self._calls[id(answer)] = span, answer
         return sent
 
@@ -220,10 +229,11 @@ class Trace(Upstream):
             span.attributes["error.type"] = CANCELLED
             raise
         finally:
-            self._end(span, time.time_ns())
+            span.ended = time.time_ns()
+            self._done.append(span)
             if self.span.ended:
                 # The request did not wait for it.
-                self._spans.end(self._context, [span])
+                self._spans.end(self._ids, [span])
 
     def _start(self, request: Request, to: Destination, lora: str | None = None) -> tuple[Span, Request]:
         called: Any = request
@@ -237,23 +247,27 @@ class Trace(Upstream):
             attributes={"triton.request_id": called.id},
         )
         headers = {**self.headers, "traceparent": self._parent % span.id}
-        if self._context.trace_state:
-            headers["tracestate"] = self._context.trace_state.to_header()
+        if self._ids.state:
+            headers["tracestate"] = self._ids.state.to_header()
         return span, msgspec.structs.replace(request, headers=headers)
-
-    def _end(self, span: Span, ended: int) -> None:
-        span.ended = ended
-        self._done.append(span)
 
     def end(self) -> None:
         """End all spans."""
-        record, span = self._record, self.span
+        record, span, done = self._record, self.span, self._done
         now = time.monotonic()
         for stage in record.stages:
             if stage.failed or (stage.ended or now) - stage.began >= SHORTEST_STAGE:
                 self._add(stage)
-        for call in self._calls.values():
-            self._end_call(*call)
+        for call, answer in self._calls.values():
+            # The answer's times are those of the event loop's clock, which lags behind.
+            if answer.first is not None:
+                call.first_token = max(call.began, self._at(answer.first))
+            if answer.error is not None:
+                _fail(call, answer.error)
+            elif answer.cancelled:
+                call.attributes["error.type"] = CANCELLED
+            call.ended = time.time_ns() if answer.ended is None else max(call.began, self._at(answer.ended))
+            done.append(call)
         span.name = span_name(record)
         span.shared = shared_attributes(record)
         span.attributes |= own_attributes(record)
@@ -261,24 +275,16 @@ class Trace(Upstream):
         # By the conventions, a client's mistake is no error of the server.
         if error is not None and error.status >= ServiceError.status and not record.client_left:
             span.failed = True
-        self._end(span, time.time_ns())
-        self._spans.end(self._context, self._done)
-
-    def _end_call(self, span: Span, answer: AnswerState) -> None:
-        # The answer's times are those of the event loop's clock, which lags behind.
-        if answer.first is not None:
-            span.first_token = max(span.began, self._at(answer.first))
-        if answer.error is not None:
-            _fail(span, answer.error)
-        elif answer.cancelled:
-            span.attributes["error.type"] = CANCELLED
-        self._end(span, time.time_ns() if answer.ended is None else max(span.began, self._at(answer.ended)))
+        span.ended = time.time_ns()
+        done.append(span)
+        self._spans.end(self._ids, done)
 
     def _add(self, stage: Stage) -> None:
         began = self._at(stage.began)
         id, above = self._spans.new_id(), self.span.id
         span = Span(name=stage.name, id=id, parent=above, began=began, attributes={}, failed=stage.failed)
-        self._end(span, time.time_ns() if stage.ended is None else self._at(stage.ended))
+        span.ended = time.time_ns() if stage.ended is None else self._at(stage.ended)
+        self._done.append(span)
 
     def _at(self, moment: float) -> int:
         return self._zero + int(moment * _NANOSECONDS)
@@ -364,16 +370,14 @@ def answer_attributes(
 def own_attributes(record: RequestRecord) -> Attributes:
     """Return what a request's span has for itself."""
     found: _Found = {"triton_openai.request_id": record.request_id, "triton_openai.batch": record.batch}
-    if record.operation is None or record.model is None:
-        return _known(found)
-    usage = record.usage
-    found |= {
-        **request_attributes(record.parameters),
-        "gen_ai.response.id": record.response_id,
-        "gen_ai.response.time_to_first_chunk": record.time_to_first_token if record.stream else None,
-        "triton_openai.queued_seconds": record.queued_seconds or None,
-    }
-    if usage is not None:
+    if known := record.operation is not None and record.model is not None:
+        found |= {
+            **request_attributes(record.parameters),
+            "gen_ai.response.id": record.response_id,
+            "gen_ai.response.time_to_first_chunk": record.time_to_first_token if record.stream else None,
+            "triton_openai.queued_seconds": record.queued_seconds or None,
+        }
+    if known and (usage := record.usage) is not None:
         found |= {
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
             "gen_ai.usage.output_tokens": usage.completion_tokens if record.answers else None,

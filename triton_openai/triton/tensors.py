@@ -39,7 +39,7 @@ _LENGTH = struct.Struct("<I")
 _PARAMETERS_READ: set[str] = set()
 
 
-class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
+class TensorSpec(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     """One declared input or output."""
 
     name: str
@@ -51,7 +51,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     label_filename: str = ""
 
 
-class EnsembleStep(msgspec.Struct, frozen=True, kw_only=True):
+class EnsembleStep(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     """One step of an ensemble: the model it calls, and the maps of tensor names (step's name to ensemble's name)."""
 
     model: str
@@ -59,7 +59,7 @@ class EnsembleStep(msgspec.Struct, frozen=True, kw_only=True):
     output_map: Mapping[str, str]
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ModelConfig(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     """A model's configuration as Triton serves it. Adapters decide by nothing else."""
 
     name: str
@@ -136,7 +136,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return (1, *dims) if self.batching else tuple(dims)
 
 
-class Tensor(msgspec.Struct, frozen=True):
+class Tensor(msgspec.Struct, gc=False, frozen=True):
     """An input."""
 
     name: str
@@ -166,7 +166,7 @@ class Tensor(msgspec.Struct, frozen=True):
         return numbers.tobytes()
 
 
-class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
+class InferRequest(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     """An adapter's request to Triton."""
 
     model: str
