@@ -120,11 +120,8 @@ class SdkSpans(Spans, SpanExporter):
         trace_id, sampled, state = 0, True, None
         if parent:
             above = get_current_span(parent).get_span_context()
-            trace_id, state, sampled = (
-                above.trace_id,
-                above.trace_state,
-                not above.is_valid or above.trace_flags.sampled,
-            )
+            trace_id, state = above.trace_id, above.trace_state
+            sampled = not above.is_valid or above.trace_flags.sampled
         trace_id = trace_id or self._ids.generate_trace_id()
         # What the default decides is known: asking it takes a tenth of the cost of a trace.
         if self._sampler is not DEFAULT_ON:
