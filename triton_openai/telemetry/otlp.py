@@ -162,7 +162,7 @@ class SdkSpans(Spans, SpanExporter):
             attributes,
             () if span.first_token is None else (Event(FIRST_TOKEN, timestamp=span.first_token),),
             () if span.link is None else (Link(span.link),),
-            kind=span.kind,
+            kind=SpanKind[span.kind],
             status=_FAILED if span.failed else _UNSET,
             start_time=span.began,
             end_time=span.ended,

@@ -23,7 +23,7 @@ from triton_openai.telemetry.tracing import FIRST_TOKEN, Attributes, SharedAttri
 _FIELDS: Mapping[type, str] = {str: "string_value", bool: "bool_value", int: "int_value", float: "double_value"}
 _LOCAL = SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK
 _REMOTE = _LOCAL | SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
-_KINDS = {kind: Message.SpanKind.Value(f"SPAN_KIND_{kind.name}") for kind in SpanKind}
+_KINDS = {kind.name: Message.SpanKind.Value(f"SPAN_KIND_{kind.name}") for kind in SpanKind}
 _OK, _FAILED = Status(), Status(code=Status.STATUS_CODE_ERROR)
 
 

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import HttpVersion, web
 from opentelemetry.context import Context
-from opentelemetry.trace import SpanContext, SpanKind, TraceState, get_current_span
+from opentelemetry.trace import SpanContext, TraceState, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from triton_openai.errors import ServiceError, masked, printable
@@ -100,7 +100,7 @@ class Span(msgspec.Struct, gc=False, kw_only=True):
     remote: bool = False
     #: The span of what a line of a batch goes back to.
     link: SpanContext | None = None
-    kind: SpanKind = SpanKind.INTERNAL
+    kind: Literal["INTERNAL", "SERVER", "CLIENT"] = "INTERNAL"
     began: int
     ended: int = 0
     shared: Sequence[SharedAttributes] = ()
@@ -175,7 +175,7 @@ class Tracing(Observer):
         trace_id, span_id, flags = f"{ids.trace_id:032x}", f"{ids.span_id:016x}", f"{ids.sampled:02x}"
         record.log_fields = {**record.log_fields, "trace_id": trace_id, "span_id": span_id, "trace_flags": flags}
         if ids.sampled:
-            span = Span(name="", id=ids.span_id, parent=None, kind=SpanKind.SERVER, began=began, attributes=attributes)
+            span = Span(name="", id=ids.span_id, parent=None, kind="SERVER", began=began, attributes=attributes)
             if parent and (found := get_current_span(parent).get_span_context()).is_valid:
                 span.parent, span.remote = found.span_id, True
             if record.batch_trace:
@@ -241,7 +241,7 @@ class Trace(Upstream):
             name=f"infer {called.model}",
             id=self._spans.new_id(),
             parent=self.span.id,
-            kind=SpanKind.CLIENT,
+            kind="CLIENT",
             began=time.time_ns(),
             shared=(call_attributes(called.model, to.address_of(request), to.name, lora),),
             attributes={"triton.request_id": called.id},
@@ -384,7 +384,7 @@ def own_attributes(record: RequestRecord) -> Attributes:
             "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
             "gen_ai.usage.reasoning.output_tokens": record.reasoning_tokens(),
         }
-    return _known(found)
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def request_attributes(body: object) -> _Found:
