@@ -172,7 +172,8 @@ class Tracing(Observer):
         zero = time.time_ns() - int(time.monotonic() * _NANOSECONDS)
         began = zero + int(record.began * _NANOSECONDS)
         # The names are those of OpenTelemetry's specification for logs. The flags say whether the trace is recorded.
-        trace_id, span_id, flags = f"{ids.trace_id:032x}", f"{ids.span_id:016x}", f"{ids.sampled:02x}"
+        trace_id, span_id = ids.trace_id.to_bytes(16, "big").hex(), ids.span_id.to_bytes(8, "big").hex()
+        flags = "01" if ids.sampled else "00"
         record.log_fields = {**record.log_fields, "trace_id": trace_id, "span_id": span_id, "trace_flags": flags}
         if ids.sampled:
             span = Span(name="", id=ids.span_id, parent=None, kind="SERVER", began=began, attributes=attributes)
