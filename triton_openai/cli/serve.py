@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import resource
 import signal
 import socket
@@ -36,6 +35,7 @@ from triton_openai.config.worker import Worker, private_directory
 from triton_openai.draining import DRAINING
 from triton_openai.errors import ConfigurationError
 from triton_openai.prompts.prompter import check_files
+from triton_openai.serving.garbage import collect_garbage
 from triton_openai.serving.server import HttpServer, address_of, listening_sockets
 from triton_openai.serving.workers.pool import Pool, WorkerProcess
 from triton_openai.serving.workers.shared import SharedClient, SharedState
@@ -265,14 +265,13 @@ async def listening(
     app = create_app(settings, worker=worker, shared=shared)
     server = HttpServer(app, settings.limits, tls=server_context(settings.tls))
     await server.start()
+    collecting = asyncio.create_task(collect_garbage())
     try:
         for one in sockets:
             await server.listen(one)
-        # What exists now stays. Not to scan it again cuts the longest pauses of the garbage collector to a tenth.
-        gc.collect()
-        gc.freeze()
         yield app
     finally:
+        await cancel(collecting)
         await _shut_down(server, app, stop)
 
 
