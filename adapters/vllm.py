@@ -151,7 +151,7 @@ class Vllm(Adapter):
         generation, asked = job, job.sampling
         sampling = {}
         for name, value in asked.given.items():
-            if (row := self.rows.get(name)) is not None and row.target is not None:
+            if (row := self.parameters_by_name.get(name)) is not None and row.target is not None:
                 check_range(name, value, row.datatype)
                 sampling[name] = value
         if self.capabilities.finish_reason and asked.stop_showable:

@@ -147,8 +147,8 @@ def aims(
         ),
         *(_agent(rows, form) for form in AGENTS),
         *(_growth(rows, subject) for subject in ("ours-http", "ours-grpc")),
-        _traced(rows),
-        _traced_request(rows),
+        _traced(rows, COMPARED, f"{COMPARED} paced streams: CPU per token", _SAME),
+        _traced(rows, 1, "chat of one token: CPU", _TRACED),
         *(_short(rows, form, floor) for floor in FLOORS for form in ("text", "whole")),
         *_counted(paths),
         *_kept(chains),
@@ -188,25 +188,14 @@ def _agent(rows: Sequence[Row], form: str) -> Aim:
     return Aim(text, _AGENT_MS, None if micros is None else micros / 1000)
 
 
-def _traced(rows: Sequence[Row]) -> Aim:
-    """Return what a token costs with traces, beside what it costs without: they are a matter of requests."""
-    text = f"HTTP with traces, {COMPARED} paced streams: CPU per token / without"
-    traced, plain = (find(rows, "traces", COMPARED, subject) for subject in ("ours-traced", "ours-http"))
+def _traced(rows: Sequence[Row], streams: int, what: str, limit: float) -> Aim:
+    """Return what is added by traces, as the median of rounds: they are in turns, and one may be noisy."""
+    text = f"HTTP with traces, {what} / without, the median of rounds"
+    traced, plain = (find(rows, "traces", streams, subject) for subject in ("ours-traced", "ours-http"))
     if traced is None or plain is None:
-        return Aim(text, _SAME, None)
+        return Aim(text, limit, None)
     rounds = _ratios(traced.round_cpu_us_per_token, plain.round_cpu_us_per_token)
-    return Aim(text, _SAME, ratio(traced.cpu_us_per_token, plain.cpu_us_per_token), rounds=rounds)
-
-
-def _traced_request(rows: Sequence[Row]) -> Aim:
-    """Return what a chat of one token costs with traces, beside what it costs without."""
-    text = "HTTP with traces, chat of one token: CPU / without, the median of rounds"
-    traced, plain = (find(rows, "traces", 1, subject) for subject in ("ours-traced", "ours-http"))
-    if traced is None or plain is None:
-        return Aim(text, _TRACED, None)
-    # Rounds are in turns, and short: a noisy second of one of the two says nothing.
-    rounds = _ratios(traced.round_cpu_us_per_token, plain.round_cpu_us_per_token)
-    return Aim(text, _TRACED, median(rounds) if rounds else None, rounds=rounds)
+    return Aim(text, limit, median(rounds) if rounds else None, rounds=rounds)
 
 
 def _short(rows: Sequence[Row], form: str, floor: str) -> Aim:

@@ -300,8 +300,8 @@ class Adapter:
         self._shapes = {name: config.wire_shape(spec, 1) for name, spec in config.inputs.items()}
 
     @cached_property
-    def rows(self) -> Mapping[str, Parameter]:
-        """The rows of the table by name."""
+    def parameters_by_name(self) -> Mapping[str, Parameter]:
+        """The rows of the table of :attr:`parameters`."""
         return {row.name: row for row in self.parameters}
 
     @cached_property

@@ -45,7 +45,8 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "streaming recognizers": 27,
     },
     "adapters": {
-        "today": 1951,
+        "today": 1949,
+        "a model that is loaded again leaves no adapter": 2,
         "/v1/audio/speech": 190,
         "/v1/audio/transcriptions and /v1/audio/translations": 242,
         "audio in chats": 4,

@@ -263,7 +263,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 _plain = attrgetter(*_PLAIN)
 _given = lru_cache(128)(DefaultParameters.given)
 # Every field of a sampling that an adapter has to carry. What its table does not mention is refused: it is not sent.
-_MAPPED = {
+_NOT_IN_TABLE = {
     name: Parameter(name)
     for name in (*_PLAIN, "stop_token_ids", "bad_words", "allowed_token_ids", "logprobs", "logit_bias")
 }
@@ -351,7 +351,7 @@ def sampling(request: SamplingRequest, *, limit: TokenLimit, defaults: DefaultPa
         # A limit that the client did not set is no reason to refuse the request.
         del asked["max_tokens"]
     for name, value in asked.items():
-        row, usual = adapter.rows.get(name) or _MAPPED.get(name), _PLAIN.get(name, ())
+        row, usual = adapter.parameters_by_name.get(name) or _NOT_IN_TABLE.get(name), _PLAIN.get(name, ())
         if row is None or value in usual:
             continue
         called = limit.param if name == "max_tokens" else name

@@ -19,6 +19,7 @@ from triton_openai.media import text_files as files
 from triton_openai.offload import json_decoder
 
 
+# A request may have thousands of what follows. It has no reference cycles, so the garbage collector leaves it out.
 class ImageUrl(msgspec.Struct, gc=False, frozen=True):
     """The URL of an image. No backend takes a level of detail, so ``detail`` has no effect."""
 

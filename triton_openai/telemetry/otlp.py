@@ -75,7 +75,7 @@ def resource() -> Resource:
 class Ended(msgspec.Struct, gc=False):
     """The spans of one request, as the SDK's queue has them: it asks whether ``context`` is sampled, and all are."""
 
-    request: SpanIds
+    ids: SpanIds
     spans: Sequence[Span]
     context: ClassVar = SpanContext(1, 1, False, _SAMPLED)
 
@@ -131,14 +131,14 @@ class SdkSpans(Spans, SpanExporter):
             sampled, state = sampling.decision is Decision.RECORD_AND_SAMPLE, sampling.trace_state
         return SpanIds(trace_id, self.new_id(), sampled, state)
 
-    def end(self, request: SpanIds, spans: Sequence[Span]) -> None:
+    def end(self, ids: SpanIds, spans: Sequence[Span]) -> None:
         # All that the processor reads of a span.
-        ended: Any = Ended(request, spans)
+        ended: Any = Ended(ids, spans)
         self._processor.on_end(ended)
 
     def export(self, spans: Sequence[Any]) -> SpanExportResult:
         """Send what :meth:`end` has queued, in messages that collectors take."""
-        every = [(each.request, span) for each in spans for span in each.spans]
+        every = [(each.ids, span) for each in spans for span in each.spans]
         results = []
         for at in range(0, len(every), _MOST_SPANS):
             batch = Batch(every[at : at + _MOST_SPANS], self._made)
@@ -149,15 +149,15 @@ class SdkSpans(Spans, SpanExporter):
         """Give up what is not sent."""
         self._exporter.shutdown()
 
-    def _made(self, request: SpanIds, span: Span) -> ReadableSpan:
+    def _made(self, ids: SpanIds, span: Span) -> ReadableSpan:
         attributes: Mapping[str, Any] = span.all_attributes
         if not self._unlimited:
             attributes = BoundedAttributes(self._most, attributes, max_value_len=self._longest)
-        same = _SAMPLED, request.state
+        same = _SAMPLED, ids.state
         return ReadableSpan(
             span.name,
-            SpanContext(request.trace_id, span.id, False, *same),
-            None if span.parent is None else SpanContext(request.trace_id, span.parent, span.remote, *same),
+            SpanContext(ids.trace_id, span.id, False, *same),
+            None if span.parent is None else SpanContext(ids.trace_id, span.parent, span.remote, *same),
             self._resource,
             attributes,
             () if span.first_token is None else (Event(FIRST_TOKEN, timestamp=span.first_token),),

@@ -35,17 +35,17 @@ def encode_spans(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
     found = message.resource_spans[0].scope_spans[0].spans
     del found[:]
     try:
-        for request, span in spans.spans:
-            _add(found, request, span)
+        for ids, span in spans.spans:
+            _add(found, ids, span)
     except (LookupError, TypeError, ValueError):
         # Of a sampler's attributes, the SDK's encoder takes more, and leaves out what cannot be sent.
         return trace_encoder.encode_spans(spans)
     return message
 
 
-def _add(found: Any, request: SpanIds, span: Span) -> None:
+def _add(found: Any, ids: SpanIds, span: Span) -> None:
     message = found.add(
-        trace_id=request.trace_id.to_bytes(16, "big"),
+        trace_id=ids.trace_id.to_bytes(16, "big"),
         span_id=span.id.to_bytes(8, "big"),
         name=span.name,
         kind=_KINDS[span.kind],
@@ -59,8 +59,8 @@ def _add(found: Any, request: SpanIds, span: Span) -> None:
         message.MergeFromString(shared.encoded or _encoded(shared))
     if span.parent is not None:
         message.parent_span_id = span.parent.to_bytes(8, "big")
-    if request.state:
-        message.trace_state = request.state.to_header()
+    if ids.state:
+        message.trace_state = ids.state.to_header()
     if span.first_token is not None:
         message.events.add(name=FIRST_TOKEN, time_unix_nano=span.first_token)
     if span.link is not None:

@@ -128,8 +128,8 @@ class Spans(Protocol):
     def begin(self, record: RequestRecord, parent: Context, attributes: Attributes) -> SpanIds:
         """Return the ids of a request's span, and whether its trace is recorded; a sampler may add *attributes*."""
 
-    def end(self, request: SpanIds, spans: Sequence[Span]) -> None:
-        """Take *spans* that have ended, of the trace of *request*."""
+    def end(self, ids: SpanIds, spans: Sequence[Span]) -> None:
+        """Take *spans* that have ended, of the request whose span has *ids*."""
 
 
 def trace_context(record: RequestRecord) -> Context:
@@ -371,20 +371,20 @@ def answer_attributes(
 def own_attributes(record: RequestRecord) -> Attributes:
     """Return what a request's span has for itself."""
     found: _Found = {"triton_openai.request_id": record.request_id, "triton_openai.batch": record.batch}
-    if known := record.operation is not None and record.model is not None:
+    if record.operation is not None and record.model is not None:
         found |= {
             **request_attributes(record.parameters),
             "gen_ai.response.id": record.response_id,
             "gen_ai.response.time_to_first_chunk": record.time_to_first_token if record.stream else None,
             "triton_openai.queued_seconds": record.queued_seconds or None,
         }
-    if known and (usage := record.usage) is not None:
-        found |= {
-            "gen_ai.usage.input_tokens": usage.prompt_tokens,
-            "gen_ai.usage.output_tokens": usage.completion_tokens if record.answers else None,
-            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
-            "gen_ai.usage.reasoning.output_tokens": record.reasoning_tokens(),
-        }
+        if (usage := record.usage) is not None:
+            found |= {
+                "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": usage.completion_tokens if record.answers else None,
+                "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+                "gen_ai.usage.reasoning.output_tokens": record.reasoning_tokens(),
+            }
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -830,7 +830,7 @@ async def test_a_bucket_that_is_away_pauses_batches(shared: Place, monkeypatch: 
 
 
 async def test_a_batch_that_ends_while_leases_are_read(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not among the open ones any more, which does not mean that another process has it."""
+    """A batch that has ended is not among the open ones, which does not mean that another process has it."""
     async with process(place) as one:
         held, finish, looks = one.files.store.held, one.files.store.finish, 0
 
