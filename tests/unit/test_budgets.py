@@ -112,7 +112,7 @@ BUDGETS: Mapping[str, Mapping[str, int]] = {
         "files and batches": 13,
         "server.max_running_requests_per_endpoint": 6,
         "/v1/audio/transcriptions and /v1/audio/translations": 1,
-        "garbage is collected at quiet moments": 17,
+        "garbage is collected at quiet moments": 15,
     },
     "access": {
         "begin": 483,
