@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -13,34 +14,37 @@ from triton_openai.access.authorizer import AUTHORIZER, Authorizer
 from triton_openai.access.cors import CORS, Cors
 from triton_openai.access.rate_limits import LimitStore, RateLimits
 from triton_openai.adapters._common.registry import Registry
-from triton_openai.api.batches import RUNNER
+from triton_openai.api.bodies import decode_json
 from triton_openai.api.info import probe
 from triton_openai.api.lines import LineHost
-from triton_openai.api.page import add_page
-from triton_openai.api.responses.stored import STATE, ResponseStore
-from triton_openai.api.routes import add_routes
-from triton_openai.api.service import SERVICE, Service
-from triton_openai.api.uploaded_files import FILES
+from triton_openai.api.messages.message_events import error_body
+from triton_openai.api.responses.stored import ResponseStore
+from triton_openai.api.routes import OPERATIONS, prefixes
+from triton_openai.api.service import Service
+from triton_openai.api.sse import HEARTBEAT, error_event
 from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.batches.file_folder import Files
 from triton_openai.batches.line_limits import FirstTokens
 from triton_openai.config.sources import SDK_REFUSES
 from triton_openai.config.tree import AUTO, NONE, AccessSettings, ServerSettings, Settings
-from triton_openai.config.worker import WORKER, Worker
+from triton_openai.config.worker import Worker
 from triton_openai.draining import DRAINING, Draining, ModelDraining
 from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.media.fetch import AllowedHosts, Fetcher, is_public, is_public_or_private
 from triton_openai.media.images import ImageLoader
-from triton_openai.models.canary import CANARY, PATIENCE, Canary
+from triton_openai.models.canary import PATIENCE, Canary
 from triton_openai.models.control import ModelControl
 from triton_openai.models.lookup import Models, keep_loaded
 from triton_openai.models.served import ServedModel
+from triton_openai.operations import Operation
 from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.prompts import infill
 from triton_openai.prompts.history import HistoryTemplate
 from triton_openai.serving.admission import Admission
-from triton_openai.serving.middleware import add_middleware
-from triton_openai.serving.request_body import LIMITS
+from triton_openai.serving.execution import Executor
+from triton_openai.serving.http_operations import HttpOperations
+from triton_openai.serving.middleware import ERROR_BODY, EXECUTOR, add_middleware
+from triton_openai.serving.page import add_page
 from triton_openai.serving.workers.shared import SharedClient
 from triton_openai.storage import open_store
 from triton_openai.tasks import Background, cancel, wait_any
@@ -50,12 +54,13 @@ from triton_openai.telemetry.gauges import ServedName, State
 from triton_openai.telemetry.logging import count_lost_lines
 from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, LIMITS_STORE_UP, LOG_LINES_LOST, Metrics
 from triton_openai.telemetry.process import LOOP_LAG, LoopLag
-from triton_openai.telemetry.request_record import OBSERVERS, Observer, Observers
+from triton_openai.telemetry.request_record import OBSERVERS, Observer, Observers, RequestRecord
 from triton_openai.telemetry.tracing import Tracing
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.fleet import Fleet
 
 _log = structlog.get_logger(__name__)
+SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 # Longest time that the last spans have to leave when the service ends: there may be no collector.
 _LAST_SPANS_SECONDS = 0.8
 # Longest time to connect to the store of responses.
@@ -113,6 +118,16 @@ def create_app(
         observers.append(first_tokens)
     if characters is not None:
         observers.insert(1, ContentLog(characters))
+    authorizer = Authorizer(settings.access, limits=_limits(settings.access, shared, metrics))
+    all_observers = Observers(*observers)
+    responses = ResponseStore(open_store(settings.responses), settings.responses)
+    exposition = Exposition(
+        metrics,
+        lambda: _state(models, worker, responses),
+        settings.metrics,
+        settings.triton_metrics_url,
+        None if files is None else files.state,
+    )
     service = Service(
         settings=settings,
         models=models,
@@ -128,38 +143,55 @@ def create_app(
             capacity=fleet.capacity,
         ),
         images=_image_loader(settings),
+        worker=worker,
+        executor=Executor(draining, all_observers),
+        authorizer=authorizer,
+        canary=canary,
+        exposition=exposition,
+        responses=responses,
+        operations=OPERATIONS,
+        files=files,
     )
+    if files is not None:
+        service.batches = BatchRunner(files, LineHost(service), first_tokens, metrics)
     fleet.watch(room=service.admission.admit)
     _limit(fleet, worker, settings.server)
     app = web.Application(client_max_size=settings.server.max_body_size)
     app[SERVICE] = service
-    app[WORKER] = worker
     app[LOOP_LAG] = lag
     app[DRAINING] = draining
-    app[OBSERVERS] = Observers(*observers)
-    app[CANARY] = canary
-    app[LIMITS] = settings.limits
-    app[STATE] = ResponseStore(open_store(settings.responses), settings.responses)
+    app[OBSERVERS] = all_observers
+    app[EXECUTOR] = service.executor
     app[CORS] = Cors(settings.access)
-    authorizer = app[AUTHORIZER] = Authorizer(settings.access, limits=_limits(settings.access, shared, metrics))
+    app[AUTHORIZER] = authorizer
+    app[EXPOSITION] = exposition
+    app[ERROR_BODY] = error_body
     if send_spans is not None:
         # First, so that it ends last: when everything else has ended, so have all spans.
         app.cleanup_ctx.append(send_spans)
     app.cleanup_ctx.extend([_run_service, authorizer.run])
-    app[EXPOSITION] = Exposition(
-        metrics,
-        lambda: _state(models, worker, app[STATE]),
-        settings.metrics,
-        settings.triton_metrics_url,
-        None if files is None else files.state,
-    )
-    add_routes(app)
-    if files is not None:
-        app[FILES], app[RUNNER] = files, BatchRunner(files, LineHost(app), first_tokens, metrics)
+    _http_operations(service).add_routes(app, OPERATIONS, prefixes)
     add_middleware(app, reports_load=settings.metrics.vllm_names)
     if settings.server.page:
         add_page(app)
     return app
+
+
+def _http_operations(service: Service) -> HttpOperations:
+    """Return what runs the operations of *service* for HTTP requests."""
+
+    async def decode(body: bytes, operation: Operation, record: RequestRecord) -> Any:
+        return await decode_json(body, operation, record, service.settings)
+
+    return HttpOperations(
+        service,
+        decode=decode,
+        limits=service.settings.limits,
+        draining=service.executor.draining,
+        heartbeat=lambda: service.settings.server.heartbeat_interval,
+        comment=HEARTBEAT,
+        error_event=error_event,
+    )
 
 
 def _limit(fleet: Fleet, worker: Worker, server: ServerSettings) -> None:
@@ -308,7 +340,7 @@ async def apply_settings(app: web.Application, settings: Settings, reload: bool)
     await take_endpoints()
     take_access()
     app[CORS].replace(settings.access)
-    _limit(service.fleet, app[WORKER], settings.server)
+    _limit(service.fleet, service.worker, settings.server)
     service.admission.replace(settings.server)
     service.settings = settings
 
@@ -316,7 +348,7 @@ async def apply_settings(app: web.Application, settings: Settings, reload: bool)
 async def _run_service(app: web.Application) -> AsyncIterator[None]:
     """Discover models while the application runs; close everything after it."""
     service = app[SERVICE]
-    if app[WORKER].index == 0:
+    if service.worker.index == 0:
         # Remind the operator that clients' texts are readable there.
         settings = service.settings
         if settings.server.log_content is not None:
@@ -325,11 +357,11 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
             _log.warning("prompts and answers are sent with traces", characters=settings.traces.content)
         if ":" in settings.responses.store:
             # The operator chose it. The file in the state folder is opened when the first response is stored.
-            service.background.start(app[STATE].check(), timeout=_STORE_SECONDS)
-    if FILES in app:
+            service.background.start(service.responses.check(), timeout=_STORE_SECONDS)
+    if service.files is not None:
         try:
             async with asyncio.timeout(_STORE_SECONDS):
-                await app[FILES].check()
+                await service.files.check()
         except ConfigurationError:
             raise
         except (ServiceError, TimeoutError):
@@ -337,20 +369,20 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
             pass
     models = service.models
     work = [service.fleet.run(), keep_loaded(models), app[LOOP_LAG].run()]
-    if RUNNER in app:
-        work.append(app[RUNNER].run())
+    if service.batches is not None:
+        work.append(service.batches.run())
     tasks = [asyncio.create_task(one) for one in work]
     # A request before that finds no models, though other workers may know them all.
     await wait_any(models.fleet.first, timeout=_FIRST_LOOK_SECONDS)
     yield
     await cancel(*tasks)
-    if RUNNER in app:
-        await app[RUNNER].close()
+    if service.batches is not None:
+        await service.batches.close()
     await service.control.close()
-    await app[CANARY].close()
+    await service.canary.close()
     await service.background.close()
-    await app[STATE].close()
-    if FILES in app:
-        await app[FILES].store.close()
+    await service.responses.close()
+    if service.files is not None:
+        await service.files.store.close()
     await service.images.close()
     await service.fleet.close()

@@ -239,6 +239,14 @@ class EndpointNotFound(InvalidRequest, status=404, code="not_found"):
 class MethodNotAllowed(InvalidRequest, status=405, code="method_not_allowed"):
     """The path exists, but not with this method."""
 
+    def __init__(self, message: str, *, allowed: str) -> None:
+        super().__init__(message)
+        self._allowed = allowed
+
+    def headers(self) -> Mapping[str, str]:
+        """Say which methods there are, as every 405 has to."""
+        return {**super().headers(), "Allow": self._allowed}
+
 
 class UpgradeRefused(InvalidRequest, status=426, code="upgrade_refused"):
     """The path is not served over WebSocket."""

@@ -12,6 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from typing import Annotated, Protocol
 
 import msgspec
@@ -212,6 +213,12 @@ class Reservation:
         refusal = decision.refusal
         self.refusal = None if refusal is None else RateLimited(refusal.message, kind=refusal.kind, wait=refusal.wait)
 
+    def take(self) -> Reservation:
+        """Return a reservation that takes the place of this one, which is closed without effect from now on."""
+        taken = copy(self)
+        self._open = False
+        return taken
+
     def close(self, tokens: int) -> None:
         """Count the request out, once, and the *tokens* that it used in."""
         if self._open:
@@ -219,7 +226,7 @@ class Reservation:
             self._store.leave(self._name, tokens)
 
 
-#: The reservation of a request, which whoever ends its work takes and closes.
+#: The reservation of a request, which is closed at its end.
 RESERVATION: web.RequestKey[Reservation] = web.RequestKey("reservation", Reservation)
 
 

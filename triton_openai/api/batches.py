@@ -8,23 +8,19 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
-from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import errors
-from triton_openai.api import agents
-from triton_openai.api.agents import Page
-from triton_openai.api.bodies import json_response, read_json
+from triton_openai.api.bodies import new_id, whole
 from triton_openai.api.lines import endpoints
+from triton_openai.api.paging import Page, page_limit
 from triton_openai.api.responses.objects import Metadata, ResponseUsage
-from triton_openai.api.service import OPERATIONS_BY_HANDLER, key_of, new_id, service_of
+from triton_openai.api.service import Service
 from triton_openai.api.uploaded_files import ExpiresAfter, files_of, find_file, page_found, too_much
-from triton_openai.batches.batch_runner import BatchRunner
+from triton_openai.operations import Call, Reply
 from triton_openai.storage.batch_store import Batch, Status
-from triton_openai.telemetry.request_record import RECORD
+from triton_openai.telemetry.request_record import RequestRecord
 
-#: What runs batches in this process; absent where they are off.
-RUNNER: web.AppKey[BatchRunner] = web.AppKey("batch_runner", BatchRunner)
 _Window = Annotated[str, Meta(pattern=r"^([1-9]\d?|1[0-5]\d|16[0-8])h$")]
 
 
@@ -93,15 +89,14 @@ class BatchList(Page[BatchObject], tag_field="object", tag="list"):
     """A page of batches."""
 
 
-async def create(request: web.Request) -> web.Response:
+async def create(service: Service, call: Call[BatchRequest]) -> Reply:
     """Run the requests of a file below live traffic. They are checked as a whole before any of them runs."""
-    files = files_of(request)
-    settings = service_of(request).settings
-    body = await read_json(request, BatchRequest, strict=settings.api.strict_parameters)
-    allowed = endpoints(request.app[OPERATIONS_BY_HANDLER])
+    files = files_of(service)
+    body = call.body
+    allowed = endpoints(service.operations)
     if body.endpoint not in allowed:
         raise errors.InvalidValue(f"'endpoint' must be one of {', '.join(sorted(allowed))}.", "endpoint")
-    file = await find_file(request, body.input_file_id, "input_file_id")
+    file = await find_file(service, call.key, body.input_file_id, "input_file_id")
     if file.purpose != "batch":
         raise errors.InvalidValue(f"The purpose of the input file is '{file.purpose}', not 'batch'.", "input_file_id")
     if file.bytes > files.settings.max_batch_size:
@@ -109,7 +104,7 @@ async def create(request: web.Request) -> web.Response:
     now = time.time()
     batch = Batch(
         id=new_id("batch", "_"),
-        owner=key_of(request).name,
+        owner=call.key.name,
         kind="openai",
         endpoint=body.endpoint,
         input=file.id,
@@ -119,18 +114,18 @@ async def create(request: web.Request) -> web.Response:
         metadata=None if body.metadata is None else dict(body.metadata),
         output_seconds=None if body.output_expires_after is None else body.output_expires_after.seconds,
     )
-    await add(request, batch, "input_file_id")
-    return json_response(batch_object(batch))
+    await add(service, call.record, batch, "input_file_id")
+    return whole(batch_object(batch))
 
 
-async def add(request: web.Request, batch: Batch, param: str) -> None:
+async def add(service: Service, record: RequestRecord, batch: Batch, param: str) -> None:
     """
     Add *batch*, whose input the field *param* names.
 
     Raises :class:`TooManyBatches`, :class:`PayloadTooLarge` and :class:`ObjectNotFound`.
     """
-    most, files = service_of(request).settings.batches.max_batches, files_of(request)
-    if "trace_id" in (fields := request[RECORD].log_fields):
+    most, files = service.settings.batches.max_batches, files_of(service)
+    if "trace_id" in (fields := record.log_fields):
         batch.trace = "00-{trace_id}-{span_id}-{trace_flags}".format_map(fields)
     added = await files.store.add(batch, most=most, most_bytes=files.settings.max_total)
     if added == "too many":
@@ -139,53 +134,61 @@ async def add(request: web.Request, batch: Batch, param: str) -> None:
         raise too_much(files)
     if added == "no file":
         raise errors.ObjectNotFound(f"There is no file '{batch.input}'.", param=param)
-    request.app[RUNNER].wake()
+    wake(service)
 
 
-async def find_batch(request: web.Request, kind: Literal["openai", "anthropic"], param: str = "batch_id") -> Batch:
-    """Return the batch that the path of *request* names, if it is its key's. Raises :class:`ObjectNotFound`."""
-    files, batch_id = files_of(request), request.match_info["batch"]
-    batch = await files.store.batch(batch_id, key_of(request).name, kind) if files.exist else None
+async def find_batch(
+    service: Service, call: Call[Any], kind: Literal["openai", "anthropic"], param: str = "batch_id"
+) -> Batch:
+    """Return the batch that the path of *call* names, if it is its key's. Raises :class:`ObjectNotFound`."""
+    files, batch_id = files_of(service), call.path["batch"]
+    batch = await files.store.batch(batch_id, call.key.name, kind) if files.exist else None
     if batch is None:
         raise errors.ObjectNotFound(f"There is no batch '{batch_id[:100]}'.", param=param)
     return batch
 
 
-async def cancel_batch(request: web.Request, batch: Batch) -> Batch:
+async def cancel_batch(service: Service, call: Call[Any], batch: Batch) -> Batch:
     """Cancel *batch*, unless it has ended or is about to; return it as it is then."""
 
     def cancel(found: Batch) -> None:
         if found.status in ("validating", "in_progress"):
             found.enter("cancelling")
 
-    changed = await files_of(request).store.change(batch.id, cancel)
-    request.app[RUNNER].wake()
-    return changed or await find_batch(request, batch.kind)
+    changed = await files_of(service).store.change(batch.id, cancel)
+    wake(service)
+    return changed or await find_batch(service, call, batch.kind)
 
 
-async def retrieve(request: web.Request) -> web.Response:
+def wake(service: Service) -> None:
+    """Let what runs batches look for changes now."""
+    assert service.batches is not None, "there are files"
+    service.batches.wake()
+
+
+async def retrieve(service: Service, call: Call[None]) -> Reply:
     """Return a batch as it is now."""
-    return json_response(batch_object(await find_batch(request, "openai")))
+    return whole(batch_object(await find_batch(service, call, "openai")))
 
 
-async def cancel(request: web.Request) -> web.Response:
+async def cancel(service: Service, call: Call[None]) -> Reply:
     """Cancel a batch. Requests that run may end, others are not begun any more; results until then are kept."""
-    batch = await cancel_batch(request, await find_batch(request, "openai"))
+    batch = await cancel_batch(service, call, await find_batch(service, call, "openai"))
     if batch.status not in ("cancelling", "cancelled"):
         raise errors.InvalidRequest(
             f"The batch cannot be cancelled: its status is '{batch.status}'.",
             param="batch_id",
             code="batch_not_cancellable",
         )
-    return json_response(batch_object(batch))
+    return whole(batch_object(batch))
 
 
-async def list_batches(request: web.Request) -> web.Response:
+async def list_batches(service: Service, call: Call[None]) -> Reply:
     """List the batches of the request's key, newest first."""
-    find = partial(files_of(request).store.batches, key_of(request).name, "openai")
-    limit, after = agents.page_limit(request.query, 100), request.query.get("after")
-    batches, more = await page_found(request, find, limit, after)
-    return json_response(BatchList.of([batch_object(batch) for batch in batches], more=more))
+    find = partial(files_of(service).store.batches, call.key.name, "openai")
+    limit, after = page_limit(call.query, 100), call.query.get("after")
+    batches, more = await page_found(service, find, limit, after)
+    return whole(BatchList.of([batch_object(batch) for batch in batches], more=more))
 
 
 def batch_object(batch: Batch) -> BatchObject:

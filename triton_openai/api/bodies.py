@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import web
 
 from triton_openai import offload
-from triton_openai.config.tree import LimitSettings
-from triton_openai.errors import InvalidRequest, InvalidValue, PayloadTooLarge, UnsupportedMediaType, missing, printable
+from triton_openai.config.tree import LimitSettings, Settings
+from triton_openai.errors import InvalidRequest, InvalidValue, PayloadTooLarge, missing, printable
+from triton_openai.operations import Form, FormPart, Operation, Whole
 from triton_openai.prompts.messages import AssistantMessage
-from triton_openai.serving.connections import WholeResponse
-from triton_openai.serving.forms import Form, Part
-from triton_openai.serving.request_body import LIMITS, read_body
-from triton_openai.telemetry.request_record import RECORD, RequestRecord
+from triton_openai.telemetry.request_record import RequestRecord
 
 _T = TypeVar("_T", bound=msgspec.Struct)
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 #: Returns the JSON of a value.
 encode = msgspec.json.Encoder().encode
 
@@ -53,14 +54,14 @@ def tell_ignored(record: RequestRecord, names: Iterable[str]) -> None:
         record.headers = {**record.headers, IGNORED_HEADER: ", ".join(known)}
 
 
-async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T:
-    """Return the body as *kind*; *strict* refuses fields that *kind* does not know. Raises :class:`InvalidRequest`."""
-    content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if content_type and content_type != "application/json" and not content_type.endswith("+json"):
-        raise UnsupportedMediaType(f"The body must be JSON (application/json), not '{content_type[:100]}'.")
-    limits = request.app[LIMITS]
-    body = await read_body(request, limits)
-    record = request[RECORD]
+async def decode_json(body: bytes, operation: Operation, record: RequestRecord, settings: Settings) -> Any:
+    """
+    Return *body* as the type of *operation*, within the limits of *settings*.
+
+    *record* gets the body's size, and the names of unknown fields. Raises :class:`InvalidRequest`.
+    """
+    kind, limits = operation.body_type, settings.limits
+    strict = settings.api.strict_parameters if operation.strict is None else operation.strict
     record.body_size = len(body)
     ignored = record.unknown_fields = []
     names = None if strict else ignored
@@ -105,17 +106,18 @@ class FormRequest(ModelRequest, kw_only=True):
     """
 
 
-async def read_form(request: web.Request, kind: type[_T], *, strict: bool, most: int) -> _T:
+async def read_form(
+    form: Form, kind: type[_T], record: RequestRecord, limits: LimitSettings, *, strict: bool, max_size: int
+) -> _T:
     """
-    Return the form, of *most* bytes, as *kind*; *strict* refuses fields that *kind* does not know.
+    Return *form*, of *max_size* bytes at most, as *kind*; *strict* refuses fields that *kind* does not know.
 
-    Raises :class:`InvalidRequest`.
+    *record* gets the form's size, and the names of unknown fields. Raises :class:`InvalidRequest`.
     """
-    limits, record = request.app[LIMITS], request[RECORD]
     fields: dict[str, Any] = {}
     ignored = record.unknown_fields = []
-    form, left = Form(request, limits, most=most), limits.max_text_size
-    async for part in form:
+    left = limits.max_text_size
+    async for part in form.parts(max_size):
         name = part.name.removesuffix("[]")
         if name not in kind.__struct_encode_fields__:
             if strict:
@@ -123,7 +125,7 @@ async def read_form(request: web.Request, kind: type[_T], *, strict: bool, most:
             if len(ignored) < _MOST_UNKNOWN:
                 ignored.append(name)
         elif part.filename is not None:
-            _add(fields, part, FileField(part.filename, part.media_type, await part.read(most)))
+            _add(fields, part, FileField(part.filename, part.media_type, await part.read(max_size)))
         else:
             content = await part.read(left)
             left -= len(content)
@@ -136,7 +138,7 @@ async def read_form(request: web.Request, kind: type[_T], *, strict: bool, most:
     return converted(fields, kind, strict=False)
 
 
-def _add(fields: dict[str, Any], part: Part, value: str | FileField) -> None:
+def _add(fields: dict[str, Any], part: FormPart, value: str | FileField) -> None:
     """Add the *value* of *part* to *fields*. Raises :class:`InvalidRequest` for a second one of a field without []."""
     name = part.name.removesuffix("[]")
     if name != part.name and isinstance(items := fields.setdefault(name, []), list):
@@ -444,15 +446,24 @@ def separated(value: str | list[str | int | list[int]], param: str) -> list[Any]
     return items
 
 
-def json_response(answer: msgspec.Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    """Return *answer* as a response."""
-    return WholeResponse(status=status, body=encode(answer), content_type="application/json", headers=headers)
+def whole(answer: msgspec.Struct, status: int = 200, headers: Mapping[str, str] = _NO_HEADERS) -> Whole:
+    """Return *answer* in JSON as a reply."""
+    return Whole(encode(answer), status, headers=headers)
 
 
-async def made_response(make: Callable[[], msgspec.Struct], *, cost: float) -> web.Response:
-    """Return what *make* returns as a response; to make and to encode it takes about *cost* microseconds."""
-    body = await offload.run(lambda: encode(make()), cost=cost)
-    return WholeResponse(body=body, content_type="application/json")
+async def whole_of(make: Callable[[], msgspec.Struct], *, cost: float) -> Whole:
+    """Return what *make* returns as a reply; to make and to encode it takes about *cost* microseconds."""
+    return Whole(await offload.run(lambda: encode(make()), cost=cost))
+
+
+def new_id(prefix: str, separator: str = "-") -> str:
+    """Return a fresh object id such as ``chatcmpl-…``; Triton gets the same id for the request."""
+    return f"{prefix}{separator}{os.urandom(16).hex()}"
+
+
+def now() -> int:
+    """Return the time for OpenAI's ``created``: whole seconds since the epoch."""
+    return int(time.time())
 
 
 def in_pieces(values: Iterable[Any]) -> list[Any]:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import offload
@@ -20,7 +19,7 @@ from triton_openai.answer.chat_prompt import media_of, rendered_chat
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, encode, in_pieces
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, encode, in_pieces, now
 from triton_openai.api.logprobs import (
     ChatLogprobs,
     PromptLogprobs,
@@ -31,14 +30,15 @@ from triton_openai.api.logprobs import (
     rendering_cost,
 )
 from triton_openai.api.parameters import SamplingRequest, Verbosity, accepting, refusing
-from triton_openai.api.service import RequestContext, now, runs_of, spec_of
-from triton_openai.api.sse import Chunks, stream
+from triton_openai.api.service import RequestContext, runs_of, spec_of
+from triton_openai.api.sse import Chunks
 from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan, custom_input, plan_tools
 from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.errors import InvalidRequest, InvalidValue, ServiceError, UnsupportedParameter
 from triton_openai.generation import AnswerState, Delta, FinishReason
 from triton_openai.media.audio import AudioReference, load
 from triton_openai.media.images import ImageReference
+from triton_openai.operations import Reply, Whole
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.parsers.parser_registry import Parsers
@@ -47,7 +47,6 @@ from triton_openai.parsers.tools.json_calls import Llama3Json
 from triton_openai.parsers.tools.tool_parser import ToolParser
 from triton_openai.prompts.messages import Message
 from triton_openai.prompts.prompter import Prompter
-from triton_openai.serving.connections import WholeResponse
 from triton_openai.telemetry.request_record import RENDER
 
 #: Takes a whole answer in JSON.
@@ -300,7 +299,7 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
     return Turn(spec, plan, runs, answer_parsers)
 
 
-async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Keep | None = None) -> web.StreamResponse:
+async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Keep | None = None) -> Reply:
     """Answer a chat. The whole answer, in JSON, is given to *keep* first, also that of a stream before its end."""
     service, body = context.service, context.body
     turn = await turn_of(context, answer_id)
@@ -313,7 +312,7 @@ async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Kee
         fields = ()
     if body.stream:
         chunks = ChatChunks(context, turn, fields) if keep is None else _KeptChunks(context, turn, fields, keep)
-        return await stream(context, runs, chunks)
+        return await context.stream(runs, chunks)
     answers = await collect(runs, timeout=context.limits.total)
     choices = (chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers))
     cost = rendering_cost(answers, offload.RENDER if turn.parsers[0].plain else offload.PARSE)
@@ -324,7 +323,7 @@ async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Kee
     content = whole() if cost <= offload.INLINE else await offload.run(whole, cost=cost)
     if keep is not None:
         await keep(content)
-    return WholeResponse(body=content, content_type="application/json")
+    return Whole(content)
 
 
 def _completion(context: RequestContext[ChatRequest], turn: Turn, choices: Iterable[ChatChoice]) -> bytes:
@@ -468,7 +467,15 @@ class ChatChunks(Chunks):
     """The chunks of one stream, with the reasoning in *fields*."""
 
     def __init__(self, context: RequestContext[Any], turn: Turn, fields: Sequence[str]) -> None:
-        super().__init__("chat.completion.chunk", context, turn.spec, turn.runs)
+        super().__init__(
+            "chat.completion.chunk",
+            turn.spec,
+            turn.runs,
+            model=context.body.model,
+            fingerprint=context.model.fingerprint,
+            options=context.body.stream_options,
+            always_usage=context.service.settings.api.always_include_usage,
+        )
         self._parsers = turn.parsers
         # All choices have one prompt.
         self._prompt_ids = encode(turn.runs[0].generation.prompt_ids) if self._ids else b""

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import msgspec
-from aiohttp import web
 
 from triton_openai import offload
 from triton_openai.answer.job_run import Activation, activated, activation_of, labels_of
-from triton_openai.api.bodies import in_pieces, made_response
+from triton_openai.api.bodies import in_pieces, new_id, now, whole_of
 from triton_openai.api.embeddings import InputRequest, ListOf, input_usage, inputs_of
 from triton_openai.api.parameters import refusing, truncation
-from triton_openai.api.service import begin, new_id, now
+from triton_openai.api.service import Service, begin
 from triton_openai.errors import UnsupportedParameter
 from triton_openai.jobs import ClassificationJob
+from triton_openai.operations import Call, Reply
 
 
 # Names of vLLM's server that would change the answer.
@@ -43,9 +43,9 @@ class ClassificationList(ListOf[Classification], frozen=True, kw_only=True):
     """The whole answer; ``usage`` is left out if the tokens are not known."""
 
 
-async def handle(request: web.Request) -> web.StreamResponse:
+async def handle(service: Service, call: Call[ClassifyRequest]) -> Reply:
     """Classify texts."""
-    context = await begin(request, ClassifyRequest)
+    context = await begin(service, call)
     body, model = context.body, context.model
     if body.use_activation is False and not model.adapter.capabilities.logits:
         raise UnsupportedParameter(
@@ -62,7 +62,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
         usage = input_usage(result.prompt_tokens)
         return ClassificationList(id=job.id, created=now(), model=body.model, data=data, usage=usage)
 
-    return await made_response(answer, cost=offload.NUMBER * sum(map(len, result.values)))
+    return await whole_of(answer, cost=offload.NUMBER * sum(map(len, result.values)))
 
 
 def _classes(index: int, values: Sequence[float], activation: Activation, labels: Mapping[int, str]) -> Classification:

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import offload
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec, Prompt
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import encode, in_pieces, made_response, separated
+from triton_openai.api.bodies import encode, in_pieces, new_id, now, separated, whole_of
 from triton_openai.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
@@ -30,12 +29,13 @@ from triton_openai.api.logprobs import (
     rendering_cost,
 )
 from triton_openai.api.parameters import SamplingRequest
-from triton_openai.api.service import RequestContext, begin, new_id, now, runs_of, spec_of
-from triton_openai.api.sse import Chunks, stream
+from triton_openai.api.service import RequestContext, Service, begin, runs_of, spec_of
+from triton_openai.api.sse import Chunks
 from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.errors import InvalidValue, UnsupportedParameter, UpstreamError, missing
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.models.served import ServedModel
+from triton_openai.operations import Call, Reply
 from triton_openai.prompts.infill import fill, fim_form, known_fim_form
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
@@ -95,13 +95,13 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str | msgspec.UnsetType = msgspec.UNSET
 
 
-async def handle(request: web.Request) -> web.StreamResponse:
+async def handle(service: Service, call: Call[CompletionRequest]) -> Reply:
     """Complete one or several prompts; the choices are numbered prompt by prompt."""
-    context = await begin(request, CompletionRequest)
+    context = await begin(service, call)
     return await context.admitted(_answer, param="prompt")
 
 
-async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamResponse:
+async def _answer(context: RequestContext[CompletionRequest]) -> Reply:
     model, body = context.model, context.body
     prompter = await model.prompter()
     spec = _spec(context, prompter)
@@ -121,7 +121,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
             "n" if n > 1 else "prompt",
         )
     if body.stream:
-        return await stream(context, runs, CompletionChunks(context, spec, runs, echoes))
+        return await context.stream(runs, CompletionChunks(context, spec, runs, echoes))
     answers = await collect(runs, timeout=context.limits.total)
 
     def completion() -> Completion:
@@ -135,7 +135,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
             system_fingerprint=model.fingerprint,
         )
 
-    return await made_response(completion, cost=offload.JSON * size + rendering_cost(answers))
+    return await whole_of(completion, cost=offload.JSON * size + rendering_cost(answers))
 
 
 def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> GenerationSpec:
@@ -273,7 +273,15 @@ class CompletionChunks(Chunks):
     def __init__(
         self, context: RequestContext[Any], spec: GenerationSpec, runs: Sequence[Run], echoes: Sequence[_Echo]
     ) -> None:
-        super().__init__("text_completion", context, spec, runs)
+        super().__init__(
+            "text_completion",
+            spec,
+            runs,
+            model=context.body.model,
+            fingerprint=context.model.fingerprint,
+            options=context.body.stream_options,
+            always_usage=context.service.settings.api.always_include_usage,
+        )
         # That of each prompt in JSON: the text, the log probabilities and the ids.
         self._echoes = [
             (encode(echo.text), encode(echo.logprobs), encode(echo.ids) if self._ids else b"") for echo in echoes

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
-from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import errors, offload
-from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, in_pieces, json_response, made_response, separated
+from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, in_pieces, new_id, now, separated, whole, whole_of
 from triton_openai.api.parameters import TruncatedRequest, accepting, ignoring, neutral_values, refusing, truncation
-from triton_openai.api.service import RequestContext, begin, new_id, now
+from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.jobs import EmbeddingJob, ScoreJob, ScoreResult
+from triton_openai.operations import Call, Reply
 from triton_openai.prompts.truncation import Truncation
 
 
@@ -73,9 +73,9 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
 
 
-async def handle(request: web.Request) -> web.StreamResponse:
+async def handle(service: Service, call: Call[EmbeddingsRequest]) -> Reply:
     """Create embeddings of texts."""
-    context = await begin(request, EmbeddingsRequest)
+    context = await begin(service, call)
     body = context.body
     job = EmbeddingJob(id=new_id("embd"), inputs=inputs_of(body), dimensions=body.dimensions)
     result = await context.result_of(job, cut=truncation(body, side="right"))
@@ -85,7 +85,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
         data = in_pieces(_embedding(index, vector, as_text) for index, vector in enumerate(result.vectors))
         return EmbeddingList(data=data, model=body.model, usage=input_usage(result.prompt_tokens))
 
-    return await made_response(answer, cost=offload.JSON * sum(map(len, result.vectors)))
+    return await whole_of(answer, cost=offload.JSON * sum(map(len, result.vectors)))
 
 
 def inputs_of(body: InputRequest) -> list[str] | list[list[int]]:
@@ -211,9 +211,9 @@ class Reranked(msgspec.Struct, frozen=True, kw_only=True):
     results: Sequence[RerankResult]
 
 
-async def handle_rerank(request: web.Request) -> web.StreamResponse:
+async def handle_rerank(service: Service, call: Call[RerankRequest]) -> Reply:
     """Rank documents by their relevance to a query."""
-    context = await begin(request, RerankRequest)
+    context = await begin(service, call)
     body = context.body
     (query,), documents = _texts(body.query, "query"), _texts(body.documents, "documents")
     if not query:
@@ -235,7 +235,7 @@ async def handle_rerank(request: web.Request) -> web.StreamResponse:
             for index in ranked[: body.top_n or None]
         ],
     )
-    return json_response(answer)
+    return whole(answer)
 
 
 #: What the two sides are called, in the order in which vLLM's server tries them.
@@ -277,9 +277,9 @@ class ScoreList(ListOf[Score], frozen=True, kw_only=True):
     """The whole answer; ``usage`` is left out if the tokens are not known."""
 
 
-async def handle_score(request: web.Request) -> web.StreamResponse:
+async def handle_score(service: Service, call: Call[ScoreRequest]) -> Reply:
     """Score one text against each of several, or texts pair by pair."""
-    context = await begin(request, ScoreRequest)
+    context = await begin(service, call)
     pairs, second = _pairs(context.body)
     score_id = new_id("score")
     result = await _score(context, score_id, pairs, param=second)
@@ -290,7 +290,7 @@ async def handle_score(request: web.Request) -> web.StreamResponse:
         data=[Score(index=index, score=value) for index, value in enumerate(result.scores)],
         usage=input_usage(result.prompt_tokens),
     )
-    return json_response(answer)
+    return whole(answer)
 
 
 def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:

@@ -5,38 +5,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
-from aiohttp import web
 
 from triton_openai import __version__
-from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.access.keys import ApiKey
 from triton_openai.answer.fan_out import collect
 from triton_openai.answer.job_run import run_job
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.prepare import GenerationSpec, prepare
 from triton_openai.answer.run import Sender
-from triton_openai.api.bodies import json_response, read_json
+from triton_openai.api.bodies import new_id, whole
 from triton_openai.api.messages import handlers as messages
-from triton_openai.api.messages.message_events import asks_anthropic
-from triton_openai.api.service import Service, find_model, key_of, new_id, service_of
-from triton_openai.draining import DRAINING
+from triton_openai.api.service import Service
 from triton_openai.errors import ModelNotFound, ServiceError
 from triton_openai.generation import Generation
 from triton_openai.jobs import SynthesisJob
-from triton_openai.models.canary import CANARY
 from triton_openai.models.lookup import Models
 from triton_openai.models.overview import EndpointLine, ModelLine, endpoint_lines, model_lines
 from triton_openai.models.served import ServedModel
-from triton_openai.telemetry.exposition import EXPOSITION, Figures
+from triton_openai.operations import Call, Reply, Whole
+from triton_openai.telemetry.exposition import Figures
 from triton_openai.telemetry.request_record import Upstream
 from triton_openai.triton.client import ServerInfo
 from triton_openai.triton.fleet import Route
 from triton_openai.triton.status import public_reason
-
-_Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
 class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,18 +98,18 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     models: Sequence[AgentModel] | msgspec.UnsetType = msgspec.UNSET
 
 
-async def list_models(request: web.Request) -> web.Response:
+async def list_models(service: Service, call: Call[None]) -> Reply:
     """
     List the models that are served now and that the key may use.
 
     Clients of Anthropic's API, which send ``anthropic-version``, get its form.
     """
-    if asks_anthropic(request):
-        return messages.list_models(request)
-    models, key = service_of(request).models, key_of(request)
-    names = [name for name in models.served if key.allows(name)]
-    listed = _for_agents(models.served[name] for name in names) if "client_version" in request.query else msgspec.UNSET
-    return json_response(ModelList(data=[describe(models, name) for name in names], models=listed))
+    if _wants_anthropic(call):
+        return messages.list_models(service, call)
+    models = service.models
+    names = [name for name in models.served if call.key.allows(name)]
+    listed = _for_agents(models.served[name] for name in names) if "client_version" in call.query else msgspec.UNSET
+    return whole(ModelList(data=[describe(models, name) for name in names], models=listed))
 
 
 def _for_agents(models: Iterable[ServedModel]) -> Sequence[AgentModel]:
@@ -138,13 +132,18 @@ def _for_agents(models: Iterable[ServedModel]) -> Sequence[AgentModel]:
     ]
 
 
-async def get_model(request: web.Request) -> web.Response:
+async def get_model(service: Service, call: Call[None]) -> Reply:
     """Describe one model; its name may hold slashes. Clients of Anthropic's API get its form."""
-    name = request.match_info["model"]
-    models = service_of(request).models
-    if name not in models.served or not key_of(request).allows(name):
-        name = (await find_model(request, name)).name
-    return json_response(messages.describe(models, name) if asks_anthropic(request) else describe(models, name))
+    name = call.path["model"]
+    models = service.models
+    if name not in models.served or not call.key.allows(name):
+        name = (await service.find_model(name, call.key)).name
+    return whole(messages.describe(models, name) if _wants_anthropic(call) else describe(models, name))
+
+
+def _wants_anthropic(call: Call[Any]) -> bool:
+    """Return whether *call* is of Anthropic's API, which shares the paths of the models with OpenAI's."""
+    return "anthropic-version" in call.headers
 
 
 def describe(models: Models, name: str) -> ModelObject:
@@ -178,41 +177,40 @@ class Unloaded(msgspec.Struct, frozen=True, kw_only=True):
     model: str
 
 
-async def load(request: web.Request) -> web.Response:
+def check_may_manage(service: Service, key: ApiKey) -> None:
+    """Raise :class:`ManagementDisabled` where the service, or *key*, loads and unloads no models."""
+    service.control.check_allowed()
+    key.check_may_manage()
+
+
+async def load(service: Service, call: Call[LoadRequest]) -> Reply:
     """Load a model, and describe it once it is loaded."""
-    service = service_of(request)
-    # Unknown fields are refused: Triton's own request can replace a model's configuration, which this one cannot.
-    name, _ = await _named(request, LoadRequest)
-    name, problem = await service.control.load(name, endpoint=request.query.get("endpoint"))
+    name, problem = await service.control.load(_named(call), endpoint=call.query.get("endpoint"))
     reason = msgspec.UNSET if problem is None else public_reason(problem) or "it cannot be served"
     found = msgspec.structs.replace(describe(service.models, name), served=problem is None, reason=reason)
     if service.fleet.listed:
         every = service.fleet.members.values()
         states = {each.name: "ready" if name in each.targets else "not ready" for each in every}
         found = msgspec.structs.replace(found, endpoints=states)
-    return json_response(found)
+    return whole(found)
 
 
-async def unload(request: web.Request) -> web.Response:
+async def unload(service: Service, call: Call[UnloadRequest]) -> Reply:
     """Unload a model after its running requests have ended."""
-    name, body = await _named(request, UnloadRequest)
-    model = await service_of(request).control.unload(
-        name, dependents=body.unload_dependents, endpoint=request.query.get("endpoint")
+    model = await service.control.unload(
+        _named(call), dependents=call.body.unload_dependents, endpoint=call.query.get("endpoint")
     )
-    return json_response(Unloaded(model=model))
+    return whole(Unloaded(model=model))
 
 
-async def _named(request: web.Request, kind: type[_Body]) -> tuple[str, _Body]:
-    """Return the model's name, and the body, which may be missing. Raises :class:`InvalidRequest`."""
-    service_of(request).control.check_allowed()
-    key_of(request).check_may_manage()
-    body = await read_json(request, kind, strict=True) if request.can_read_body else kind()
-    name = request.match_info["model"]
+def _named(call: Call[Any]) -> str:
+    """Return the name of the model in the path. Raises :class:`ModelNotFound`."""
+    name = call.path["model"]
     if not name:
         raise ModelNotFound(name)
-    if not key_of(request).allows(name):
+    if not call.key.allows(name):
         raise ModelNotFound(name, hidden=True)
-    return name, body
+    return name
 
 
 _NO_STORE = {"Cache-Control": "no-store"}
@@ -229,20 +227,20 @@ class Health(msgspec.Struct, kw_only=True):
     not_answering: Sequence[str] | msgspec.UnsetType = msgspec.UNSET
 
 
-async def live(request: web.Request) -> web.Response:
+async def live(service: Service, call: Call[None]) -> Reply:
     """Return 200 while the process runs."""
-    return json_response(Health(status="live"), headers=_NO_STORE)
+    return whole(Health(status="live"), headers=_NO_STORE)
 
 
-async def ready(request: web.Request) -> web.Response:
+async def ready(service: Service, call: Call[None]) -> Reply:
     """Return 200 when requests can be served, else 503 with the reason."""
-    models, canary = service_of(request).models, request.app[CANARY]
+    models, canary = service.models, service.canary
     snapshot = models.fleet.snapshot
     silent = sorted(canary.not_answering) or msgspec.UNSET
-    if request.app[DRAINING].begun:
+    if service.executor.draining.begun:
         reason = "The service is stopping."
     elif models.ready and (canary.any_answers or not models.served):
-        return json_response(Health(status="ready", not_answering=silent), headers=_NO_STORE)
+        return whole(Health(status="ready", not_answering=silent), headers=_NO_STORE)
     elif models.ready:
         reason = "Triton has models that are ready, and none of them answers."
     elif snapshot.error is not None:
@@ -251,7 +249,7 @@ async def ready(request: web.Request) -> web.Response:
         reason = "No served model is ready yet."
     else:
         reason = "Triton has no model that can be served."
-    return json_response(Health(status="not ready", reason=reason, not_answering=silent), 503, _NO_STORE)
+    return whole(Health(status="not ready", reason=reason, not_answering=silent), 503, _NO_STORE)
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,10 +263,10 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     triton: ServerInfo | msgspec.UnsetType = msgspec.UNSET
 
 
-async def version(request: web.Request) -> web.Response:
+async def version(service: Service, call: Call[None]) -> Reply:
     """Return the versions of this service and of Triton."""
-    server = service_of(request).models.fleet.snapshot.server
-    return json_response(Version(version=__version__, triton=server or msgspec.UNSET))
+    server = service.fleet.snapshot.server
+    return whole(Version(version=__version__, triton=server or msgspec.UNSET))
 
 
 async def probe(service: Service, model: ServedModel, *, timeout: float, at: str | None = None) -> None:
@@ -307,11 +305,11 @@ class Status(msgspec.Struct, kw_only=True):
     figures: Figures | msgspec.UnsetType = msgspec.UNSET
 
 
-async def status(request: web.Request) -> web.Response:
+async def status(service: Service, call: Call[None]) -> Reply:
     """Answer with each model, what it can do and why it cannot chat, and with what the service does now."""
-    models, key = service_of(request).models, key_of(request)
+    models, key = service.models, call.key
     snapshot = models.fleet.snapshot
-    silent = request.app[CANARY].not_answering
+    silent = service.canary.not_answering
     lines = [
         _visible(msgspec.structs.replace(line, state="does not answer") if line.name in silent else line, key)
         for line in model_lines(models, unserved=True)
@@ -322,11 +320,11 @@ async def status(request: web.Request) -> web.Response:
         models=[line for line in lines if line is not None],
     )
     with contextlib.suppress(ServiceError):
-        request.app[AUTHORIZER].restrictions.check("metrics", request.headers)
+        service.authorizer.restrictions.check("metrics", call.headers)
         key.check_opens_everything()
-        answer.figures = await asyncio.to_thread(request.app[EXPOSITION].figures)
+        answer.figures = await asyncio.to_thread(service.exposition.figures)
         answer.endpoints = endpoint_lines(models) or msgspec.UNSET
-    return json_response(answer, headers=_NO_STORE)
+    return whole(answer, headers=_NO_STORE)
 
 
 def _visible(line: ModelLine, key: ApiKey) -> ModelLine | None:
@@ -344,12 +342,12 @@ def _visible(line: ModelLine, key: ApiKey) -> ModelLine | None:
     )
 
 
-async def metrics(request: web.Request) -> web.Response:
+async def metrics(service: Service, call: Call[None]) -> Reply:
     """
     Return all metrics.
 
     Raises :class:`KeyNotSufficient` for a key that is limited to certain models, because metrics name all models.
     """
-    key_of(request).check_opens_everything()
-    body, content_type = await request.app[EXPOSITION].render(request.headers.get("Accept", ""))
-    return web.Response(body=body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
+    call.key.check_opens_everything()
+    body, media_type = await service.exposition.render(call.headers.get("Accept", ""))
+    return Whole(body, media_type=media_type, headers=_NO_STORE)

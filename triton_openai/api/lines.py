@@ -1,5 +1,5 @@
 """
-Lines of batches as requests: they go through the handlers of live requests, without a socket.
+Lines of batches as calls of the operations that live requests call.
 
 A line has its key's models, a record, a log line and a span like any request. It never waits for admission: what runs
 batches begins it where there is room, and tries again if there is none any more.
@@ -7,71 +7,44 @@ batches begins it where there is room, and tries again if there is none any more
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, cast
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import msgspec
-import structlog
-from aiohttp import web
-from aiohttp.typedefs import Handler
-from multidict import CIMultiDict, CIMultiDictProxy
 
 from triton_openai import errors
-from triton_openai.access.authorizer import AUTHORIZER
-from triton_openai.access.keys import KEY, ApiKey
+from triton_openai.access.keys import ApiKey
 from triton_openai.access.rate_limits import RateLimit, tokens_charged
-from triton_openai.api.bodies import FormRequest
-from triton_openai.api.service import OPERATIONS_BY_HANDLER, SERVICE, Operation, find_model
+from triton_openai.answer.run import Run
+from triton_openai.api.bodies import FormRequest, decode_json
+from triton_openai.api.messages.message_events import error_body
+from triton_openai.api.service import Service
 from triton_openai.batches.batch_runner import Outcome
 from triton_openai.config.tree import BatchesSettings
-from triton_openai.config.worker import WORKER
-from triton_openai.draining import DRAINING
-from triton_openai.serving.middleware import ERROR_BODY, Observed
+from triton_openai.operations import NO_HEADERS, Call, EventSource, Operation, Renderer, Streamed, Whole
 from triton_openai.storage.batch_store import Batch, BatchUsage
-from triton_openai.telemetry.logging import LOG_FIELDS
-from triton_openai.telemetry.request_record import RECORD, RequestRecord, request_id
+from triton_openai.telemetry.request_record import RequestRecord, request_id
 
-_log = structlog.get_logger(__name__)
-_HEADERS = CIMultiDictProxy(CIMultiDict({"Content-Type": "application/json"}))
-_NO_QUERY: Mapping[str, str] = MappingProxyType({})
 # No key has such a name.
 _POOL = "batches\n"
 
 
-class _Content:
-    """The body of a request that has arrived."""
+class _NoStream:
+    """The output of a line, whose answer is always whole."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
+    async def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> Streamed:
+        self._refuse()
 
-    def is_eof(self) -> bool:
-        return True
+    async def send_parts(
+        self, parts: AsyncGenerator[bytes, None], *, timeout: float | None, media_type: str | None = None
+    ) -> Streamed:
+        self._refuse()
 
-    def read_nowait(self) -> bytes:
-        data, self._data = self._data, b""
-        return data
+    async def send_events(self, source: EventSource) -> Streamed:
+        self._refuse()
 
-
-class _Match(dict[str, str]):
-    """The route of a request."""
-
-    def __init__(self, handler: Handler) -> None:
-        super().__init__()
-        self.handler = handler
-
-
-class LineRequest(dict[Any, Any]):
-    """What handlers use of a request to *handler*."""
-
-    method, transport, can_read_body = "POST", None, True
-    headers, query = _HEADERS, _NO_QUERY
-
-    def __init__(self, app: web.Application, handler: Handler, path: str, body: bytes) -> None:
-        super().__init__()
-        self.app, self.path, self.content, self.match_info = app, path, _Content(body), _Match(handler)
-        self.content_length, self.client_max_size = len(body), app[SERVICE].settings.server.max_body_size
+    def _refuse(self) -> NoReturn:
+        raise AssertionError("a line was answered by a stream")
 
 
 class _Answer(msgspec.Struct):
@@ -83,34 +56,38 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 
 class LineHost:
-    """Answers the lines of batches by the handlers of *app*; see :class:`triton_openai.batches.batch_runner.Host`."""
+    """
+    Answers the lines of batches by the operations of *service*.
 
-    def __init__(self, app: web.Application) -> None:
-        self._app = app
-        self._by_path = endpoints(app[OPERATIONS_BY_HANDLER])
+    See :class:`triton_openai.batches.batch_runner.Host`.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._by_path = endpoints(service.operations)
 
     @property
     def settings(self) -> BatchesSettings:
-        return self._app[SERVICE].settings.batches
+        return self._service.settings.batches
 
     @property
     def stopping(self) -> bool:
-        return self._app[DRAINING].begun
+        return self._service.executor.draining.begun
 
     @property
     def most_running(self) -> int:
-        return max(1, self._app[WORKER].share(self.settings.max_running))
+        return max(1, self._service.worker.share(self.settings.max_running))
 
     @property
     def longest_line(self) -> int:
-        return self._app[SERVICE].settings.server.max_body_size
+        return self._service.settings.server.max_body_size
 
     def knows(self, owner: str) -> bool:
-        key = self._app[AUTHORIZER].named(owner)
+        key = self._service.authorizer.named(owner)
         return key is not None and key.batch
 
     def target(self, model: str) -> str | None:
-        models = self._app[SERVICE].models
+        models = self._service.models
         try:
             name = model if model in models.served else models.wanted(model)
         except errors.InvalidRequest:
@@ -119,27 +96,25 @@ class LineHost:
         return None if served is None or not models.fleet.snapshot.reachable else served.triton_model
 
     def room(self, target: str, running: int) -> bool:
-        return self._app[SERVICE].admission.spare(target, running, self.settings.max_share)
+        return self._service.admission.spare(target, running, self.settings.max_share)
 
     async def check(self, batch: Batch, model: str) -> None:
-        request = LineRequest(self._app, self._by_path[batch.endpoint], batch.endpoint, b"")
-        request[KEY] = self._key(batch.owner)
-        await find_model(cast(web.Request, request), model)
+        await self._service.find_model(model, self._key(batch.owner))
 
     def _key(self, owner: str) -> ApiKey:
-        key = self._app[AUTHORIZER].named(owner)
+        key = self._service.authorizer.named(owner)
         if key is None:
             raise errors.InvalidApiKey("The API key of the batch was removed.")
         return key
 
     async def wait(self, owner: str) -> float:
-        key = self._app[AUTHORIZER].named(owner)
+        key = self._service.authorizer.named(owner)
         most = None if key is None else key.limit.batch_tokens_per_minute
         return 0.0 if most is None else await self._count(owner, 0, RateLimit(tokens_per_minute=most))
 
     async def _count(self, owner: str, tokens: int, limit: RateLimit) -> float:
         """Count *tokens* of batches, unless *owner* has to wait; return for how many seconds."""
-        limits = self._app[AUTHORIZER].limits
+        limits = self._service.authorizer.limits
         decision = await limits.admit(_POOL + owner, limit)
         if decision.refusal is not None:
             return decision.refusal.wait
@@ -147,50 +122,40 @@ class LineHost:
         return 0.0
 
     async def answer(self, batch: Batch, custom_id: str, body: bytes) -> Outcome:
-        app = self._app
+        service, operation = self._service, self._by_path[batch.endpoint]
         record = RequestRecord(
             request_id=request_id({}), method="POST", path=batch.endpoint, batch=batch.id, custom_id=custom_id
         )
-        record.key, record.batch_trace = batch.owner or None, batch.trace
-        handler = self._by_path[batch.endpoint]
-        request = cast(web.Request, LineRequest(app, handler, batch.endpoint, body))
-        request[RECORD] = record
-        with Observed(app, record):
-            LOG_FIELDS.set(record.log_fields)
-            try:
-                request[KEY] = key = self._key(batch.owner)
-                response = await handler(request)
-                answer = response.body if isinstance(response, web.Response) else None
-                assert isinstance(answer, bytes), "a line was answered by a stream"
-                record.status = response.status
-                if key.limit.batch_tokens_per_minute is not None:
-                    # With a limit, so that there is an account.
-                    unlimited = RateLimit(concurrent_requests=2**53)
-                    await self._count(batch.owner, tokens_charged(record, served=True, cut_short=False), unlimited)
-                return Outcome(response.status, answer, record.request_id, usage=_usage(answer))
-            except asyncio.CancelledError:
-                reason = app[DRAINING].reason()
-                if reason is None:
-                    record.client_left = True
-                    raise
-                error = reason
-            except errors.ServiceError as known:
-                error = known
-            except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
-                _log.exception("line failed", request_id=record.request_id, batch=batch.id)
-                error = errors.ServiceError()
-            record.error = error
-            render = app.get(ERROR_BODY)
-            made = (render and render(request, error)) or (error.status, error.envelope())
-            record.status = made[0]
-            return Outcome(*made, record.request_id, error=error)
+        record.key = batch.owner or None
+        record.batch_trace = batch.trace
+
+        async def work() -> Outcome:
+            key = self._key(batch.owner)
+            request = await decode_json(body, operation, record, service.settings)
+            call = Call(operation, request, key, record, _NoStream())
+            reply = await operation.handler(service, call)
+            assert isinstance(reply, Whole), "the answer of a line is whole"
+            record.status = reply.status
+            if key.limit.batch_tokens_per_minute is not None:
+                # With a limit, so that there is an account.
+                unlimited = RateLimit(concurrent_requests=2**53)
+                await self._count(batch.owner, tokens_charged(record, served=True, cut_short=False), unlimited)
+            return Outcome(reply.status, reply.body, record.request_id, usage=_usage(reply.body))
+
+        async def failed(error: errors.ServiceError) -> Outcome:
+            rendered = error_body(batch.endpoint, NO_HEADERS, record, error)
+            status, body = rendered or (error.status, error.envelope())
+            record.status = status
+            return Outcome(status, body, record.request_id, error=error)
+
+        return await service.executor.run(record, work, failed=failed)
 
 
-def endpoints(operations: Mapping[Handler, Operation]) -> Mapping[str, Handler]:
-    """Return the handlers that lines of batches can ask, by path: those of operations that ask a model in JSON."""
+def endpoints(operations: Iterable[Operation]) -> Mapping[str, Operation]:
+    """Return the operations that lines of batches can ask, by path: those that ask a model in JSON."""
     return {
-        operation.path: handler
-        for handler, operation in operations.items()
+        operation.path: operation
+        for operation in operations
         if operation.jobs
         and not operation.media
         and operation.request is not None

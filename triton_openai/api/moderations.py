@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
-from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import offload
 from triton_openai.answer.job_run import activated, activation_of, labels_of
-from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, made_response
-from triton_openai.api.service import begin, new_id
+from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, new_id, whole_of
+from triton_openai.api.service import Service, begin
 from triton_openai.config.sources import closest
 from triton_openai.config.tree import Category, ModerationSettings
 from triton_openai.errors import ConfigurationError, InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.jobs import ClassificationJob
 from triton_openai.models.served import ServedModel
+from triton_openai.operations import Call, Reply
 
 _T = TypeVar("_T")
 #: All categories, each of which every result has.
@@ -99,9 +99,9 @@ class Moderation(msgspec.Struct, frozen=True, kw_only=True):
     results: Sequence[ModerationResult]
 
 
-async def handle(request: web.Request) -> web.StreamResponse:
+async def handle(service: Service, call: Call[ModerationRequest]) -> Reply:
     """Find harmful content in texts."""
-    context = await begin(request, ModerationRequest)
+    context = await begin(service, call)
     model = context.model
     rules = model.settings.moderation
     if not rules.labels:
@@ -120,7 +120,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
         results = [_rated(activated(values, activation), classes, rules) for values in result.values]
         return Moderation(id=job.id, model=context.body.model, results=results)
 
-    return await made_response(answer, cost=offload.VECTOR * len(result.values))
+    return await whole_of(answer, cost=offload.VECTOR * len(result.values))
 
 
 def _inputs(given: str | Sequence[Item]) -> Sequence[str]:

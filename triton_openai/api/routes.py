@@ -15,11 +15,9 @@ from http import HTTPStatus
 from typing import Any, TypeAlias
 
 import msgspec
-from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from triton_openai import __version__, errors
-from triton_openai.access.keys import COUNTED, ROUTE_GROUPS, Restrictions
+from triton_openai.access.keys import COUNTED, Restrictions
 from triton_openai.api import (
     batches,
     chat,
@@ -38,18 +36,18 @@ from triton_openai.api.bodies import IGNORED_HEADER, FileField, FormRequest, Mod
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages import message_batches
 from triton_openai.api.messages import types as message_types
-from triton_openai.api.messages.message_events import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
+from triton_openai.api.messages.message_events import OVERLOADED, AnthropicEnvelope, status_of, type_of
 from triton_openai.api.responses import conversations, retrieve
 from triton_openai.api.responses import create as responses
 from triton_openai.api.responses import objects as response_types
-from triton_openai.api.service import OPERATIONS_BY_HANDLER, Operation, Query, service_of
+from triton_openai.api.service import Service
 from triton_openai.api.tools import ToolDefinition
 from triton_openai.api.uploaded_files import FileUpload
 from triton_openai.config.tree import Settings
 from triton_openai.generation import Generation
 from triton_openai.jobs import ClassificationJob, EmbeddingJob, ScoreJob, SynthesisJob, TranscriptionJob, TranslationJob
 from triton_openai.media.formats import MEDIA_TYPES
-from triton_openai.serving.middleware import ERROR_BODY
+from triton_openai.operations import BodyKind, Call, Handler, Operation, Query, Reply, Whole
 
 
 class ErrorObject(msgspec.Struct, kw_only=True):
@@ -337,12 +335,12 @@ def prose(docstring: str | None) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n")).strip()
 
 
-async def openapi(request: web.Request) -> web.Response:
+async def openapi(service: Service, call: Call[None]) -> Reply:
     """Describe this API, as OpenAPI 3.1."""
-    settings = service_of(request).settings
+    settings = service.settings
     # The first time it is some hundredths of a second of work, which are not to be taken from running streams.
     body = await asyncio.to_thread(lambda: msgspec.json.encode(describe(settings)))
-    return web.Response(body=body, content_type="application/json")
+    return Whole(body)
 
 
 def _openai(*routes: str) -> tuple[str, ...]:
@@ -431,7 +429,7 @@ OPERATIONS = (
           query=_CHATS),
     _kept(stored_chats.retrieve, f"GET {_CHAT}", "get_chat_completion", answer=chat.ChatCompletion),
     _kept(stored_chats.update, f"POST {_CHAT}", "update_chat_completion", stored_chats.CompletionUpdate,
-          chat.ChatCompletion),
+          chat.ChatCompletion, strict=True),
     _kept(stored_chats.delete, f"DELETE {_CHAT}", "delete_chat_completion", answer=response_types.Deleted),
     _kept(stored_chats.list_messages, f"GET {_CHAT}/messages", "list_chat_messages", answer=response_types.ItemList,
           query=_OLDEST_FIRST),
@@ -445,21 +443,23 @@ OPERATIONS = (
     _kept(responses.compact, "POST /responses/compact", "compact_response", response_types.CompactRequest,
           response_types.CompactedResponse, jobs=(Generation,), label="chat"),
     _kept(retrieve.retrieve, f"GET {_RESPONSE}", "get_response", answer=response_types.ResponseObject,
-          event=response_types.ResponseEvent, query=_AGAIN),
+          event=response_types.ResponseEvent, query=_AGAIN, reads=BodyKind.OPTIONAL_JSON,
+          hidden_request=retrieve.Retrieval, strict=False),
     _kept(retrieve.delete, f"DELETE {_RESPONSE}", "delete_response", answer=response_types.Deleted),
     _kept(retrieve.cancel, f"POST {_RESPONSE}/cancel", "cancel_response", answer=response_types.ResponseObject),
     _kept(retrieve.list_input, f"GET {_RESPONSE}/input_items", "list_input_items", answer=response_types.ItemList,
           query=_PAGE),
     _kept(conversations.create, "POST /conversations", "create_conversation", conversations.ConversationRequest,
-          conversations.ConversationObject),
+          conversations.ConversationObject, reads=BodyKind.OPTIONAL_JSON, strict=True,
+          check=conversations.check_kept),
     _kept(conversations.retrieve, f"GET {_CONVERSATION}", "get_conversation", answer=conversations.ConversationObject),
     _kept(conversations.update, f"POST {_CONVERSATION}", "update_conversation", conversations.ConversationUpdate,
-          conversations.ConversationObject),
+          conversations.ConversationObject, strict=True, check=conversations.check_kept),
     _kept(conversations.delete, f"DELETE {_CONVERSATION}", "delete_conversation", answer=response_types.Deleted),
     _kept(conversations.list_items, f"GET {_CONVERSATION}/items", "list_items", answer=response_types.ItemList,
           query=_PAGE),
     _kept(conversations.add_items, f"POST {_CONVERSATION}/items", "add_items", conversations.NewItems,
-          response_types.ItemList),
+          response_types.ItemList, strict=True, check=conversations.check_kept),
     _kept(conversations.retrieve_item, f"GET {_ITEM}", "get_item"),
     _kept(conversations.delete_item, f"DELETE {_ITEM}", "delete_item", answer=conversations.ConversationObject),
     Operation(responses.refuse_websocket, _openai("GET /responses"), "refuse_websocket", "inference",
@@ -485,11 +485,13 @@ OPERATIONS = (
               answer=speech.VoiceList, errors=(errors.InvalidRequest, errors.ModelNotFound), query=_VOICES_OF),
     Operation(transcriptions.transcribe, _deployed("POST /audio/transcriptions"), "create_transcription", "inference",
               transcriptions.TranscriptionRequest, transcriptions.TranscriptObject,
-              event=transcriptions.TranscriptEvent, text=True, jobs=(TranscriptionJob,), label="transcription"),
+              event=transcriptions.TranscriptEvent, text=True, jobs=(TranscriptionJob,), label="transcription",
+              reads=BodyKind.FORM),
     Operation(transcriptions.translate, _deployed("POST /audio/translations"), "create_translation", "inference",
               transcriptions.TranslationRequest, transcriptions.TranscriptObject, text=True, jobs=(TranslationJob,),
-              label="translation"),
-    _batch(uploaded_files.create, "POST /files", "create_file", FileUpload, uploaded_files.FileObject),
+              label="translation", reads=BodyKind.FORM),
+    _batch(uploaded_files.create, "POST /files", "create_file", FileUpload, uploaded_files.FileObject,
+           reads=BodyKind.FORM, check=uploaded_files.check_files),
     _batch(uploaded_files.list_files, "GET /files", "list_files", answer=uploaded_files.FileList, query=_FILE_PAGE,
            errors=(errors.InvalidRequest,)),
     _batch(uploaded_files.retrieve, f"GET {_FILE}", "get_file", answer=uploaded_files.FileObject),
@@ -497,15 +499,15 @@ OPERATIONS = (
     _batch(uploaded_files.delete, f"DELETE {_FILE}", "delete_file", answer=response_types.Deleted,
            errors=(errors.ObjectInUse,)),
     _batch(batches.create, "POST /batches", "create_batch", batches.BatchRequest, batches.BatchObject,
-           errors=(errors.TooManyBatches,)),
+           check=uploaded_files.check_files, errors=(errors.TooManyBatches,)),
     _batch(batches.list_batches, "GET /batches", "list_batches", answer=batches.BatchList, query=_BATCH_PAGE,
            errors=(errors.InvalidRequest,)),
     _batch(batches.retrieve, f"GET {_BATCH}", "get_batch", answer=batches.BatchObject),
     _batch(batches.cancel, f"POST {_BATCH}/cancel", "cancel_batch", answer=batches.BatchObject,
            errors=(errors.InvalidRequest,)),
     _batch(message_batches.create, "POST /messages/batches", "create_message_batch",
-           message_batches.MessageBatchRequest, message_batches.MessageBatch,
-           errors=(errors.ModelNotFound, errors.TooManyBatches)),
+           message_batches.MessageBatchRequest, message_batches.MessageBatch, reads=BodyKind.BYTES,
+           check=uploaded_files.check_files, errors=(errors.ModelNotFound, errors.TooManyBatches)),
     _batch(message_batches.list_batches, "GET /messages/batches", "list_message_batches",
            answer=message_batches.MessageBatchPage, query=_MESSAGE_PAGE, errors=(errors.InvalidRequest,)),
     _batch(message_batches.retrieve, f"GET {_MESSAGES}", "get_message_batch", answer=message_batches.MessageBatch),
@@ -525,9 +527,11 @@ OPERATIONS = (
     Operation(info.get_model, _openai("GET /models/{model:.+}"), "get_model", "model-repository",
               answer=info.ModelObject, errors=(errors.ModelNotFound,), shared=message_types.ModelInfo),
     Operation(info.load, _openai("POST /models/{model:.*}/load"), "load_model", "model-repository", info.LoadRequest,
-              info.ModelObject, query=_ENDPOINT, errors=_CONTROL),
+              info.ModelObject, reads=BodyKind.OPTIONAL_JSON, strict=True, check=info.check_may_manage,
+              query=_ENDPOINT, errors=_CONTROL),
     Operation(info.unload, _openai("POST /models/{model:.*}/unload"), "unload_model", "model-repository",
-              info.UnloadRequest, info.Unloaded, query=_ENDPOINT, errors=_CONTROL),
+              info.UnloadRequest, info.Unloaded, reads=BodyKind.OPTIONAL_JSON, strict=True,
+              check=info.check_may_manage, query=_ENDPOINT, errors=_CONTROL),
     Operation(info.version, ("GET /version",), "version", "info", answer=info.Version),
     Operation(info.status, ("GET /status",), "status", "model-repository", answer=info.Status),
     # The OpenAPI Initiative's own schema describes this answer.
@@ -541,15 +545,6 @@ OPERATIONS = (
 RECORDED = tuple(dict.fromkeys(operation.label or operation.name for operation in OPERATIONS if operation.jobs))
 
 
-def add_routes(app: web.Application) -> None:
-    """Add all routes to *app*, each with its group."""
-    app[ERROR_BODY] = error_body
-    app[OPERATIONS_BY_HANDLER] = {operation.handler: operation for operation in OPERATIONS}
-    groups = app[ROUTE_GROUPS] = {}
-    for operation in OPERATIONS:
-        for route in operation.routes:
-            method, path = route.split()
-            for prefix in ("", _AZURE) if _at_azure(operation, path) else ("",):
-                resource = app.router.add_resource(prefix + path)
-                for name in ("GET", "HEAD") if method == "GET" else (method,):
-                    groups[resource.add_route(name, operation.handler)] = operation.group
+def prefixes(operation: Operation, path: str) -> tuple[str, ...]:
+    """Return what precedes *path* of *operation* where it is served."""
+    return ("", _AZURE) if _at_azure(operation, path) else ("",)

@@ -1,23 +1,15 @@
-"""What handlers work with: the running service, and the context of a request to a model."""
+"""What operations work with: the running service, and the context of a request to a model."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from types import MappingProxyType
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
-import msgspec
-from aiohttp import web
-from aiohttp.typedefs import Handler
-
-from triton_openai.access.authorizer import AUTHORIZER, gateway_header
-from triton_openai.access.keys import KEY, ApiKey
+from triton_openai.access.authorizer import Authorizer, gateway_header
+from triton_openai.access.keys import ApiKey
 from triton_openai.access.rate_limits import RateLimit
 from triton_openai.answer.job_run import run_job
 from triton_openai.answer.limits import TimeLimits
@@ -25,8 +17,12 @@ from triton_openai.answer.logits_reader import score_prompts
 from triton_openai.answer.prepare import GenerationSpec, Prompt, prepare
 from triton_openai.answer.run import Run, Sender
 from triton_openai.api import parameters
-from triton_openai.api.bodies import FormRequest, ModelRequest, read_form, read_json, tell_ignored
-from triton_openai.config.tree import Group, Settings
+from triton_openai.api.bodies import ModelRequest, tell_ignored
+from triton_openai.api.responses.stored import ResponseStore
+from triton_openai.batches.batch_runner import BatchRunner
+from triton_openai.batches.file_folder import Files
+from triton_openai.config.tree import Settings
+from triton_openai.config.worker import Worker
 from triton_openai.errors import (
     InvalidRequest,
     InvalidValue,
@@ -39,15 +35,19 @@ from triton_openai.errors import (
 from triton_openai.generation import Generation
 from triton_openai.jobs import Job, JobType, Result
 from triton_openai.media.images import ImageLoader
+from triton_openai.models.canary import Canary
 from triton_openai.models.control import ModelControl
 from triton_openai.models.lookup import Models
 from triton_openai.models.served import ServedModel
+from triton_openai.operations import Call, Form, Operation, Renderer, Reply
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 from triton_openai.serving.admission import Admission
+from triton_openai.serving.execution import Executor
 from triton_openai.tasks import Background, Room
-from triton_openai.telemetry.request_record import OBSERVERS, RECORD, TOKENIZE, RequestRecord
+from triton_openai.telemetry.exposition import Exposition
+from triton_openai.telemetry.request_record import TOKENIZE, RequestRecord
 from triton_openai.triton.fleet import Fleet, Route, Tried
 
 # The accounts of seconds of audio: no key has such a name.
@@ -72,83 +72,38 @@ class Service:
     background: Background
     admission: Admission
     images: ImageLoader
+    worker: Worker
+    executor: Executor
+    authorizer: Authorizer
+    canary: Canary
+    exposition: Exposition
+    responses: ResponseStore
+    #: The table of what is served.
+    operations: Sequence[Operation]
+    #: Files and what runs batches; ``None`` where they are off.
+    files: Files | None = None
+    batches: BatchRunner | None = None
     #: Bytes of files of audio.
     audio: Room = field(default_factory=Room)
 
+    async def find_model(self, name: str, key: ApiKey) -> ServedModel:
+        """
+        Return the served model called *name*, or the default model if the name is empty.
 
-SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
-
-
-#: The parameters of a query by name, each with its meaning and its schema.
-Query: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]
-
-
-class Operation(msgspec.Struct, frozen=True):
-    """A row in the table of what is served: a handler, and all that follows from its row elsewhere."""
-
-    handler: Handler
-    #: Methods and paths; GET includes HEAD.
-    routes: tuple[str, ...]
-    #: The operation's id in the OpenAPI document.
-    name: str
-    #: What keys and restrictions open.
-    group: Group
-    #: The type of the body.
-    request: type[msgspec.Struct] | None = None
-    #: The type of the answer; without it, the answer is *text* or any object.
-    answer: type[msgspec.Struct] | None = None
-    #: The type of a stream's events.
-    event: type[msgspec.Struct] | None = None
-    #: Whether the answer is, or can be, plain text.
-    text: bool = False
-    #: The media types of an answer that is a file. Of one that no job makes, clients can ask for a part.
-    media: tuple[str, ...] = ()
-    #: The jobs that do it, of which a model has to take one; the first is what the operation is for. Triton is asked,
-    #: within limits of time.
-    jobs: tuple[JobType, ...] = ()
-    #: What logs, metrics and spans call it (OpenTelemetry's ``gen_ai.operation.name``), if not by its name.
-    label: str = ""
-    query: Query = MappingProxyType({})
-    #: Errors that do not follow from the rest.
-    errors: tuple[type[ServiceError], ...] = ()
-    #: A status that can have the *answer* itself as its body.
-    failure: int | None = None
-    #: The answer to clients of Anthropic's API where both have the path.
-    shared: type[msgspec.Struct] | None = None
-
-    @property
-    def path(self) -> str:
-        """The first of its paths."""
-        return self.routes[0].split()[1]
-
-    @property
-    def anthropic(self) -> bool:
-        """Whether it is an operation of Anthropic's API, with its errors."""
-        return self.path.startswith("/v1/messages")
-
-
-#: All that is served, by handler.
-OPERATIONS_BY_HANDLER: web.AppKey[Mapping[Handler, Operation]] = web.AppKey("operations", Mapping)
-
-
-def service_of(request: web.Request) -> Service:
-    """Return the service of the application that serves *request*."""
-    return request.app[SERVICE]
-
-
-def key_of(request: web.Request) -> ApiKey:
-    """Return the API key of *request*; one that allows everything where the service asks for no keys."""
-    return request[KEY]
+        Raises :class:`ModelNotFound`, also for a model that *key* may not use, and :class:`UpstreamUnavailable` if
+        Triton does not answer or the model is not ready.
+        """
+        return await self.models.find(name, key.allows)
 
 
 @contextlib.asynccontextmanager
-async def counting_audio(request: web.Request) -> AsyncIterator[None]:
+async def counting_audio(service: Service, call: Call[Any]) -> AsyncIterator[None]:
     """
-    Charge the key of *request* with the seconds of audio that its record has at the end.
+    Charge the key of *call* with the seconds of audio that its record has at the end.
 
     Raises :class:`RateLimited` where the key has none left in this minute.
     """
-    key, record, limits = key_of(request), request[RECORD], request.app[AUTHORIZER].limits
+    key, record, limits = call.key, call.record, service.authorizer.limits
     most, account = key.limit.audio_seconds_per_minute, _AUDIO + key.name
     if most is None:
         yield
@@ -167,74 +122,52 @@ async def counting_audio(request: web.Request) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def receiving_audio(request: web.Request) -> AsyncIterator[None]:
+async def receiving_audio(service: Service, call: Call[Form]) -> AsyncIterator[None]:
     """
-    Count the audio that *request* brings, as :func:`counting_audio` does, and wait until there is room for it.
+    Count the audio that *call* brings, as :func:`counting_audio` does, and wait until there is room for it.
 
     Raises also :class:`PayloadTooLarge`, before anything is read, and :class:`ServiceOverloaded`.
     """
-    service, limits = service_of(request), service_of(request).settings.audio
-    most = _largest_form(service.settings)
+    limits = service.settings.audio
+    max_size = max_form_size(service.settings)
     # Unless a client says how much it sends.
-    size = most if request.content_length is None else request.content_length
-    if size > most:
+    size = max_size if call.body.declared_size is None else call.body.declared_size
+    if size > max_size:
         raise audio_too_large(limits.max_file_size)
     patience = service.settings.server.queue_timeout
-    async with counting_audio(request), service.audio.hold(size, most=limits.max_total_size, patience=patience):
+    room = service.audio.hold(size, most=limits.max_total_size, patience=patience)
+    async with counting_audio(service, call), room:
         yield
 
 
-def audio_too_large(most: int) -> PayloadTooLarge:
-    """Return the error for a file of more than *most* bytes."""
-    return PayloadTooLarge(f"The file is larger than the limit of {most} bytes.", param="file")
+def audio_too_large(max_size: int) -> PayloadTooLarge:
+    """Return the error for a file of more than *max_size* bytes."""
+    return PayloadTooLarge(f"The file is larger than the limit of {max_size} bytes.", param="file")
 
 
-def _largest_form(settings: Settings) -> int:
+def max_form_size(settings: Settings) -> int:
+    """Return the most bytes of a form with a recording."""
     return settings.audio.max_file_size + _FIELDS
 
 
-def new_id(prefix: str, separator: str = "-") -> str:
-    """Return a fresh object id such as ``chatcmpl-…``; Triton gets the same id for the request."""
-    return f"{prefix}{separator}{os.urandom(16).hex()}"
-
-
-def now() -> int:
-    """Return the time for OpenAI's ``created``: whole seconds since the epoch."""
-    return int(time.time())
-
-
-async def find_model(request: web.Request, name: str) -> ServedModel:
+async def find_model(service: Service, call: Call[_Body]) -> ServedModel:
     """
-    Return the served model called *name*, or the default model if the name is empty.
-
-    Raises :class:`ModelNotFound`, also for a model that the request's key may not use, and
-    :class:`UpstreamUnavailable` if Triton does not answer or the model is not ready.
-    """
-    return await service_of(request).models.find(name, key_of(request).allows)
-
-
-async def read_request(request: web.Request, kind: type[_Body]) -> tuple[Service, _Body, ServedModel]:
-    """
-    Return the service, the body of *request* as *kind*, and the model that the body names.
+    Return the model that the body of *call* names, and put its name into the body.
 
     A deployment in the path, as Azure's clients have it, takes the place of the body's model. A body without a model
-    gets the name of the default one. Raises as :func:`read_json` and :func:`find_model`.
+    gets the name of the default one. Raises as :meth:`Service.find_model`.
     """
-    service = service_of(request)
-    read: Callable[..., Awaitable[Any]] = read_json
-    if issubclass(kind, FormRequest):
-        read = partial(read_form, most=_largest_form(service.settings))
-    body = await read(request, kind, strict=service.settings.api.strict_parameters)
-    model = await service.models.find(request.match_info.get("deployment", body.model), key_of(request).allows)
+    body = call.body
+    model = await service.find_model(call.path.get("deployment", body.model), call.key)
     body.model = model.name
-    return service, body, model
+    return model
 
 
 @dataclass
 class RequestContext(Generic[_Body]):
     """A request to a model, and what its handler works with."""
 
-    request: web.Request
+    call: Call[Any]
     service: Service
     body: _Body
     model: ServedModel
@@ -279,10 +212,18 @@ class RequestContext(Generic[_Body]):
         fleet = self.service.fleet
         if fleet.policy(self.model.triton_model) != "affinity":
             return None
-        session = self.request.headers.get("x-session-id")
+        session = self.call.headers.get("x-session-id")
         named = [getattr(self.body, name, None) for name in ("prompt_cache_key", "safety_identifier", "user")]
         every = [("session", value) for value in (session, *named) if isinstance(value, str)]
         return fleet.session_of(*every, ("conversation", self.conversation))
+
+    def stream(self, runs: Sequence[Run], renderer: Renderer) -> Awaitable[Reply]:
+        """Stream *runs* to the caller, rendered by *renderer*. Raises as :meth:`Output.stream`."""
+        return self.call.output.stream(runs, renderer, timeout=self.limits.total)
+
+    def send_parts(self, parts: AsyncGenerator[bytes, None], media_type: str | None = None) -> Awaitable[Reply]:
+        """Send *parts*, of a file of *media_type* or else events. Raises as :meth:`Output.send_parts`."""
+        return self.call.output.send_parts(parts, timeout=self.limits.total, media_type=media_type)
 
     async def result_of(self, job: Job[_Result], *, cut: Truncation | None = None, param: str = "input") -> _Result:
         """
@@ -343,42 +284,41 @@ class RequestContext(Generic[_Body]):
                     yield replace(self, model=self.model.variant_at(at), tried=tried)
 
 
-def job_not_taken_error(app: web.Application, model: ServedModel, job: JobType) -> InvalidRequest:
+def job_not_taken_error(service: Service, model: ServedModel, job: JobType) -> InvalidRequest:
     """Return the error for a *job* that *model* does not take; it says what the model does, and where."""
     paths: dict[str, list[str]] = {}
-    for one in app[OPERATIONS_BY_HANDLER].values():
-        if not set(model.jobs).isdisjoint(one.jobs):
-            paths.setdefault(one.jobs[0].does[0], []).append(one.path)
+    for operation in service.operations:
+        if not set(model.jobs).isdisjoint(operation.jobs):
+            paths.setdefault(operation.jobs[0].does[0], []).append(operation.path)
     instead = " and ".join(f"{does} ({', '.join(where)})" for does, where in paths.items())
     does = f" It {instead}." if instead else ""
     return InvalidRequest(f"The model '{model.name}' does not {job.does[1]}.{does}", param="model")
 
 
-async def begin(request: web.Request, kind: type[_Body], *, read_as_chat: bool = False) -> RequestContext[_Body]:
+async def begin(service: Service, call: Call[_Body], *, read_as_chat: bool = False) -> RequestContext[_Body]:
     """
-    Return the context of *request*. Raises :class:`InvalidRequest`, also if the model does not do the operation.
+    Return the context of *call*. Raises :class:`InvalidRequest`, also if the model does not do the operation.
 
-    Of a body that is to be *read_as_chat*, the parameters that are recorded are the chat's: the handler sets them.
+    Of a body that is to be *read_as_chat*, the parameters that are recorded are the chat's: the operation sets them.
     """
-    operation = request.app[OPERATIONS_BY_HANDLER][request.match_info.handler]
-    service, body, model = await read_request(request, kind)
+    operation, body, record = call.operation, call.body, call.record
+    model = await find_model(service, call)
     stream = bool(getattr(body, "stream", False))
-    record = request[RECORD]
     if operation.jobs:
         # Metrics have a name for each model, and none for each name that a client makes up.
         label = model.name if model.listed else model.triton_model
         record.identify(operation.label or operation.name, model=label, adapter=model.adapter.name, stream=stream)
         record.response_model = model.answers_as
-        request.app[OBSERVERS].identified(record)
+        service.executor.observer.identified(record)
         if set(model.jobs).isdisjoint(operation.jobs):
-            raise job_not_taken_error(request.app, model, operation.jobs[0])
+            raise job_not_taken_error(service, model, operation.jobs[0])
     triton = service.settings.triton if record.batch is None else service.settings.triton_for_batches
-    limits = TimeLimits.of(triton, request.headers, stream=stream)
+    limits = TimeLimits.of(triton, call.headers, stream=stream)
     if not read_as_chat:
         record.parameters = body
     if ignored := parameters.check_unused(body):
         tell_ignored(record, ignored)
-    return RequestContext(request, service, body, model, record, limits)
+    return RequestContext(call, service, body, model, record, limits)
 
 
 def spec_of(
@@ -401,7 +341,7 @@ def spec_of(
     body, model, settings = context.body, context.model, context.service.settings
     adapter, defaults, objective = model.adapter, model.default_parameters(prompter), 0
     if settings.access.trust_gateway:
-        name = gateway_header(context.request.headers, "objective")
+        name = gateway_header(context.call.headers, "objective")
         objective = settings.access.gateway.objectives.get(name, 0)
     if context.record.batch is not None:
         # The last of the levels, if the model's queue has any.

@@ -14,20 +14,20 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
-from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import offload
 from triton_openai.adapters._common.base import Synthesis
 from triton_openai.answer.speech import Speaker, longest_piece, pieces
-from triton_openai.api.bodies import ModelRequest, encode, json_response, tell_ignored
+from triton_openai.api.bodies import ModelRequest, encode, new_id, tell_ignored, whole
 from triton_openai.api.parameters import accepting
-from triton_openai.api.service import RequestContext, begin, counting_audio, find_model, key_of, new_id, service_of
-from triton_openai.api.sse import data_event, stream_parts
+from triton_openai.api.service import RequestContext, Service, begin, counting_audio
+from triton_openai.api.sse import data_event
 from triton_openai.errors import ConfigurationError, InvalidValue, UpstreamError
 from triton_openai.generation import AnswerState, Generation, Sampling
 from triton_openai.jobs import Speech, SynthesisJob
 from triton_openai.media.formats import MEDIA_TYPES, Format, cost
+from triton_openai.operations import Call, Reply
 
 if TYPE_CHECKING:
     # Has NumPy in memory, in services whose models speak.
@@ -99,13 +99,13 @@ class VoiceList(msgspec.Struct, frozen=True, kw_only=True):
     voices: Sequence[VoiceObject]
 
 
-async def handle(request: web.Request) -> web.StreamResponse:
+async def handle(service: Service, call: Call[SpeechRequest]) -> Reply:
     """Speak a text. The audio is sent while it is made."""
-    async with counting_audio(request):
-        return await _spoken(await begin(request, SpeechRequest))
+    async with counting_audio(service, call):
+        return await _spoken(await begin(service, call))
 
 
-async def _spoken(context: RequestContext[SpeechRequest]) -> web.StreamResponse:
+async def _spoken(context: RequestContext[SpeechRequest]) -> Reply:
     body, model = context.body, context.model
     capabilities, voices = model.adapter.capabilities, model.voices
     if capabilities.synthesis is None or voices is None:
@@ -129,7 +129,7 @@ async def _spoken(context: RequestContext[SpeechRequest]) -> web.StreamResponse:
     return await context.admitted(lambda context: _speak(context, job, texts), param="input")
 
 
-async def _speak(context: RequestContext[SpeechRequest], job: SynthesisJob, texts: Sequence[str]) -> web.StreamResponse:
+async def _speak(context: RequestContext[SpeechRequest], job: SynthesisJob, texts: Sequence[str]) -> Reply:
     """Answer with the speech of *texts*. Raises :class:`ServiceError`."""
     body, record = context.body, context.record
     progress = AnswerState(Generation(id=job.id, prompt=body.input, sampling=Sampling(max_tokens=0)))
@@ -138,8 +138,8 @@ async def _speak(context: RequestContext[SpeechRequest], job: SynthesisJob, text
     parts = _file(context, speaker)
     try:
         if body.stream_format == "sse":
-            return await stream_parts(context, _events(parts))
-        return await stream_parts(context, parts, content_type=MEDIA_TYPES[body.response_format])
+            return await context.send_parts(_events(parts))
+        return await context.send_parts(parts, MEDIA_TYPES[body.response_format])
     finally:
         speaker.close()
 
@@ -207,17 +207,16 @@ async def _samples(part: Speech, rate: int) -> tuple[Samples, int]:
         raise UpstreamError("The model sent audio that cannot be read.", detail=str(error)) from error
 
 
-async def list_voices(request: web.Request) -> web.Response:
+async def list_voices(service: Service, call: Call[None]) -> Reply:
     """List the voices of the models that speak, or of one, that the key may use."""
-    key, served = key_of(request), service_of(request).models.served
-    name = request.query.get("model")
+    name = call.query.get("model")
     if name is not None:
-        models = [await find_model(request, name)]
+        models = [await service.find_model(name, call.key)]
     else:
-        models = [model for name, model in served.items() if key.allows(name)]
+        models = [model for name, model in service.models.served.items() if call.key.allows(name)]
     found = []
     for model in models:
         if model.voices is not None:
             await model.voices.reload()
             found += [VoiceObject(id=one, name=one, model=model.name) for one in model.voices.names()]
-    return json_response(VoiceList(voices=found))
+    return whole(VoiceList(voices=found))

@@ -16,17 +16,17 @@ from secrets import token_hex
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from triton_openai import errors, offload
-from triton_openai.api import agents, chat
-from triton_openai.api.bodies import converted, json_response, read_json, tell_ignored
+from triton_openai.api import chat
+from triton_openai.api.bodies import converted, new_id, tell_ignored, whole
+from triton_openai.api.paging import unknown_place_error
 from triton_openai.api.responses.objects import Deleted, Metadata
 from triton_openai.api.responses.retrieve import list_of, page_of, page_query
-from triton_openai.api.responses.stored import STATE, is_key
-from triton_openai.api.service import RequestContext, begin, key_of, new_id
+from triton_openai.api.responses.stored import is_key
+from triton_openai.api.service import RequestContext, Service, begin
+from triton_openai.operations import Call, Reply, Whole
 from triton_openai.prompts.messages import Message
-from triton_openai.serving.request_body import LIMITS
 from triton_openai.storage.store import BATCH, Entry, Place, Row, Store, fitting
 
 _PREFIX = "chatcmpl-"
@@ -46,14 +46,14 @@ class CompletionUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     metadata: Metadata | None
 
 
-async def create(request: web.Request) -> web.StreamResponse:
+async def create(service: Service, call: Call[chat.ChatRequest]) -> Reply:
     """Create a chat completion. With ``store``, it is kept if it ends well."""
-    context = await begin(request, chat.ChatRequest)
+    context = await begin(service, call)
     body = context.body
     if body.verbosity in ("low", "high"):
         tell_ignored(context.record, ["verbosity"])
     answer_id, keep = new_id("chatcmpl"), None
-    if body.store and request.app[STATE].keeps:
+    if body.store and service.responses.keeps:
         described = converted({"metadata": body.metadata}, CompletionUpdate)
         answer_id = f"{_PREFIX}{time.time_ns() // 1000:014x}{token_hex(9)}"
         keep = partial(_keep, context, answer_id, _Head(body.model, described.metadata or {}))
@@ -69,7 +69,7 @@ async def _keep(context: RequestContext[chat.ChatRequest], answer_id: str, head:
         messages = [_message(message, f"{answer_id}-{n}") for n, message in enumerate(context.body.messages)]
         return [Row("answer", answer_id, answer), *messages]
 
-    state, owner = context.request.app[STATE], key_of(context.request).name
+    state, owner = context.service.responses, context.call.key.name
     kept = await offload.run(rows, cost=offload.json_cost(context.record.body_size or 0))
     try:
         await state.store().put(answer_id, owner, msgspec.json.encode(head), 0, rows=kept)
@@ -93,13 +93,13 @@ def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-async def _found(request: web.Request) -> tuple[Store, str, Entry]:
-    """Return the store, and the key and the entry of the completion in the path. Raises :class:`ObjectNotFound`."""
-    state, key = request.app[STATE], request.match_info["completion"]
-    entry = await state.entry(_PREFIX, key, key_of(request).name)
+async def _entry(service: Service, call: Call[Any]) -> tuple[str, Entry]:
+    """Return the key and the entry of the completion in the path. Raises :class:`ObjectNotFound`."""
+    key = call.path["completion"]
+    entry = await service.responses.entry(_PREFIX, key, call.key.name)
     if entry is None:
         raise errors.ObjectNotFound(f"There is no chat completion '{key[:100]}'.", param="completion_id")
-    return state.store(), key, entry
+    return key, entry
 
 
 async def _shown(store: Store, owner: str, heads: Mapping[str, _Head]) -> Sequence[Row]:
@@ -112,45 +112,44 @@ async def _shown(store: Store, owner: str, heads: Mapping[str, _Head]) -> Sequen
     ]
 
 
-async def retrieve(request: web.Request) -> web.Response:
+async def retrieve(service: Service, call: Call[Any]) -> Reply:
     """Return a chat completion that was stored."""
     while True:
-        store, key, entry = await _found(request)
-        for row in await _shown(store, entry.owner, {key: _HEAD.decode(entry.head)}):
-            return web.Response(body=row.data, content_type="application/json")
+        key, entry = await _entry(service, call)
+        for row in await _shown(service.responses.store(), entry.owner, {key: _HEAD.decode(entry.head)}):
+            return Whole(row.data)
 
 
-async def update(request: web.Request) -> web.Response:
+async def update(service: Service, call: Call[CompletionUpdate]) -> Reply:
     """Replace the metadata of a chat completion."""
-    body = await read_json(request, CompletionUpdate, strict=True)
     while True:
-        store, key, entry = await _found(request)
-        head = _Head(_HEAD.decode(entry.head).model, body.metadata or {})
-        # Somebody else may be faster.
-        if await store.put(key, entry.owner, msgspec.json.encode(head), entry.version):
-            return await retrieve(request)
+        key, entry = await _entry(service, call)
+        head = _Head(_HEAD.decode(entry.head).model, call.body.metadata or {})
+        # Another writer may be faster.
+        if await service.responses.store().put(key, entry.owner, msgspec.json.encode(head), entry.version):
+            return await retrieve(service, call)
 
 
-async def delete(request: web.Request) -> web.Response:
+async def delete(service: Service, call: Call[None]) -> Reply:
     """Delete a chat completion that was stored."""
-    store, key, _ = await _found(request)
-    await store.delete(key)
-    return json_response(Deleted(id=key, object="chat.completion.deleted"))
+    key, _ = await _entry(service, call)
+    await service.responses.store().delete(key)
+    return whole(Deleted(id=key, object="chat.completion.deleted"))
 
 
-async def list_messages(request: web.Request) -> web.Response:
+async def list_messages(service: Service, call: Call[None]) -> Reply:
     """List the messages that a stored chat completion answers."""
-    _, key, _ = await _found(request)
-    return json_response(await page_of(request, key, "messages", "asc"))
+    key, _ = await _entry(service, call)
+    return whole(await page_of(service, call, key, "messages", "asc"))
 
 
-async def list_all(request: web.Request) -> web.Response:
+async def list_all(service: Service, call: Call[None]) -> Reply:
     """List the chat completions that were stored, of a ``model``, and with ``metadata[KEY]`` of a value."""
-    store, owner, model = request.app[STATE].store(), key_of(request).name, request.query.get("model")
-    limit, place, reverse = page_query(request, "asc")
+    store, owner, model = service.responses.store(), call.key.name, call.query.get("model")
+    limit, place, reverse = page_query(call.query, "asc")
     if place is not None and not is_key(_PREFIX, place):
-        raise agents.unknown_place_error("after")
-    wanted = {name[9:-1]: value for name, value in request.query.items() if re.fullmatch(r"metadata\[.*\]", name)}
+        raise unknown_place_error("after")
+    wanted = {name[9:-1]: value for name, value in call.query.items() if re.fullmatch(r"metadata\[.*\]", name)}
     found: dict[str, _Head] = {}
     more = True
     while more and len(found) <= limit:
@@ -161,6 +160,6 @@ async def list_all(request: web.Request) -> web.Response:
             if head is not None and model in (None, head.model) and wanted.items() <= head.metadata.items():
                 found[place] = head
     sizes = await store.sizes(owner, [Place(key, key) for key in found])
-    count = fitting((sizes.get(Place(key, key), 0) for key in found), request.app[LIMITS].max_text_size)
+    count = fitting((sizes.get(Place(key, key), 0) for key in found), service.settings.limits.max_text_size)
     shown = dict(islice(found.items(), min(count, limit)))
-    return json_response(list_of(await _shown(store, owner, shown), more=len(shown) < len(found)))
+    return whole(list_of(await _shown(store, owner, shown), more=len(shown) < len(found)))

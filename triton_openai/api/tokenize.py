@@ -10,16 +10,16 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
-from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import offload
 from triton_openai.answer.chat_prompt import rendered_chat
 from triton_openai.answer.prepare import check_ids, tokenizer_of
-from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, encode, json_response, made_response
-from triton_openai.api.service import read_request
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, encode, whole, whole_of
+from triton_openai.api.service import Service, find_model
 from triton_openai.api.tools import Tool, plan_tools
 from triton_openai.errors import InvalidRequest
+from triton_openai.operations import Call, Reply
 from triton_openai.prompts.messages import Message
 
 # Tokens that are encoded at once.
@@ -66,9 +66,9 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
 
 
-async def tokenize(request: web.Request) -> web.Response:
+async def tokenize(service: Service, call: Call[TokenizeRequest]) -> Reply:
     """Return the tokens of a prompt, or of messages as the model's template renders them."""
-    service, body, model = await read_request(request, TokenizeRequest)
+    body, model = call.body, await find_model(service, call)
     tokenizer = await tokenizer_of(model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'.", param="prompt", code="missing_required_parameter")
@@ -95,7 +95,7 @@ async def tokenize(request: web.Request) -> web.Response:
             token_strs=_joined(strings) if texts else None,
         )
 
-    return await made_response(answer, cost=(offload.INTEGER + texts * offload.TOKEN_STRING) * len(tokens))
+    return await whole_of(answer, cost=(offload.INTEGER + texts * offload.TOKEN_STRING) * len(tokens))
 
 
 def _joined(pieces: Iterable[Sequence[Any]]) -> Any:
@@ -103,9 +103,9 @@ def _joined(pieces: Iterable[Sequence[Any]]) -> Any:
     return msgspec.Raw(b"[%b]" % b",".join([encode(piece)[1:-1] for piece in pieces]))
 
 
-async def detokenize(request: web.Request) -> web.Response:
+async def detokenize(service: Service, call: Call[DetokenizeRequest]) -> Reply:
     """Return the text of tokens."""
-    _, body, model = await read_request(request, DetokenizeRequest)
+    body, model = call.body, await find_model(service, call)
     tokenizer = await tokenizer_of(model)
     check_ids(body.tokens, tokenizer, "tokens")
-    return json_response(DetokenizeAnswer(prompt=await tokenizer.decode_async(body.tokens, False)))
+    return whole(DetokenizeAnswer(prompt=await tokenizer.decode_async(body.tokens, False)))

@@ -12,25 +12,32 @@ import math
 import zlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from aiohttp import web
 from msgspec import Meta
 
 from triton_openai.adapters._common.base import Recognition
 from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.transcription import Transcription, Wish
-from triton_openai.api.bodies import FileField, FormRequest, encode, json_response
+from triton_openai.api.bodies import FileField, FormRequest, encode, new_id, read_form, whole
 from triton_openai.api.parameters import refusing
-from triton_openai.api.service import RequestContext, audio_too_large, begin, new_id, receiving_audio
-from triton_openai.api.sse import data_event, stream_parts
+from triton_openai.api.service import (
+    RequestContext,
+    Service,
+    audio_too_large,
+    begin,
+    max_form_size,
+    receiving_audio,
+)
+from triton_openai.api.sse import data_event
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.jobs import Segment, TranscriptionJob, TranslationJob
 from triton_openai.languages import LANGUAGES, code_of
 from triton_openai.media.audio import Pauses, Recording, require_audio
-from triton_openai.serving.connections import WholeResponse
+from triton_openai.operations import Call, Form, Reply, Whole
 
+_Request = TypeVar("_Request", bound=FormRequest)
 _Format = Literal["json", "text", "srt", "vtt", "verbose_json", "diarized_json"]
 _TIMED = ("srt", "vtt", "verbose_json")
 _Share = Annotated[float, Meta(ge=0, le=1)]
@@ -129,18 +136,31 @@ class TranscriptEvent(msgspec.Struct, frozen=True, kw_only=True):
     text: str | msgspec.UnsetType = msgspec.UNSET
 
 
-async def transcribe(request: web.Request) -> web.StreamResponse:
+async def transcribe(service: Service, call: Call[Form]) -> Reply:
     """
     Write down what is spoken in a file.
 
     The formats are JSON, plain text and subtitles. With `stream`, the text comes piece by piece.
     """
-    async with receiving_audio(request):
-        context = await begin(request, TranscriptionRequest)
-        return await _transcribe(context)
+    async with receiving_audio(service, call):
+        body = await _read(service, call, TranscriptionRequest)
+        return await _transcribe(await begin(service, call.with_body(body)))
 
 
-async def _transcribe(context: RequestContext[TranscriptionRequest]) -> web.StreamResponse:
+async def _read(service: Service, call: Call[Form], kind: type[_Request]) -> _Request:
+    """Return the form of *call* as *kind*. Raises :class:`InvalidRequest`."""
+    settings = service.settings
+    return await read_form(
+        call.body,
+        kind,
+        call.record,
+        settings.limits,
+        strict=settings.api.strict_parameters,
+        max_size=max_form_size(settings),
+    )
+
+
+async def _transcribe(context: RequestContext[TranscriptionRequest]) -> Reply:
     body = context.body
     if body.stream and body.response_format in _TIMED:
         raise InvalidValue(f"'stream' does not go with the format '{body.response_format}'.", "stream")
@@ -161,21 +181,21 @@ async def _transcribe(context: RequestContext[TranscriptionRequest]) -> web.Stre
     return await _answer(context, job, pauses=_pauses(body), languages=known)
 
 
-async def translate(request: web.Request) -> web.StreamResponse:
+async def translate(service: Service, call: Call[Form]) -> Reply:
     """
     Write down in English what is spoken in a file.
 
     The formats are JSON, plain text and subtitles.
     """
-    async with receiving_audio(request):
-        context = await begin(request, TranslationRequest)
+    async with receiving_audio(service, call):
+        context = await begin(service, call.with_body(await _read(service, call, TranslationRequest)))
         job = TranslationJob(id=new_id("transl"), samples=b"", prompt=context.body.prompt or None)
         return await _answer(context, job)
 
 
 async def _answer(
     context: RequestContext[Any], job: TranscriptionJob, *, pauses: Pauses | None = None, languages: Sequence[str] = ()
-) -> web.StreamResponse:
+) -> Reply:
     """Return the answer to a request for *job*, whose recording is cut at *pauses*. Raises :class:`ServiceError`."""
     body, limits = context.body, context.service.settings.audio
     if body.response_format == "diarized_json":
@@ -193,7 +213,7 @@ async def _answer(
 
 async def _transcribed(
     context: RequestContext[Any], job: TranscriptionJob, pauses: Pauses | None, languages: Sequence[str]
-) -> web.StreamResponse:
+) -> Reply:
     body, limits, recognition = context.body, context.service.settings.audio, _recognition(context)
     recording = Recording(
         body.file.content,
@@ -213,7 +233,7 @@ async def _transcribed(
     transcription = Transcription(context.sender(), context.model, wish)
     try:
         if stream:
-            return await stream_parts(context, _events(transcription, recording))
+            return await context.send_parts(_events(transcription, recording))
         async with asyncio.timeout(context.limits.total), aclosing(transcription.deltas(recording)) as deltas:
             async for _ in deltas:
                 pass
@@ -231,13 +251,11 @@ async def _events(transcription: Transcription, recording: Recording) -> AsyncGe
     yield data_event(encode(TranscriptEvent(type="transcript.text.done", text=transcription.text)))
 
 
-def _rendered(
-    form: _Format, transcription: Transcription, recording: Recording, *, translated: bool
-) -> web.StreamResponse:
+def _rendered(form: _Format, transcription: Transcription, recording: Recording, *, translated: bool) -> Reply:
     """Return the answer in the format *form*."""
     segments, usage = transcription.segments, DurationUsage(seconds=math.ceil(recording.seconds))
     if form == "json":
-        return json_response(TranscriptObject(text=transcription.text, usage=usage))
+        return whole(TranscriptObject(text=transcription.text, usage=usage))
     if form == "verbose_json":
         code = "en" if translated else transcription.language or ""
         verbose = TranscriptObject(
@@ -248,7 +266,7 @@ def _rendered(
             segments=[_segment(number, each) for number, each in enumerate(segments)],
             usage=usage,
         )
-        return json_response(verbose)
+        return whole(verbose)
     point = "," if form == "srt" else "."
     cues = [f"{_time(each.start, point)} --> {_time(each.end, point)}\n{_line(each)}\n\n" for each in segments]
     if form == "srt":
@@ -257,7 +275,7 @@ def _rendered(
         text = "".join(("WEBVTT\n\n", *cues))
     else:
         text = f"{transcription.text}\n"
-    return WholeResponse(text=text, content_type="text/plain", charset="utf-8")
+    return Whole(text.encode(), media_type="text/plain; charset=utf-8")
 
 
 def _segment(number: int, segment: Segment) -> SegmentObject:

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, cast
 from urllib.parse import quote
 
 import msgspec
-from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import errors
-from triton_openai.api import agents
-from triton_openai.api.agents import Page
-from triton_openai.api.bodies import FileField, converted, json_response, tell_ignored, unknown_field
+from triton_openai.access.keys import ApiKey
+from triton_openai.api.bodies import FileField, converted, new_id, tell_ignored, unknown_field, whole
+from triton_openai.api.paging import Page, unknown_place_error
 from triton_openai.api.responses.objects import Deleted
 from triton_openai.api.responses.retrieve import page_query
-from triton_openai.api.service import key_of, new_id, service_of
-from triton_openai.batches.file_folder import Files, Remote, Writing
+from triton_openai.api.service import Service
+from triton_openai.batches.file_folder import Files, Writing
 from triton_openai.errors import ServiceError
-from triton_openai.serving.forms import Form
-from triton_openai.serving.request_body import LIMITS
+from triton_openai.operations import Call, Form, FormPart, LocalFile, RemoteFile, Reply
 from triton_openai.storage.batch_store import StoredFile
-from triton_openai.telemetry.request_record import RECORD
 
 _T = TypeVar("_T")
-#: Those of the service; absent where they are off.
-FILES: web.AppKey[Files] = web.AppKey("files", Files)
 Purpose = Literal["batch", "user_data", "vision", "evals", "assistants", "fine-tune"]
 #: Seconds that clients may say files are kept.
 Lifetime = Annotated[int, Meta(ge=3600, le=2_592_000)]
@@ -73,34 +68,38 @@ class FileList(Page[FileObject], tag_field="object", tag="list"):
     """A page of files."""
 
 
-def files_of(request: web.Request) -> Files:
-    """Return the files of the service. Raises :class:`EndpointNotFound` where they are off."""
-    files = request.app.get(FILES)
-    if files is None:
+def files_of(service: Service) -> Files:
+    """Return the files of *service*. Raises :class:`EndpointNotFound` where they are off."""
+    if service.files is None:
         raise errors.EndpointNotFound("This service keeps no files and runs no batches (--batches).")
-    return files
+    return service.files
 
 
-async def find_file(request: web.Request, file_id: str, param: str) -> StoredFile:
-    """Return a file of the request's key. Raises :class:`ObjectNotFound`."""
-    files = files_of(request)
-    file = await files.store.file(file_id, key_of(request).name) if files.exist else None
+def check_files(service: Service, key: ApiKey) -> None:
+    """Raise :class:`EndpointNotFound` where *service* keeps no files."""
+    files_of(service)
+
+
+async def find_file(service: Service, key: ApiKey, file_id: str, param: str) -> StoredFile:
+    """Return a file of *key*. Raises :class:`ObjectNotFound`."""
+    files = files_of(service)
+    file = await files.store.file(file_id, key.name) if files.exist else None
     if file is None:
         raise errors.ObjectNotFound(f"There is no file '{file_id[:100]}'.", param=param)
     return file
 
 
-async def create(request: web.Request) -> web.Response:
+async def create(service: Service, call: Call[Form]) -> Reply:
     """Upload a file. The requests of a batch are a file with a JSON object in each line."""
-    files, settings = files_of(request), service_of(request).settings
+    files = files_of(service)
     most = files.settings.max_size
-    form = Form(request, request.app[LIMITS], most=most + _FORM_SIZE)
+    parts = call.body.parts(most + _FORM_SIZE)
     created = time.time()
     # Counted now, so that uploads at the same time do not exceed the limit together.
     file = StoredFile(
         id=new_id("file"),
-        owner=key_of(request).name,
-        bytes=request.content_length or most,
+        owner=call.key.name,
+        bytes=call.body.declared_size or most,
         created=created,
         state="uploading",
     )
@@ -109,7 +108,7 @@ async def create(request: web.Request) -> web.Response:
     writing: Writing | None = None
     try:
         writing = await files.write(file.id)
-        upload = await _read(request, form, writing, strict=settings.api.strict_parameters)
+        upload = await _read(call, parts, writing, strict=service.settings.api.strict_parameters)
         largest = files.settings.max_batch_size if upload.purpose == "batch" else most
         if writing.size > largest:
             raise errors.PayloadTooLarge(f"The file is larger than the limit of {largest} bytes.", param="file")
@@ -133,7 +132,7 @@ async def create(request: web.Request) -> web.Response:
         with suppress(ServiceError):
             await asyncio.shield(files.delete(file))
         raise
-    return json_response(file_object(file))
+    return whole(file_object(file))
 
 
 def too_much(files: Files) -> errors.PayloadTooLarge:
@@ -143,12 +142,12 @@ def too_much(files: Files) -> errors.PayloadTooLarge:
     return errors.PayloadTooLarge(message, code="storage_limit_exceeded")
 
 
-async def _read(request: web.Request, form: Form, writing: Writing, *, strict: bool) -> FileUpload:
-    """Return the fields of *form*, while its file is written. Raises :class:`InvalidRequest`."""
+async def _read(call: Call[Form], parts: AsyncIterator[FormPart], writing: Writing, *, strict: bool) -> FileUpload:
+    """Return the fields of a form with *parts*, while its file is written. Raises :class:`InvalidRequest`."""
     fields: dict[str, object] = {}
     lifetime: dict[str, object] = {}
     ignored: list[str] = []
-    async for part in form:
+    async for part in parts:
         name, inner = part.name, part.name.removeprefix("expires_after[").removesuffix("]")
         into, key = (lifetime, inner) if inner in ("anchor", "seconds") and inner != name else (fields, name)
         if into is fields and name not in FileUpload.__struct_fields__:
@@ -174,8 +173,8 @@ async def _read(request: web.Request, form: Form, writing: Writing, *, strict: b
                 raise errors.InvalidValue(f"'{name}' cannot be read.", name) from error
     if lifetime:
         fields["expires_after"] = lifetime
-    record = request[RECORD]
-    record.body_size = form.size
+    record = call.record
+    record.body_size = call.body.size
     record.unknown_fields = ignored[:16]
     tell_ignored(record, ignored)
     return converted(fields, FileUpload, strict=False)
@@ -194,17 +193,17 @@ def file_object(file: StoredFile) -> FileObject:
     )
 
 
-async def list_files(request: web.Request) -> web.Response:
+async def list_files(service: Service, call: Call[None]) -> Reply:
     """List the files of the request's key."""
-    store, purpose = files_of(request).store, request.query.get("purpose")
-    limit, after, reverse = page_query(request, most=10_000, default=10_000)
-    find = partial(store.files, key_of(request).name, purpose=purpose, reverse=reverse)
-    files, more = await page_found(request, find, limit, after)
-    return json_response(FileList.of([file_object(file) for file in files], more=more))
+    store, purpose = files_of(service).store, call.query.get("purpose")
+    limit, after, reverse = page_query(call.query, most=10_000, default=10_000)
+    find = partial(store.files, call.key.name, purpose=purpose, reverse=reverse)
+    files, more = await page_found(service, find, limit, after)
+    return whole(FileList.of([file_object(file) for file in files], more=more))
 
 
 async def page_found(
-    request: web.Request,
+    service: Service,
     find: Callable[..., Awaitable[Sequence[_T] | None]],
     limit: int,
     after: str | None,
@@ -216,83 +215,56 @@ async def page_found(
     Raises :class:`InvalidValue` if *after* is none of them, for which it blames *place*.
     """
     found: Sequence[_T] | None = [] if after is None else None
-    if files_of(request).exist:
+    if files_of(service).exist:
         found = await find(after=after, limit=limit + 1)
     if found is None:
-        raise agents.unknown_place_error(place)
+        raise unknown_place_error(place)
     return found[:limit], len(found) > limit
 
 
-async def retrieve(request: web.Request) -> web.Response:
+async def retrieve(service: Service, call: Call[None]) -> Reply:
     """Return what is known of a file."""
-    return json_response(file_object(await find_file(request, request.match_info["file"], "file_id")))
+    return whole(file_object(await find_file(service, call.key, call.path["file"], "file_id")))
 
 
-async def content(request: web.Request) -> web.StreamResponse:
+async def content(service: Service, call: Call[None]) -> Reply:
     """Return the contents of a file, or a range of them. No browser shows them."""
-    file = await find_file(request, request.match_info["file"], "file_id")
-    return await send_file(request, file, file.filename)
+    file = await find_file(service, call.key, call.path["file"], "file_id")
+    return await file_reply(service, file, file.filename)
 
 
-async def send_file(
-    request: web.Request, file: StoredFile, filename: str, media_type: str = "application/octet-stream"
-) -> web.StreamResponse:
-    """Send the contents of *file*, or a range of them; clients are told to save it as *filename*."""
+async def file_reply(
+    service: Service, file: StoredFile, filename: str, media_type: str = "application/octet-stream"
+) -> Reply:
+    """Return the contents of *file* as a reply; clients are told to save it as *filename*."""
     headers = {
-        "Content-Type": media_type,
         "Content-Disposition": f"attachment; filename*=UTF-8''{quote(filename, safe='', errors='replace')}",
         "X-Content-Type-Options": "nosniff",
     }
-    files = files_of(request)
+    files = files_of(service)
     if files.remote is None:
         if not await files.has(file.id):
             await files.check()
             raise _gone(file)
-        return web.FileResponse(files.folder / file.id, headers=headers)
-    return await _send_remote(request, files.remote, file, headers)
+        return LocalFile(files.folder / file.id, media_type, headers)
+    remote = files.remote
+
+    async def read(start: int, end: int) -> bytes:
+        try:
+            return await remote.read(file.id, start, end)
+        except FileNotFoundError as error:
+            raise _gone(file) from error
+
+    return RemoteFile(file.id, file.bytes, read, media_type, headers)
 
 
 def _gone(file: StoredFile) -> errors.ObjectNotFound:
     return errors.ObjectNotFound(f"The contents of the file '{file.id}' are not there any more.", param="file_id")
 
 
-async def _send_remote(
-    request: web.Request, remote: Remote, file: StoredFile, headers: Mapping[str, str]
-) -> web.StreamResponse:
-    # A file never changes.
-    response = web.StreamResponse(headers={**headers, "ETag": f'"{file.id}"', "Accept-Ranges": "bytes"})
-    if any(tag.value in (file.id, "*") for tag in request.if_none_match or ()):
-        response.set_status(304)
-        await response.prepare(request)
-        return response
-    start, end = 0, file.bytes
-    if "Range" in request.headers and request.headers.get("If-Range", f'"{file.id}"') == f'"{file.id}"':
-        try:
-            start, end, _ = request.http_range.indices(file.bytes)
-        except ValueError:
-            # As if it was not there: it is no range of bytes, or has several.
-            pass
-        else:
-            response.set_status(206 if start < end else 416)
-            told = f"{start}-{end - 1}" if start < end else "*"
-            response.headers["Content-Range"] = f"bytes {told}/{file.bytes}"
-    response.content_length = max(0, end - start)
-    # Before the head: what fails now is still an error that the client can read.
-    try:
-        piece = await remote.read(file.id, start, end) if start < end and request.method != "HEAD" else b""
-    except FileNotFoundError as error:
-        raise _gone(file) from error
-    await response.prepare(request)
-    while piece:
-        await response.write(piece)
-        start += len(piece)
-        piece = await remote.read(file.id, start, end) if start < end else b""
-    return response
-
-
-async def delete(request: web.Request) -> web.Response:
+async def delete(service: Service, call: Call[None]) -> Reply:
     """Delete a file, unless an open batch reads it."""
-    file = await find_file(request, request.match_info["file"], "file_id")
-    if not await files_of(request).delete(file):
+    file = await find_file(service, call.key, call.path["file"], "file_id")
+    if not await files_of(service).delete(file):
         raise errors.ObjectInUse("A batch that has not ended reads the file. Cancel it first.", param="file_id")
-    return json_response(Deleted(id=file.id, object="file"))
+    return whole(Deleted(id=file.id, object="file"))

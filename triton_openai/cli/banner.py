@@ -10,7 +10,7 @@ import structlog
 from aiohttp import web
 
 from triton_openai import __version__
-from triton_openai.api.service import SERVICE
+from triton_openai.app import SERVICE
 from triton_openai.cli.table import problems, table
 from triton_openai.config.tree import Settings
 from triton_openai.models.overview import ModelLine, model_lines

@@ -25,8 +25,7 @@ import structlog
 import uvloop
 from aiohttp import web
 
-from triton_openai.api.service import SERVICE
-from triton_openai.app import apply_settings, create_app
+from triton_openai.app import SERVICE, apply_settings, create_app
 from triton_openai.cli.banner import Banner, banner_of, render_banner, show
 from triton_openai.config.reload import ApplySettings, Reloader, Source
 from triton_openai.config.tls import server_context

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
-from aiohttp import web
 
 from triton_openai.errors import ConfigurationError
 
@@ -32,9 +31,6 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     def share(self, limit: int) -> int:
         """Return this worker's part of *limit*: those of all workers differ by one at most and add up to it."""
         return (limit + self.count - 1 - self.index) // self.count
-
-
-WORKER: web.AppKey[Worker] = web.AppKey("worker", Worker)
 
 
 @contextmanager

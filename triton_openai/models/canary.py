@@ -13,7 +13,6 @@ import contextvars
 from collections.abc import Awaitable, Callable
 
 import structlog
-from aiohttp import web
 
 from triton_openai.errors import ModelUnloading, ServiceError, UpstreamError, UpstreamTimeout
 from triton_openai.models.lookup import Models
@@ -157,6 +156,3 @@ def _left_without(record: RequestRecord) -> bool:
     if record.client_left:
         return record.duration - record.queued_seconds >= PATIENCE
     return isinstance(record.error, UpstreamError) and not isinstance(record.error, ModelUnloading)
-
-
-CANARY: web.AppKey[Canary] = web.AppKey("canary", Canary)

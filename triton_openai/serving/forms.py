@@ -26,22 +26,20 @@ MAX_PARTS = 256
 _HEAD_LINES, _HEAD_LINE, _PIECE = 16, 4096, 65_536
 
 
-class Form:
-    """The parts of the form that *request* brings; iterate over them once. What is not read of a part is skipped."""
+class HttpForm:
+    """
+    The form that *request* brings; see :class:`triton_openai.operations.Form`.
 
-    def __init__(self, request: web.Request, limits: LimitSettings, *, most: int | None = None) -> None:
-        """
-        *most* bytes take the place of those that a body may have.
+    Raises :class:`UnsupportedMediaType` for what is no form.
+    """
 
-        Raises :class:`UnsupportedMediaType` for what is no form, and :class:`PayloadTooLarge`.
-        """
+    def __init__(self, request: web.Request, limits: LimitSettings) -> None:
         kind = request.headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0].strip().lower()
         if kind != "multipart/form-data":
             raise UnsupportedMediaType(f"The body must be a form (multipart/form-data), not '{kind[:100]}'.")
         if content_coding(request) is not None:
             raise UnsupportedMediaType("The body's Content-Encoding is not supported: a form cannot be compressed.")
-        self._most = request.client_max_size if most is None else most
-        check_body_size(self._most, request.content_length or 0)
+        self._max_size = request.client_max_size
         # Of heads that aiohttp cannot read: Python would keep and print each such text, and they are the client's.
         for warning in (BadContentDispositionHeader, BadContentDispositionParam):
             warnings.simplefilter("ignore", warning)
@@ -49,7 +47,9 @@ class Form:
         # Seconds that were spent waiting for the client.
         self._waited = 0.0
 
-    async def __aiter__(self) -> AsyncIterator[Part]:
+    async def parts(self, max_size: int) -> AsyncIterator[Part]:
+        self._max_size = max_size
+        check_body_size(max_size, self._request.content_length or 0)
         ask_for_body(self._request)
         try:
             reader = MultipartReader(
@@ -70,8 +70,11 @@ class Form:
 
     @property
     def size(self) -> int:
-        """The bytes that have arrived."""
         return self._request.content.total_bytes
+
+    @property
+    def declared_size(self) -> int | None:
+        return self._request.content_length
 
     async def arrived(self, what: Awaitable[_T]) -> _T:
         """Return *what* is awaited of the form. Raises :class:`InvalidRequest`, also if it takes too long."""
@@ -86,14 +89,14 @@ class Form:
         except (ValueError, RuntimeError, HttpProcessingError, web.RequestPayloadError) as error:
             raise _malformed() from error
         self._waited += loop.time() - began
-        check_body_size(self._most, self.size)
+        check_body_size(self._max_size, self.size)
         return found
 
 
 class Part:
     """A part of a form: *name* is the field's."""
 
-    def __init__(self, form: Form, reader: BodyPartReader, name: str) -> None:
+    def __init__(self, form: HttpForm, reader: BodyPartReader, name: str) -> None:
         self.name = name
         #: That of a file, ``None`` for a text.
         self.filename = reader.filename
@@ -101,7 +104,7 @@ class Part:
         self._form, self._reader = form, reader
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the contents as they arrive. Raises as :meth:`Form.arrived`."""
+        """Yield the contents as they arrive. Raises as :meth:`HttpForm.arrived`."""
         while not self._reader.at_eof():
             yield await self._form.arrived(self._reader.read_chunk(_PIECE))
 

@@ -8,10 +8,9 @@ their streams with an error event themselves. An unforeseen error is logged with
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from types import MappingProxyType
+from typing import TypeAlias
 
 import msgspec
 import structlog
@@ -20,18 +19,22 @@ from aiohttp.typedefs import Handler, Middleware
 
 from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.access.cors import CORS
-from triton_openai.access.keys import COUNTED, KEY, NO_KEY, ROUTE_GROUPS, ApiKey
-from triton_openai.access.rate_limits import RESERVATION, Reservation, tokens_charged
+from triton_openai.access.keys import COUNTED, KEY, NO_KEY, ROUTE_GROUPS
+from triton_openai.access.rate_limits import RESERVATION
 from triton_openai.draining import DRAINING
 from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, ServiceError
+from triton_openai.serving.execution import Executor
 from triton_openai.telemetry.exposition import EXPOSITION
-from triton_openai.telemetry.logging import LOG_FIELDS, warn
-from triton_openai.telemetry.request_record import OBSERVERS, RECORD, RequestRecord, request_id
+from triton_openai.telemetry.logging import warn
+from triton_openai.telemetry.request_record import RECORD, RequestRecord, request_id
 
 _log = structlog.get_logger(__name__)
 
-#: Returns the status and the body of an error, ``None`` where they are those of OpenAI's API.
-ERROR_BODY: web.AppKey[Callable[[web.Request, ServiceError], tuple[int, bytes] | None]] = web.AppKey("error_body")
+#: Returns the status and the body of an error for a request, by its path, headers and record; ``None`` where they are
+#: those of OpenAI's API.
+ErrorBody: TypeAlias = Callable[[str, Mapping[str, str], RequestRecord, ServiceError], tuple[int, bytes] | None]
+ERROR_BODY: web.AppKey[ErrorBody] = web.AppKey("error_body")
+EXECUTOR: web.AppKey[Executor] = web.AppKey("executor", Executor)
 
 
 def add_middleware(app: web.Application, *, reports_load: bool) -> None:
@@ -42,111 +45,74 @@ def add_middleware(app: web.Application, *, reports_load: bool) -> None:
         app.on_response_prepare.append(_report_load)
 
 
-class Observed:
-    """Counts the current task as a running request, of which *record* tells, for the block."""
-
-    __slots__ = ("_draining", "_observers", "_record", "_task")
-
-    def __init__(self, app: web.Application, record: RequestRecord) -> None:
-        self._draining, self._observers, self._record = app[DRAINING], app[OBSERVERS], record
-
-    def __enter__(self) -> None:
-        self._task = self._draining.enter()
-        self._observers.started(self._record)
-
-    def __exit__(self, *_: object) -> None:
-        self._draining.leave(self._task)
-        self._record.ended = time.monotonic()
-        self._observers.ended(self._record)
-        self._record.release()
-
-
 def _middleware(app: web.Application) -> Middleware:
-    draining, authorizer, cors, groups = app[DRAINING], app[AUTHORIZER], app[CORS], app[ROUTE_GROUPS]
+    executor, authorizer, cors, groups = app[EXECUTOR], app[AUTHORIZER], app[CORS], app[ROUTE_GROUPS]
+    draining = executor.draining
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         record = request[RECORD] = RequestRecord(
             request_id=request_id(request.headers), method=request.method, path=request.path, request=request
         )
-        with Observed(app, record):
-            # The task of a request, and with it the context, is its own.
-            LOG_FIELDS.set(record.log_fields)
-            key: ApiKey | None = None
-            reservation: Reservation | None = None
-            served = cut_short = False
-            response: web.StreamResponse | None = None
-            try:
-                draining.check()
-                response = cors.preflight(request)
-                if response is None:
-                    # None when there is no such path or method.
-                    group = groups.get(request.match_info.route)
-                    key = authorizer.authenticate(request.headers, group)
-                    request[KEY] = key or NO_KEY
-                    if key is not None:
-                        record.key = key.name
-                        if key.limit.any and group in COUNTED and request.method == "POST":
-                            reservation = request[RESERVATION] = await authorizer.admit(key)
-                            record.headers = reservation.headers
-                            if reservation.refusal is not None:
-                                raise reservation.refusal
-                    response = await handler(request)
-                    served = True
-            except (asyncio.CancelledError, ConnectionError) as error:
-                cut_short = True
-                reason = draining.reason() if isinstance(error, asyncio.CancelledError) else None
-                if reason is None:
-                    # The client has left: no response is needed.
-                    record.client_left = True
-                    raise
-                response = _error_response(request, reason)
-            except Exception as error:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
-                response = _error_response(request, *_reported(request, error))
-            finally:
-                # A handler that goes on after its answer takes it.
-                if reservation is not None and key is not None and request.pop(RESERVATION, None) is not None:
-                    cut_short |= record.client_left
-                    counts = key.limit.tokens_per_minute is not None
-                    reservation.close(tokens_charged(record, served=served, cut_short=cut_short) if counts else 0)
+
+        async def work() -> web.StreamResponse:
+            draining.check()
+            response: web.StreamResponse | None = cors.preflight(request)
+            if response is None:
+                await authorize()
+                response = await _answered(request, handler)
             record.status = response.status
-        return response
+            return response
+
+        async def authorize() -> None:
+            # None when there is no such path or method.
+            group = groups.get(request.match_info.route)
+            key = authorizer.authenticate(request.headers, group)
+            request[KEY] = key or NO_KEY
+            if key is None:
+                return
+            record.key = key.name
+            if key.limit.any and group in COUNTED and request.method == "POST":
+                reservation = request[RESERVATION] = await authorizer.admit(key)
+                record.headers = reservation.headers
+                if reservation.refusal is not None:
+                    raise reservation.refusal
+
+        async def failed(error: ServiceError) -> web.StreamResponse:
+            response = _error_response(request, error)
+            record.status = response.status
+            return response
+
+        return await executor.run(record, work, failed=failed, reservation=lambda: request.get(RESERVATION))
 
     return handle
 
 
-def _reported(request: web.Request, error: Exception) -> tuple[ServiceError, Mapping[str, str]]:
-    """Return *error* as the client sees it, and headers for the response."""
-    record, method = request[RECORD], request.method
-    match error:
-        case ServiceError():
-            return error, {}
-        case web.HTTPNotFound():
-            # The route that raised it keeps it, and so its traceback would keep the request.
-            error.__traceback__ = None
-            return EndpointNotFound(f"There is no endpoint {method} {record.path}."), {}
-        case web.HTTPMethodNotAllowed():
-            allowed = ", ".join(sorted(error.allowed_methods))
-            return MethodNotAllowed(f"{record.path} does not take {method}, only {allowed}."), {"Allow": allowed}
-        case web.HTTPException():
-            return InvalidRequest(error.reason), {}
-        case _:
-            _log.exception("request failed", request_id=record.request_id, path=record.path)
-            return ServiceError(), {}
-
-
-def _error_response(
-    request: web.Request, error: ServiceError, headers: Mapping[str, str] = MappingProxyType({})
-) -> web.Response:
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Return what *handler* answers. Raises :class:`ServiceError` in place of aiohttp's errors."""
     record = request[RECORD]
-    record.error = error
+    try:
+        return await handler(request)
+    except web.HTTPNotFound as error:
+        # The route that raised it keeps it, and so its traceback would keep the request.
+        error.__traceback__ = None
+        raise EndpointNotFound(f"There is no endpoint {request.method} {record.path}.") from None
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"{record.path} does not take {request.method}, only {allowed}."
+        raise MethodNotAllowed(message, allowed=allowed) from None
+    except web.HTTPException as error:
+        raise InvalidRequest(error.reason) from None
+
+
+def _error_response(request: web.Request, error: ServiceError) -> web.Response:
+    record = request[RECORD]
     if error.status >= 500 or error.detail:
         fields = {"request_id": record.request_id, "path": record.path}
         warn(_log, "request refused", error, **fields, status=error.status, code=error.code)
     render = request.app.get(ERROR_BODY)
-    status, body = (render and render(request, error)) or (error.status, error.envelope())
-    headers = {**error.headers(), **headers}
-    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+    status, body = (render and render(request.path, request.headers, record, error)) or (error.status, error.envelope())
+    return web.Response(status=status, body=body, content_type="application/json", headers=error.headers())
 
 
 def _headers(app: web.Application) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:

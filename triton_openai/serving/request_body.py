@@ -19,7 +19,6 @@ from triton_openai import offload
 from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
 
-LIMITS: web.AppKey[LimitSettings] = web.AppKey("limits", LimitSettings)
 #: Whether the client waits for ``100 Continue`` before it sends the body.
 EXPECTS_CONTINUE: web.RequestKey[bool] = web.RequestKey("expects_continue", bool)
 

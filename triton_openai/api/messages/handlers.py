@@ -8,19 +8,19 @@ from functools import partial
 from typing import TypeVar
 
 import structlog
-from aiohttp import web
 
 from triton_openai.api import agents
 from triton_openai.api.agents import known_effort
-from triton_openai.api.bodies import json_response, tell_ignored
+from triton_openai.api.bodies import new_id, tell_ignored, whole
 from triton_openai.api.chat import ChatRequest, turn_of
 from triton_openai.api.messages import types
 from triton_openai.api.messages.message_events import MessageEvents, add_request_id
 from triton_openai.api.messages.message_reader import read
-from triton_openai.api.service import RequestContext, begin, key_of, new_id, service_of
-from triton_openai.api.sse import stream
+from triton_openai.api.paging import page_limit, unknown_place_error
+from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.errors import InvalidRequest
 from triton_openai.models.lookup import Models
+from triton_openai.operations import Call, Reply
 
 _Body = TypeVar("_Body", bound=types.CountTokensRequest)
 _log = structlog.get_logger(__name__)
@@ -28,23 +28,24 @@ _log = structlog.get_logger(__name__)
 LIMITED_HEADER = "x-max-tokens"
 
 
-async def handle(request: web.Request) -> web.StreamResponse:
+async def handle(service: Service, call: Call[types.MessagesRequest]) -> Reply:
     """Answer a conversation, as Anthropic's API does."""
-    async with _chat(request, types.MessagesRequest) as (body, chat):
-        omits = body.thinking is not None and body.thinking.display == "omitted"
+    async with _chat(service, call) as chat:
+        thinking = call.body.thinking
+        omits = thinking is not None and thinking.display == "omitted"
         return await chat.admitted(partial(_answer, omits_thinking=omits), param="messages")
 
 
-async def count_tokens(request: web.Request) -> web.Response:
+async def count_tokens(service: Service, call: Call[types.CountTokensRequest]) -> Reply:
     """Count the tokens of a conversation, as the model's template renders it; images count as their placeholders."""
-    async with _chat(request, types.CountTokensRequest) as (_, chat):
-        return json_response(types.TokenCount(input_tokens=await agents.count_tokens(chat)))
+    async with _chat(service, call) as chat:
+        return whole(types.TokenCount(input_tokens=await agents.count_tokens(chat)))
 
 
 @asynccontextmanager
-async def _chat(request: web.Request, kind: type[_Body]) -> AsyncIterator[tuple[_Body, RequestContext[ChatRequest]]]:
-    """Yield the body of *request*, and a request for the same as a chat. An error of the block names its fields."""
-    context = await begin(request, kind, read_as_chat=True)
+async def _chat(service: Service, call: Call[_Body]) -> AsyncIterator[RequestContext[ChatRequest]]:
+    """Yield a request for the same as *call*, as a chat. An error of the block names the fields of *call*."""
+    context = await begin(service, call, read_as_chat=True)
     record = context.record
     add_request_id(record)
     reading = read(context.body, strict_tools=context.service.settings.api.strict_tools)
@@ -57,13 +58,13 @@ async def _chat(request: web.Request, kind: type[_Body]) -> AsyncIterator[tuple[
     chat.reasoning_effort = effort
     agents.tell_left_out(record, reading.left_out)
     try:
-        yield context.body, context.about(chat)
+        yield context.about(chat)
     except InvalidRequest as error:
         reading.relabel_param(error)
         raise
 
 
-async def _answer(context: RequestContext[ChatRequest], *, omits_thinking: bool) -> web.StreamResponse:
+async def _answer(context: RequestContext[ChatRequest], *, omits_thinking: bool) -> Reply:
     body, record = context.body, context.record
     turn = await turn_of(context, new_id("msg", "_"), fitting=True)
     context.forget_messages()
@@ -84,23 +85,23 @@ async def _answer(context: RequestContext[ChatRequest], *, omits_thinking: bool)
         whole=not body.stream,
     )
     if body.stream:
-        return await stream(context, turn.runs, events)
+        return await context.stream(turn.runs, events)
     await agents.render(events, run, timeout=context.limits.total)
-    return json_response(events.message)
+    return whole(events.message)
 
 
-def list_models(request: web.Request) -> web.Response:
-    """Return a page of the models that the request's key may use. Raises :class:`InvalidRequest`."""
-    models, key, query = service_of(request).models, key_of(request), request.query
+def list_models(service: Service, call: Call[None]) -> Reply:
+    """Return a page of the models that the key of *call* may use. Raises :class:`InvalidRequest`."""
+    models, key, query = service.models, call.key, call.query
     place, way = ("before_id", -1) if "before_id" in query else ("after_id", 1)
     names = [name for name in models.served if key.allows(name)][::way]
-    limit, after = agents.page_limit(query, 1000), query.get(place)
+    limit, after = page_limit(query, 1000), query.get(place)
     if after is not None:
         if after not in names:
-            raise agents.unknown_place_error(place)
+            raise unknown_place_error(place)
         names = names[names.index(after) + 1 :]
     data = [describe(models, name) for name in names[:limit][::way]]
-    return json_response(types.ModelPage.of(data, more=len(names) > limit))
+    return whole(types.ModelPage.of(data, more=len(names) > limit))
 
 
 def describe(models: Models, name: str) -> types.ModelInfo:

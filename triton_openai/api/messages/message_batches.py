@@ -11,21 +11,18 @@ from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
-from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import errors, offload
-from triton_openai.api import agents
-from triton_openai.api.agents import Page
 from triton_openai.api.batches import add, cancel_batch, find_batch
-from triton_openai.api.bodies import json_response, parse_json
+from triton_openai.api.bodies import new_id, parse_json, whole
 from triton_openai.api.messages.message_events import add_request_id
-from triton_openai.api.service import find_model, key_of, new_id, service_of
-from triton_openai.api.uploaded_files import files_of, page_found, send_file
+from triton_openai.api.paging import Page, page_limit
+from triton_openai.api.service import Service
+from triton_openai.api.uploaded_files import file_reply, files_of, page_found
 from triton_openai.batches.file_folder import Files
-from triton_openai.serving.request_body import LIMITS, read_body
+from triton_openai.operations import Call, Reply
 from triton_openai.storage.batch_store import Batch
-from triton_openai.telemetry.request_record import RECORD
 
 _PATH = "/v1/messages"
 _HOURS = 24
@@ -88,23 +85,23 @@ class DeletedMessageBatch(msgspec.Struct, kw_only=True):
     type: Literal["message_batch_deleted"] = "message_batch_deleted"
 
 
-async def create(request: web.Request) -> web.Response:
+async def create(service: Service, call: Call[bytes]) -> Reply:
     """Run requests for messages below live traffic. Most of their parameters are looked at when they run."""
-    files, service = files_of(request), service_of(request)
-    add_request_id(request[RECORD])
-    data = await read_body(request, request.app[LIMITS])
-    request[RECORD].body_size = len(data)
+    files = files_of(service)
+    add_request_id(call.record)
+    data = call.body
+    call.record.body_size = len(data)
     offload.json_decoder(MessageBatchRequest)
     body = await offload.run(parse_json, data, MessageBatchRequest, [], cost=offload.JSON * len(data))
     most = service.settings.batches.max_requests
     if len(body.requests) > most:
         raise errors.PayloadTooLarge(f"A batch can have {most} requests at most.", param="requests")
     for model in await offload.run(_models, body.requests, cost=offload.JSON * len(data)):
-        await find_model(request, model)
+        await service.find_model(model, call.key)
     now = time.time()
     batch = Batch(
         id=new_id("msgbatch", "_"),
-        owner=key_of(request).name,
+        owner=call.key.name,
         kind="anthropic",
         endpoint=_PATH,
         input="",
@@ -120,14 +117,14 @@ async def create(request: web.Request) -> web.Response:
             # A line break between two fields would end the line.
             await writing.add(msgspec.json.encode(line).replace(b"\r", b" ").replace(b"\n", b" ") + b"\n")
         await writing.end()
-        await add(request, batch, "requests")
+        await add(service, call.record, batch, "requests")
     except BaseException:
         writing.close()
         # It may be there all the same. What cannot be looked at now is swept.
         with suppress(errors.ServiceError):
             await asyncio.shield(_undo(files, batch))
         raise
-    return json_response(_batch_object(batch))
+    return whole(_batch_object(batch))
 
 
 async def _undo(files: Files, batch: Batch) -> None:
@@ -154,52 +151,53 @@ def _models(requests: Sequence[BatchedMessage]) -> set[str]:
     return models
 
 
-async def list_batches(request: web.Request) -> web.Response:
+async def list_batches(service: Service, call: Call[None]) -> Reply:
     """List the batches of messages of the request's key, newest first."""
-    store, query = files_of(request).store, request.query
-    add_request_id(request[RECORD])
+    store, query = files_of(service).store, call.query
+    add_request_id(call.record)
     place, way = ("before_id", -1) if "before_id" in query else ("after_id", 1)
-    find = partial(store.batches, key_of(request).name, "anthropic", reverse=way > 0)
-    batches, more = await page_found(request, find, agents.page_limit(query, 1000), query.get(place), place)
-    return json_response(MessageBatchPage.of([_batch_object(batch) for batch in batches[::way]], more=more))
+    find = partial(store.batches, call.key.name, "anthropic", reverse=way > 0)
+    batches, more = await page_found(service, find, page_limit(query, 1000), query.get(place), place)
+    return whole(MessageBatchPage.of([_batch_object(batch) for batch in batches[::way]], more=more))
 
 
-async def _found(request: web.Request) -> Batch:
-    add_request_id(request[RECORD])
-    return await find_batch(request, "anthropic", "message_batch_id")
+async def _batch(service: Service, call: Call[None]) -> Batch:
+    """Return the batch that the path of *call* names. Raises :class:`ObjectNotFound`."""
+    add_request_id(call.record)
+    return await find_batch(service, call, "anthropic", "message_batch_id")
 
 
-async def retrieve(request: web.Request) -> web.Response:
+async def retrieve(service: Service, call: Call[None]) -> Reply:
     """Return a batch of messages as it is now."""
-    return json_response(_batch_object(await _found(request)))
+    return whole(_batch_object(await _batch(service, call)))
 
 
-async def cancel(request: web.Request) -> web.Response:
+async def cancel(service: Service, call: Call[None]) -> Reply:
     """Cancel a batch of messages. Requests that run may end, others are not begun any more."""
-    return json_response(_batch_object(await cancel_batch(request, await _found(request))))
+    return whole(_batch_object(await cancel_batch(service, call, await _batch(service, call))))
 
 
-async def delete(request: web.Request) -> web.Response:
+async def delete(service: Service, call: Call[None]) -> Reply:
     """Delete a batch of messages that has ended, and its results."""
-    batch = await _found(request)
+    batch = await _batch(service, call)
     if batch.open:
         raise errors.ObjectInUse("The batch has not ended. Cancel it first.", param="message_batch_id")
-    files = files_of(request)
+    files = files_of(service)
     if batch.output is not None and (file := await files.store.file(batch.output, batch.owner)) is not None:
         await files.delete(file)
     # Last: if anything of it fails, the client can try again.
     await files.store.drop_batch(batch.id)
-    return json_response(DeletedMessageBatch(id=batch.id))
+    return whole(DeletedMessageBatch(id=batch.id))
 
 
-async def results(request: web.Request) -> web.StreamResponse:
+async def results(service: Service, call: Call[None]) -> Reply:
     """Return the results of a batch that has ended: a JSON object in each line, in the order in which they came."""
-    batch, files = await _found(request), files_of(request)
+    batch, files = await _batch(service, call), files_of(service)
     file = None if batch.open or batch.output is None else await files.store.file(batch.output, batch.owner)
     if file is None:
         why = "has not ended" if batch.open else "has no results any more, or never had any"
         raise errors.ObjectNotFound(f"The batch {why}.", param="message_batch_id")
-    return await send_file(request, file, f"{batch.id}_results.jsonl", "application/x-jsonl")
+    return await file_reply(service, file, f"{batch.id}_results.jsonl", "application/x-jsonl")
 
 
 def _batch_object(batch: Batch) -> MessageBatch:

@@ -10,17 +10,16 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import msgspec
-from aiohttp import web
 
 from triton_openai.answer.run import Run
 from triton_openai.api.agents import seal
 from triton_openai.api.messages import types
-from triton_openai.api.sse import Renderer, event
+from triton_openai.api.sse import EventRenderer, event
 from triton_openai.errors import ContextLengthExceeded, Overloaded, RateLimited, ServiceError, ServiceOverloaded
 from triton_openai.generation import AnswerState, Delta, FinishReason
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallStart
-from triton_openai.telemetry.request_record import RECORD, RequestRecord
+from triton_openai.telemetry.request_record import RequestRecord
 
 _encode = msgspec.json.Encoder().encode
 _MEMBER = re.compile(r'\s*[{,]\s*("(?:[^"\\]|\\.)*")\s*:\s*', re.DOTALL)
@@ -82,7 +81,7 @@ def _input_of(arguments: str) -> dict[str, Any]:
 
 
 @dataclass
-class MessageEvents(Renderer):
+class MessageEvents(EventRenderer):
     """The events of one stream, or, as :attr:`message`, what they make together."""
 
     message_id: str
@@ -233,11 +232,11 @@ class AnthropicEnvelope(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
 
 
-def asks_anthropic(request: web.BaseRequest) -> bool:
-    """Return whether *request* is of Anthropic's API, which shares the paths of the models with OpenAI's."""
-    if _PATHS.fullmatch(request.path):
+def asks_anthropic(path: str, headers: Mapping[str, str]) -> bool:
+    """Return whether a request is of Anthropic's API, which shares the paths of the models with OpenAI's."""
+    if _PATHS.fullmatch(path):
         return True
-    return "anthropic-version" in request.headers and _MODEL_PATHS.fullmatch(request.path) is not None
+    return "anthropic-version" in headers and _MODEL_PATHS.fullmatch(path) is not None
 
 
 def status_of(kind: type[ServiceError]) -> int:
@@ -271,10 +270,11 @@ def add_request_id(record: RequestRecord) -> None:
     record.headers = {**record.headers, "request-id": record.request_id}
 
 
-def error_body(request: web.Request, error: ServiceError) -> tuple[int, bytes] | None:
+def error_body(
+    path: str, headers: Mapping[str, str], record: RequestRecord, error: ServiceError
+) -> tuple[int, bytes] | None:
     """Return the status and the body of *error* for a request of Anthropic's API; ``None`` for other requests."""
-    if not asks_anthropic(request):
+    if not asks_anthropic(path, headers):
         return None
-    record = request[RECORD]
     add_request_id(record)
     return status_of(type(error)), envelope(error, record.request_id)

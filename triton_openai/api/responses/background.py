@@ -11,7 +11,7 @@ import msgspec
 import structlog
 
 from triton_openai import errors
-from triton_openai.access.rate_limits import RESERVATION, Reservation, tokens_charged
+from triton_openai.access.rate_limits import Reservation
 from triton_openai.answer.fan_out import collect
 from triton_openai.api.chat import ChatRequest, Turn
 from triton_openai.api.responses.chat_request import Reading
@@ -21,14 +21,11 @@ from triton_openai.api.responses.objects import ResponsesRequest
 from triton_openai.api.responses.response_events import ResponseEvents, response_event, terminal_events
 from triton_openai.api.responses.stored import StoredResponse
 from triton_openai.api.service import RequestContext
-from triton_openai.api.sse import EventSource, event_count, without_events
-from triton_openai.config.worker import WORKER
-from triton_openai.draining import DRAINING
+from triton_openai.api.sse import event_count, without_events
 from triton_openai.generation import Delta
-from triton_openai.serving.middleware import Observed
 from triton_openai.storage.store import Row
 from triton_openai.telemetry.logging import warn
-from triton_openai.telemetry.request_record import OBSERVERS, RequestRecord
+from triton_openai.telemetry.request_record import RequestRecord
 
 _log = structlog.get_logger(__name__)
 # Bytes and rows that are read at once.
@@ -46,7 +43,7 @@ def record_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -
     """
     if not made.response.store:
         raise errors.InvalidValue("'background' needs the response to be stored.", "background")
-    most = context.request.app[WORKER].share(context.service.settings.responses.max_background)
+    most = context.service.worker.share(context.service.settings.responses.max_background)
     if len(made.state.live) + made.state.beginning >= most:
         raise errors.ServiceOverloaded("Too many responses are being made in the background already.", retry_after=10)
     context.service.admission.check(context.model.triton_model)
@@ -71,7 +68,9 @@ async def start(
     """
     made.response.status = "queued"
     await made.put(made.input, lease=LEASE_SECONDS)
-    reservation = context.request.pop(RESERVATION, None)
+    reservation = context.call.reservation
+    if reservation is not None:
+        reservation = reservation.take()
     log = made.log = EventLog(made.state.store(), made.response, made.owner)
     log.add(events.queued())
     log.task = asyncio.create_task(_make(context, made, log, turn, events, reading, held.pop_all(), reservation))
@@ -88,8 +87,7 @@ async def _make(
     held: AsyncExitStack,
     reservation: Reservation | None,
 ) -> None:
-    app, record = context.request.app, context.record
-    failure: errors.ServiceError | None = None
+    record, executor = context.record, context.service.executor
     turns = [prepared]
 
     async def answer(context: RequestContext[ChatRequest]) -> None:
@@ -113,39 +111,37 @@ async def _make(
         await answered(context, reading, made.response.id, generate, turn=turn)
         log.add(events.last(0))
 
-    with Observed(app, record):
-        app[OBSERVERS].identified(record)
+    async def work() -> None:
+        executor.observer.identified(record)
         log.start()
         try:
-            try:
-                async with held:
-                    await context.admitted(answer, param="messages")
-                    log.add(events.concluded(None))
-                    await made.keep()
-            except asyncio.CancelledError:
-                failure = app[DRAINING].reason()
-                if failure is None:
-                    # Somebody has cancelled it.
-                    log.add(events.cancelled())
-                    await made.keep()
-            except errors.ServiceError as error:
-                failure = error
-            except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
-                _log.exception("response failed", request_id=record.request_id, response=made.response.id)
-                failure = errors.ServiceError()
-            if failure is not None:
-                record.error = failure
-                log.add(events.concluded(failure))
-                await made.keep()
+            async with held:
+                await context.admitted(answer, param="messages")
+                log.add(events.concluded(None))
+                await finish()
+        except asyncio.CancelledError:
+            if executor.draining.reason() is not None:
+                raise
+            # Another request has cancelled it.
+            log.add(events.cancelled())
+            await finish()
+
+    async def failed(error: errors.ServiceError) -> None:
+        log.add(events.concluded(error))
+        await finish(error.param)
+
+    async def finish(param: str | None = None) -> None:
+        try:
+            await made.keep()
         finally:
-            if reservation is not None:
-                reservation.close(tokens_charged(record, served=record.error is None, cut_short=False))
             await log.close()
-            log.end(terminal_events(made.response, log.count, None if failure is None else failure.param))
+            log.end(terminal_events(made.response, log.count, param))
             made.state.live.pop(log.response.id, None)
 
+    await executor.run(record, work, failed=failed, reservation=lambda: reservation)
 
-class ResumedEvents(EventSource):
+
+class ResumedEvents:
     """
     The events of a response that follow number *after*, and those to come, up to its end.
 

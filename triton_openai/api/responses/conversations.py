@@ -6,25 +6,25 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from secrets import token_hex
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import structlog
-from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import errors, offload
-from triton_openai.api.bodies import json_response, read_json
+from triton_openai.access.keys import ApiKey
+from triton_openai.api.bodies import now, whole
 from triton_openai.api.responses.chat_request import check_items
 from triton_openai.api.responses.event_log import LEASE_SECONDS, RENEW_SECONDS
 from triton_openai.api.responses.items import is_id, rows_of
 from triton_openai.api.responses.objects import Deleted, Item, Metadata
 from triton_openai.api.responses.retrieve import list_of, page_of
-from triton_openai.api.responses.stored import STATE, ResponseStore, StoredResponse, is_key, no_conversation
-from triton_openai.api.service import key_of, now
+from triton_openai.api.responses.stored import ResponseStore, StoredResponse, is_key, no_conversation
+from triton_openai.api.service import Service
+from triton_openai.operations import Call, Reply, Whole
 from triton_openai.storage.store import Place, Row
 from triton_openai.telemetry.logging import warn
-from triton_openai.telemetry.request_record import RECORD
 
 _log = structlog.get_logger(__name__)
 # As many as OpenAI takes at once.
@@ -101,99 +101,98 @@ async def claimed(made: StoredResponse, conversation_id: str) -> AsyncIterator[N
             warn(_log, "a conversation is not released", error, conversation=conversation_id)
 
 
-async def _found(request: web.Request) -> tuple[ResponseStore, str, ConversationObject]:
-    """Return the state, the owner and the conversation of *request*. Raises :class:`ObjectNotFound`."""
-    state, owner = request.app[STATE], key_of(request).name
-    return state, owner, (await find(state, request.match_info["conversation"], owner))[0]
+async def _conversation(service: Service, call: Call[Any]) -> ConversationObject:
+    """Return the conversation that the path of *call* names. Raises :class:`ObjectNotFound`."""
+    conversation, _ = await find(service.responses, call.path["conversation"], call.key.name)
+    return conversation
 
 
-async def _rows(request: web.Request, items: Sequence[Item]) -> Sequence[Row]:
-    """Return *items* of a request as they are kept. Raises :class:`InvalidRequest`."""
+async def _rows(call: Call[Any], items: Sequence[Item]) -> Sequence[Row]:
+    """Return *items* of *call* as they are kept. Raises :class:`InvalidRequest`."""
 
     def rows() -> Sequence[Row]:
         check_items(items)
         return rows_of(items, token_hex(16), "items", name="items")
 
-    return await offload.run(rows, cost=offload.json_cost(request[RECORD].body_size or 0))
+    return await offload.run(rows, cost=offload.json_cost(call.record.body_size or 0))
 
 
-async def create(request: web.Request) -> web.Response:
+def check_kept(service: Service, key: ApiKey) -> None:
+    """Raise :class:`UnsupportedParameter` where the service keeps no responses."""
+    service.responses.store()
+
+
+async def create(service: Service, call: Call[ConversationRequest]) -> Reply:
     """Create a conversation."""
-    state = request.app[STATE]
-    store, body = state.store(), ConversationRequest()
-    if request.can_read_body:
-        body = await read_json(request, ConversationRequest, strict=True)
-    rows = await _rows(request, body.items or ())
-    state.check_room(0, 0, rows)
+    body, responses = call.body, service.responses
+    rows = await _rows(call, body.items or ())
+    responses.check_room(0, 0, rows)
     made = ConversationObject(id=f"conv_{token_hex(16)}", created_at=now(), metadata=body.metadata or {})
-    await store.put(made.id, key_of(request).name, msgspec.json.encode(made), 0, rows=rows)
-    return json_response(made)
+    await responses.store().put(made.id, call.key.name, msgspec.json.encode(made), 0, rows=rows)
+    return whole(made)
 
 
-async def retrieve(request: web.Request) -> web.Response:
+async def retrieve(service: Service, call: Call[None]) -> Reply:
     """Return a conversation, without its items."""
-    return json_response((await _found(request))[2])
+    return whole(await _conversation(service, call))
 
 
-async def update(request: web.Request) -> web.Response:
+async def update(service: Service, call: Call[ConversationUpdate]) -> Reply:
     """Replace the metadata of a conversation."""
-    state, owner = request.app[STATE], key_of(request).name
-    store = state.store()
-    body = await read_json(request, ConversationUpdate, strict=True)
-    conversation, version = await find(state, request.match_info["conversation"], owner)
-    conversation.metadata = body.metadata
-    if not await store.put(conversation.id, owner, msgspec.json.encode(conversation), version):
-        # Somebody else has replaced them meanwhile, which is as if it had come after this; or has deleted it.
-        await find(state, conversation.id, owner)
-    return json_response(conversation)
+    responses, owner = service.responses, call.key.name
+    conversation, version = await find(responses, call.path["conversation"], owner)
+    conversation.metadata = call.body.metadata
+    if not await responses.store().put(conversation.id, owner, msgspec.json.encode(conversation), version):
+        # The last writer wins, unless the conversation was deleted meanwhile.
+        await find(responses, conversation.id, owner)
+    return whole(conversation)
 
 
-async def delete(request: web.Request) -> web.Response:
+async def delete(service: Service, call: Call[None]) -> Reply:
     """Delete a conversation with its items."""
-    state, _, conversation = await _found(request)
-    await state.store().delete(conversation.id)
-    return json_response(Deleted(id=conversation.id, object="conversation.deleted"))
+    conversation = await _conversation(service, call)
+    await service.responses.store().delete(conversation.id)
+    return whole(Deleted(id=conversation.id, object="conversation.deleted"))
 
 
-async def list_items(request: web.Request) -> web.Response:
+async def list_items(service: Service, call: Call[None]) -> Reply:
     """List the items of a conversation."""
-    _, _, conversation = await _found(request)
-    return json_response(await page_of(request, conversation.id, "items"))
+    conversation = await _conversation(service, call)
+    return whole(await page_of(service, call, conversation.id, "items"))
 
 
-async def add_items(request: web.Request) -> web.Response:
+async def add_items(service: Service, call: Call[NewItems]) -> Reply:
     """Add items to the end of a conversation. One that is in it already is not added again."""
-    request.app[STATE].store()
-    body = await read_json(request, NewItems, strict=True)
-    rows = await _rows(request, body.items)
-    state, owner, conversation = await _found(request)
+    responses, owner = service.responses, call.key.name
+    rows = await _rows(call, call.body.items)
+    conversation = await _conversation(service, call)
     places = {Place(conversation.id, row.id): row for row in rows}
-    known = await state.store().fetch(owner, places)
+    known = await responses.store().fetch(owner, places)
     for number, (place, row) in enumerate(places.items()):
         if known.get(place, row.data) != row.data:
             raise errors.InvalidValue("The conversation has another item with this id.", f"items[{number}].id")
-    await state.extend(conversation.id, owner, rows)
-    return json_response(list_of(rows))
+    await responses.extend(conversation.id, owner, rows)
+    return whole(list_of(rows))
 
 
 def _unknown(item_id: str) -> errors.ObjectNotFound:
     return errors.ObjectNotFound(f"There is no item '{item_id[:100]}' in the conversation.", param="item_id")
 
 
-async def retrieve_item(request: web.Request) -> web.Response:
+async def retrieve_item(service: Service, call: Call[None]) -> Reply:
     """Return an item of a conversation."""
-    state, owner, conversation = await _found(request)
-    place = Place(conversation.id, request.match_info["item"])
-    found = await state.store().fetch(owner, [place] if is_id(place.id) else [])
+    conversation = await _conversation(service, call)
+    place = Place(conversation.id, call.path["item"])
+    found = await service.responses.store().fetch(call.key.name, [place] if is_id(place.id) else [])
     if place not in found:
         raise _unknown(place.id)
-    return web.Response(body=found[place], content_type="application/json")
+    return Whole(found[place])
 
 
-async def delete_item(request: web.Request) -> web.Response:
+async def delete_item(service: Service, call: Call[None]) -> Reply:
     """Delete an item of a conversation."""
-    state, _, conversation = await _found(request)
-    item_id = request.match_info["item"]
-    if not is_id(item_id) or not await state.store().delete_row(conversation.id, item_id):
+    conversation = await _conversation(service, call)
+    item_id = call.path["item"]
+    if not is_id(item_id) or not await service.responses.store().delete_row(conversation.id, item_id):
         raise _unknown(item_id)
-    return json_response(conversation)
+    return whole(conversation)

@@ -9,11 +9,10 @@ from functools import partial
 from secrets import token_hex
 
 import msgspec
-from aiohttp import web
 
 from triton_openai import errors, offload
 from triton_openai.api import agents, chat
-from triton_openai.api.bodies import check_texts, json_response, tell_ignored
+from triton_openai.api.bodies import check_texts, now, tell_ignored, whole
 from triton_openai.api.responses import background
 from triton_openai.api.responses.chat_request import Reading, read
 from triton_openai.api.responses.context_window import answered, turn_of
@@ -29,9 +28,9 @@ from triton_openai.api.responses.objects import (
     ResponsesRequest,
 )
 from triton_openai.api.responses.response_events import ResponseEvents
-from triton_openai.api.responses.stored import STATE, StoredResponse
-from triton_openai.api.service import RequestContext, begin, key_of, now
-from triton_openai.api.sse import send_events, stream
+from triton_openai.api.responses.stored import StoredResponse
+from triton_openai.api.service import RequestContext, Service, begin
+from triton_openai.operations import Call, Reply
 
 # What a response repeats of its request.
 _REPEATED = (
@@ -48,9 +47,9 @@ _SUMMARIZE = (
 _SUMMARY_TOKENS = 2048
 
 
-async def create(request: web.Request) -> web.StreamResponse:
+async def create(service: Service, call: Call[ResponsesRequest]) -> Reply:
     """Answer with a response."""
-    context = await begin(request, ResponsesRequest, read_as_chat=True)
+    context = await begin(service, call, read_as_chat=True)
     body = context.body
     if body.previous_response_id is not None and body.conversation is not None:
         raise errors.InvalidValue("'previous_response_id' cannot be used together with 'conversation'.", "conversation")
@@ -68,7 +67,7 @@ async def create(request: web.Request) -> web.StreamResponse:
 
 def _begun(context: RequestContext[ResponsesRequest]) -> StoredResponse:
     """Return the response to a request, of which nothing is made yet. Raises :class:`UnsupportedParameter`."""
-    body, state = context.body, context.request.app[STATE]
+    body, state = context.body, context.service.responses
     given = body.conversation
     conversation = given if given is None or isinstance(given, str) else given.id
     for param in ("previous_response_id", "conversation"):
@@ -83,7 +82,7 @@ def _begun(context: RequestContext[ResponsesRequest]) -> StoredResponse:
         text={"format": (body.text and body.text.format) or {"type": "text"}, "verbosity": "medium"},
         **{name: value for name in _REPEATED if (value := getattr(body, name)) is not None},
     )
-    return StoredResponse(state, key_of(context.request).name, response)
+    return StoredResponse(state, context.call.key.name, response)
 
 
 @asynccontextmanager
@@ -153,18 +152,16 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
     return reading
 
 
-async def _answer(
-    context: RequestContext[chat.ChatRequest], *, made: StoredResponse, reading: Reading
-) -> web.StreamResponse:
-    async def answer(turn: chat.Turn) -> web.StreamResponse:
+async def _answer(context: RequestContext[chat.ChatRequest], *, made: StoredResponse, reading: Reading) -> Reply:
+    async def answer(turn: chat.Turn) -> Reply:
         if reading.body.truncation != "auto":
             context.forget_messages()
         events = _events(made, reading, turn)
         if reading.body.stream:
-            return await stream(context, turn.runs, events)
+            return await context.stream(turn.runs, events)
         await agents.render(events, turn.runs[0], timeout=context.limits.total)
         await events.ended(None)
-        return json_response(made.response)
+        return whole(made.response)
 
     return await answered(context, reading, made.response.id, answer)
 
@@ -180,7 +177,7 @@ def _events(made: StoredResponse, reading: Reading, turn: chat.Turn) -> Response
     return ResponseEvents(made.response, run, parser, names=names, sealed=sealed, forced=forced, keep=made.keep)
 
 
-async def _begin_in_background(context: RequestContext[ResponsesRequest], made: StoredResponse) -> web.StreamResponse:
+async def _begin_in_background(context: RequestContext[ResponsesRequest], made: StoredResponse) -> Reply:
     """
     Answer with the response, and make it in the background.
 
@@ -200,13 +197,13 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
     finally:
         made.state.beginning -= 1
     if context.body.stream:
-        return await send_events(context.request, background.ResumedEvents(made, -1))
-    return json_response(made.response)
+        return await context.call.output.send_events(background.ResumedEvents(made, -1))
+    return whole(made.response)
 
 
-async def compact(request: web.Request) -> web.Response:
+async def compact(service: Service, call: Call[CompactRequest]) -> Reply:
     """Return a shorter form of a conversation: the user's messages, and a summary that the model writes."""
-    context = await begin(request, CompactRequest, read_as_chat=True)
+    context = await begin(service, call, read_as_chat=True)
     given = context.body
     items = input_items(given)
     if not items and given.previous_response_id is None:
@@ -233,24 +230,23 @@ async def compact(request: web.Request) -> web.Response:
     own = [msgspec.json.decode(row.data, type=Item) for row in made.input[:-1]]
     kept = [item for item in [*reading.before, *own] if item.get("role") == "user"]
     compaction = {"type": "compaction", "id": f"cmp_{token_hex(16)}", "encrypted_content": agents.seal(summary)}
-    return json_response(
-        CompactedResponse(id=response.id, created_at=now(), output=[*kept, compaction], usage=response.usage)
-    )
+    return whole(CompactedResponse(id=response.id, created_at=now(), output=[*kept, compaction], usage=response.usage))
 
 
-async def refuse_websocket(request: web.Request) -> web.Response:
+async def refuse_websocket(service: Service, call: Call[None]) -> Reply:
     """
     Refuse a WebSocket.
 
     Agents try it first, and take this status as the sign to go on with POST at once.
     """
-    if request.headers.get("Upgrade", "").lower() == "websocket":
+    if call.headers.get("Upgrade", "").lower() == "websocket":
         raise errors.UpgradeRefused("Responses are not served over WebSocket: use POST, with 'stream' for events.")
-    raise web.HTTPMethodNotAllowed(request.method, ("POST",))
+    record = call.record
+    raise errors.MethodNotAllowed(f"{record.path} does not take {record.method}, only POST.", allowed="POST")
 
 
-async def count_tokens(request: web.Request) -> web.Response:
+async def count_tokens(service: Service, call: Call[ResponsesRequest]) -> Reply:
     """Count the tokens of a request's input, as the model's template and tokenizer make them."""
-    context = await begin(request, ResponsesRequest, read_as_chat=True)
+    context = await begin(service, call, read_as_chat=True)
     async with _chat(context, _begun(context)) as (asked, _):
-        return json_response(InputTokens(input_tokens=await agents.count_tokens(asked)))
+        return whole(InputTokens(input_tokens=await agents.count_tokens(asked)))

@@ -11,12 +11,11 @@ from msgspec import UNSET
 
 from triton_openai.answer.run import Run
 from triton_openai.api.agents import seal
-from triton_openai.api.bodies import in_pieces
+from triton_openai.api.bodies import in_pieces, now
 from triton_openai.api.logprobs import ContentLogprob, chat_logprobs
 from triton_openai.api.responses import objects
 from triton_openai.api.responses.chat_request import ToolName
-from triton_openai.api.service import now
-from triton_openai.api.sse import Renderer, event, event_data
+from triton_openai.api.sse import EventRenderer, event, event_data
 from triton_openai.api.tools import custom_input
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, Overloaded, ServiceError
 from triton_openai.generation import Delta, FinishReason
@@ -64,7 +63,7 @@ _CODES: Mapping[type[ServiceError], str] = {
 
 
 @dataclass
-class ResponseEvents(Renderer):
+class ResponseEvents(EventRenderer):
     """The events of one response, which has one run."""
 
     #: It grows with the answer, and is whole once :meth:`concluded` or :meth:`cancelled` was called.

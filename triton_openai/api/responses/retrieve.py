@@ -2,78 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import msgspec
-from aiohttp import web
 
 from triton_openai import errors
-from triton_openai.api import agents
-from triton_openai.api.bodies import json_response, read_json
+from triton_openai.api.bodies import whole
+from triton_openai.api.paging import page_limit, unknown_place_error
 from triton_openai.api.responses.background import ResumedEvents
 from triton_openai.api.responses.items import is_id
 from triton_openai.api.responses.objects import Deleted, Item, ItemList
-from triton_openai.api.responses.stored import STATE, StoredResponse
-from triton_openai.api.service import key_of
-from triton_openai.api.sse import send_events
-from triton_openai.serving.request_body import LIMITS
+from triton_openai.api.responses.stored import StoredResponse
+from triton_openai.api.service import Service
+from triton_openai.operations import Call, Reply
 from triton_openai.storage.store import Row
 
 
-class _Retrieval(msgspec.Struct):
+class Retrieval(msgspec.Struct):
     """What openai-go sends in the body of a GET, and other clients in the query."""
 
     stream: bool = False
     starting_after: int = -1
 
 
-async def _found(request: web.Request) -> StoredResponse:
-    return await request.app[STATE].find(request.match_info["response"], key_of(request).name)
+async def _stored(service: Service, call: Call[Any]) -> StoredResponse:
+    return await service.responses.find(call.path["response"], call.key.name)
 
 
-async def retrieve(request: web.Request) -> web.StreamResponse:
+async def retrieve(service: Service, call: Call[Retrieval]) -> Reply:
     """Return a response that was stored; with ``stream``, its events, if it was made in the background."""
-    found = await _found(request)
-    given = await read_json(request, _Retrieval, strict=False) if request.can_read_body else _Retrieval()
-    stream = request.query.get("stream", "true" if given.stream else "false")
+    found = await _stored(service, call)
+    given = call.body
+    stream = call.query.get("stream", "true" if given.stream else "false")
     if stream not in ("true", "false"):
         raise errors.InvalidValue("'stream' must be 'true' or 'false'.", "stream")
     if stream == "false":
-        return json_response(found.log.shown if found.log is not None and found.running else found.response)
+        return whole(found.log.shown if found.log is not None and found.running else found.response)
     if not found.response.background:
         raise errors.InvalidValue("Only responses that are made in the background can be streamed again.", "stream")
     try:
-        after = int(request.query.get("starting_after", given.starting_after))
+        after = int(call.query.get("starting_after", given.starting_after))
     except ValueError as error:
         raise errors.InvalidValue("'starting_after' must be the number of an event.", "starting_after") from error
-    return await send_events(request, ResumedEvents(found, after))
+    return await call.output.send_events(ResumedEvents(found, after))
 
 
-async def delete(request: web.Request) -> web.Response:
+async def delete(service: Service, call: Call[None]) -> Reply:
     """
     Delete a response that was stored; one that is being made is cancelled.
 
     Responses that go on from it go on without its items.
     """
-    found = await _found(request)
+    found = await _stored(service, call)
     await found.state.store().delete(found.response.id, bridged=True)
     if found.log is not None:
         await found.log.stop()
-    return json_response(Deleted(id=found.response.id, object="response"))
+    return whole(Deleted(id=found.response.id, object="response"))
 
 
-async def cancel(request: web.Request) -> web.Response:
+async def cancel(service: Service, call: Call[None]) -> Reply:
     """Cancel a response that is made in the background; one that has ended stays as it is."""
     while True:
-        found = await _found(request)
+        found = await _stored(service, call)
         response = found.response
         if not response.background:
             raise errors.InvalidRequest(
                 "Only responses that are made in the background can be cancelled.", param="response_id"
             )
         if not found.running:
-            return json_response(response)
+            return whole(response)
         if found.log is not None:
             await found.log.stop()
         else:
@@ -82,39 +80,39 @@ async def cancel(request: web.Request) -> web.Response:
             await found.put()
 
 
-async def list_input(request: web.Request) -> web.Response:
+async def list_input(service: Service, call: Call[None]) -> Reply:
     """List the items of a response's own input."""
-    found = await _found(request)
-    return json_response(await page_of(request, found.response.id, "input"))
+    found = await _stored(service, call)
+    return whole(await page_of(service, call, found.response.id, "input"))
 
 
 def page_query(
-    request: web.Request, order: str = "desc", *, most: int = 100, default: int = 20
+    query: Mapping[str, str], order: str = "desc", *, most: int = 100, default: int = 20
 ) -> tuple[int, str | None, bool]:
     """
-    Return the ``limit`` of the page that *request* asks for, the id that it follows, and whether the last comes first.
+    Return the ``limit`` of the page that *query* asks for, the id that it follows, and whether the last comes first.
 
     *order* and *default* hold where the query has none. Raises :class:`InvalidValue`.
     """
-    order, after = request.query.get("order", order), request.query.get("after")
+    order, after = query.get("order", order), query.get("after")
     if order not in ("asc", "desc"):
         raise errors.InvalidValue("'order' must be 'asc' or 'desc'.", "order")
     if after is not None and not is_id(after):
-        raise agents.unknown_place_error("after")
-    return agents.page_limit(request.query, most, default=default), after, order == "desc"
+        raise unknown_place_error("after")
+    return page_limit(query, most, default=default), after, order == "desc"
 
 
-async def page_of(request: web.Request, key: str, name: str, order: str = "desc") -> ItemList:
+async def page_of(service: Service, call: Call[Any], key: str, name: str, order: str = "desc") -> ItemList:
     """
-    Return the page that *request* asks for of the list *name* of what is stored, in this *order* if it names none.
+    Return the page that *call* asks for of the list *name* of what is stored, in this *order* if it names none.
 
     A page of large items has fewer than were asked for. Raises :class:`InvalidValue`.
     """
-    limit, after, reverse = page_query(request, order)
-    store, most = request.app[STATE].store(), request.app[LIMITS].max_text_size
+    limit, after, reverse = page_query(call.query, order)
+    store, most = service.responses.store(), service.settings.limits.max_text_size
     page = await store.page(key, name, after=after, limit=limit, most_size=most, reverse=reverse)
     if page is None:
-        raise agents.unknown_place_error("after")
+        raise unknown_place_error("after")
     return list_of(page.rows, more=page.more)
 
 

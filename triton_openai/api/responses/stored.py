@@ -20,7 +20,6 @@ from collections.abc import Sequence
 
 import msgspec
 import structlog
-from aiohttp import web
 
 from triton_openai import errors, offload
 from triton_openai.api.responses.event_log import EVENTS, LEASE_SECONDS, EventLog
@@ -292,6 +291,3 @@ def joined(items: Sequence[bytes]) -> bytes:
 
 def _output_rows(response: ResponseObject) -> list[Row]:
     return [Row("output", item.id, msgspec.json.encode(item)) for item in response.output]
-
-
-STATE: web.AppKey[ResponseStore] = web.AppKey("responses", ResponseStore)

@@ -1,0 +1,293 @@
+"""
+Operations of the APIs, without HTTP: what a caller asks, and what it gets.
+
+An operation is a function of the running service and a :class:`Call`; it returns a :class:`Reply`. An HTTP request, a
+line of a batch and a test make the call and take the reply, each in its own way. A stream leaves through the
+:class:`Output` of the call while the operation runs, because admission and failover last until its end.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+import msgspec
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from triton_openai.access.keys import ApiKey
+from triton_openai.access.rate_limits import Reservation
+from triton_openai.answer.run import Run
+from triton_openai.config.tree import Group
+from triton_openai.errors import ServiceError
+from triton_openai.generation import Delta
+from triton_openai.jobs import JobType
+from triton_openai.telemetry.request_record import RequestRecord
+
+_Body = TypeVar("_Body")
+_Other = TypeVar("_Other")
+_NONE: Mapping[str, str] = MappingProxyType({})
+NO_HEADERS: CIMultiDictProxy[str] = CIMultiDictProxy(CIMultiDict())
+
+
+class Renderer(ABC):
+    """Renders the events of one stream, with a choice for each run. Each method returns whole events, or nothing."""
+
+    #: Whether all clients know the last events of a stream that failed; else its body is broken off after them.
+    ends_failed = True
+
+    @abstractmethod
+    def opening(self) -> bytes:
+        """Return the events that open all choices, in order."""
+
+    def openings(self) -> Iterable[bytes]:
+        """Return the same in pieces, as they may be tens of megabytes."""
+        return (self.opening(),)
+
+    @abstractmethod
+    def piece(self, choice: int, delta: Delta) -> bytes:
+        """Return the events for *delta*."""
+
+    @abstractmethod
+    def last(self, choice: int) -> bytes:
+        """Return the events that end a choice."""
+
+    @abstractmethod
+    async def ended(self, error: ServiceError | None) -> bytes:
+        """Return the events that end the stream, by *error* if there is one, once what has to be done before is."""
+
+    @abstractmethod
+    def keep_alive(self) -> bytes:
+        """Return what keeps the connection open while there is nothing to send, also before the first text."""
+
+
+class FormPart(Protocol):
+    """A part of a form."""
+
+    #: The field's name.
+    name: str
+    #: That of a file, ``None`` for a text.
+    filename: str | None
+    media_type: str
+
+    def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the contents as they arrive. Raises :class:`ServiceError`."""
+        ...
+
+    async def read(self, max_size: int) -> bytes:
+        """Return the contents. Raises :class:`PayloadTooLarge` for more than *max_size* bytes."""
+        ...
+
+
+class Form(Protocol):
+    """A form, as it arrives."""
+
+    def parts(self, max_size: int) -> AsyncIterator[FormPart]:
+        """
+        Yield the parts of a form of *max_size* bytes at most, once. What is not read of a part is skipped.
+
+        Raises :class:`InvalidRequest`, and :class:`PayloadTooLarge` for one that says that it is larger.
+        """
+        ...
+
+    @property
+    def size(self) -> int:
+        """The bytes that have arrived."""
+        ...
+
+    @property
+    def declared_size(self) -> int | None:
+        """The bytes that the client says it sends; ``None`` if it does not."""
+        ...
+
+
+class Whole(msgspec.Struct, frozen=True):
+    """A reply whose body is known."""
+
+    body: bytes
+    status: int = 200
+    media_type: str = "application/json"
+    headers: Mapping[str, str] = _NONE
+
+
+class LocalFile(msgspec.Struct, frozen=True):
+    """A reply with the contents of a file on this machine, of which the caller may want a range."""
+
+    path: Path
+    media_type: str
+    headers: Mapping[str, str] = _NONE
+
+
+class RemoteFile(msgspec.Struct, frozen=True):
+    """A reply with the contents of a file that is elsewhere, of which the caller may want a range."""
+
+    #: It never changes for the same contents.
+    tag: str
+    #: In bytes.
+    size: int
+    #: Returns the bytes from the first number to the second, or the first of them. Raises :class:`ServiceError`.
+    read: Callable[[int, int], Awaitable[bytes]]
+    media_type: str
+    headers: Mapping[str, str] = _NONE
+
+
+class Streamed(Enum):
+    """A reply that has left through the output of its call."""
+
+    STREAMED = "streamed"
+
+
+STREAMED = Streamed.STREAMED
+Reply: TypeAlias = Whole | LocalFile | RemoteFile | Streamed
+
+
+class EventSource(Protocol):
+    """Where events come from that are sent later, and more than once."""
+
+    async def next(self, seconds: float) -> bytes | None:
+        """Return further events, nothing if there are none for *seconds*, ``None`` at the end."""
+        ...
+
+    def stop(self, reason: ServiceError) -> None:
+        """End soon, because this process stops."""
+        ...
+
+
+class Output(Protocol):
+    """
+    Where the streams of one call go.
+
+    Each method returns when the stream has ended. It raises :class:`ServiceError` for what goes wrong before anything
+    was sent; after that, the error is the last event of the stream.
+    """
+
+    async def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> Streamed:
+        """Start *runs*, and send what *renderer* makes of them, within *timeout* seconds."""
+        ...
+
+    async def send_parts(
+        self, parts: AsyncGenerator[bytes, None], *, timeout: float | None, media_type: str | None = None
+    ) -> Streamed:
+        """
+        Send *parts* as they come, within *timeout* seconds: of a file of *media_type*, or else events.
+
+        While there is no event, comments keep the connection open. A client that reads slowly slows *parts* down.
+        """
+        ...
+
+    async def send_events(self, source: EventSource) -> Streamed:
+        """Send the events of *source*, from the first moment as a stream."""
+        ...
+
+
+class BodyKind(Enum):
+    """How the body of an operation is read."""
+
+    NONE = "none"
+    JSON = "json"
+    #: JSON, or nothing: then the request has its defaults.
+    OPTIONAL_JSON = "optional JSON"
+    #: The parts of a form, which the operation reads as they arrive.
+    FORM = "form"
+    #: The bytes, which the operation decodes.
+    BYTES = "bytes"
+
+
+#: The parameters of a query by name, each with its meaning and its schema.
+Query: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]
+#: An operation as it is run: the first argument is the running service.
+Handler: TypeAlias = Callable[[Any, Any], Awaitable[Reply]]
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """A row in the table of what is served: a handler, and all that follows from its row elsewhere."""
+
+    handler: Handler
+    #: Methods and paths; GET includes HEAD.
+    routes: tuple[str, ...]
+    #: The operation's id in the OpenAPI document.
+    name: str
+    #: What keys and restrictions open.
+    group: Group
+    #: The type of the body.
+    request: type[msgspec.Struct] | None = None
+    #: The type of the answer; without it, the answer is *text* or any object.
+    answer: type[msgspec.Struct] | None = None
+    #: How the body is read; ``None``: as JSON, if there is a type of it.
+    reads: BodyKind | None = None
+    #: The type that a body is decoded as which the documents do not show.
+    hidden_request: type[msgspec.Struct] | None = None
+    #: Whether unknown fields of the body are refused; ``None``: as the settings say.
+    strict: bool | None = None
+    #: Raises :class:`ServiceError` for a key that may not ask, before the body is read. Gets the service and the key.
+    check: Callable[[Any, ApiKey], None] | None = None
+    #: The type of a stream's events.
+    event: type[msgspec.Struct] | None = None
+    #: Whether the answer is, or can be, plain text.
+    text: bool = False
+    #: The media types of an answer that is a file. Of one that no job makes, clients can ask for a part.
+    media: tuple[str, ...] = ()
+    #: The jobs that do it, of which a model has to take one; the first is what the operation is for. Triton is asked,
+    #: within limits of time.
+    jobs: tuple[JobType, ...] = ()
+    #: What logs, metrics and spans call it (OpenTelemetry's ``gen_ai.operation.name``), if not by its name.
+    label: str = ""
+    query: Query = MappingProxyType({})
+    #: Errors that do not follow from the rest.
+    errors: tuple[type[ServiceError], ...] = ()
+    #: A status that can have the *answer* itself as its body.
+    failure: int | None = None
+    #: The answer to clients of Anthropic's API where both have the path.
+    shared: type[msgspec.Struct] | None = None
+
+    @property
+    def body_kind(self) -> BodyKind:
+        """How the body is read."""
+        if self.reads is not None:
+            return self.reads
+        return BodyKind.NONE if self.request is None else BodyKind.JSON
+
+    @property
+    def body_type(self) -> type[msgspec.Struct]:
+        """What a body in JSON is decoded as."""
+        kind = self.hidden_request or self.request
+        assert kind is not None, "an operation that reads JSON has a type"
+        return kind
+
+    @property
+    def path(self) -> str:
+        """The first of its paths."""
+        return self.routes[0].split()[1]
+
+    @property
+    def anthropic(self) -> bool:
+        """Whether it is an operation of Anthropic's API, with its errors."""
+        return self.path.startswith("/v1/messages")
+
+
+@dataclass(slots=True)
+class Call(Generic[_Body]):
+    """What a caller asks of an operation."""
+
+    operation: Operation
+    body: _Body
+    #: The rights and limits of the caller, and under its name what is stored for it.
+    key: ApiKey
+    record: RequestRecord
+    output: Output
+    headers: CIMultiDictProxy[str] = NO_HEADERS
+    #: The parameters of the path.
+    path: Mapping[str, str] = _NONE
+    query: Mapping[str, str] = _NONE
+    #: What the call uses of the key's limits. What goes on after the reply takes it.
+    reservation: Reservation | None = None
+
+    def with_body(self, body: _Other) -> Call[_Other]:
+        """Return the call with another *body*."""
+        call: Call[Any] = replace(self)
+        call.body = body
+        return call

@@ -1,0 +1,81 @@
+"""
+The execution of calls: each is counted as running, observed, and charged, and its failure becomes one error.
+
+HTTP requests, lines of batches and responses in the background all run here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import structlog
+
+from triton_openai.access.rate_limits import Reservation, tokens_charged
+from triton_openai.draining import Draining
+from triton_openai.errors import ServiceError
+from triton_openai.telemetry.logging import LOG_FIELDS
+from triton_openai.telemetry.request_record import Observer, RequestRecord
+
+_log = structlog.get_logger(__name__)
+_T = TypeVar("_T")
+
+
+class Executor:
+    """Runs the calls of a service."""
+
+    def __init__(self, draining: Draining, observer: Observer) -> None:
+        self.draining = draining
+        self.observer = observer
+
+    async def run(
+        self,
+        record: RequestRecord,
+        work: Callable[[], Awaitable[_T]],
+        *,
+        failed: Callable[[ServiceError], Awaitable[_T]],
+        reservation: Callable[[], Reservation | None] = lambda: None,
+    ) -> _T:
+        """
+        Return what *work* returns, or what *failed* makes of the error that ended it.
+
+        *record* describes the call; both functions set its status. *reservation* returns what is closed at the end.
+        Work that is cancelled because its caller has left raises ``CancelledError`` or ``ConnectionError``.
+        """
+        task = self.draining.enter()
+        self.observer.started(record)
+        # The task of a call, and with it the context, is its own.
+        LOG_FIELDS.set(record.log_fields)
+        served = False
+        cut_short = False
+        try:
+            result = await work()
+            served = True
+            return result
+        except (asyncio.CancelledError, ConnectionError) as error:
+            cut_short = True
+            reason = self.draining.reason() if isinstance(error, asyncio.CancelledError) else None
+            if reason is None:
+                # Nobody waits for an answer.
+                record.client_left = True
+                raise
+            record.error = reason
+            return await failed(reason)
+        except ServiceError as error:
+            record.error = error
+            return await failed(error)
+        except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
+            _log.exception("request failed", request_id=record.request_id, path=record.path)
+            record.error = ServiceError()
+            return await failed(record.error)
+        finally:
+            reserved = reservation()
+            if reserved is not None:
+                cut_short = cut_short or record.client_left
+                reserved.close(tokens_charged(record, served=served, cut_short=cut_short))
+            self.draining.leave(task)
+            record.ended = time.monotonic()
+            self.observer.ended(record)
+            record.release()

@@ -1,0 +1,163 @@
+"""
+Operations over HTTP: a request becomes a call, and the reply of the operation becomes the response.
+
+The routes of the application are made here from the table of operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from triton_openai.access.keys import KEY, ROUTE_GROUPS
+from triton_openai.access.rate_limits import RESERVATION
+from triton_openai.config.tree import LimitSettings
+from triton_openai.draining import Draining
+from triton_openai.errors import ServiceError, UnsupportedMediaType
+from triton_openai.operations import BodyKind, Call, LocalFile, Operation, RemoteFile, Reply, Whole
+from triton_openai.serving.connections import WholeResponse
+from triton_openai.serving.forms import HttpForm
+from triton_openai.serving.http_output import HttpOutput
+from triton_openai.serving.request_body import read_body
+from triton_openai.telemetry.request_record import RECORD, RequestRecord
+
+#: Decodes the body of an operation. The record gets what is ignored of it.
+Decode: TypeAlias = Callable[[bytes, Operation, RequestRecord], Awaitable[Any]]
+
+
+class HttpOperations:
+    """
+    Runs operations of *service* for HTTP requests.
+
+    *decode* decodes JSON. *heartbeat* returns the longest silence of a stream in seconds; *comment* keeps a connection
+    open, and *error_event* renders the last event of a stream that failed.
+    """
+
+    def __init__(
+        self,
+        service: Any,
+        *,
+        decode: Decode,
+        limits: LimitSettings,
+        draining: Draining,
+        heartbeat: Callable[[], float],
+        comment: bytes,
+        error_event: Callable[[ServiceError], bytes],
+    ) -> None:
+        self._service = service
+        self._decode = decode
+        self._limits = limits
+        self._draining = draining
+        self._heartbeat = heartbeat
+        self._comment = comment
+        self._error_event = error_event
+
+    def add_routes(
+        self, app: web.Application, operations: Iterable[Operation], prefixes: Callable[[Operation, str], Sequence[str]]
+    ) -> None:
+        """Add the routes of *operations* to *app*, each with its group; *prefixes* returns those of a path."""
+        groups = app[ROUTE_GROUPS] = {}
+        for operation in operations:
+            handler = self.handler(operation)
+            for route in operation.routes:
+                method, path = route.split()
+                for prefix in prefixes(operation, path):
+                    resource = app.router.add_resource(prefix + path)
+                    for name in ("GET", "HEAD") if method == "GET" else (method,):
+                        groups[resource.add_route(name, handler)] = operation.group
+
+    def handler(self, operation: Operation) -> Handler:
+        """Return the handler of aiohttp's requests for *operation*."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            record, key = request[RECORD], request[KEY]
+            output = HttpOutput(
+                request,
+                record,
+                self._draining,
+                heartbeat=self._heartbeat(),
+                comment=self._comment,
+                error_event=self._error_event,
+            )
+            if operation.check is not None:
+                operation.check(self._service, key)
+            call = Call(
+                operation,
+                await self._body(request, operation, record),
+                key,
+                record,
+                output,
+                headers=request.headers,
+                path=request.match_info,
+                query=request.query,
+                reservation=request.get(RESERVATION),
+            )
+            reply = await operation.handler(self._service, call)
+            if isinstance(reply, Whole):
+                headers = {"Content-Type": reply.media_type, **reply.headers}
+                return WholeResponse(status=reply.status, body=reply.body, headers=headers)
+            return await self._sent(request, output, reply)
+
+        return handle
+
+    async def _body(self, request: web.Request, operation: Operation, record: RequestRecord) -> Any:
+        """Return the body of *request* as *operation* takes it. Raises :class:`InvalidRequest`."""
+        kind = operation.body_kind
+        if kind is BodyKind.JSON or (kind is BodyKind.OPTIONAL_JSON and request.can_read_body):
+            _check_content_type(request)
+            return await self._decode(await read_body(request, self._limits), operation, record)
+        if kind is BodyKind.OPTIONAL_JSON:
+            return operation.body_type()
+        if kind is BodyKind.FORM:
+            return HttpForm(request, self._limits)
+        if kind is BodyKind.BYTES:
+            return await read_body(request, self._limits)
+        return None
+
+    async def _sent(self, request: web.Request, output: HttpOutput, reply: Reply) -> web.StreamResponse:
+        if isinstance(reply, LocalFile):
+            return web.FileResponse(reply.path, headers={**reply.headers, "Content-Type": reply.media_type})
+        if isinstance(reply, RemoteFile):
+            return await _send_file(request, reply)
+        assert output.response is not None, "the operation has sent its stream"
+        return output.response
+
+
+def _check_content_type(request: web.Request) -> None:
+    content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if content_type and content_type != "application/json" and not content_type.endswith("+json"):
+        raise UnsupportedMediaType(f"The body must be JSON (application/json), not '{content_type[:100]}'.")
+
+
+async def _send_file(request: web.Request, file: RemoteFile) -> web.StreamResponse:
+    """Send *file*, or the range of it that the client wants."""
+    tag = f'"{file.tag}"'
+    headers = {**file.headers, "Content-Type": file.media_type, "ETag": tag, "Accept-Ranges": "bytes"}
+    response = web.StreamResponse(headers=headers)
+    if any(one.value in (file.tag, "*") for one in request.if_none_match or ()):
+        response.set_status(304)
+        await response.prepare(request)
+        return response
+    start, end = 0, file.size
+    if "Range" in request.headers and request.headers.get("If-Range", tag) == tag:
+        try:
+            start, end, _ = request.http_range.indices(file.size)
+        except ValueError:
+            # As if it was not there: it is no range of bytes, or has several.
+            pass
+        else:
+            response.set_status(206 if start < end else 416)
+            told = f"{start}-{end - 1}" if start < end else "*"
+            response.headers["Content-Range"] = f"bytes {told}/{file.size}"
+    response.content_length = max(0, end - start)
+    # Before the head: what fails now is still an error that the client can read.
+    piece = await file.read(start, end) if start < end and request.method != "HEAD" else b""
+    await response.prepare(request)
+    while piece:
+        await response.write(piece)
+        start += len(piece)
+        piece = await file.read(start, end) if start < end else b""
+    return response
