@@ -34,10 +34,7 @@ from bench.messages import Form, Target
 from bench.processes import HOST, BenchError
 from bench.repository import PACED
 from bench.wire import PROMPT, AnswerReader, http_request
-from triton_openai.api.batches import RUNNER
-from triton_openai.api.service import SERVICE
-from triton_openai.api.uploaded_files import FILES
-from triton_openai.app import create_app
+from triton_openai.app import SERVICE, create_app
 from triton_openai.config.tree import (
     BatchesSettings,
     FilesSettings,
@@ -268,11 +265,14 @@ async def _line(settings: Settings) -> PathRow:
 
 async def _batch(app: web.Application, count: int) -> PathRow:
     """Return the counts of a batch of *count* lines."""
-    store, name = app[FILES].store, f"batch_{os.urandom(8).hex()}"
+    service = app[SERVICE]
+    assert service.files is not None
+    assert service.batches is not None
+    store, name = service.files.store, f"batch_{os.urandom(8).hex()}"
     body = {"model": PACED, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1}
     asked = {"method": "POST", "url": "/v1/chat/completions", "body": body}
     content = b"".join([msgspec.json.encode({"custom_id": f"id-{n}", **asked}) + b"\n" for n in range(count)])
-    writing = await app[FILES].write(f"file-{name}")
+    writing = await service.files.write(f"file-{name}")
     await writing.add(content)
     await writing.end()
     now, profiler = time.time(), _Profiler()
@@ -282,7 +282,7 @@ async def _batch(app: web.Application, count: int) -> PathRow:
     await store.written(file)
     sys.setprofile(profiler)
     await store.add(batch, most=1, most_bytes=10**12)
-    app[RUNNER].wake()
+    service.batches.wake()
     while (found := await store.batch(name, "", "openai")) is None or found.open:  # noqa: ASYNC110 - as a client does
         await asyncio.sleep(0.02)
     sys.setprofile(None)

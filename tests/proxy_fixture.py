@@ -20,11 +20,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from tests import described
 from tests.standins.repository import WITHOUT_TOKENIZER
 from tests.triton_fixture import TestTriton
-from triton_openai.api import sse
-from triton_openai.api.service import SERVICE
-from triton_openai.app import create_app
+from triton_openai.app import SERVICE, create_app
 from triton_openai.config.tree import ModelSettings, Settings, TritonSettings
 from triton_openai.models.lookup import Models
+from triton_openai.serving import http_output
 from triton_openai.telemetry.process import LOOP_LAG, LoopLag
 from triton_openai.triton.client import TritonClient
 
@@ -93,7 +92,7 @@ async def read(response: ClientResponse) -> tuple[bytes, bool]:
 def _quick_ends() -> Iterator[None]:
     """Let broken streams end soon: the tests' clients read at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sse, "CLOSE_SECONDS", 0.05)
+        patch.setattr(http_output, "CLOSE_SECONDS", 0.05)
         yield
 
 

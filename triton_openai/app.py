@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import structlog
 from aiohttp import web
@@ -36,7 +35,6 @@ from triton_openai.models.canary import PATIENCE, Canary
 from triton_openai.models.control import ModelControl
 from triton_openai.models.lookup import Models, keep_loaded
 from triton_openai.models.served import ServedModel
-from triton_openai.operations import Operation
 from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.prompts import infill
 from triton_openai.prompts.history import HistoryTemplate
@@ -54,7 +52,7 @@ from triton_openai.telemetry.gauges import ServedName, State
 from triton_openai.telemetry.logging import count_lost_lines
 from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, LIMITS_STORE_UP, LOG_LINES_LOST, Metrics
 from triton_openai.telemetry.process import LOOP_LAG, LoopLag
-from triton_openai.telemetry.request_record import OBSERVERS, Observer, Observers, RequestRecord
+from triton_openai.telemetry.request_record import OBSERVERS, Observer, Observers
 from triton_openai.telemetry.tracing import Tracing
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.fleet import Fleet
@@ -170,28 +168,13 @@ def create_app(
         # First, so that it ends last: when everything else has ended, so have all spans.
         app.cleanup_ctx.append(send_spans)
     app.cleanup_ctx.extend([_run_service, authorizer.run])
-    _http_operations(service).add_routes(app, OPERATIONS, prefixes)
+    HttpOperations(
+        service, decode=decode_json, draining=draining, comment=HEARTBEAT, error_event=error_event
+    ).add_routes(app, OPERATIONS, prefixes)
     add_middleware(app, reports_load=settings.metrics.vllm_names)
     if settings.server.page:
         add_page(app)
     return app
-
-
-def _http_operations(service: Service) -> HttpOperations:
-    """Return what runs the operations of *service* for HTTP requests."""
-
-    async def decode(body: bytes, operation: Operation, record: RequestRecord) -> Any:
-        return await decode_json(body, operation, record, service.settings)
-
-    return HttpOperations(
-        service,
-        decode=decode,
-        limits=service.settings.limits,
-        draining=service.executor.draining,
-        heartbeat=lambda: service.settings.server.heartbeat_interval,
-        comment=HEARTBEAT,
-        error_event=error_event,
-    )
 
 
 def _limit(fleet: Fleet, worker: Worker, server: ServerSettings) -> None:

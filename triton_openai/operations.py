@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -165,13 +165,13 @@ class Output(Protocol):
     was sent; after that, the error is the last event of the stream.
     """
 
-    async def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> Streamed:
+    def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> Awaitable[Streamed]:
         """Start *runs*, and send what *renderer* makes of them, within *timeout* seconds."""
         ...
 
-    async def send_parts(
+    def send_parts(
         self, parts: AsyncGenerator[bytes, None], *, timeout: float | None, media_type: str | None = None
-    ) -> Streamed:
+    ) -> Awaitable[Streamed]:
         """
         Send *parts* as they come, within *timeout* seconds: of a file of *media_type*, or else events.
 
@@ -252,13 +252,6 @@ class Operation(msgspec.Struct, frozen=True):
         return BodyKind.NONE if self.request is None else BodyKind.JSON
 
     @property
-    def body_type(self) -> type[msgspec.Struct]:
-        """What a body in JSON is decoded as."""
-        kind = self.hidden_request or self.request
-        assert kind is not None, "an operation that reads JSON has a type"
-        return kind
-
-    @property
     def path(self) -> str:
         """The first of its paths."""
         return self.routes[0].split()[1]
@@ -269,8 +262,7 @@ class Operation(msgspec.Struct, frozen=True):
         return self.path.startswith("/v1/messages")
 
 
-@dataclass(slots=True)
-class Call(Generic[_Body]):
+class Call(msgspec.Struct, Generic[_Body], eq=False):
     """What a caller asks of an operation."""
 
     operation: Operation
@@ -288,6 +280,6 @@ class Call(Generic[_Body]):
 
     def with_body(self, body: _Other) -> Call[_Other]:
         """Return the call with another *body*."""
-        call: Call[Any] = replace(self)
+        call: Call[Any] = copy(self)
         call.body = body
         return call

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conformance.calls import in_session_loop
 from triton_openai.api.info import probe
-from triton_openai.api.service import SERVICE
+from triton_openai.app import SERVICE
 from triton_openai.errors import RequestRefused
 
 pytestmark = in_session_loop

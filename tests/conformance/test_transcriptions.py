@@ -25,7 +25,8 @@ from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, serving
 from tests.speech import RATE, SENTENCE, encoded, muxed, speak, wav
 from tests.standins.repository import RECOGNIZERS
 from tests.triton_fixture import TestTriton
-from triton_openai.api import bodies, service, transcriptions
+from triton_openai.api import bodies, transcriptions
+from triton_openai.app import SERVICE
 from triton_openai.config.tree import (
     AccessSettings,
     AudioLimits,
@@ -426,15 +427,15 @@ async def test_a_hundred_uploads_at_once(recognizers: TestTriton, monkeypatch: p
         reading = bodies.read_form
 
         async def watched(*arguments: Any, **options: Any) -> Any:
-            held.append(proxy.client.app[service.SERVICE].audio.held)
+            held.append(proxy.client.app[SERVICE].audio.held)
             return await reading(*arguments, **options)
 
-        monkeypatch.setattr(service, "read_form", watched)
+        monkeypatch.setattr(transcriptions, "read_form", watched)
         answers = await asyncio.gather(*(send(proxy, file, model="infer_bls", language="en") for _ in range(100)))
         assert {(200, TEXT)} == {(answer.status, answer.json["text"]) for answer in answers}
         assert 100 == len(held)
         assert 2 * len(file) < max(held) <= limits.max_total_size
-        assert 0 == proxy.client.app[service.SERVICE].audio.held
+        assert 0 == proxy.client.app[SERVICE].audio.held
 
 
 async def test_the_largest_upload(recognizers: TestTriton) -> None:

@@ -24,8 +24,8 @@ from tests.clients.service import steered
 from tests.speech import encoded, muxed, speak
 from triton_openai.api.bodies import FormRequest
 from triton_openai.api.routes import OPERATIONS
-from triton_openai.api.service import Operation
 from triton_openai.jobs import ClassificationJob, EmbeddingJob, JobType
+from triton_openai.operations import Operation
 
 KEYS = ("sk-one", "sk-two")
 #: The only model that is loaded and unloaded.

@@ -21,7 +21,8 @@ from tests.faults.surroundings import ENDS
 from tests.fleet.conftest import MODELS, NAMES, One, fleet, settings_of, write_endpoints
 from tests.proxy_fixture import Proxy
 from tests.triton_fixture import frozen
-from triton_openai.api.service import SERVICE, Service
+from triton_openai.api.service import Service
+from triton_openai.app import SERVICE
 from triton_openai.cli.inspect import inspect_models
 from triton_openai.config.tree import RoutingSettings
 

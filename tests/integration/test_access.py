@@ -17,7 +17,6 @@ from typing import Any
 import openai
 import pytest
 import structlog
-from aiohttp import web
 from msgspec.structs import replace
 
 from tests.clients.service import serving as running
@@ -29,7 +28,7 @@ from tests.unit.prompts.test_template_support import save
 from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.access.keys import ROUTE_GROUPS
 from triton_openai.access.rate_limits import RateLimit
-from triton_openai.api.routes import add_routes
+from triton_openai.app import create_app
 from triton_openai.cli import main
 from triton_openai.config.tree import (
     AccessSettings,
@@ -38,6 +37,7 @@ from triton_openai.config.tree import (
     ModelDefaults,
     ModelSettings,
     RestrictedApi,
+    ServerSettings,
     Settings,
     TritonSettings,
 )
@@ -114,8 +114,7 @@ def is_refused(status: int, body: bytes) -> bool:
 
 def paths() -> dict[str, tuple[str, set[str]]]:
     """Return every path that is served, with its group and methods; several groups of a path would be a mistake."""
-    app = web.Application()
-    add_routes(app)
+    app = create_app(Settings(server=ServerSettings(page=False)))
     found: dict[str, tuple[str, set[str]]] = {}
     for route, group in app[ROUTE_GROUPS].items():
         assert route.resource is not None
@@ -169,8 +168,7 @@ def tricks(path: str) -> Iterator[str]:
 @cache
 def spelled() -> frozenset[str]:
     """Return a path of each handler, with the prefixes that it has by turns: in `/v1`, in none, and as Azure has it."""
-    app = web.Application()
-    add_routes(app)
+    app = create_app(Settings(server=ServerSettings(page=False)))
     found: dict[Any, list[str]] = {}
     for route in app[ROUTE_GROUPS]:
         assert route.resource is not None

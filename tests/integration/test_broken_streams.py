@@ -17,9 +17,9 @@ from tests.balancers import Nginx
 from tests.conformance.calls import in_session_loop, steered
 from tests.programs import needs
 from tests.proxy_fixture import Proxy, read
-from triton_openai.api import sse
+from triton_openai.serving import http_output
+from triton_openai.serving.http_output import CLOSE_SECONDS
 
-CLOSE_SECONDS = sse.CLOSE_SECONDS
 pytestmark = in_session_loop
 BODY = {
     "model": "vllm_model",
@@ -51,7 +51,7 @@ SCRIPT = """(async () => {
 @pytest.fixture(autouse=True)
 def _real_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let broken streams end as late as outside of tests: some clients need it."""
-    monkeypatch.setattr(sse, "CLOSE_SECONDS", CLOSE_SECONDS)
+    monkeypatch.setattr(http_output, "CLOSE_SECONDS", CLOSE_SECONDS)
 
 
 def script(url: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 from tests.conformance.calls import PATHS, ask, end_of, id_of, in_session_loop, request, steered
 from tests.proxy_fixture import TRANSPORTS, Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
-from triton_openai.api.service import SERVICE
+from triton_openai.app import SERVICE
 
 pytestmark = in_session_loop
 

@@ -22,7 +22,7 @@ from tests.integration.test_discovery import listed as all_listed
 from tests.integration.test_discovery import until
 from tests.proxy_fixture import Answer, Proxy, serving
 from tests.triton_fixture import embedded
-from triton_openai.api.service import SERVICE
+from triton_openai.app import SERVICE
 from triton_openai.config.tree import ApiSettings, LoraSettings, ModelSettings, ServerSettings, Settings, TritonSettings
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import InvalidRequest

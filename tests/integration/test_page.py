@@ -20,7 +20,6 @@ from tests.proxy_fixture import Proxy, changed, proxy_settings, serving
 from tests.speech import SENTENCE, speak, wav
 from tests.standins.repository import build_repository
 from tests.triton_fixture import TestTriton, embedded, shared
-from triton_openai.api.page import FILES, HEADERS
 from triton_openai.config.tree import (
     AccessSettings,
     AudioSettings,
@@ -30,6 +29,7 @@ from triton_openai.config.tree import (
     Settings,
     TritonSettings,
 )
+from triton_openai.serving.page import FILES, HEADERS
 
 KEYS = """
 keys:

@@ -29,7 +29,9 @@ from tests.triton_fixture import TestTriton
 from triton_openai.answer.fan_out import collect
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.prepare import GenerationSpec
-from triton_openai.api.service import SERVICE, RequestContext, Service, new_id, runs_of
+from triton_openai.api.bodies import new_id
+from triton_openai.api.service import RequestContext, Service, runs_of
+from triton_openai.app import SERVICE
 from triton_openai.cli.inspect import ModelReport, inspect_models
 from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest

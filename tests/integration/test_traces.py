@@ -31,7 +31,7 @@ from tests.collector import CollectedSpan, Collector, collecting
 from tests.conformance.calls import PATHS, ask, request, steered
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton, embedded, shared
-from triton_openai.api.service import SERVICE
+from triton_openai.app import SERVICE
 from triton_openai.config.tree import TracesSettings
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import build_repository

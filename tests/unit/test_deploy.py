@@ -28,11 +28,11 @@ from tests import deploy_files as files
 from tests.deploy_files import DEPLOY, ROOT, Start
 from tests.programs import found
 from tests.tls_fixture import Authority
-from triton_openai.api.routes import add_routes
+from triton_openai.app import create_app
 from triton_openai.cli.arguments import parse
 from triton_openai.config.options import ENVIRONMENT_PREFIX, options
 from triton_openai.config.sources import closest, load_settings
-from triton_openai.config.tree import Settings
+from triton_openai.config.tree import ServerSettings, Settings
 from triton_openai.telemetry.gauges import LOOKED_UP
 from triton_openai.telemetry.metrics import INSTRUMENTS
 
@@ -169,8 +169,7 @@ def test_flags_that_are_named() -> None:
 
 def test_paths_that_are_asked() -> None:
     """Health checks and scrapes go to paths that are served."""
-    app = web.Application()
-    add_routes(app)
+    app = create_app(Settings(server=ServerSettings(page=False)))
     known = {resource.canonical for resource in app.router.resources()} | TRITON_PATHS
     asked = set()
     for name, text in TEXTS.items():

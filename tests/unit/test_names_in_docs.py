@@ -8,17 +8,15 @@ from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
-from aiohttp import web
-
 from docs import generate
 from tests import deploy_files as files
 from tests.cases import every_case
-from triton_openai.api.routes import add_routes
+from triton_openai.app import create_app
 from triton_openai.cli.aliases import ALIASES, ENGINE_ARGUMENTS, REFUSED, WITHOUT_EFFECT
 from triton_openai.cli.arguments import parse
 from triton_openai.config.options import ENVIRONMENT_PREFIX, options
 from triton_openai.config.sources import closest, load_settings
-from triton_openai.config.tree import AudioSettings
+from triton_openai.config.tree import AudioSettings, ServerSettings, Settings
 from triton_openai.telemetry.gauges import LOOKED_UP
 from triton_openai.telemetry.metrics import INSTRUMENTS
 
@@ -135,8 +133,7 @@ def test_metrics(document: str) -> None:
 @every_case("document", TEXTS)
 def test_paths(document: str) -> None:
     """Those of the service; of Triton's, only where it says so."""
-    app = web.Application()
-    add_routes(app)
+    app = create_app(Settings(server=ServerSettings(page=False)))
     known = {re.sub(r":[^}]+\}", "}", resource.canonical) for resource in app.router.resources()}
     known |= {path.removeprefix("/v1") for path in known}
     named = set(

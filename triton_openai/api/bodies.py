@@ -60,7 +60,8 @@ async def decode_json(body: bytes, operation: Operation, record: RequestRecord, 
 
     *record* gets the body's size, and the names of unknown fields. Raises :class:`InvalidRequest`.
     """
-    kind, limits = operation.body_type, settings.limits
+    limits = settings.limits
+    kind: Any = operation.hidden_request or operation.request
     strict = settings.api.strict_parameters if operation.strict is None else operation.strict
     record.body_size = len(body)
     ignored = record.unknown_fields = []

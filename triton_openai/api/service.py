@@ -150,19 +150,6 @@ def max_form_size(settings: Settings) -> int:
     return settings.audio.max_file_size + _FIELDS
 
 
-async def find_model(service: Service, call: Call[_Body]) -> ServedModel:
-    """
-    Return the model that the body of *call* names, and put its name into the body.
-
-    A deployment in the path, as Azure's clients have it, takes the place of the body's model. A body without a model
-    gets the name of the default one. Raises as :meth:`Service.find_model`.
-    """
-    body = call.body
-    model = await service.find_model(call.path.get("deployment", body.model), call.key)
-    body.model = model.name
-    return model
-
-
 @dataclass
 class RequestContext(Generic[_Body]):
     """A request to a model, and what its handler works with."""
@@ -297,12 +284,17 @@ def job_not_taken_error(service: Service, model: ServedModel, job: JobType) -> I
 
 async def begin(service: Service, call: Call[_Body], *, read_as_chat: bool = False) -> RequestContext[_Body]:
     """
-    Return the context of *call*. Raises :class:`InvalidRequest`, also if the model does not do the operation.
+    Return the context of *call*, with the model that its body names.
+
+    A deployment in the path, as Azure's clients have it, takes the place of the body's model. A body without a model
+    gets the name of the default one. Raises as :meth:`Service.find_model`, and :class:`InvalidRequest` if the model
+    does not do the operation.
 
     Of a body that is to be *read_as_chat*, the parameters that are recorded are the chat's: the operation sets them.
     """
     operation, body, record = call.operation, call.body, call.record
-    model = await find_model(service, call)
+    model = await service.models.find(call.path.get("deployment", body.model), call.key.allows)
+    body.model = model.name
     stream = bool(getattr(body, "stream", False))
     if operation.jobs:
         # Metrics have a name for each model, and none for each name that a client makes up.

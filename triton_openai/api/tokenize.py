@@ -16,7 +16,7 @@ from triton_openai import offload
 from triton_openai.answer.chat_prompt import rendered_chat
 from triton_openai.answer.prepare import check_ids, tokenizer_of
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, encode, whole, whole_of
-from triton_openai.api.service import Service, find_model
+from triton_openai.api.service import Service, begin
 from triton_openai.api.tools import Tool, plan_tools
 from triton_openai.errors import InvalidRequest
 from triton_openai.operations import Call, Reply
@@ -68,7 +68,8 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 async def tokenize(service: Service, call: Call[TokenizeRequest]) -> Reply:
     """Return the tokens of a prompt, or of messages as the model's template renders them."""
-    body, model = call.body, await find_model(service, call)
+    context = await begin(service, call)
+    body, model = context.body, context.model
     tokenizer = await tokenizer_of(model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'.", param="prompt", code="missing_required_parameter")
@@ -105,7 +106,8 @@ def _joined(pieces: Iterable[Sequence[Any]]) -> Any:
 
 async def detokenize(service: Service, call: Call[DetokenizeRequest]) -> Reply:
     """Return the text of tokens."""
-    body, model = call.body, await find_model(service, call)
+    context = await begin(service, call)
+    body, model = context.body, context.model
     tokenizer = await tokenizer_of(model)
     check_ids(body.tokens, tokenizer, "tokens")
     return whole(DetokenizeAnswer(prompt=await tokenizer.decode_async(body.tokens, False)))

@@ -7,51 +7,54 @@ The routes of the application are made here from the table of operations.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from triton_openai.access.keys import KEY, ROUTE_GROUPS
 from triton_openai.access.rate_limits import RESERVATION
-from triton_openai.config.tree import LimitSettings
+from triton_openai.config.tree import Settings
 from triton_openai.draining import Draining
 from triton_openai.errors import ServiceError, UnsupportedMediaType
-from triton_openai.operations import BodyKind, Call, LocalFile, Operation, RemoteFile, Reply, Whole
+from triton_openai.operations import STREAMED, BodyKind, Call, LocalFile, Operation, RemoteFile, Whole
 from triton_openai.serving.connections import WholeResponse
 from triton_openai.serving.forms import HttpForm
 from triton_openai.serving.http_output import HttpOutput
 from triton_openai.serving.request_body import read_body
 from triton_openai.telemetry.request_record import RECORD, RequestRecord
 
+
+class HasSettings(Protocol):
+    """A running service, whose settings may be replaced."""
+
+    settings: Settings
+
+
 #: Decodes the body of an operation. The record gets what is ignored of it.
-Decode: TypeAlias = Callable[[bytes, Operation, RequestRecord], Awaitable[Any]]
+Decode: TypeAlias = Callable[[bytes, Operation, RequestRecord, Settings], Awaitable[Any]]
 
 
 class HttpOperations:
     """
     Runs operations of *service* for HTTP requests.
 
-    *decode* decodes JSON. *heartbeat* returns the longest silence of a stream in seconds; *comment* keeps a connection
-    open, and *error_event* renders the last event of a stream that failed.
+    *decode* decodes JSON. *comment* keeps the connection of a silent stream open, and *error_event* renders the last
+    event of a stream that failed.
     """
 
     def __init__(
         self,
-        service: Any,
+        service: HasSettings,
         *,
         decode: Decode,
-        limits: LimitSettings,
         draining: Draining,
-        heartbeat: Callable[[], float],
         comment: bytes,
         error_event: Callable[[ServiceError], bytes],
     ) -> None:
         self._service = service
         self._decode = decode
-        self._limits = limits
         self._draining = draining
-        self._heartbeat = heartbeat
         self._comment = comment
         self._error_event = error_event
 
@@ -71,22 +74,32 @@ class HttpOperations:
 
     def handler(self, operation: Operation) -> Handler:
         """Return the handler of aiohttp's requests for *operation*."""
+        service, run, check = self._service, operation.handler, operation.check
+        kind = operation.body_kind
 
         async def handle(request: web.Request) -> web.StreamResponse:
             record, key = request[RECORD], request[KEY]
+            settings = service.settings
+            if check is not None:
+                check(service, key)
+            body = None
+            if kind is BodyKind.JSON or (kind is BodyKind.OPTIONAL_JSON and request.can_read_body):
+                if request.headers.get("Content-Type") != "application/json":
+                    _check_content_type(request)
+                body = await self._decode(await read_body(request, settings.limits), operation, record, settings)
+            elif kind is not BodyKind.NONE:
+                body = await _other_body(request, operation, settings)
             output = HttpOutput(
                 request,
                 record,
                 self._draining,
-                heartbeat=self._heartbeat(),
+                heartbeat=settings.server.heartbeat_interval,
                 comment=self._comment,
                 error_event=self._error_event,
             )
-            if operation.check is not None:
-                operation.check(self._service, key)
             call = Call(
                 operation,
-                await self._body(request, operation, record),
+                body,
                 key,
                 record,
                 output,
@@ -95,35 +108,28 @@ class HttpOperations:
                 query=request.query,
                 reservation=request.get(RESERVATION),
             )
-            reply = await operation.handler(self._service, call)
+            reply = await run(service, call)
+            if reply is STREAMED:
+                assert output.response is not None, "the operation has sent its stream"
+                return output.response
             if isinstance(reply, Whole):
                 headers = {"Content-Type": reply.media_type, **reply.headers}
                 return WholeResponse(status=reply.status, body=reply.body, headers=headers)
-            return await self._sent(request, output, reply)
+            return await _send_file(request, reply)
 
         return handle
 
-    async def _body(self, request: web.Request, operation: Operation, record: RequestRecord) -> Any:
-        """Return the body of *request* as *operation* takes it. Raises :class:`InvalidRequest`."""
-        kind = operation.body_kind
-        if kind is BodyKind.JSON or (kind is BodyKind.OPTIONAL_JSON and request.can_read_body):
-            _check_content_type(request)
-            return await self._decode(await read_body(request, self._limits), operation, record)
-        if kind is BodyKind.OPTIONAL_JSON:
-            return operation.body_type()
-        if kind is BodyKind.FORM:
-            return HttpForm(request, self._limits)
-        if kind is BodyKind.BYTES:
-            return await read_body(request, self._limits)
-        return None
 
-    async def _sent(self, request: web.Request, output: HttpOutput, reply: Reply) -> web.StreamResponse:
-        if isinstance(reply, LocalFile):
-            return web.FileResponse(reply.path, headers={**reply.headers, "Content-Type": reply.media_type})
-        if isinstance(reply, RemoteFile):
-            return await _send_file(request, reply)
-        assert output.response is not None, "the operation has sent its stream"
-        return output.response
+async def _other_body(request: web.Request, operation: Operation, settings: Settings) -> Any:
+    """Return the body of *request*, which *operation* does not take as JSON, or which is not there."""
+    if operation.body_kind is BodyKind.FORM:
+        return HttpForm(request, settings.limits)
+    if operation.body_kind is BodyKind.BYTES:
+        return await read_body(request, settings.limits)
+    # Nothing has come: the defaults hold.
+    kind = operation.hidden_request or operation.request
+    assert kind is not None, "an operation that reads JSON has a type"
+    return kind()
 
 
 def _check_content_type(request: web.Request) -> None:
@@ -132,8 +138,10 @@ def _check_content_type(request: web.Request) -> None:
         raise UnsupportedMediaType(f"The body must be JSON (application/json), not '{content_type[:100]}'.")
 
 
-async def _send_file(request: web.Request, file: RemoteFile) -> web.StreamResponse:
+async def _send_file(request: web.Request, file: LocalFile | RemoteFile) -> web.StreamResponse:
     """Send *file*, or the range of it that the client wants."""
+    if isinstance(file, LocalFile):
+        return web.FileResponse(file.path, headers={**file.headers, "Content-Type": file.media_type})
     tag = f'"{file.tag}"'
     headers = {**file.headers, "Content-Type": file.media_type, "ETag": tag, "Accept-Ranges": "bytes"}
     response = web.StreamResponse(headers=headers)

@@ -8,7 +8,7 @@ for whole.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, closing
 from time import monotonic
 
@@ -258,16 +258,16 @@ class HttpOutput:
         self._comment = comment
         self._error_event = error_event
 
-    async def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> Streamed:
-        return await self._send(EventStream(self._request, runs, renderer, heartbeat=self._heartbeat), timeout, runs)
+    def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> Awaitable[Streamed]:
+        return self._send(EventStream(self._request, runs, renderer, heartbeat=self._heartbeat), timeout, runs)
 
-    async def send_parts(
+    def send_parts(
         self, parts: AsyncGenerator[bytes, None], *, timeout: float | None, media_type: str | None = None
-    ) -> Streamed:
+    ) -> Awaitable[Streamed]:
         if media_type is None:
             parts = _with_comments(parts, self._heartbeat, self._comment)
         sender = _PartStream(self._request, parts, media_type, None if media_type else self._error_event)
-        return await self._send(sender, timeout)
+        return self._send(sender, timeout)
 
     async def send_events(self, source: EventSource) -> Streamed:
         response = web.StreamResponse(headers=_HEADERS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TypeAlias
 
 import msgspec
@@ -19,7 +20,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.access.cors import CORS
-from triton_openai.access.keys import COUNTED, KEY, NO_KEY, ROUTE_GROUPS
+from triton_openai.access.keys import COUNTED, KEY, NO_KEY, ROUTE_GROUPS, ApiKey
 from triton_openai.access.rate_limits import RESERVATION
 from triton_openai.draining import DRAINING
 from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, ServiceError
@@ -59,50 +60,48 @@ def _middleware(app: web.Application) -> Middleware:
             draining.check()
             response: web.StreamResponse | None = cors.preflight(request)
             if response is None:
-                await authorize()
-                response = await _answered(request, handler)
+                # None when there is no such path or method.
+                group = groups.get(request.match_info.route)
+                key = authorizer.authenticate(request.headers, group)
+                request[KEY] = key or NO_KEY
+                if key is not None:
+                    record.key = key.name
+                    if key.limit.any and group in COUNTED and request.method == "POST":
+                        await reserve(key)
+                try:
+                    response = await handler(request)
+                except web.HTTPException as error:
+                    raise _service_error(request, error) from None
             record.status = response.status
             return response
 
-        async def authorize() -> None:
-            # None when there is no such path or method.
-            group = groups.get(request.match_info.route)
-            key = authorizer.authenticate(request.headers, group)
-            request[KEY] = key or NO_KEY
-            if key is None:
-                return
-            record.key = key.name
-            if key.limit.any and group in COUNTED and request.method == "POST":
-                reservation = request[RESERVATION] = await authorizer.admit(key)
-                record.headers = reservation.headers
-                if reservation.refusal is not None:
-                    raise reservation.refusal
+        async def reserve(key: ApiKey) -> None:
+            reservation = request[RESERVATION] = await authorizer.admit(key)
+            record.headers = reservation.headers
+            if reservation.refusal is not None:
+                raise reservation.refusal
 
         async def failed(error: ServiceError) -> web.StreamResponse:
             response = _error_response(request, error)
             record.status = response.status
             return response
 
-        return await executor.run(record, work, failed=failed, reservation=lambda: request.get(RESERVATION))
+        return await executor.run(record, work, failed=failed, reservation=partial(request.get, RESERVATION))
 
     return handle
 
 
-async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return what *handler* answers. Raises :class:`ServiceError` in place of aiohttp's errors."""
-    record = request[RECORD]
-    try:
-        return await handler(request)
-    except web.HTTPNotFound as error:
-        # The route that raised it keeps it, and so its traceback would keep the request.
-        error.__traceback__ = None
-        raise EndpointNotFound(f"There is no endpoint {request.method} {record.path}.") from None
-    except web.HTTPMethodNotAllowed as error:
+def _service_error(request: web.Request, error: web.HTTPException) -> ServiceError:
+    """Return what clients get in place of an *error* of aiohttp's."""
+    # The route that raised it keeps it, and so its traceback would keep the request.
+    error.__traceback__ = None
+    path = request[RECORD].path
+    if isinstance(error, web.HTTPNotFound):
+        return EndpointNotFound(f"There is no endpoint {request.method} {path}.")
+    if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
-        message = f"{record.path} does not take {request.method}, only {allowed}."
-        raise MethodNotAllowed(message, allowed=allowed) from None
-    except web.HTTPException as error:
-        raise InvalidRequest(error.reason) from None
+        return MethodNotAllowed(f"{path} does not take {request.method}, only {allowed}.", allowed=allowed)
+    return InvalidRequest(error.reason)
 
 
 def _error_response(request: web.Request, error: ServiceError) -> web.Response:

@@ -64,7 +64,8 @@ async def read_body(request: web.Request, limits: LimitSettings) -> bytes:
         raise InvalidRequest(
             "The request's body cannot be read: it is not what its Transfer-Encoding says.", code="invalid_encoding"
         ) from error
-    check_body_size(most, len(body))
+    if len(body) > most:
+        check_body_size(most, len(body))
     return body if coding is None or not body else await decompress(body, coding, most)
 
 

@@ -14,8 +14,7 @@ from aiohttp import FormData
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
-from triton_openai.api.batches import RUNNER
-from triton_openai.api.uploaded_files import FILES
+from triton_openai.app import SERVICE
 from triton_openai.config.tree import AccessSettings, BatchesSettings, FilesSettings, Settings, TritonSettings
 from triton_openai.errors import StoreUnavailable
 
@@ -226,7 +225,7 @@ async def test_what_is_kept_bounds_batches(tmp_path: Path) -> None:
 async def test_messages_of_which_nobody_knows(tmp_path: Path, is_added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a batch may or may not have been made, its requests stay only if it was."""
     async with running(tmp_path) as client:
-        store, files = client.proxy.client.app[FILES].store, tmp_path / "files"
+        store, files = client.proxy.client.app[SERVICE].files.store, tmp_path / "files"
         add = store.add
 
         async def lost(*given: Any, **options: Any) -> None:
@@ -242,7 +241,7 @@ async def test_messages_of_which_nobody_knows(tmp_path: Path, is_added: bool, mo
         if not is_added:
             assert [] == [one.name for one in files.iterdir() if one.suffix != ".lock"]
             return
-        client.proxy.client.app[RUNNER].wake()
+        client.proxy.client.app[SERVICE].batches.wake()
         async with asyncio.timeout(20):
             while (found := (await client.call("GET", path))[1]["data"][0])["results_url"] is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)

@@ -10,14 +10,15 @@ from typing import Annotated, Any
 
 import msgspec
 import pytest
-from aiohttp import FormData, web
+from aiohttp import FormData
 from msgspec import Meta
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
-from triton_openai.api import routes, service
-from triton_openai.api.bodies import FileField, FormRequest, json_response
-from triton_openai.api.service import Operation, begin
+from triton_openai import app
+from triton_openai.api import routes
+from triton_openai.api.bodies import FileField, FormRequest, read_form, whole
+from triton_openai.api.service import Service, begin
 from triton_openai.config.tree import (
     AccessSettings,
     ApiSettings,
@@ -28,8 +29,8 @@ from triton_openai.config.tree import (
     TritonSettings,
 )
 from triton_openai.generation import Generation
-from triton_openai.serving.forms import MAX_PARTS, Form
-from triton_openai.serving.request_body import LIMITS
+from triton_openai.operations import BodyKind, Call, Form, Operation, Reply
+from triton_openai.serving.forms import MAX_PARTS
 
 KEY = {"Authorization": "Bearer k"}
 LARGEST = 200_000
@@ -53,32 +54,41 @@ class Heard(msgspec.Struct):
     body: dict[str, Any]
 
 
-async def hear(request: web.Request) -> web.Response:
+async def hear(service: Service, call: Call[Form]) -> Reply:
     """Say what is in a form."""
-    context = await begin(request, HearingRequest)
+    settings = service.settings
+    strict = settings.api.strict_parameters
+    form = await read_form(
+        call.body, HearingRequest, call.record, settings.limits, strict=strict, max_size=LARGEST + FIELDS
+    )
+    context = await begin(service, call.with_body(form))
     body = msgspec.structs.asdict(context.body)
     file = body.pop("file")
-    whole = file.content == b"\r\n" * 50_000
-    return json_response(Heard({**body, "file": [file.name, file.media_type, len(file.content), whole]}))
+    complete = file.content == b"\r\n" * 50_000
+    return whole(Heard({**body, "file": [file.name, file.media_type, len(file.content), complete]}))
 
 
-async def count(request: web.Request) -> web.Response:
+async def count(service: Service, call: Call[Form]) -> Reply:
     """Count the bytes of each part as they come, and skip those that are not called so."""
     sizes = {}
-    async for part in Form(request, request.app[LIMITS]):
+    async for part in call.body.parts(LARGEST):
         if part.name != "skipped":
             sizes[part.name] = sum([len(piece) async for piece in part.pieces()])
-    return json_response(Heard(sizes))
+    return whole(Heard(sizes))
 
 
 @asynccontextmanager
 async def heard(monkeypatch: pytest.MonkeyPatch, *, strict: bool = False, patience: float = 30) -> AsyncIterator[Proxy]:
     """Serve two operations with forms, to holders of a key."""
     more = (
-        Operation(hear, ("POST /v1/hear",), "hear", "inference", HearingRequest, Heard, jobs=(Generation,)),
-        Operation(count, ("POST /v1/count",), "count", "inference", answer=Heard),
+        Operation(
+            *(hear, ("POST /v1/hear",), "hear", "inference", HearingRequest, Heard),
+            reads=BodyKind.FORM,
+            jobs=(Generation,),
+        ),
+        Operation(count, ("POST /v1/count",), "count", "inference", answer=Heard, reads=BodyKind.FORM),
     )
-    monkeypatch.setattr(service, "_FIELDS", FIELDS)
+    monkeypatch.setattr(app, "OPERATIONS", (*routes.OPERATIONS, *more))
     monkeypatch.setattr(routes, "OPERATIONS", (*routes.OPERATIONS, *more))
     routes._schemas.cache_clear()
     monkeypatch.setattr(routes, "_schemas", routes._schemas.__wrapped__)

@@ -30,14 +30,16 @@ from triton_openai.answer.run import Push
 from triton_openai.api import sse
 from triton_openai.api.chat import ChatChunks, Turn
 from triton_openai.api.parameters import StreamOptions
-from triton_openai.api.sse import Chunks, stream, stream_parts
+from triton_openai.api.sse import Chunks
 from triton_openai.api.tools import ToolPlan
 from triton_openai.config.tls import server_context
-from triton_openai.config.tree import ApiSettings, LimitSettings, ServerSettings, Settings, TlsSettings
+from triton_openai.config.tree import ApiSettings, LimitSettings, Settings, TlsSettings
 from triton_openai.draining import DRAINING, Draining
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, Generation, Sampling
 from triton_openai.parsers.answer_parser import AnswerParser
+from triton_openai.serving import http_output
+from triton_openai.serving.http_output import HttpOutput
 from triton_openai.serving.server import HttpServer
 from triton_openai.telemetry.request_record import RECORD, RequestRecord
 
@@ -118,7 +120,7 @@ class Marks(Chunks):
     """Events that can be told apart."""
 
     def __init__(self, runs: Sequence[Any]) -> None:
-        super().__init__("k", context_of(), spec_of(n=len(runs)), runs)
+        super().__init__("k", spec_of(n=len(runs)), runs, model="m", fingerprint="f", options=None, always_usage=False)
 
     def first(self, choice: int) -> bytes:
         return b"data: %d(\n\n" % choice
@@ -166,7 +168,8 @@ class Served:
         self.record = RequestRecord(request_id="r", method="POST", path="/")
         self.draining = Draining()
         self.port = 0
-        self._heartbeat, self._timeout, self._tls = heartbeat, timeout, tls
+        self.timeout = timeout
+        self._heartbeat, self._tls = heartbeat, tls
 
     @asynccontextmanager
     async def __call__(self) -> AsyncIterator[Served]:
@@ -186,23 +189,26 @@ class Served:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         request[RECORD] = self.record
         task = self.draining.enter()
-        context: Any = SimpleNamespace(
-            request=request,
-            record=self.record,
-            model=SimpleNamespace(name="m"),
-            limits=SimpleNamespace(total=self._timeout),
-            service=SimpleNamespace(settings=Settings(server=ServerSettings(heartbeat_interval=self._heartbeat))),
+        output = HttpOutput(
+            request,
+            self.record,
+            self.draining,
+            heartbeat=self._heartbeat,
+            comment=sse.HEARTBEAT,
+            error_event=sse.error_event,
         )
         try:
-            return await self.answer(context)
+            await self.answer(output)
+            assert output.response is not None
+            return output.response
         except UpstreamError as error:
             return web.Response(status=error.status)
         finally:
             self.draining.leave(task)
 
-    async def answer(self, context: Any) -> web.StreamResponse:
+    async def answer(self, output: HttpOutput) -> None:
         runs: Any = self.runs
-        return await stream(context, runs, Marks(runs))
+        await output.stream(runs, Marks(runs), timeout=self.timeout)
 
     async def started(self) -> None:
         for run in self.runs:
@@ -380,9 +386,9 @@ class ServedParts(Served):
         super().__init__(0, heartbeat=10)
         self.waits, self.closed, self.ended = asyncio.Event(), False, asyncio.Event()
 
-    async def answer(self, context: Any) -> web.StreamResponse:
+    async def answer(self, output: HttpOutput) -> None:
         try:
-            return await stream_parts(context, self._parts())
+            await output.send_parts(self._parts(), timeout=self.timeout)
         finally:
             self.ended.set()
 
@@ -401,7 +407,7 @@ async def test_a_client_that_leaves_while_no_part_comes(clock: Clock, monkeypatc
     async def write(*given: Any) -> None:
         raise ConnectionResetError
 
-    monkeypatch.setattr(sse._Response, "write", write)
+    monkeypatch.setattr(http_output._Response, "write", write)
     async with ServedParts()() as made, connected(made.port):
         served: Any = made
         await served.waits.wait()
@@ -415,8 +421,8 @@ async def test_a_client_that_leaves_while_no_part_comes(clock: Clock, monkeypatc
 class ServedNothing(ServedParts):
     """A server of a file without parts."""
 
-    async def answer(self, context: Any) -> web.StreamResponse:
-        return await stream_parts(context, self._parts(), content_type="audio/pcm")
+    async def answer(self, output: HttpOutput) -> None:
+        await output.send_parts(self._parts(), timeout=self.timeout, media_type="audio/pcm")
 
     async def _parts(self) -> AsyncGenerator[bytes, None]:
         yield b""

@@ -18,7 +18,7 @@ from aiohttp import FormData
 from tests.conformance.fake_triton import FakeTriton
 from tests.proxy_fixture import Proxy, serving
 from tests.store_fixture import Place, local
-from triton_openai.api.uploaded_files import FILES
+from triton_openai.app import SERVICE
 from triton_openai.batches import file_folder as batch_files
 from triton_openai.batches.bucket import BucketFiles
 from triton_openai.config.tree import (
@@ -59,7 +59,7 @@ async def call(proxy: Proxy, method: str, path: str, key: str = "sk-1", **option
 
 def left(proxy: Proxy) -> list[str]:
     """Return the names of the files that are kept."""
-    files = proxy.client.app[FILES]
+    files = proxy.client.app[SERVICE].files
     names = [path.name for path in files.folder.iterdir() if path.suffix != ".lock"]
     if isinstance(files, BucketFiles):
         names += [one["path"].removeprefix("files/") for page in obstore.list(files.bucket) for one in page]
@@ -127,7 +127,7 @@ async def test_a_file_from_upload_to_deletion(place: Place) -> None:
         assert [] == left(proxy)
         # Somebody else has deleted one.
         lost = (await call(proxy, "POST", "", data=form(purpose="user_data")))[1]["id"]
-        await proxy.client.app[FILES].unlink(lost)
+        await proxy.client.app[SERVICE].files.unlink(lost)
         status, answer = await call(proxy, "GET", f"/{lost}/content")
         assert (404, "not_found") == (status, answer["error"]["code"])
 
@@ -230,7 +230,7 @@ async def test_expired_files_and_lost_uploads_are_swept(tmp_path: Path, monkeypa
         now = time.time()
         monkeypatch.setattr(time, "time", lambda: now + 3601)
         assert 404 == (await call(proxy, "GET", path))[0]
-        await proxy.client.app[FILES].sweep()
+        await proxy.client.app[SERVICE].files.sweep()
         assert [kept] == left(proxy)
 
 

@@ -30,8 +30,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.store_fixture import Bucket, Place, Server, local
 from triton_openai import errors
-from triton_openai.api.uploaded_files import FILES
-from triton_openai.app import create_app
+from triton_openai.app import SERVICE, create_app
 from triton_openai.batches import batch_runner as runner_module
 from triton_openai.batches import file_folder as files_module
 from triton_openai.batches.batch_runner import BatchRunner, Outcome
@@ -359,7 +358,9 @@ async def test_services_that_share_batches_share_files(postgresql: Server, tmp_p
     with pytest.raises(errors.ConfigurationError, match="not the place"):
         async with TestServer(app):
             pass
-    await app[FILES].store.close()
+    files = app[SERVICE].files
+    assert files is not None
+    await files.store.close()
     batch = Batch(
         id="b", owner=OWNER, kind="openai", endpoint="/x", input="file-1", created=1, window="24h", expires=1
     )  # fmt: skip

@@ -15,11 +15,12 @@ import pytest
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Answer, Proxy, serving
 from tests.scrape import scrape
+from triton_openai.app import SERVICE
 from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.config.worker import Worker
 from triton_openai.errors import UpstreamError, UpstreamTimeout
 from triton_openai.models import canary as canary_module
-from triton_openai.models.canary import CANARY, FAILURES, Canary
+from triton_openai.models.canary import FAILURES, Canary
 from triton_openai.telemetry.metrics import Metrics
 from triton_openai.telemetry.request_record import RequestRecord
 
@@ -42,7 +43,7 @@ async def in_front_of(*configs: dict[str, Any]) -> AsyncIterator[tuple[Proxy, Fa
         triton.responses = [{"text_output": "one", "embedding": [1.0] * 4}]
         async with serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy:
             await proxy.ready()
-            yield proxy, triton, proxy.client.server.app[CANARY]  # type: ignore[attr-defined]
+            yield proxy, triton, proxy.client.server.app[SERVICE].canary  # type: ignore[attr-defined]
 
 
 async def until(true: Callable[[], bool]) -> None:

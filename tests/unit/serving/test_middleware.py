@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -12,17 +12,16 @@ from triton_openai.app import create_app
 from triton_openai.config.tree import AccessSettings, Settings
 from triton_openai.draining import DRAINING, Draining
 from triton_openai.serving import middleware
-from triton_openai.serving.middleware import Observed
-from triton_openai.telemetry.request_record import OBSERVERS, RequestRecord
+from triton_openai.serving.execution import Executor
+from triton_openai.telemetry.request_record import RequestRecord
 
 
 async def test_all_observers_see_the_same_duration() -> None:
     """All observers see the same duration, however long one of them takes."""
     seen: list[float] = []
     observers = Mock(ended=lambda record: seen.extend((record.duration, record.duration)))
-    app: Any = {DRAINING: Draining(), OBSERVERS: observers}
-    with Observed(app, RequestRecord(request_id="r", method="POST", path="/")):
-        pass
+    record = RequestRecord(request_id="r", method="POST", path="/")
+    await Executor(Draining(), observers).run(record, AsyncMock(), failed=AsyncMock())
 
     assert 1 == len(set(seen))
 

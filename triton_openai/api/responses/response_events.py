@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -15,7 +15,8 @@ from triton_openai.api.bodies import in_pieces, now
 from triton_openai.api.logprobs import ContentLogprob, chat_logprobs
 from triton_openai.api.responses import objects
 from triton_openai.api.responses.chat_request import ToolName
-from triton_openai.api.sse import EventRenderer, event, event_data
+from triton_openai.api.responses.item_events import ITEM_KINDS, SUMMARY
+from triton_openai.api.sse import EventRenderer, event
 from triton_openai.api.tools import custom_input
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, Overloaded, ServiceError
 from triton_openai.generation import Delta, FinishReason
@@ -26,34 +27,6 @@ from triton_openai.parsers.events import Event as ParserEvent
 _encode = msgspec.json.Encoder().encode
 
 
-class _Kind(NamedTuple):
-    """What the ids of items begin with, how events with their text are called, and the field or part with the text."""
-
-    prefix: str
-    text: str
-    field: str
-    part: type[objects.OutputText | objects.ReasoningText | objects.SummaryText] | None = None
-    part_event: str = "content_part"
-    numbered: str = "content_index"
-
-    def fill(self, item: objects.OutputItem, text: str, logprobs: Sequence[ContentLogprob]) -> None:
-        """Give *item* its whole *text*."""
-        if self.part is None:
-            setattr(item, self.field, text)
-        else:
-            more = {"logprobs": logprobs} if self.part is objects.OutputText else {}
-            setattr(item, self.field, (self.part(text=text, **more),))
-
-
-_KINDS: Mapping[type[objects.OutputItem], _Kind] = {
-    objects.OutputMessage: _Kind("msg", "output_text", "content", objects.OutputText),
-    objects.OutputReasoning: _Kind("rs", "reasoning_text", "content", objects.ReasoningText),
-    objects.OutputFunctionCall: _Kind("fc", "function_call_arguments", "arguments"),
-    objects.OutputCustomCall: _Kind("ctc", "custom_tool_call_input", "input"),
-}
-_SUMMARY = _Kind(
-    "rs", "reasoning_summary_text", "summary", objects.SummaryText, "reasoning_summary_part", "summary_index"
-)
 # The codes by which clients decide whether to try again; of several that fit, the first.
 _CODES: Mapping[type[ServiceError], str] = {
     ContextLengthExceeded: "context_length_exceeded",
@@ -90,8 +63,8 @@ class ResponseEvents(EventRenderer):
         # The item that is open: its texts, log probabilities, and what stands round a piece of text in its events.
         self._item: objects.OutputItem | None = None
         summarizes = self.response.reasoning.get("summary") is not None
-        self._kinds = {**_KINDS, objects.OutputReasoning: _SUMMARY} if summarizes else _KINDS
-        self._kind = _KINDS[objects.OutputMessage]
+        self._kinds = {**ITEM_KINDS, objects.OutputReasoning: SUMMARY} if summarizes else ITEM_KINDS
+        self._kind = ITEM_KINDS[objects.OutputMessage]
         self._texts: list[str] = []
         self._logprobs: list[ContentLogprob] = []
         self._head = self._middle = self._tail = b""
@@ -322,27 +295,3 @@ def terminal_events(response: objects.ResponseObject, number: int, param: str | 
 def response_event(kind: str, number: int, **fields: Any) -> bytes:
     """Return the event of *kind* with the sequence number *number*."""
     return event(kind, _encode(objects.ResponseEvent(type=kind, sequence_number=number, **fields)))
-
-
-_event = msgspec.json.Decoder(objects.ResponseEvent)
-
-
-def replayed(events: bytes) -> list[objects.OutputItem]:
-    """Return the output that whole *events* tell of, as far as they go; an item that they do not end is incomplete."""
-    output: list[objects.OutputItem] = []
-    deltas: list[objects.ResponseEvent] = []
-    for data in event_data(events):
-        told = _event.decode(data)
-        if told.item and told.output_index is not UNSET:
-            output[told.output_index :] = [told.item]
-            deltas = []
-        elif told.delta:
-            deltas.append(told)
-    if output and output[-1].status == "in_progress":
-        item = output[-1]
-        item.status = "incomplete"
-        summarizes = bool(deltas) and deltas[0].type.startswith(f"response.{_SUMMARY.text}.")
-        kind = _SUMMARY if summarizes else _KINDS[type(item)]
-        logprobs = [entry for told in deltas for entry in told.logprobs or ()]
-        kind.fill(item, "".join([told.delta or "" for told in deltas]), logprobs)
-    return output

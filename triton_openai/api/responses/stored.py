@@ -23,8 +23,8 @@ import structlog
 
 from triton_openai import errors, offload
 from triton_openai.api.responses.event_log import EVENTS, LEASE_SECONDS, EventLog
+from triton_openai.api.responses.item_events import replayed
 from triton_openai.api.responses.objects import INTERRUPTED, OutputItem, ResponseObject
-from triton_openai.api.responses.response_events import replayed
 from triton_openai.config.tree import ResponsesSettings
 from triton_openai.storage.store import Chain, Entry, EntryFull, Link, Row, Store
 from triton_openai.telemetry.logging import warn

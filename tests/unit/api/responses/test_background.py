@@ -20,7 +20,8 @@ from triton_openai.api.responses.background import ResumedEvents
 from triton_openai.api.responses.event_log import EVENTS, EventLog
 from triton_openai.api.responses.objects import ResponseObject
 from triton_openai.api.responses.response_events import response_event
-from triton_openai.api.responses.stored import STATE, ResponseStore, StoredResponse
+from triton_openai.api.responses.stored import ResponseStore, StoredResponse
+from triton_openai.app import SERVICE
 from triton_openai.config.tree import ModelDefaults, ResponsesSettings, ServerSettings, Settings, TritonSettings
 from triton_openai.draining import DRAINING
 from triton_openai.errors import StoreUnavailable
@@ -334,7 +335,7 @@ async def test_a_maker_that_was_killed() -> None:
     ):
         made = (await stream.until("created"))["response"]["id"]
         await stream.until("output_text.delta")
-        state = proxy.client.app[STATE]
+        state = proxy.client.app[SERVICE].responses
         async with Stream(proxy, "GET", f"/v1/responses/{made}?stream=true") as other:
             await other.until("output_text.delta")
             # As much is stored as another process would find.

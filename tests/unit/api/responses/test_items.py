@@ -17,7 +17,7 @@ from tests.proxy_fixture import Answer, Proxy
 from tests.store_fixture import Server
 from tests.unit.api.responses.test_stored import service
 from triton_openai.api.responses.items import numbered
-from triton_openai.api.responses.stored import STATE
+from triton_openai.app import SERVICE
 from triton_openai.config.tree import LimitSettings, ResponsesSettings, ServerSettings
 from triton_openai.errors import InvalidValue
 from triton_openai.storage.sqlite import SqliteStore
@@ -238,7 +238,7 @@ async def test_a_store_that_hangs(redis: Server, monkeypatch: pytest.MonkeyPatch
         ask = {"model": "m", "input": "Hi"}
         made = (await proxy.post("/v1/responses", ask)).json
         # A sweep that is still running would fail as well, and say so.
-        store = proxy.client.app[STATE]._store
+        store = proxy.client.app[SERVICE].responses._store
         assert store is not None
         await store.sweep()
         monkeypatch.setattr(Store, "timeout", 0.2)

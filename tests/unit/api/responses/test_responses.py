@@ -17,9 +17,10 @@ from tests.described import check
 from triton_openai.api.agents import seal
 from triton_openai.api.bodies import read_within
 from triton_openai.api.responses.chat_request import Reading, ToolName, read
+from triton_openai.api.responses.item_events import replayed
 from triton_openai.api.responses.items import input_items, numbered
 from triton_openai.api.responses.objects import ResponseObject, ResponsesRequest
-from triton_openai.api.responses.response_events import ResponseEvents, replayed, terminal_events
+from triton_openai.api.responses.response_events import ResponseEvents, terminal_events
 from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, ServiceError, ServiceOverloaded
 from triton_openai.generation import Delta, FinishReason, TokenLogprob, Usage

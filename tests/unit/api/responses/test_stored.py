@@ -23,7 +23,8 @@ from tests.unit.prompts.test_template_support import save
 from triton_openai.api.responses.conversations import ConversationObject, claimed
 from triton_openai.api.responses.items import Sources
 from triton_openai.api.responses.objects import INTERRUPTED, OutputMessage, OutputText, ResponseObject
-from triton_openai.api.responses.stored import STATE, ResponseStore, StoredResponse
+from triton_openai.api.responses.stored import ResponseStore, StoredResponse
+from triton_openai.app import SERVICE
 from triton_openai.config.tree import (
     ModelDefaults,
     ModelSettings,
@@ -120,7 +121,7 @@ async def test_a_deleted_response_in_the_middle() -> None:
             body = {"model": "m", "input": f"turn {turn}", "previous_response_id": made[-1]}
             made.append((await proxy.post("/v1/responses", body)).json["id"])
         body = {"model": "m", "input": "now", "previous_response_id": made[3]}
-        state = proxy.client.app[STATE]
+        state = proxy.client.app[SERVICE].responses
         for gone, left in ((None, "0123"), (2, "013"), (0, "13")):
             if gone is not None:
                 assert 200 == (await send(proxy, "DELETE", f"/v1/responses/{made[gone]}", None)).status
@@ -154,7 +155,9 @@ async def test_a_parent_that_is_deleted_meanwhile(monkeypatch: pytest.MonkeyPatc
             body = {"model": "m", "input": f"turn {turn}", "previous_response_id": made[-1] if made else None, **more}
             answer = await proxy.post("/v1/responses", body)
             made.append(re.findall(rb'"(resp_\w+)"', answer.body)[0].decode())
-        found = await proxy.client.app[STATE].history(made[3], "", "previous_response_id", most=9, most_size=9999)
+        found = await proxy.client.app[SERVICE].responses.history(
+            made[3], "", "previous_response_id", most=9, most_size=9999
+        )
         assert [made[3], made[2], made[0]] == [link.key for link in found.links]
 
 
@@ -318,7 +321,7 @@ async def test_a_background_response_that_is_being_kept(monkeypatch: pytest.Monk
         made = (await proxy.post("/v1/responses", {"model": "m", "input": "Hi", "background": True})).json
         await asyncio.wait_for(writing.wait(), 30)
         # Another process would not find it.
-        log = proxy.client.app[STATE].live.pop(made["id"])
+        log = proxy.client.app[SERVICE].responses.live.pop(made["id"])
         await proxy.post(f"/v1/responses/{made['id']}/cancel", {})
         kept.set()
         assert log.task is not None
