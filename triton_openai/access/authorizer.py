@@ -13,10 +13,10 @@ import structlog
 from aiohttp import web
 from multidict import CIMultiDictProxy
 
-from triton_openai.access.keys import ApiKey, Keys, Restrictions, RouteGroup, identify, sha256
+from triton_openai.access.keys import NO_KEY, ApiKey, Keys, Restrictions, RouteGroup, identify, sha256
 from triton_openai.access.rate_limits import LimitStore, RateLimit, RateLimits, Reservation
 from triton_openai.config.files import LOOK_SECONDS
-from triton_openai.config.tree import AccessSettings
+from triton_openai.config.tree import AccessSettings, GatewaySettings
 from triton_openai.errors import InvalidRequest, holds_key
 from triton_openai.tasks import cancel
 
@@ -81,23 +81,29 @@ class Authorizer:
             raise InvalidRequest("The gateway's fairness id must have 1 to 128 printable ASCII characters.")
         if holds_key(tenant):
             tenant = sha256(tenant).hex()[:16]
-        key = ApiKey(name=tenant) if key is None else msgspec.structs.replace(key, name=f"{key.name}/{tenant}")
-        if key.limit != RateLimit():
-            return key
-        limit = RateLimit(**{name: getattr(gateway, name) for name in RateLimit.__struct_fields__})
-        return msgspec.structs.replace(key, limit=limit)
+        return _of_tenant(key, tenant, gateway)
 
     def named(self, name: str) -> ApiKey | None:
-        """Return the key called *name*, or that of a tenant of the gateway; ``None`` if it is not there any more."""
+        """
+        Return the key called *name*, or that of a tenant of the gateway; ``None`` if it is not there any more.
+
+        It has the rights and limits that a request has with it.
+        """
         ring, gateway = self.keys.ring, self.gateway
         if ring is None:
-            return ApiKey(name=name) if gateway is not None or not name else None
+            if not name:
+                return NO_KEY
+            return None if gateway is None else _of_tenant(None, name, gateway)
         # No key has a slash in its name.
-        base, slash, _ = name.partition("/")
-        if slash and gateway is None:
+        base, slash, tenant = name.partition("/")
+        keys = [key for key in ring.values() if key.name == base]
+        if not keys:
             return None
-        found = next((key for key in ring.values() if key.name == base), None)
-        return None if found is None else msgspec.structs.replace(found, name=name)
+        # The file's entry, which is the one with limits, comes after the keys of the settings.
+        key = keys[-1]
+        if not slash:
+            return key
+        return None if gateway is None else _of_tenant(key, tenant, gateway)
 
     async def admit(self, key: ApiKey) -> Reservation:
         """Count a request of *key* as running; the reservation's ``refusal`` is set if the key's limits forbid it."""
@@ -119,6 +125,15 @@ class Authorizer:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             await self.keys.look()
+
+
+def _of_tenant(key: ApiKey | None, tenant: str, gateway: GatewaySettings) -> ApiKey:
+    """Return the key of a *tenant* that *gateway* names, which sends *key* if the service asks for keys."""
+    key = ApiKey(name=tenant) if key is None else msgspec.structs.replace(key, name=f"{key.name}/{tenant}")
+    if key.limit != RateLimit():
+        return key
+    limit = RateLimit(**{name: getattr(gateway, name) for name in RateLimit.__struct_fields__})
+    return msgspec.structs.replace(key, limit=limit)
 
 
 AUTHORIZER: web.AppKey[Authorizer] = web.AppKey("authorizer", Authorizer)

@@ -40,6 +40,8 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     #: Whether it may use files and batches.
     batch: bool = True
     limit: RateLimit = RateLimit()
+    #: The SHA-256 digest of its text; empty for the tenants of a gateway that asks for no keys.
+    digest: bytes = b""
 
     def allows(self, model: str) -> bool:
         """Return whether the key opens the model that clients call *model*."""
@@ -53,7 +55,10 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     def check_may_batch(self) -> None:
         """Raise :class:`KeyNotSufficient` where the key is not for files and batches."""
         if not self.batch:
-            raise KeyNotSufficient(f"The key '{self.name}' may not use files and batches.")
+            raise KeyNotSufficient(
+                f"The key '{self.name}' may not use files and batches: its entry in the file of API keys does not say "
+                "'batch: true'."
+            )
 
     def check_opens_everything(self) -> None:
         """Raise :class:`KeyNotSufficient` where the key opens certain models: for it there are no others."""
@@ -67,7 +72,8 @@ class _Entry(RateLimit, frozen=True, forbid_unknown_fields=True, kw_only=True):
     sha256: _Digest | tuple[_Digest, ...] = ()
     models: tuple[Annotated[str, Meta(min_length=1)], ...] | None = None
     manage: bool = True
-    batch: bool = True
+    #: Without a value, only a limit of batches opens them: a file may be older than batches are.
+    batch: bool | None = None
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,7 +112,7 @@ def _from_settings(texts: Iterable[str]) -> Iterator[tuple[bytes, ApiKey]]:
         name, named, key = text.rpartition(":")
         digest = sha256(key)
         # Enough to distinguish keys, too little to guess one.
-        yield digest, ApiKey(name=name if named else f"key-{digest.hex()[:8]}")
+        yield digest, ApiKey(name=name if named else f"key-{digest.hex()[:8]}", digest=digest)
 
 
 def _from_file(file: Path | None) -> Iterator[tuple[bytes, ApiKey]]:
@@ -124,8 +130,16 @@ def _from_file(file: Path | None) -> Iterator[tuple[bytes, ApiKey]]:
         if not digests:
             raise ConfigurationError(f"{where} has neither a key nor a sha256.")
         limit = msgspec.convert(entry, RateLimit, from_attributes=True)
-        key = ApiKey(name=entry.name, models=entry.models, manage=entry.manage, batch=entry.batch, limit=limit)
-        yield from ((digest, key) for digest in digests)
+        batch = entry.batch
+        if batch is None:
+            batch = entry.batch_tokens_per_minute is not None
+        for digest in digests:
+            yield (
+                digest,
+                ApiKey(
+                    name=entry.name, models=entry.models, manage=entry.manage, batch=batch, limit=limit, digest=digest
+                ),
+            )
 
 
 def _read(file: Path) -> _File:
@@ -213,6 +227,28 @@ class Restrictions:
     def groups(self) -> Collection[Group]:
         """The groups that are restricted."""
         return self._headers.keys()
+
+    def proofs(self, groups: Iterable[Group], headers: CIMultiDictProxy[str], salt: str) -> dict[str, str]:
+        """
+        Return what shows later, to :meth:`opens`, that a request with *headers* was allowed to use *groups*.
+
+        It reveals neither header nor value. Raises :class:`ApiRestricted` for a group that the headers do not open.
+        """
+        proofs: dict[str, str] = {}
+        for group in groups:
+            self.check(group, headers)
+            if group in self._headers:
+                proofs[group] = self._proof(group, salt)
+        return proofs
+
+    def opens(self, groups: Iterable[Group], proofs: Mapping[str, str], salt: str) -> bool:
+        """Return whether the header that gave *proofs* still opens all *groups*."""
+        restricted = [group for group in groups if group in self._headers]
+        return all(hmac.compare_digest(proofs.get(group, ""), self._proof(group, salt)) for group in restricted)
+
+    def _proof(self, group: Group, salt: str) -> str:
+        name, digest = self._headers[group]
+        return hmac.new(digest, f"{salt}\n{name.lower()}".encode(), hashlib.sha256).hexdigest()
 
     def check(self, group: Group, headers: CIMultiDictProxy[str]) -> None:
         """Raise :class:`ApiRestricted` for a request without the header that opens *group*."""

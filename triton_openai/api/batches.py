@@ -12,10 +12,11 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import errors
+from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.api import agents
 from triton_openai.api.agents import Page
 from triton_openai.api.bodies import json_response, read_json
-from triton_openai.api.lines import endpoints
+from triton_openai.api.lines import endpoints, groups_of
 from triton_openai.api.responses.objects import Metadata, ResponseUsage
 from triton_openai.api.service import OPERATIONS_BY_HANDLER, key_of, new_id, service_of
 from triton_openai.api.uploaded_files import ExpiresAfter, files_of, find_file, page_found, too_much
@@ -107,8 +108,10 @@ async def create(request: web.Request) -> web.Response:
     if file.bytes > files.settings.max_batch_size:
         raise errors.InvalidValue("The input file is too large for a batch.", "input_file_id")
     now = time.time()
+    batch_id = new_id("batch", "_")
     batch = Batch(
-        id=new_id("batch", "_"),
+        id=batch_id,
+        opened=proofs_of(request, body.endpoint, batch_id),
         owner=key_of(request).name,
         kind="openai",
         endpoint=body.endpoint,
@@ -121,6 +124,16 @@ async def create(request: web.Request) -> web.Response:
     )
     await add(request, batch, "input_file_id")
     return json_response(batch_object(batch))
+
+
+def proofs_of(request: web.Request, endpoint: str, batch_id: str) -> dict[str, str]:
+    """
+    Return what shows that *request* may make the batch *batch_id*, whose lines ask *endpoint*.
+
+    Raises :class:`ApiRestricted` unless it has every header that its lines would need as requests of their own.
+    """
+    restrictions = request.app[AUTHORIZER].restrictions
+    return restrictions.proofs(groups_of(request.app, endpoint), request.headers, batch_id)
 
 
 async def add(request: web.Request, batch: Batch, param: str) -> None:

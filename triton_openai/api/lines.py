@@ -8,7 +8,7 @@ batches begins it where there is room, and tries again if there is none any more
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -21,15 +21,15 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from triton_openai import errors
 from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.access.keys import KEY, ApiKey
-from triton_openai.access.rate_limits import RateLimit, tokens_charged
+from triton_openai.access.rate_limits import RateLimit, Reservation, tokens_charged
 from triton_openai.api.bodies import FormRequest
 from triton_openai.api.service import OPERATIONS_BY_HANDLER, SERVICE, Operation, find_model
 from triton_openai.batches.batch_runner import Outcome
-from triton_openai.config.tree import BatchesSettings
+from triton_openai.config.tree import BatchesSettings, Group
 from triton_openai.config.worker import WORKER
 from triton_openai.draining import DRAINING
 from triton_openai.serving.middleware import ERROR_BODY, Observed
-from triton_openai.storage.batch_store import Batch, BatchUsage
+from triton_openai.storage.batch_store import Batch, BatchError, BatchUsage
 from triton_openai.telemetry.logging import LOG_FIELDS
 from triton_openai.telemetry.request_record import RECORD, RequestRecord, request_id
 
@@ -105,9 +105,12 @@ class LineHost:
     def longest_line(self) -> int:
         return self._app[SERVICE].settings.server.max_body_size
 
-    def knows(self, owner: str) -> bool:
-        key = self._app[AUTHORIZER].named(owner)
-        return key is not None and key.batch
+    def problem(self, batch: Batch) -> BatchError | None:
+        try:
+            self._key(batch)
+        except errors.InvalidRequest as error:
+            return BatchError(code=error.code, message=error.message)
+        return None
 
     def target(self, model: str) -> str | None:
         models = self._app[SERVICE].models
@@ -123,30 +126,40 @@ class LineHost:
 
     async def check(self, batch: Batch, model: str) -> None:
         request = LineRequest(self._app, self._by_path[batch.endpoint], batch.endpoint, b"")
-        request[KEY] = self._key(batch.owner)
+        request[KEY] = self._key(batch)
         await find_model(cast(web.Request, request), model)
 
-    def _key(self, owner: str) -> ApiKey:
-        key = self._app[AUTHORIZER].named(owner)
+    def _key(self, batch: Batch) -> ApiKey:
+        """
+        Return the key of *batch* as it is now.
+
+        Raises :class:`InvalidApiKey`, :class:`KeyNotSufficient` or :class:`ApiRestricted` if the key is not there any
+        more or has lost a right that the lines need.
+        """
+        authorizer = self._app[AUTHORIZER]
+        key = authorizer.named(batch.owner)
         if key is None:
-            raise errors.InvalidApiKey("The API key of the batch was removed.")
+            raise errors.InvalidApiKey("The API key of the batch was removed.", code="key_revoked")
+        key.check_may_batch()
+        if not authorizer.restrictions.opens(groups_of(self._app, batch.endpoint), batch.opened, batch.id):
+            raise errors.ApiRestricted(
+                "The API that the batch asks was restricted after the batch was made, or its header has a new value."
+            )
         return key
 
-    async def wait(self, owner: str) -> float:
-        key = self._app[AUTHORIZER].named(owner)
-        most = None if key is None else key.limit.batch_tokens_per_minute
-        return 0.0 if most is None else await self._count(owner, 0, RateLimit(tokens_per_minute=most))
+    async def admit(self, owner: str) -> Reservation | None:
+        authorizer = self._app[AUTHORIZER]
+        key = authorizer.named(owner)
+        if key is None:
+            # Its lines end with this error.
+            return None
+        tokens = key.limit.batch_tokens_per_minute
+        if tokens is not None:
+            limit = RateLimit(tokens_per_minute=tokens)
+            return await authorizer.admit(msgspec.structs.replace(key, name=_POOL + owner, limit=limit))
+        return await authorizer.admit(key) if key.limit.any else None
 
-    async def _count(self, owner: str, tokens: int, limit: RateLimit) -> float:
-        """Count *tokens* of batches, unless *owner* has to wait; return for how many seconds."""
-        limits = self._app[AUTHORIZER].limits
-        decision = await limits.admit(_POOL + owner, limit)
-        if decision.refusal is not None:
-            return decision.refusal.wait
-        limits.leave(_POOL + owner, tokens)
-        return 0.0
-
-    async def answer(self, batch: Batch, custom_id: str, body: bytes) -> Outcome:
+    async def answer(self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None) -> Outcome:
         app = self._app
         record = RequestRecord(
             request_id=request_id({}), method="POST", path=batch.endpoint, batch=batch.id, custom_id=custom_id
@@ -155,18 +168,16 @@ class LineHost:
         handler = self._by_path[batch.endpoint]
         request = cast(web.Request, LineRequest(app, handler, batch.endpoint, body))
         request[RECORD] = record
+        served = False
         with Observed(app, record):
             LOG_FIELDS.set(record.log_fields)
             try:
-                request[KEY] = key = self._key(batch.owner)
+                request[KEY] = self._key(batch)
                 response = await handler(request)
                 answer = response.body if isinstance(response, web.Response) else None
                 assert isinstance(answer, bytes), "a line was answered by a stream"
                 record.status = response.status
-                if key.limit.batch_tokens_per_minute is not None:
-                    # With a limit, so that there is an account.
-                    unlimited = RateLimit(concurrent_requests=2**53)
-                    await self._count(batch.owner, tokens_charged(record, served=True, cut_short=False), unlimited)
+                served = True
                 return Outcome(response.status, answer, record.request_id, usage=_usage(answer))
             except asyncio.CancelledError:
                 reason = app[DRAINING].reason()
@@ -179,6 +190,10 @@ class LineHost:
             except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
                 _log.exception("line failed", request_id=record.request_id, batch=batch.id)
                 error = errors.ServiceError()
+            finally:
+                if reservation is not None:
+                    cut_short = record.client_left or app[DRAINING].reason() is not None
+                    reservation.close(tokens_charged(record, served=served, cut_short=cut_short))
             record.error = error
             render = app.get(ERROR_BODY)
             made = (render and render(request, error)) or (error.status, error.envelope())
@@ -196,6 +211,12 @@ def endpoints(operations: Mapping[Handler, Operation]) -> Mapping[str, Handler]:
         and operation.request is not None
         and not issubclass(operation.request, FormRequest)
     }
+
+
+def groups_of(app: web.Application, endpoint: str) -> Sequence[Group]:
+    """Return the groups that a batch whose lines ask *endpoint* needs."""
+    operations = app[OPERATIONS_BY_HANDLER]
+    return "batch", operations[endpoints(operations)[endpoint]].group
 
 
 def _usage(answer: bytes) -> BatchUsage:

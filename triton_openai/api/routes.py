@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from http import HTTPStatus
 from typing import Any, TypeAlias
@@ -45,7 +45,7 @@ from triton_openai.api.responses import objects as response_types
 from triton_openai.api.service import OPERATIONS_BY_HANDLER, Operation, Query, service_of
 from triton_openai.api.tools import ToolDefinition
 from triton_openai.api.uploaded_files import FileUpload
-from triton_openai.config.tree import Settings
+from triton_openai.config.tree import Group, Settings
 from triton_openai.generation import Generation
 from triton_openai.jobs import ClassificationJob, EmbeddingJob, ScoreJob, SynthesisJob, TranscriptionJob, TranslationJob
 from triton_openai.media.formats import MEDIA_TYPES
@@ -129,13 +129,13 @@ def describe(settings: Settings) -> dict[str, Any]:
     """
     access = settings.access
     keys = bool(access.api_key) or access.api_keys_file is not None
-    restricted = Restrictions(access.openai_restricted_api).groups
+    restricted = frozenset(Restrictions(access.openai_restricted_api).groups)
     paths: dict[str, dict[str, Any]] = {}
     raised: dict[tuple[str, int], dict[type[errors.ServiceError], None]] = {}
     for operation in OPERATIONS:
         failures: dict[int, dict[str, Any]] = {}
         form = "Anthropic" if operation.anthropic else "Either" if operation.shared is not None else ""
-        for kind in _errors(operation, keys=keys, restricted=operation.group in restricted):
+        for kind in _errors(operation, keys=keys, restricted=not restricted.isdisjoint(_groups_needed(operation))):
             status = status_of(kind) if operation.anthropic else kind.status
             raised.setdefault((form, status), {})[kind] = None
             failures[status] = {"$ref": f"#/components/responses/{form}Error{status}"}
@@ -215,6 +215,13 @@ def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Sequence[t
         (True, operation.errors),
     )
     return [kind for applies, kinds in rules if applies for kind in kinds]
+
+
+def _groups_needed(operation: Operation) -> Collection[Group]:
+    """Return the groups that a request for *operation* may need: a batch also needs those of its lines."""
+    if operation.handler in (batches.create, message_batches.create):
+        return {operation.group, *COUNTED}
+    return {operation.group}
 
 
 def _schema(kind: type[msgspec.Struct]) -> dict[str, str]:

@@ -24,6 +24,7 @@ import msgspec
 import structlog
 
 from triton_openai import errors
+from triton_openai.access.rate_limits import Reservation
 from triton_openai.batches.file_folder import Files, Writing, on_disk, opened, write_at
 from triton_openai.batches.inputs import InputReader, id_and_body
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
@@ -113,8 +114,8 @@ class Host(Protocol):
     def longest_line(self) -> int:
         """The bytes that a line may have."""
 
-    def knows(self, owner: str) -> bool:
-        """Return whether the key *owner* is still there, and open to batches."""
+    def problem(self, batch: Batch) -> BatchError | None:
+        """Return why *batch* may not run any more: its key has lost a right that its lines need."""
 
     def target(self, model: str) -> str | None:
         """Return the Triton model behind the name *model*; ``None`` while it is not served."""
@@ -125,11 +126,15 @@ class Host(Protocol):
     async def check(self, batch: Batch, model: str) -> None:
         """Raise :class:`ModelNotFound` or :class:`UpstreamUnavailable` if a batch cannot ask *model*."""
 
-    async def wait(self, owner: str) -> float:
-        """Return the seconds for which *owner* has used up the tokens of batches."""
+    async def admit(self, owner: str) -> Reservation | None:
+        """
+        Count a line of *owner* against the limits of its key; ``None`` for a key without limits.
 
-    async def answer(self, batch: Batch, custom_id: str, body: bytes) -> Outcome:
-        """Return the answer to a line."""
+        The line may not begin if the reservation has a refusal. Raises :class:`ServiceError` if nobody can tell.
+        """
+
+    async def answer(self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None) -> Outcome:
+        """Return the answer to a line, and close its *reservation*."""
 
 
 class _Held:
@@ -186,7 +191,8 @@ class BatchRunner:
         self._holder = os.urandom(16).hex()
         self._held: dict[str, _Held] = {}
         self._limits: dict[str, Limit] = {}
-        self._tokens_at: dict[str, float] = {}
+        # When each owner that has used up the limits of its key may begin lines again.
+        self._due: dict[str, float] = {}
         # When each owner had its last turn.
         self._turns: dict[str, int] = {}
         self._order = count()
@@ -326,6 +332,8 @@ class BatchRunner:
         settings = self._host.settings
         if self._host.stopping or settings.paused or not is_open(settings.hours):
             return
+        now = time.monotonic()
+        self._due = {owner: due for owner, due in self._due.items() if due > now}
         if (suspect := self._suspect()) is not None or any(limit.suspect for limit in self._limits.values()):
             # It runs alone, and is kept before the next one runs: no line has to answer for another one.
             busy = any(limit.running for limit in self._limits.values())
@@ -334,14 +342,9 @@ class BatchRunner:
                 limit.running, limit.suspect = 1, True
                 await self._start(suspect[0], [(suspect[1].popleft(), limit, False)])
             return
-        now = time.monotonic()
-        self._tokens_at = {owner: due for owner, due in self._tokens_at.items() if due > now}
-        for owner in {held.batch.owner for held in self._held.values()} - self._tokens_at.keys():
-            if wait := await self._host.wait(owner):
-                self._tokens_at[owner] = now + wait
         by_owner: dict[str, list[_Held]] = {}
         for held in sorted(self._held.values(), key=lambda held: held.batch.created):
-            if held.batch.owner not in self._tokens_at:
+            if held.batch.owner not in self._due:
                 by_owner.setdefault(held.batch.owner, []).append(held)
         self._turns = {owner: self._turns.get(owner, -1) for owner in by_owner}
         owners = deque(sorted(by_owner, key=self._turns.__getitem__))
@@ -377,7 +380,8 @@ class BatchRunner:
     def _suspect(self) -> tuple[_Held, deque[Line]] | None:
         """Return a batch, and its lines of which the first one ran when processes died."""
         for held in self._held.values():
-            if held.batch.status == "in_progress" and not held.in_trouble:
+            waits = held.in_trouble or held.batch.owner in self._due
+            if held.batch.status == "in_progress" and not waits:
                 for model, lines in held.waiting.items():
                     if lines and 1 < lines[0].attempts < _ATTEMPTS and self._host.target(model) is not None:
                         return held, lines
@@ -392,26 +396,55 @@ class BatchRunner:
         return limit if limit.has_room(most) and self._host.room(target, limit.running) else None
 
     async def _start(self, held: _Held, picked: Sequence[tuple[Line, Limit, bool]]) -> None:
+        """Begin those of the *picked* lines that the limits of their key admit; the others wait again."""
+        answers = await asyncio.gather(*(self._admit(held.batch.owner) for _ in picked))
+        self._put_back(held, [one for one, (admitted, _) in zip(picked, answers, strict=True) if not admitted])
+        picked = [one for one, (admitted, _) in zip(picked, answers, strict=True) if admitted]
+        reservations = [reservation for admitted, reservation in answers if admitted]
+        if not picked:
+            return
         try:
             await self._store.begin(held.batch, [line.number for line, _, _ in picked])
             contents = await on_disk(lambda: [os.pread(held.input, line.length, line.place) for line, _, _ in picked])
         except (ServiceError, LeaseLost) as error:
-            for line, limit, again in picked:
-                limit.leave()
-                if again:
-                    heapq.heappush(held.retrying, (0.0, next(self._order), line))
-                else:
-                    held.waiting.setdefault(line.model, deque()).appendleft(line)
+            for reservation in reservations:
+                if reservation is not None:
+                    reservation.close(0)
+            self._put_back(held, picked)
             if isinstance(error, LeaseLost):
                 self._lose(held)
                 return
             raise
-        for (line, limit, _), content in zip(picked, contents, strict=True):
-            task = asyncio.create_task(self._run(held, line, content, limit))
+        for (line, limit, _), content, reservation in zip(picked, contents, reservations, strict=True):
+            task = asyncio.create_task(self._run(held, line, content, limit, reservation))
             held.running[line.number] = task
-            task.add_done_callback(partial(self._left, held, line.number, limit))
+            task.add_done_callback(partial(self._left, held, line.number, limit, reservation))
 
-    async def _run(self, held: _Held, line: Line, content: bytes, limit: Limit) -> None:
+    async def _admit(self, owner: str) -> tuple[bool, Reservation | None]:
+        """Return whether the limits of *owner*'s key admit another line, and its reservation if there are limits."""
+        try:
+            reservation = await self._host.admit(owner)
+        except ServiceError as error:
+            wait = error.retry_after or _POLL
+        else:
+            if reservation is None or reservation.refusal is None:
+                return True, reservation
+            wait = reservation.refusal.retry_after or _POLL
+        self._due[owner] = time.monotonic() + wait
+        return False, None
+
+    def _put_back(self, held: _Held, picked: Sequence[tuple[Line, Limit, bool]]) -> None:
+        """Let *picked* lines, which have not begun, wait again where they were."""
+        for line, limit, again in reversed(picked):
+            limit.leave()
+            if again:
+                heapq.heappush(held.retrying, (0.0, next(self._order), line))
+            else:
+                held.waiting.setdefault(line.model, deque()).appendleft(line)
+
+    async def _run(
+        self, held: _Held, line: Line, content: bytes, limit: Limit, reservation: Reservation | None
+    ) -> None:
         """Have a line answered, and keep its result, or let it wait for another attempt."""
         batch, began = held.batch, time.monotonic()
         try:
@@ -422,7 +455,7 @@ class BatchRunner:
                 )
                 outcome = Outcome(error.status, error.envelope(), error=error)
             else:
-                outcome = await self._host.answer(batch, custom_id, body)
+                outcome = await self._host.answer(batch, custom_id, body, reservation)
             if not self._again(held, line, outcome, limit, began):
                 state = SUCCEEDED if outcome.error is None else FAILED
                 data = rendered(batch, line.number, custom_id, outcome)
@@ -433,8 +466,13 @@ class BatchRunner:
         except Exception:  # noqa: BLE001 - the last resort: it is tried again when another process takes the batch
             _log.exception("a line failed", batch=batch.id)
 
-    def _left(self, held: _Held, number: int, limit: Limit, _: object) -> None:
+    def _left(self, held: _Held, number: int, limit: Limit, reservation: Reservation | None, _: object) -> None:
         """Count a line out. Not where it runs: a task that is cancelled before it has begun never does."""
+        if reservation is not None:
+            reservation.close(0)
+            # A key that may have a few requests at the same time has room for another one now.
+            if self._due.get(held.batch.owner, 0.0) <= time.monotonic() + _POLL:
+                self._due.pop(held.batch.owner, None)
         held.urgent |= limit.suspect
         if limit.suspect or len(held.done) >= _GROUP:
             held.full.set()
@@ -514,12 +552,16 @@ class BatchRunner:
             await self._finalize(held)
             return
         if "validated_at" not in batch.times:
-            await self._validate(held)
+            problem = self._host.problem(batch)
+            if problem is None:
+                await self._validate(held)
+            else:
+                held.problems = [problem]
             return
         await self._keep(held)
         batch, now = held.batch, time.time()
         outcome = ""
-        if not self._host.knows(batch.owner):
+        if self._host.problem(batch) is not None:
             outcome = "failed"
         elif batch.status == "cancelling":
             outcome = "cancelled"
@@ -645,12 +687,14 @@ class BatchRunner:
         self._woken.set()
 
     async def _decide(self, held: _Held, outcome: Any) -> None:
+        problem = self._host.problem(held.batch)
+
         def decide(found: Batch) -> None:
             found.outcome = "cancelled" if found.status == "cancelling" and outcome == "completed" else outcome
             if found.status != "cancelling":
                 found.enter("finalizing")
             if outcome == "failed":
-                found.problems = [BatchError(code="key_revoked", message="The API key of the batch was removed.")]
+                found.problems = [] if problem is None else [problem]
             never = found.total - found.succeeded - found.failed
             if found.succeeded or (found.kind == "anthropic" and found.total):
                 found.output = f"file-{os.urandom(16).hex()}"

@@ -115,6 +115,8 @@ class Batch(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None = None
     #: The ``traceparent`` of the request that made it, if that was traced.
     trace: str = ""
+    #: By restricted group: what shows that the request that made it was allowed to use the group.
+    opened: dict[str, str] = {}
     #: Seconds that its files are kept; ``None`` for the usual time.
     output_seconds: int | None = None
     #: That of all lines, if they have the same.

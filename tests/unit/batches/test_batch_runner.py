@@ -28,8 +28,11 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from tests.cases import every_case
+from tests.clock import Clock
 from tests.store_fixture import Bucket, Place, Server, local
 from triton_openai import errors
+from triton_openai.access.rate_limits import RateLimit, RateLimits, Reservation
 from triton_openai.api.uploaded_files import FILES
 from triton_openai.app import create_app
 from triton_openai.batches import batch_runner as runner_module
@@ -41,7 +44,15 @@ from triton_openai.batches.inputs import InputReader
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
 from triton_openai.config.tree import BatchesSettings, FilesSettings, Settings
 from triton_openai.config.worker import Worker
-from triton_openai.storage.batch_store import ROW_SIZE, Batch, BatchUsage, LeaseLost, StoredFile, failed_write
+from triton_openai.storage.batch_store import (
+    ROW_SIZE,
+    Batch,
+    BatchError,
+    BatchUsage,
+    LeaseLost,
+    StoredFile,
+    failed_write,
+)
 from triton_openai.telemetry.metrics import Metrics
 
 OWNER = "me"
@@ -73,11 +84,12 @@ class Host:
         self.owners = {OWNER, "you"}
         self.served = {"m": "M", "n": "N"}
         self.busy = False
-        self.tokens_wait = 0.0
+        #: What a key may use; lines wait once it is used up.
+        self.limits, self.limit = RateLimits(), RateLimit()
         self.away, self.checks = False, 0
 
-    def knows(self, owner: str) -> bool:
-        return owner in self.owners
+    def problem(self, batch: Batch) -> BatchError | None:
+        return None if batch.owner in self.owners else BatchError(code="key_revoked", message="It was removed.")
 
     def target(self, model: str) -> str | None:
         return self.served.get(model)
@@ -92,10 +104,12 @@ class Host:
         if model not in self.served:
             raise errors.ModelNotFound(model)
 
-    async def wait(self, owner: str) -> float:
-        return self.tokens_wait
+    async def admit(self, owner: str) -> Reservation | None:
+        if not self.limit.any:
+            return None
+        return Reservation(self.limits, owner, await self.limits.admit(owner, self.limit))
 
-    async def answer(self, batch: Batch, custom_id: str, body: bytes) -> Outcome:
+    async def answer(self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None) -> Outcome:
         self.calls[custom_id] += 1
         self.order.append((batch.owner, custom_id))
         self.running.add(custom_id)
@@ -105,6 +119,8 @@ class Host:
             await self.may_answer.wait()
         finally:
             self.running.discard(custom_id)
+            if reservation is not None:
+                reservation.close(10)
         if custom_id in self.refused:
             error = errors.InvalidRequest("no")
             return Outcome(error.status, error.envelope(), "r", error)
@@ -552,6 +568,40 @@ async def test_a_removed_key_ends_its_batches(place: Place) -> None:
         one.host.owners.clear()
         done = await one.ended(batch)
         assert ("failed", "key_revoked") == (done.status, done.problems[0].code)
+
+
+@every_case("limit, at_once", [
+    (RateLimit(requests_per_minute=3), 3),
+    (RateLimit(tokens_per_minute=30), 4),
+    (RateLimit(concurrent_requests=2), 2),
+])  # fmt: skip
+async def test_lines_wait_for_the_limits_of_their_key(limit: RateLimit, at_once: int, clock: Clock) -> None:
+    """
+    No more lines of a key begin in a minute, or run at the same time, than its limits allow; the others wait.
+
+    Lines of another key go on meanwhile. Waiting costs no attempt, and every line succeeds in the end.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        async with process(Path(folder)) as one:
+            one.host.limit, one.host.limits = limit, RateLimits(clock)
+            names = [f"mine-{number}" for number in range(7)]
+            mine = await one.batch(names)
+            yours = await one.batch(["yours"], owner="you", name="batch_2")
+            await one.ended(yours)
+            per_minute = limit.concurrent_requests is None
+            if per_minute:
+                async with asyncio.timeout(20):
+                    while OWNER not in one.runner._due:  # noqa: ASYNC110 - nothing tells of it
+                        await asyncio.sleep(0)
+                assert 3 <= sum(name.startswith("mine") for _, name in one.host.order) <= at_once + 1
+            while (await one.seen(mine)).open:
+                if per_minute and not one.host.running:
+                    clock.advance(15)
+                await asyncio.sleep(0)
+            done = await one.seen(mine)
+            assert (7, 0) == (done.succeeded, done.failed)
+            assert dict.fromkeys(names, 1) == {name: one.host.calls[name] for name in names}
+            assert one.host.most_seen <= max(at_once, 1) + 1
 
 
 def _asks(host: Host, name: str, _: Batch) -> bool:

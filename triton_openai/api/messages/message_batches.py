@@ -17,7 +17,7 @@ from msgspec import Meta
 from triton_openai import errors, offload
 from triton_openai.api import agents
 from triton_openai.api.agents import Page
-from triton_openai.api.batches import add, cancel_batch, find_batch
+from triton_openai.api.batches import add, cancel_batch, find_batch, proofs_of
 from triton_openai.api.bodies import json_response, parse_json
 from triton_openai.api.messages.message_events import add_request_id
 from triton_openai.api.service import find_model, key_of, new_id, service_of
@@ -92,6 +92,8 @@ async def create(request: web.Request) -> web.Response:
     """Run requests for messages below live traffic. Most of their parameters are looked at when they run."""
     files, service = files_of(request), service_of(request)
     add_request_id(request[RECORD])
+    batch_id = new_id("msgbatch", "_")
+    opened = proofs_of(request, _PATH, batch_id)
     data = await read_body(request, request.app[LIMITS])
     request[RECORD].body_size = len(data)
     offload.json_decoder(MessageBatchRequest)
@@ -103,7 +105,8 @@ async def create(request: web.Request) -> web.Response:
         await find_model(request, model)
     now = time.time()
     batch = Batch(
-        id=new_id("msgbatch", "_"),
+        id=batch_id,
+        opened=opened,
         owner=key_of(request).name,
         kind="anthropic",
         endpoint=_PATH,
