@@ -141,7 +141,8 @@ def create_app(
     app[LIMITS] = settings.limits
     app[STATE] = ResponseStore(open_store(settings.responses), settings.responses)
     app[CORS] = Cors(settings.access)
-    authorizer = app[AUTHORIZER] = Authorizer(settings.access, limits=_limits(settings.access, shared, metrics))
+    limits = _limits(settings.access, shared, metrics)
+    authorizer = app[AUTHORIZER] = Authorizer(settings.access, limits=limits, draining=draining)
     if send_spans is not None:
         # First, so that it ends last: when everything else has ended, so have all spans.
         app.cleanup_ctx.append(send_spans)

@@ -17,6 +17,8 @@ from triton_openai.access.keys import NO_KEY, ApiKey, Keys, Restrictions, RouteG
 from triton_openai.access.rate_limits import LimitStore, RateLimit, RateLimits, Reservation
 from triton_openai.config.files import LOOK_SECONDS
 from triton_openai.config.tree import AccessSettings, GatewaySettings
+from triton_openai.config.worker import WORKER
+from triton_openai.draining import Draining
 from triton_openai.errors import InvalidRequest, holds_key
 from triton_openai.tasks import cancel
 
@@ -33,17 +35,23 @@ def gateway_header(headers: Mapping[str, str], what: Literal["objective", "fairn
 
 class Authorizer:
     """
-    Authenticates clients. *limits* counts the requests of keys.
+    Authenticates clients. *limits* counts the requests of keys, and *draining* ends those of keys that are removed.
 
     Raises :class:`ConfigurationError` for keys that cannot be used.
     """
 
-    def __init__(self, settings: AccessSettings, *, limits: LimitStore | None = None) -> None:
+    def __init__(
+        self, settings: AccessSettings, *, limits: LimitStore | None = None, draining: Draining | None = None
+    ) -> None:
         self.limits: LimitStore = limits or RateLimits()
+        self._draining = draining or Draining()
+        # Of all workers, one warns.
+        self._warns = False
         self._take(settings, Keys(settings))
 
     def _take(self, settings: AccessSettings, keys: Keys) -> None:
         self.keys = keys
+        self._keys_changed()
         self.restrictions = Restrictions(settings.openai_restricted_api)
         #: ``None`` where the gateway is not trusted.
         self.gateway = settings.gateway if settings.trust_gateway else None
@@ -113,8 +121,17 @@ class Authorizer:
         """Return what puts new *settings* of keys and restrictions in force. Raises :class:`ConfigurationError`."""
         return partial(self._take, settings, Keys(settings, again=True))
 
+    def _keys_changed(self) -> None:
+        if self._warns:
+            self.keys.warn_of_readers()
+        if self.keys.ring is not None:
+            self._draining.end_removed_keys(self.keys.ring)
+
     async def run(self, app: web.Application) -> AsyncIterator[None]:
         """Watch the file of keys while *app* runs."""
+        self._warns = app[WORKER].index == 0
+        if self._warns:
+            self.keys.warn_of_readers()
         watching = asyncio.create_task(self.watch())
         yield
         await cancel(watching)
@@ -124,7 +141,8 @@ class Authorizer:
         """Read the file of keys again after each change, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            await self.keys.look()
+            if await self.keys.look():
+                self._keys_changed()
 
 
 def _of_tenant(key: ApiKey | None, tenant: str, gateway: GatewaySettings) -> ApiKey:

@@ -17,7 +17,7 @@ from msgspec import Meta
 from multidict import CIMultiDictProxy
 
 from triton_openai.access.rate_limits import RateLimit
-from triton_openai.config.files import FileWatch, read_yaml
+from triton_openai.config.files import FileWatch, read_yaml, warn_of_readers
 from triton_openai.config.tree import AccessSettings, Group, RestrictedApi
 from triton_openai.errors import ApiRestricted, ConfigurationError, InvalidApiKey, KeyNotSufficient, ManagementDisabled
 
@@ -166,12 +166,23 @@ class Keys:
         self._file.check("file of API keys")
         return read_keys(self._settings)
 
-    async def look(self) -> None:
-        """Read the file again if it has changed. What is wrong with it is logged, and the keys stay in force."""
+    async def look(self) -> bool:
+        """
+        Read the file again if it has changed, and return whether other keys are in force now.
+
+        What is wrong with it is logged, and the keys stay in force.
+        """
+        changed = False
         if await self._file.look(settled=True):
             with self._file.reading():
                 self.ring = await asyncio.to_thread(self._read_again)
+                changed = True
                 _log.info("API keys are read again", names=len({key.name for key in (self.ring or {}).values()}))
+        return changed
+
+    def warn_of_readers(self) -> None:
+        """Log a warning if every user of this machine can read the file."""
+        warn_of_readers(self._settings.api_keys_file, "file of API keys")
 
 
 # Azure's and Anthropic's clients have headers of their own.

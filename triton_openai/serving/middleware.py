@@ -51,7 +51,7 @@ class Observed:
         self._draining, self._observers, self._record = app[DRAINING], app[OBSERVERS], record
 
     def __enter__(self) -> None:
-        self._task = self._draining.enter()
+        self._task = self._draining.enter(self._record)
         self._observers.started(self._record)
 
     def __exit__(self, *_: object) -> None:
@@ -86,6 +86,7 @@ def _middleware(app: web.Application) -> Middleware:
                     request[KEY] = key or NO_KEY
                     if key is not None:
                         record.key = key.name
+                        record.key_digest = key.digest
                         if key.limit.any and group in COUNTED and request.method == "POST":
                             reservation = request[RESERVATION] = await authorizer.admit(key)
                             record.headers = reservation.headers

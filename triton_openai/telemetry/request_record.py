@@ -113,6 +113,8 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     began: float = msgspec.field(default_factory=time.monotonic)
     #: The name of the API key.
     key: str | None = None
+    #: The SHA-256 digest of its text, which no log has.
+    key_digest: bytes = b""
     #: The batch that the request is a line of, and the name that the client gave it.
     batch: str | None = None
     custom_id: str | None = None
