@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
@@ -22,6 +23,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import msgspec
 
 from triton_openai.errors import ServiceOverloaded
+from triton_openai.shares import SHARING_KEY, may_take
 
 _T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")
@@ -80,25 +82,32 @@ class Lane:
 
     def __init__(self, *, long: bool) -> None:
         self._threads = ThreadPoolExecutor(1 if long else _SHORT_THREADS, "long-work" if long else "work")
-        # Microseconds of work that runs or waits.
-        self._cost = 0.0
+        # Microseconds of work that runs or waits, by key.
+        self._costs: defaultdict[str | None, float] = defaultdict(float)
         self._lock = Lock()
 
     def submit(self, function: Callable[[], _T], cost: float, refusable: bool) -> Future[_T]:
         """Return the future of a call. Raises :class:`ServiceOverloaded`."""
+        key = SHARING_KEY.get()
         with self._lock:
-            if refusable and self._cost > INLINE and self._cost + cost > _MOST_WORK:
+            total = sum(self._costs.values())
+            # The first piece of work is done however long it takes.
+            free = _MOST_WORK - total if total > INLINE else math.inf
+            if refusable and not may_take(cost, own=self._costs.get(key, 0.0), free=free):
                 raise ServiceOverloaded(
-                    "Too many texts wait to be tokenized.", retry_after=math.ceil(self._cost / 1_000_000)
+                    "Too many texts wait to be tokenized.", retry_after=math.ceil(total / 1_000_000)
                 )
-            self._cost += cost
+            self._costs[key] += cost
         future = self._threads.submit(_frugal, function) if cost > _FRUGAL else self._threads.submit(function)
-        future.add_done_callback(lambda _: self._done(cost))
+        future.add_done_callback(lambda _: self._done(key, cost))
         return future
 
-    def _done(self, cost: float) -> None:
+    def _done(self, key: str | None, cost: float) -> None:
         with self._lock:
-            self._cost -= cost
+            self._costs[key] -= cost
+            # What is left of a sum of fractions is no work.
+            if self._costs[key] < 1:
+                del self._costs[key]
 
 
 @cache

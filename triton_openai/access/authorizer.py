@@ -20,6 +20,7 @@ from triton_openai.config.tree import AccessSettings, GatewaySettings
 from triton_openai.config.worker import WORKER
 from triton_openai.draining import Draining
 from triton_openai.errors import InvalidRequest, holds_key
+from triton_openai.shares import SHARING_KEY
 from triton_openai.tasks import cancel
 
 _log = structlog.get_logger("triton_openai.access")
@@ -51,10 +52,10 @@ class Authorizer:
 
     def _take(self, settings: AccessSettings, keys: Keys) -> None:
         self.keys = keys
-        self._keys_changed()
         self.restrictions = Restrictions(settings.openai_restricted_api)
         #: ``None`` where the gateway is not trusted.
         self.gateway = settings.gateway if settings.trust_gateway else None
+        self._keys_changed()
 
     def authenticate(self, headers: CIMultiDictProxy[str], group: RouteGroup | None) -> ApiKey | None:
         """
@@ -113,6 +114,10 @@ class Authorizer:
             return key
         return None if gateway is None else _of_tenant(key, tenant, gateway)
 
+    def share(self, key: ApiKey | None) -> None:
+        """Have the current request count for *key* where keys share something, see :mod:`triton_openai.shares`."""
+        SHARING_KEY.set(key.name if key is not None and self.several_keys else None)
+
     async def admit(self, key: ApiKey) -> Reservation:
         """Count a request of *key* as running; the reservation's ``refusal`` is set if the key's limits forbid it."""
         return Reservation(self.limits, key.name, await self.limits.admit(key.name, key.limit))
@@ -122,6 +127,9 @@ class Authorizer:
         return partial(self._take, settings, Keys(settings, again=True))
 
     def _keys_changed(self) -> None:
+        names = {key.name for key in (self.keys.ring or {}).values()}
+        #: Whether there are several keys or tenants, which share what they have together.
+        self.several_keys = len(names) > 1 or self.gateway is not None
         if self._warns:
             self.keys.warn_of_readers()
         if self.keys.ring is not None:

@@ -172,7 +172,8 @@ class LineHost:
         with Observed(app, record):
             LOG_FIELDS.set(record.log_fields)
             try:
-                request[KEY] = self._key(batch)
+                request[KEY] = key = self._key(batch)
+                app[AUTHORIZER].share(key)
                 response = await handler(request)
                 answer = response.body if isinstance(response, web.Response) else None
                 assert isinstance(answer, bytes), "a line was answered by a stream"

@@ -84,6 +84,7 @@ def _middleware(app: web.Application) -> Middleware:
                     group = groups.get(request.match_info.route)
                     key = authorizer.authenticate(request.headers, group)
                     request[KEY] = key or NO_KEY
+                    authorizer.share(key)
                     if key is not None:
                         record.key = key.name
                         record.key_digest = key.digest

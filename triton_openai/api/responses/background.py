@@ -26,6 +26,7 @@ from triton_openai.config.worker import WORKER
 from triton_openai.draining import DRAINING
 from triton_openai.generation import Delta
 from triton_openai.serving.middleware import Observed
+from triton_openai.shares import may_take
 from triton_openai.storage.store import Row
 from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.request_record import OBSERVERS, RequestRecord
@@ -47,8 +48,12 @@ def record_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -
     if not made.response.store:
         raise errors.InvalidValue("'background' needs the response to be stored.", "background")
     most = context.request.app[WORKER].share(context.service.settings.responses.max_background)
-    if len(made.state.live) + made.state.beginning >= most:
-        raise errors.ServiceOverloaded("Too many responses are being made in the background already.", retry_after=10)
+    state = made.state
+    free = most - len(state.live) - state.beginning.total()
+    own = sum(log.owner == made.owner for log in state.live.values()) + state.beginning[made.owner]
+    if not may_take(1, own=own, free=free):
+        whose = "Too many responses" if free <= 0 else "Too many responses of this key"
+        raise errors.ServiceOverloaded(f"{whose} are being made in the background already.", retry_after=10)
     context.service.admission.check(context.model.triton_model)
     return msgspec.structs.replace(
         context.record, request=None, began=time.monotonic(), stages=[], unknown_fields=(), stream=True, status=200

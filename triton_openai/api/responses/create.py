@@ -187,7 +187,7 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
     Whatever can be wrong with the request is found out before. Raises :class:`ServiceError`.
     """
     record = background.record_of(context, made)
-    made.state.beginning += 1
+    made.state.beginning[made.owner] += 1
     try:
         async with AsyncExitStack() as stack:
             asked, reading = await stack.enter_async_context(_chat(replace(context, record=record), made))
@@ -198,7 +198,9 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
             events = _events(made, reading, turn)
             await background.start(asked, made, turn, events, reading, stack)
     finally:
-        made.state.beginning -= 1
+        made.state.beginning[made.owner] -= 1
+        if not made.state.beginning[made.owner]:
+            del made.state.beginning[made.owner]
     if context.body.stream:
         return await send_events(context.request, background.ResumedEvents(made, -1))
     return json_response(made.response)

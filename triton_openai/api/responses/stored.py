@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -49,8 +50,8 @@ class ResponseStore:
         self._settings = settings
         #: The responses that this process makes in the background, by their ids.
         self.live: dict[str, EventLog] = {}
-        #: How many more are about to be.
-        self.beginning = 0
+        #: By owner, how many more are about to be.
+        self.beginning: Counter[str] = Counter()
 
     @property
     def keeps(self) -> bool:
