@@ -39,6 +39,7 @@ from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSER
 from triton_openai.prompts import infill
 from triton_openai.prompts.history import HistoryTemplate
 from triton_openai.serving.admission import Admission
+from triton_openai.serving.client_address import CLIENT_ADDRESSES, ClientAddresses
 from triton_openai.serving.middleware import add_middleware
 from triton_openai.serving.request_body import LIMITS
 from triton_openai.serving.workers.shared import SharedClient
@@ -48,7 +49,7 @@ from triton_openai.telemetry.access_log import AccessLog, ContentLog, UnknownFie
 from triton_openai.telemetry.exposition import EXPOSITION, Exposition
 from triton_openai.telemetry.gauges import ServedName, State
 from triton_openai.telemetry.logging import count_lost_lines
-from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, LIMITS_STORE_UP, LOG_LINES_LOST, Metrics
+from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, LIMITS_STORE_UP, LOG_LINES_LOST, TRACES_LOST, Metrics
 from triton_openai.telemetry.process import LOOP_LAG, LoopLag
 from triton_openai.telemetry.request_record import OBSERVERS, Observer, Observers
 from triton_openai.telemetry.tracing import Tracing
@@ -88,7 +89,7 @@ def create_app(
         tell=metrics.tell,
     )
     count_lost_lines(metrics.child(LOG_LINES_LOST).inc)
-    tracing, send_spans = _traces(settings)
+    tracing, send_spans = _traces(settings, metrics.child(TRACES_LOST).inc)
     characters = settings.server.log_content
     lag = LoopLag(metrics.child(EVENT_LOOP_LAG).observe)
     draining = Draining()
@@ -141,6 +142,7 @@ def create_app(
     app[LIMITS] = settings.limits
     app[STATE] = ResponseStore(open_store(settings.responses), settings.responses)
     app[CORS] = Cors(settings.access)
+    app[CLIENT_ADDRESSES] = ClientAddresses(settings.server.trusted_proxies)
     limits = _limits(settings.access, shared, metrics)
     authorizer = app[AUTHORIZER] = Authorizer(settings.access, limits=limits, draining=draining)
     if send_spans is not None:
@@ -207,8 +209,14 @@ def _open_files(settings: Settings) -> Files:
     return BucketFiles(settings.files, settings.batches)
 
 
-def _traces(settings: Settings) -> tuple[Observer, Callable[[web.Application], AsyncIterator[None]] | None]:
-    """Return the observer that makes or passes on spans, and a cleanup context that sends them, if they are sent."""
+def _traces(
+    settings: Settings, lost: Callable[[int], object]
+) -> tuple[Observer, Callable[[web.Application], AsyncIterator[None]] | None]:
+    """
+    Return the observer that makes or passes on spans, and a cleanup context that sends them, if they are sent.
+
+    *lost* is called with the number of requests whose spans were lost.
+    """
     traces = settings.traces
     if traces.otlp_endpoint is None:
         return Tracing(), None
@@ -225,7 +233,7 @@ def _traces(settings: Settings) -> tuple[Observer, Callable[[web.Application], A
 
     async def send(app: web.Application) -> AsyncIterator[None]:
         timeout = min(_LAST_SPANS_SECONDS, settings.server.shutdown_grace)
-        async with spans(traces, flush_timeout=timeout) as tracing.spans:
+        async with spans(traces, flush_timeout=timeout, lost=lost) as tracing.spans:
             yield
 
     return tracing, send

@@ -78,6 +78,8 @@ OTLP_PATH = "/v1/traces"
 _HEADER = r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$"
 # An optional name, and a key that can follow "Bearer " in a header.
 NAMED_KEY = r"^([A-Za-z0-9._-]{1,64}:)?[!-+\x2d-9;-~]{1,4096}$"
+# An address, or a network; whether it is one is found out when it is used.
+_NETWORK = r"^[0-9a-fA-F.:]+(/[0-9]{1,3})?$"
 _ORIGIN = r"^(\*|null|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^][/?#\s,:*]+)(:([0-9]+|\*))?)$"
 
 
@@ -113,6 +115,14 @@ class ServerSettings(_Group, frozen=True):
         Meta(ge=0, extra={"metavar": "N"}),
         _flag("Most waiting requests, divided among the workers; others get a 503.", live=True),
     ] = 1000
+    trusted_proxies: Annotated[
+        tuple[Annotated[str, Meta(pattern=_NETWORK)], ...],
+        _file_only(
+            "Address or network (10.0.0.0/8) of a proxy in front, whose X-Forwarded-For or Forwarded names the "
+            "client's address for log lines.",
+            form="an IP address, or a network such as 10.0.0.0/8",
+        ),
+    ] = ()
     queue_timeout: Annotated[
         Seconds, _file_only("Longest wait in the queue; then the request gets a 503.", live=True)
     ] = 30.0

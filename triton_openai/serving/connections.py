@@ -123,7 +123,8 @@ class Connection(web.RequestHandler):
                 error = HeadersTooLarge(
                     f"The request line or a header is too long, or it has more than {self.max_headers} headers."
                 )
-            record = RequestRecord(request_id=request_id, method="", path="")
+            # What is not HTTP has no headers that say more.
+            record = RequestRecord(request_id=request_id, method="", path="", client=request.remote)
             record.status, record.error, record.ended = error.status, error, time.monotonic()
             self._observer.started(record)
             self._observer.ended(record)

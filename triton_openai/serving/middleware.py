@@ -24,6 +24,7 @@ from triton_openai.access.keys import COUNTED, KEY, NO_KEY, ROUTE_GROUPS, ApiKey
 from triton_openai.access.rate_limits import RESERVATION, Reservation, tokens_charged
 from triton_openai.draining import DRAINING
 from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, ServiceError
+from triton_openai.serving.client_address import CLIENT_ADDRESSES
 from triton_openai.telemetry.exposition import EXPOSITION
 from triton_openai.telemetry.logging import LOG_FIELDS, warn
 from triton_openai.telemetry.request_record import OBSERVERS, RECORD, RequestRecord, request_id
@@ -63,11 +64,16 @@ class Observed:
 
 def _middleware(app: web.Application) -> Middleware:
     draining, authorizer, cors, groups = app[DRAINING], app[AUTHORIZER], app[CORS], app[ROUTE_GROUPS]
+    addresses = app[CLIENT_ADDRESSES]
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         record = request[RECORD] = RequestRecord(
-            request_id=request_id(request.headers), method=request.method, path=request.path, request=request
+            request_id=request_id(request.headers),
+            method=request.method,
+            path=request.path,
+            request=request,
+            client=addresses.address_of(request),
         )
         with Observed(app, record):
             # The task of a request, and with it the context, is its own.

@@ -145,6 +145,8 @@ class AccessLog(Observer):
         if record.method:
             fields["method"], fields["path"] = record.method, record.path
         fields["status"], fields["seconds"] = record.status, _rounded(record.duration)
+        if record.client is not None:
+            fields["client"] = record.client
         if record.key is not None:
             fields["key"] = record.key
         if record.batch is not None:

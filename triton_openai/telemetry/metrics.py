@@ -29,7 +29,7 @@ from prometheus_client.utils import floatToGoString
 from prometheus_client.values import MultiProcessValue
 
 from triton_openai.config.worker import Worker
-from triton_openai.errors import ConfigurationError, ServiceError, UpstreamError
+from triton_openai.errors import ConfigurationError, RateLimited, ServiceError, UpstreamError
 from triton_openai.telemetry.request_record import CLIENT_CLOSED_REQUEST, Observer, RequestRecord
 
 #: How a request ended; alerts are built on it.
@@ -38,6 +38,8 @@ Outcome: TypeAlias = Literal["answered", "invalid", "refused", "failed", "cancel
 OTHER = "other"
 #: ``gen_ai.provider.name``; the conventions have no name for Triton, and allow others.
 PROVIDER = "triton"
+# Keys with a label of their own, and the one for requests without a key.
+_MAX_KEYS = 101
 
 _DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
@@ -152,6 +154,20 @@ WORKERS_REPLACED = Instrument(
 LOG_LINES_LOST = Instrument(
     "triton_openai_log_lines_lost_total", (),
     "Log lines that could not be written: stderr failed, or was not read fast enough.",
+)  # fmt: skip
+KEY_TOKENS = Instrument(
+    "triton_openai_key_tokens_total", ("key", "type"),
+    "Tokens of prompts (input) and answers (output) by the name of the API key or of the gateway's tenant, batches "
+    "included, where known. Empty for requests without a key; beyond 100 names, 'other' stands for the rest.",
+)  # fmt: skip
+KEY_REFUSALS = Instrument(
+    "triton_openai_key_refusals_total", ("key", "reason"),
+    "Refused requests by key, as above, and by reason: the limit of the key that was reached (requests, tokens, "
+    "audio_seconds), else the error's code.",
+)  # fmt: skip
+TRACES_LOST = Instrument(
+    "triton_openai_traces_lost_total", (),
+    "Requests whose spans were lost: the collector did not take them, or too many waited.",
 )  # fmt: skip
 
 _ENDPOINT = ("endpoint", "model")
@@ -310,8 +326,8 @@ class Metrics(Observer, Collector):
     """
     The metrics of this process.
 
-    Only names of served models become labels, so a client cannot create series. ``folder`` is where all workers keep
-    their metrics, ``None`` for a single process.
+    Only names of served models and of keys become labels, so a client cannot create series. ``folder`` is where all
+    workers keep their metrics, ``None`` for a single process.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -319,6 +335,8 @@ class Metrics(Observer, Collector):
         replaces = self.folder is not None and share_between_workers(self.folder, worker.index)
         self._cell = None if self.folder is None else MultiProcessValue(lambda: worker.index)
         self._made: list[tuple[Instrument, Sequence[str], Series]] = []
+        # The keys that have a label of their own.
+        self._keys = {""}
         #: Returns the series of an instrument with these values of its labels.
         self.child = cache(self._make)
         for one in INSTRUMENTS:
@@ -375,6 +393,15 @@ class Metrics(Observer, Collector):
         self.child(QUEUED, *_model(record)).inc(-1)
         self.child(RUNNING, *_model(record)).inc()
 
+    def _key(self, record: RequestRecord) -> str:
+        """Return the label of the key of *record*: tenants of a gateway have names without end."""
+        key = record.key or ""
+        if key not in self._keys:
+            if len(self._keys) >= _MAX_KEYS:
+                return OTHER
+            self._keys.add(key)
+        return key
+
     def ended(self, record: RequestRecord) -> None:
         child, left, error = self.child, record.client_left, record.error
         model, adapter = _model(record)
@@ -385,6 +412,9 @@ class Metrics(Observer, Collector):
         code = "cancelled" if left else "" if error is None else error.code
         if error is not None and not left:
             child(ERRORS, operation, model, adapter, outcome, code).inc()
+            if outcome == "refused":
+                reason = error.kind if isinstance(error, RateLimited) else code
+                child(KEY_REFUSALS, self._key(record), reason).inc()
         if record.operation is None:
             return
         child(RUNNING, model, adapter).inc(-1)
@@ -410,6 +440,7 @@ class Metrics(Observer, Collector):
             if number % record.n == 0:
                 prompt_tokens = (prompt_tokens or 0) + usage.prompt_tokens
             child(TOKENS, model, adapter, "output").inc(usage.completion_tokens)
+            child(KEY_TOKENS, self._key(record), "output").inc(usage.completion_tokens)
             if answer.usage is not None:
                 child(OUTPUT_TOKENS, model, adapter).observe(usage.completion_tokens)
             if answer.first is not None and answer.ended is not None and answer.steps > 1 < usage.completion_tokens:
@@ -419,6 +450,7 @@ class Metrics(Observer, Collector):
             child(AUDIO_SECONDS, model, adapter, direction).inc(seconds)
         if prompt_tokens is not None:
             child(TOKENS, model, adapter, "input").inc(prompt_tokens)
+            child(KEY_TOKENS, self._key(record), "input").inc(prompt_tokens)
             child(INPUT_TOKENS, model, adapter).observe(prompt_tokens)
 
 

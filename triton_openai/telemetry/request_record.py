@@ -111,6 +111,8 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     method: str
     path: str
     began: float = msgspec.field(default_factory=time.monotonic)
+    #: The client's address.
+    client: str | None = None
     #: The name of the API key.
     key: str | None = None
     #: The SHA-256 digest of its text, which no log has.

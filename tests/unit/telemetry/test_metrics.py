@@ -22,10 +22,13 @@ from triton_openai.config.tree import MetricsSettings, ModelSettings, Settings, 
 from triton_openai.config.worker import Worker
 from triton_openai.errors import (
     ConfigurationError,
+    InvalidApiKey,
     InvalidRequest,
     ModelNotFound,
     Overloaded,
+    RateLimited,
     ServiceError,
+    ServiceOverloaded,
     UpstreamError,
     UpstreamUnavailable,
 )
@@ -33,6 +36,8 @@ from triton_openai.generation import FinishReason, Usage
 from triton_openai.telemetry.metrics import (
     INSTRUMENTS,
     INTER_TOKEN_LATENCY,
+    KEY_REFUSALS,
+    KEY_TOKENS,
     PROVIDER,
     Metrics,
     forget_worker,
@@ -405,3 +410,35 @@ async def test_triton_that_is_away() -> None:
         found = await scrape(proxy)
 
     assert 0 == found.sum("triton_openai_triton_up") == found.sum("triton_openai_models_served")
+
+
+def test_tokens_and_refusals_of_keys() -> None:
+    """An operator sees what each key uses and why it is refused; beyond a hundred names they are one."""
+    metrics = Metrics(Worker())
+
+    def seen(key: str | None, error: ServiceError | None = None) -> None:
+        record = RequestRecord(request_id="r", method="POST", path="/", key=key)
+        record.status, record.ended, record.error = 200 if error is None else error.status, record.began, error
+        if error is None:
+            record.identify("chat", model="m", adapter="a")
+            metrics.identified(record)
+            record.answers = [FakeAnswer(usage=Usage(prompt_tokens=5, completion_tokens=2))]
+        metrics.ended(record)
+
+    seen("a")
+    seen("a")
+    seen(None)
+    seen("a", RateLimited("x", kind="tokens", wait=1))
+    seen("a", RateLimited("x", kind="requests", wait=1))
+    seen(None, InvalidApiKey("x"))
+    seen("a", ServiceOverloaded("x"))
+    # A mistake of the client is no refusal.
+    seen("a", InvalidRequest("x"))
+    for number in range(200):
+        seen(f"tenant-{number}")
+    tokens = {labels: series.numbers[0] for one, labels, series in metrics._made if one is KEY_TOKENS}
+    refusals = {labels: series.numbers[0] for one, labels, series in metrics._made if one is KEY_REFUSALS}
+    assert (10, 4, 5) == (tokens["a", "input"], tokens["a", "output"], tokens["", "input"])
+    assert 101 * 5 == tokens["other", "input"]
+    assert 102 == len({key for key, _ in tokens})
+    assert {("a", "tokens"): 1, ("a", "requests"): 1, ("a", "overloaded"): 1, ("", "invalid_api_key"): 1} == refusals
