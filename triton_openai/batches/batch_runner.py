@@ -401,15 +401,18 @@ class BatchRunner:
         self._put_back(held, [one for one, (admitted, _) in zip(picked, answers, strict=True) if not admitted])
         picked = [one for one, (admitted, _) in zip(picked, answers, strict=True) if admitted]
         reservations = [reservation for admitted, reservation in answers if admitted]
+        if held.batch.status != "in_progress":
+            # It was cancelled or has ended while its lines were asked about.
+            self._release(reservations)
+            self._put_back(held, picked)
+            return
         if not picked:
             return
         try:
             await self._store.begin(held.batch, [line.number for line, _, _ in picked])
             contents = await on_disk(lambda: [os.pread(held.input, line.length, line.place) for line, _, _ in picked])
         except (ServiceError, LeaseLost) as error:
-            for reservation in reservations:
-                if reservation is not None:
-                    reservation.close(0)
+            self._release(reservations)
             self._put_back(held, picked)
             if isinstance(error, LeaseLost):
                 self._lose(held)
@@ -432,6 +435,12 @@ class BatchRunner:
             wait = reservation.refusal.retry_after or _POLL
         self._due[owner] = time.monotonic() + wait
         return False, None
+
+    @staticmethod
+    def _release(reservations: Sequence[Reservation | None]) -> None:
+        for reservation in reservations:
+            if reservation is not None:
+                reservation.close(0)
 
     def _put_back(self, held: _Held, picked: Sequence[tuple[Line, Limit, bool]]) -> None:
         """Let *picked* lines, which have not begun, wait again where they were."""
