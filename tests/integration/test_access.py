@@ -343,6 +343,20 @@ async def test_keys_that_may_not_manage(managing: Path) -> None:
         assert 200 == (await proxy.post("/v1/completions", COMPLETION, **{"api-key": "sk-user"})).status
 
 
+async def test_keys_for_some_models_unload_no_others(tmp_path: Path) -> None:
+    """The models of an ensemble go with it only for a key that opens all models."""
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys: [{name: some, key: sk-some, models: [m]}, {name: all, key: sk-all}]")
+    async with service(AccessSettings(api_keys_file=file), control="explicit") as proxy:
+        statuses = {}
+        for key in ("sk-some", "sk-all"):
+            body = {"unload_dependents": True}
+            answer = await proxy.post("/v1/models/m/unload", body, **{"api-key": key})
+            statuses[key] = answer.status, answer.error["code"]
+        assert (403, "key_not_sufficient") == statuses["sk-some"]
+        assert 403 != statuses["sk-all"][0]
+
+
 async def test_limits_with_the_official_client(keys_file: Path) -> None:
     """Answers say what is left, streams too; a refusal says when to come again."""
     async with service(AccessSettings(api_keys_file=keys_file)) as proxy, client_of(proxy, "sk-few") as client:

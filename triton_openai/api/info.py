@@ -194,8 +194,15 @@ async def load(request: web.Request) -> web.Response:
 
 
 async def unload(request: web.Request) -> web.Response:
-    """Unload a model after its running requests have ended."""
+    """
+    Unload a model after its running requests have ended.
+
+    Raises :class:`KeyNotSufficient` for the models of an ensemble if the key is limited to certain models.
+    """
     name, body = await _named(request, UnloadRequest)
+    if body.unload_dependents:
+        # They have names that the key may not open, and may be parts of other models.
+        key_of(request).check_opens_everything()
     model = await service_of(request).control.unload(
         name, dependents=body.unload_dependents, endpoint=request.query.get("endpoint")
     )

@@ -379,7 +379,7 @@ _INFERENCE = (
     *(*_TRITON, errors.UnsupportedParameter, errors.ContextLengthExceeded, errors.LoraNotLoaded),
     *(errors.Overloaded, errors.ServiceOverloaded),
 )
-_CONTROL = (*_TRITON, errors.ManagementDisabled, errors.ModelNotFound, errors.ModelConflict)
+_CONTROL = (*_TRITON, errors.ManagementDisabled, errors.KeyNotSufficient, errors.ModelNotFound, errors.ModelConflict)
 
 _PAGE: Query = {
     "limit": ("Most items that are wanted.", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
