@@ -94,7 +94,7 @@ async def create(request: web.Request) -> web.Response:
     """Upload a file. The requests of a batch are a file with a JSON object in each line."""
     files, settings = files_of(request), service_of(request).settings
     most = files.settings.max_size
-    form = Form(request, request.app[LIMITS], most=most + _FORM_SIZE)
+    form = Form(request, request.app[LIMITS], max_size=most + _FORM_SIZE)
     created = time.time()
     # Counted now, so that uploads at the same time do not exceed the limit together.
     file = StoredFile(
@@ -158,15 +158,16 @@ async def _read(request: web.Request, form: Form, writing: Writing, *, strict: b
         elif key in into:
             raise errors.InvalidRequest(f"The form has '{name}' twice.", param=name, code="invalid_value")
         elif name == "file":
-            if part.filename is None:
-                raise errors.InvalidRequest("'file' must be a file.", param="file", code="invalid_type")
             # Databases have no texts with a NUL.
-            name = part.filename[:_LONGEST_NAME].replace("\0", "\N{REPLACEMENT CHARACTER}")
+            name = (part.filename or name)[:_LONGEST_NAME].replace("\0", "\N{REPLACEMENT CHARACTER}")
             into[key] = FileField(name, part.media_type, b"")
             async for piece in part.pieces():
                 await writing.add(piece)
         else:
             text = await part.read(_FIELD_SIZE)
+            if not text:
+                # Clients write so what they do not set.
+                continue
             try:
                 # Some clients send the object as JSON.
                 into[key] = msgspec.json.decode(text) if name == "expires_after" else text.decode()

@@ -631,7 +631,7 @@ class LimitSettings(_Group, frozen=True):
     )
     header_timeout: Annotated[Seconds, _file_only("Longest time for a TLS handshake, and for a request's head.")] = 30.0
     body_timeout: Annotated[
-        Seconds, _file_only("Longest time for a request's body, plus a second for each 4096 bytes.")
+        Seconds, _file_only("Longest time for a request's body, plus a second for each 16 KiB.")
     ] = 30.0
     keepalive_timeout: Annotated[
         Seconds,

@@ -20,6 +20,7 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
+from triton_openai.byte_budget import Reservation
 from triton_openai.errors import ServiceError, holds_key, printable
 from triton_openai.generation import AnswerState, Usage, total_usage
 
@@ -163,6 +164,8 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     error: ServiceError | None = None
     client_left: bool = False
     ended: float | None = None
+    #: The memory for its media, which is given back at the end.
+    memory: Reservation | None = None
 
     def __post_init__(self) -> None:
         self.method, self.path = _shown(self.method, self.path)
@@ -187,11 +190,17 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         does in a process with many long-lived objects.
         """
         self.request, self.upstream = None, _NO_HEADERS
+        self.free_memory()
         for known in [self.error, *[answer.error for answer in self.answers]]:
             error: BaseException | None = known
             while error is not None:
                 error.__traceback__ = None
                 error = error.__context__
+
+    def free_memory(self) -> None:
+        """Give back the memory for its media."""
+        if self.memory is not None:
+            self.memory.shrink(0)
 
     @property
     def duration(self) -> float:
