@@ -420,13 +420,13 @@ async def test_a_hundred_uploads_at_once(recognizers: TestTriton, monkeypatch: p
     """The settings bound how many files are held at the same time; the others wait unread, and all are answered."""
     file = wav(speak(SENTENCE))
     held: list[int] = []
-    limits = AudioLimits(max_total_size=4 * len(file))
+    limits = AudioLimits(max_total_size=12 * len(file))
     async with serving(replace(settings_for(recognizers, "grpc"), audio=limits)) as proxy:
         await proxy.ready()
         reading = bodies.read_form
 
         async def watched(*arguments: Any, **options: Any) -> Any:
-            held.append(proxy.client.app[service.SERVICE].audio.held)
+            held.append(proxy.client.app[service.SERVICE].media.reserved)
             return await reading(*arguments, **options)
 
         monkeypatch.setattr(service, "read_form", watched)
@@ -434,7 +434,7 @@ async def test_a_hundred_uploads_at_once(recognizers: TestTriton, monkeypatch: p
         assert {(200, TEXT)} == {(answer.status, answer.json["text"]) for answer in answers}
         assert 100 == len(held)
         assert 2 * len(file) < max(held) <= limits.max_total_size
-        assert 0 == proxy.client.app[service.SERVICE].audio.held
+        assert 0 == proxy.client.app[service.SERVICE].media.reserved
 
 
 async def test_the_largest_upload(recognizers: TestTriton) -> None:

@@ -122,6 +122,7 @@ async def read_form(
     of :class:`Form`. Raises :class:`InvalidRequest`.
     """
     limits, record = request.app[LIMITS], request[RECORD]
+    known = kind.__struct_encode_fields__
     file_fields, list_fields = _form_fields(kind)
     fields: dict[str, Any] = {}
     ignored = record.unknown_fields = []
@@ -129,10 +130,12 @@ async def read_form(
     text_left = limits.max_text_size
     async for part in form:
         name = part.name
-        item_of = _LIST_ITEM.sub("", name)
-        if item_of in list_fields:
-            name = item_of
-        if name not in kind.__struct_encode_fields__:
+        is_item = name in list_fields
+        list_name = _LIST_ITEM.sub("", name)
+        if name not in known and list_name in known:
+            name = list_name
+            is_item = True
+        if name not in known:
             if strict:
                 raise unknown_field(name)
             if len(ignored) < _MOST_UNKNOWN:
@@ -150,8 +153,8 @@ async def read_form(
                 value = content.decode()
             except UnicodeDecodeError as error:
                 raise InvalidValue(f"'{name}' is not UTF-8.", name) from error
-        if name in list_fields:
-            fields.setdefault(name, []).append(value)
+        if is_item and isinstance(items := fields.setdefault(name, []), list):
+            items.append(value)
         elif name in fields:
             raise InvalidValue(f"The request's form has '{name}' twice.", name)
         else:

@@ -21,7 +21,13 @@ from triton_openai.api.bodies import FileField, converted, json_response, tell_i
 from triton_openai.api.responses.objects import Deleted
 from triton_openai.api.responses.retrieve import page_query
 from triton_openai.api.service import key_of, new_id, service_of
-from triton_openai.batches.file_folder import Files, Remote, Writing
+from triton_openai.batches.file_folder import (
+    UPLOAD_LEASE_SECONDS,
+    UPLOAD_RENEWAL_SECONDS,
+    Files,
+    Remote,
+    Writing,
+)
 from triton_openai.errors import ServiceError
 from triton_openai.serving.forms import Form
 from triton_openai.serving.request_body import LIMITS
@@ -102,11 +108,13 @@ async def create(request: web.Request) -> web.Response:
         owner=key_of(request).name,
         bytes=request.content_length or most,
         created=created,
+        expires=created + UPLOAD_LEASE_SECONDS,
         state="uploading",
     )
     if not await files.store.reserve(file, files.settings.max_total):
         raise too_much(files)
     writing: Writing | None = None
+    renewing = asyncio.create_task(_renew(files, file.id))
     try:
         writing = await files.write(file.id)
         upload = await _read(request, form, writing, strict=settings.api.strict_parameters)
@@ -133,7 +141,18 @@ async def create(request: web.Request) -> web.Response:
         with suppress(ServiceError):
             await asyncio.shield(files.delete(file))
         raise
+    finally:
+        renewing.cancel()
     return json_response(file_object(file))
+
+
+async def _renew(files: Files, file_id: str) -> None:
+    """Let an upload count for as long as this process works on it."""
+    while True:
+        await asyncio.sleep(UPLOAD_RENEWAL_SECONDS)
+        # What cannot be renewed now is renewed next time.
+        with suppress(ServiceError):
+            await files.store.renew_upload(file_id, time.time() + UPLOAD_LEASE_SECONDS)
 
 
 def too_much(files: Files) -> errors.PayloadTooLarge:
