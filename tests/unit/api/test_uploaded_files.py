@@ -283,7 +283,7 @@ async def test_a_slow_upload_counts_until_it_ends(
         renew, reserve = store.renew_upload, store.reserve
 
         async def reserving(file: StoredFile, most: int) -> bool:
-            added = await reserve(file, most)
+            added: bool = await reserve(file, most)
             reserved.set()
             return added
 
