@@ -40,7 +40,6 @@ from triton_openai.serving.server import HttpServer, address_of, listening_socke
 from triton_openai.serving.workers.pool import Pool, WorkerProcess
 from triton_openai.serving.workers.shared import SharedClient, SharedState
 from triton_openai.tasks import cancel, wait_any
-from triton_openai.telemetry.streams import redirect_native_output
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 from triton_openai.tritonserver.supervisor import Supervisor, triton_for
 
@@ -124,16 +123,11 @@ def raise_limit() -> None:
 
 def run_loop(main: Coroutine[Any, Any, int]) -> int:
     """Run *main* on uvloop and return its exit status."""
-    redirect_native_output(_log_native_output)
     try:
         return uvloop.run(main)
     except asyncio.CancelledError:
         # After the third signal.
         return 130
-
-
-def _log_native_output(line: str) -> None:
-    log.warning("a native library printed a line", line=line)
 
 
 @contextlib.contextmanager

@@ -172,12 +172,11 @@ class AudioReference(msgspec.Struct, frozen=True):
     data: str
 
 
-# Bytes of a second of audio in a chat: its samples, which have 16 bits, and those in base64.
-_CHAT_SAMPLES = 2 * _CHAT_RATE
-_CHAT_BASE64 = _CHAT_SAMPLES * 4 // 3
+# Bytes of a second of audio in a chat: samples of 16 bits, in base64.
+_CHAT_BASE64 = 2 * _CHAT_RATE * 4 // 3
 # Seconds of audio that a chat's file gets at once.
 _CHAT_CHUNK = 10.0
-# How often samples are in memory: as decoded, in a chunk, and in the request to Triton.
+# How often audio is in memory: as it was decoded, in a request to Triton, and in what the transport sends.
 _COPIES = 3
 
 
@@ -191,13 +190,12 @@ def loading_size(references: Sequence[AudioReference], *, most: float) -> int:
     if not references:
         return 0
     files = sum(len(one.data) for one in references)
-    # The base64 is written once as bytes and once as text.
-    return files + int(min(most, _LONGEST_IN_CHATS) * (_CHAT_SAMPLES + 2 * _CHAT_BASE64))
+    return files + int(min(most, _LONGEST_IN_CHATS) * _CHAT_BASE64 * _COPIES)
 
 
 def loaded_size(files: Sequence[str]) -> int:
-    """Return how many bytes the result of :func:`load` takes: as text, and in the request to Triton."""
-    return 2 * sum(map(len, files))
+    """Return how many bytes the result of :func:`load` takes, on its way to Triton included."""
+    return _COPIES * sum(map(len, files))
 
 
 async def load(references: Sequence[AudioReference], *, most: float) -> tuple[str, ...]:

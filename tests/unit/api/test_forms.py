@@ -13,11 +13,12 @@ import pytest
 from aiohttp import FormData, web
 from msgspec import Meta
 
+from tests.clock import Clock, turns
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
 from triton_openai.api import routes, service
 from triton_openai.api.bodies import FileField, FormRequest, json_response
-from triton_openai.api.service import Operation, begin
+from triton_openai.api.service import SERVICE, Operation, RequestContext, begin, receiving_audio
 from triton_openai.config.tree import (
     AccessSettings,
     ApiSettings,
@@ -55,11 +56,17 @@ class Heard(msgspec.Struct):
 
 async def hear(request: web.Request) -> web.Response:
     """Say what is in a form."""
-    context = await begin(request, HearingRequest)
+    context: RequestContext[Any] = await begin(request, HearingRequest)
     body = msgspec.structs.asdict(context.body)
     file = body.pop("file")
     whole = file.content == b"\r\n" * 50_000
     return json_response(Heard({**body, "file": [file.name, file.media_type, len(file.content), whole]}))
+
+
+async def listen(request: web.Request) -> web.Response:
+    """Say what is in a form with audio."""
+    async with receiving_audio(request):
+        return await hear(request)
 
 
 async def count(request: web.Request) -> web.Response:
@@ -76,6 +83,7 @@ async def heard(monkeypatch: pytest.MonkeyPatch, *, strict: bool = False, patien
     """Serve two operations with forms, to holders of a key."""
     more = (
         Operation(hear, ("POST /v1/hear",), "hear", "inference", HearingRequest, Heard, jobs=(Generation,)),
+        Operation(listen, ("POST /v1/listen",), "listen", "inference", HearingRequest, Heard, jobs=(Generation,)),
         Operation(count, ("POST /v1/count",), "count", "inference", answer=Heard),
     )
     monkeypatch.setattr(service, "_FIELDS", FIELDS)
@@ -86,9 +94,9 @@ async def heard(monkeypatch: pytest.MonkeyPatch, *, strict: bool = False, patien
         settings = Settings(
             triton=TritonSettings(url=(triton.url,)),
             api=ApiSettings(strict_parameters=strict),
-            access=AccessSettings(api_key=("k",)),
+            access=AccessSettings(api_key=("one:k", "two:l")),
             server=ServerSettings(max_body_size=LARGEST),
-            audio=AudioLimits(max_file_size=LARGEST),
+            audio=AudioLimits(max_file_size=LARGEST, max_total_size=4 * LARGEST),
             limits=LimitSettings(body_timeout=patience, max_text_size=1000),
         )
         async with serving(settings) as proxy:
@@ -240,6 +248,40 @@ async def test_what_clients_send(monkeypatch: pytest.MonkeyPatch) -> None:
 async def _in_pieces(body: bytes, size: int = 50_000) -> AsyncIterator[bytes]:
     for start in range(0, len(body), size):
         yield body[start : start + size]
+
+
+async def test_slow_uploads_keep_nobody_out(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """They have what has arrived of them, and not what they promise; another key's upload does not wait for them."""
+    typed = {"Content-Type": "multipart/form-data; boundary=x"}
+    end, begun = asyncio.Event(), [asyncio.Event() for _ in range(8)]
+
+    async def slow(number: int) -> AsyncIterator[bytes]:
+        begun[number].set()
+        yield raw(MODEL, FILE, end=b"")[:-2] + b"a" * 1000
+        await end.wait()
+        yield b"\r\n--x--"
+
+    async with heard(monkeypatch, patience=10_000) as proxy:
+        media = proxy.client.app[SERVICE].media
+        tasks = [asyncio.create_task(ask(proxy, slow(number), "/v1/listen", **typed)) for number in range(len(begun))]
+        for one in begun:
+            await one.wait()
+        assert 200 == (await ask(proxy, raw(MODEL, FILE), "/v1/listen", **{**typed, "Authorization": "Bearer l"}))[0]
+        # However many there are, they are admitted one after the other within seconds.
+        for _ in range(4):
+            assert media.reserved <= 2 * (LARGEST + FIELDS) + 10_000
+            await clock.elapse(5.1)
+            await turns(20)
+        assert 200 == (await ask(proxy, raw(MODEL, FILE), "/v1/listen", **typed))[0]
+        for _ in range(6):
+            await clock.elapse(4)
+            await turns(20)
+        end.set()
+        answers = await asyncio.gather(*tasks)
+        assert 0 == media.reserved
+    statuses = [status for status, _ in answers]
+    assert 5 <= statuses.count(200)
+    assert set(statuses) <= {200, 503}
 
 
 async def test_who_may_not_send_one_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
