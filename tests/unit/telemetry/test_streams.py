@@ -202,7 +202,7 @@ def test_the_last_lines_arrive() -> None:
 # the line, or in a line that is too long, is a part of it.
 _NATIVE = """
 import ctypes, os, subprocess, sys, threading
-from triton_openai.telemetry.streams import in_background, original_descriptor, redirect_native_output
+from triton_openai.telemetry.streams import drain, in_background, original_descriptor, redirect_native_output
 
 times, crashes = int(sys.argv[1]), sys.argv[2] == "crash"
 writer = in_background("stderr")
@@ -226,6 +226,7 @@ if times == 1:
     library.dprintf(1, b"one\\n")
     all_are_there.wait()
 if crashes:
+    drain()
     os.abort()
 """
 
@@ -241,7 +242,7 @@ def test_native_libraries_print_to_the_log() -> None:
     assert "logged: the last one" == last
     done = subprocess.run([*command, "crash"], capture_output=True, text=True, check=False)
     assert -signal.SIGABRT == done.returncode
-    assert "Fatal Python error: Aborted" in done.stderr
+    assert "\nFatal Python error: Aborted\n" in done.stderr
 
 
 def test_native_libraries_do_not_wait_for_a_reader() -> None:
