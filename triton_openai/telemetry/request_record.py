@@ -20,7 +20,6 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
-from triton_openai.byte_budget import Reservation
 from triton_openai.errors import ServiceError, holds_key, printable
 from triton_openai.generation import AnswerState, Usage, total_usage
 
@@ -103,6 +102,19 @@ def _shown(method: str, path: str) -> tuple[str, str]:
     return printable(method, _MAX_METHOD_CHARS), printable(path, _MAX_PATH_CHARS)
 
 
+class ReservedMemory(Protocol):
+    """Memory that is reserved; see :class:`triton_openai.byte_budget.Reservation`."""
+
+    #: The number of bytes.
+    size: int
+
+    async def grow(self, size: int) -> None:
+        """Wait until it has *size* bytes. Raises :class:`ServiceOverloaded`."""
+
+    def shrink(self, size: int) -> None:
+        """Give back what it has beyond *size* bytes."""
+
+
 class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     """One request."""
 
@@ -165,7 +177,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     client_left: bool = False
     ended: float | None = None
     #: The memory for its media, which is given back at the end.
-    memory: Reservation | None = None
+    memory: ReservedMemory | None = None
 
     def __post_init__(self) -> None:
         self.method, self.path = _shown(self.method, self.path)
