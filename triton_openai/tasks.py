@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from triton_openai.errors import ServiceError, ServiceOverloaded
+from triton_openai.errors import ServiceError
 
 _log = structlog.get_logger(__name__)
 _Result = TypeVar("_Result")
@@ -86,37 +86,6 @@ async def wait_any(*events: asyncio.Event, timeout: float) -> None:
     finally:
         for task in waiting:
             task.cancel()
-
-
-class Room:
-    """What several have together, such as bytes: each gets its share when those before it have theirs."""
-
-    def __init__(self) -> None:
-        #: The sum of the shares that are held.
-        self.held = 0
-        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
-
-    @asynccontextmanager
-    async def hold(self, size: int, *, most: int, patience: float) -> AsyncIterator[None]:
-        """
-        Hold *size* of *most*; what is larger waits until nothing else is held.
-
-        Raises :class:`ServiceOverloaded` after *patience* seconds.
-        """
-        try:
-            async with asyncio.timeout(patience), self._turn:
-                while self.held and self.held + size > most:
-                    self._freed.clear()
-                    await self._freed.wait()
-        except TimeoutError:
-            reason = f"The request waited {patience:g} seconds for others to end."
-            raise ServiceOverloaded(reason, retry_after=patience) from None
-        self.held += size
-        try:
-            yield
-        finally:
-            self.held -= size
-            self._freed.set()
 
 
 class Background:

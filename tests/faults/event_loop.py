@@ -26,9 +26,11 @@ import msgspec
 import structlog
 
 from tests.conformance.calls import steered
+from tests.form_shapes import CONTENTS, OVERHEAD
 from tests.proxy_fixture import Proxy, proxy_settings, serving
+from tests.store_fixture import local
 from tests.triton_fixture import TestTriton, running_triton
-from triton_openai.config.tree import ModelSettings
+from triton_openai.config.tree import BatchesSettings, FilesSettings, ModelSettings, Settings
 
 # Seconds, on a machine that reads the numbers of the yardstick in a third of it; a slower one has so much more.
 LONGEST_TURN = 0.050
@@ -43,8 +45,10 @@ import http.client, json, sys
 for line in sys.stdin:
     port, path, file = line.split()
     connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=120)
+    form = path.startswith(("/v1/audio/", "/v1/files"))
+    kind = "multipart/form-data; boundary=xx" if form else "application/json"
     with open(file, "rb") as body:
-        connection.request("POST", path, body.read(), {"Content-Type": "application/json"})
+        connection.request("POST", path, body.read(), {"Content-Type": kind})
     answer = connection.getresponse()
     print(json.dumps([answer.status, answer.read()[:300].decode("utf-8", "replace")]), flush=True)
     connection.close()
@@ -323,6 +327,37 @@ LOGPROBS: Cases = {
 }
 
 
+_FORM_FIELD = b'--xx\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
+_FORM_FILE = b'--xx\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+
+
+def form(path: str, size: int, before: bytes, repeated: bytes) -> tuple[str, bytes]:
+    """Return a form of about *size* bytes, most of them *repeated*."""
+    return path, before + repeated * (size // len(repeated))
+
+
+#: Forms that are slow to parse, within the limits of their endpoints.
+FORMS: Cases = {
+    **{
+        f"a form of {name}": lambda before=before, repeated=repeated: form(  # type: ignore[misc]
+            "/v1/audio/transcriptions", 25 * MIB, before, repeated
+        )
+        for name, before, repeated in OVERHEAD
+    },
+    **{
+        f"a file of {repeated[:8]!r}": lambda repeated=repeated: form(  # type: ignore[misc]
+            "/v1/files", 60 * MIB, _FORM_FIELD % (b"purpose", b"user_data") + _FORM_FILE, repeated
+        )
+        for repeated in CONTENTS
+    },
+    "a file in a form, a translation": lambda: (
+        "/v1/audio/translations",
+        _FORM_FILE + b"\r\n--x" * (5 * MIB) + b"\r\n--xx--",
+    ),
+    "256 fields of a form": lambda: ("/v1/audio/transcriptions", _FORM_FIELD % (b"include", b"a" * 16_000) * 256),
+}
+
+
 class Stopwatch(selectors.DefaultSelector):
     """
     The selector of an event loop; it measures the CPU time, in seconds, that this process takes for a turn of the loop.
@@ -406,7 +441,21 @@ async def exposed(triton: TestTriton, transport: str = "http") -> AsyncIterator[
         ),
         "tensorrt_llm": msgspec.structs.replace(settings.models["tensorrt_llm"], max_model_len=MIB),
     }
-    async with serving(msgspec.structs.replace(settings, models=models)) as proxy:
+    with tempfile.TemporaryDirectory(prefix="triton-openai-files-") as name:
+        place = local(Path(name))
+        settings = msgspec.structs.replace(
+            settings,
+            models=models,
+            files=FilesSettings(store=place.files),
+            batches=BatchesSettings(store=place.batches),
+        )
+        async with _frozen(settings) as proxy:
+            yield proxy
+
+
+@asynccontextmanager
+async def _frozen(settings: Settings) -> AsyncIterator[Proxy]:
+    async with serving(settings) as proxy:
         await proxy.ready()
         gc.collect()
         gc.freeze()
@@ -440,7 +489,7 @@ class Turn(msgspec.Struct):
             return f"status {self.status}: {self.told}"
         # The stand-ins have short contexts.
         refused = self.status != 200 and "maximum" not in self.told
-        return f"refused: {self.told}" if refused and self.name not in HOSTILE else ""
+        return f"refused: {self.told}" if refused and self.name not in {**HOSTILE, **FORMS} else ""
 
 
 async def measured(
@@ -468,7 +517,7 @@ def main() -> int:
 
     async def show(triton: TestTriton, stopwatch: Stopwatch, folder: Path) -> None:
         nonlocal failed
-        for cases, transport in ((USUAL, "http"), (HOSTILE, "http"), (LOGPROBS, "both")):
+        for cases, transport in ((USUAL, "http"), (HOSTILE, "http"), (FORMS, "http"), (LOGPROBS, "both")):
             async for turn in measured(triton, stopwatch, folder, cases, transport):
                 failed += bool(turn.problem)
                 print(f"{1000 * turn.took:5.1f} ms  {turn.name}  {turn.problem}".rstrip(), flush=True)

@@ -21,10 +21,12 @@ from urllib.parse import quote
 import msgspec
 
 from tests.clients.service import steered
+from tests.form_shapes import CONTENTS, OVERHEAD
 from tests.speech import encoded, muxed, speak
 from triton_openai.api.bodies import FormRequest
 from triton_openai.api.routes import OPERATIONS
 from triton_openai.api.service import Operation
+from triton_openai.api.uploaded_files import FileUpload
 from triton_openai.jobs import ClassificationJob, EmbeddingJob, JobType
 
 KEYS = ("sk-one", "sk-two")
@@ -199,7 +201,7 @@ class _Maker:
                 body = self._with_field(body, operation)
             for _ in range(chance.choice((0, 0, 0, 1, 1, 2, 3))):
                 body = self._changed(body)
-        form = operation.request is not None and issubclass(operation.request, FormRequest)
+        form = _takes_form(operation)
         data = b"" if body is None else self._form(body) if form else self._written(body)
         path = re.sub(r"\{(\w+):[^}]*\}", lambda found: quote(self._segment(found[1], operation.name), safe="/"), route)
         if operation.query or chance.random() < 0.03:
@@ -322,21 +324,30 @@ class _Maker:
         return data
 
     def _form(self, body: Any) -> bytes:
-        """Return *body* as a form, or nearly one."""
+        """Return *body* as a form, in the ways of clients, or nearly one, or a shape that is slow to parse."""
         chance = self._chance
+        if chance.random() < 0.1:
+            _, before, repeated = chance.choice(OVERHEAD)
+            return before + repeated * (int(10 ** chance.uniform(1, 7)) // len(repeated))
         parts = []
         for name, value in body.items() if isinstance(body, dict) else ():
-            content, file = value, ""
+            content, file = value, b""
             if value == _A_FILE:
-                content, file = bytearray(chance.choice(_files())), '; filename="a.wav"'
+                content, file = bytearray(chance.choice(_files())), chance.choice(_FILE_NAMES)
                 for _ in range(chance.choice((0, 0, 1, 30)) if content else 0):
                     content[chance.randrange(len(content))] = chance.randrange(256)
+                if chance.random() < 0.1:
+                    content = bytearray(chance.choice(CONTENTS) * chance.choice((1, 1000, 100_000)))
             elif not isinstance(value, str):
                 content = _json(value)[:_MOST_BYTES]
             content = content.encode("utf-8", "replace") if isinstance(content, str) else bytes(content)
-            head = f'--x\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'
-            parts.append(head.encode("utf-8", "replace") + content + b"\r\n")
-        data = b"".join([*parts, b"--x--\r\n"])
+            if chance.random() < 0.1 and not file:
+                content = b""
+            field = name.encode("utf-8", "replace") + chance.choice((b"", b"", b"", b"", b"[]", b"[0]"))
+            head = b'--xx\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n' % (field, file)
+            parts.append(head + content + b"\r\n")
+        before, behind = chance.choice(_AROUND_FORMS)
+        data = b"".join([before, *parts, b"--xx--", behind])
         kind, place = chance.randrange(30), chance.randrange(len(data))
         if kind == 0:
             return data[:place]
@@ -344,7 +355,9 @@ class _Maker:
             return data[:place] + chance.randbytes(chance.choice((1, 3, 40))) + data[place:]
         if kind == 2:
             return data.replace(b"form-data", chance.choice((b"attachment", b"form-data; name=a", b"")), 1)
-        return data.replace(b"\r\n\r\n", b"\r\nContent-Transfer-Encoding: base64\r\n\r\n", 1) if kind == 3 else data
+        if kind == 3:
+            return data.replace(b"\r\n\r\n", b"\r\nContent-Transfer-Encoding: base64\r\n\r\n", 1)
+        return data.replace(b"\r\n", b"\n") if kind == 4 else data
 
     # What is around the body
 
@@ -373,8 +386,7 @@ class _Maker:
         key = KEYS[chance.random() < 0.1]
         head = {"Host": "x", "Authorization": f"Bearer {key}"}
         if data or method == "POST":
-            form = operation.request is not None and issubclass(operation.request, FormRequest)
-            kind_of_body = "multipart/form-data; boundary=x" if form else "application/json"
+            kind_of_body = "multipart/form-data; boundary=xx" if _takes_form(operation) else "application/json"
             head |= {"Content-Type": kind_of_body, "Content-Length": str(len(data))}
         if operation.anthropic or (operation.shared is not None and chance.random() < 0.5):
             head["anthropic-version"] = "2023-06-01"
@@ -678,7 +690,34 @@ def _json(value: Any) -> bytes:
 
 #: In the place of a file.
 _A_FILE = "a file of audio"
+#: What a part with a file has behind its name: names in the ways of clients, and none.
+_FILE_NAMES = (
+    b'; filename="a.wav"',
+    b"; filename=a.wav",
+    b'; filename="\xff"',
+    b'; filename=""',
+    b"",
+    b'; filename="a\\"b;.wav"',
+    b"; filename*=UTF-8''%ff%00",
+    b"; filename*=",
+    b'; filename="\0\xed\xa0\x80"',
+    b'; filename="' + b";" * 60 + b'"',
+)
+#: What precedes and follows the parts of a form.
+_AROUND_FORMS = (
+    (b"", b"\r\n"),
+    (b"", b"\r\n"),
+    (b"", b""),
+    (b"\r\n", b"\r\n\r\n"),
+    (b"A preamble.\r\n", b"\r\nAn epilogue.\r\n"),
+    (b"\n" * 5000, b""),
+    (b"", b"\r\n--xx" * 5000),
+)
 _FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
+
+
+def _takes_form(operation: Operation) -> bool:
+    return operation.request is not None and issubclass(operation.request, FormRequest | FileUpload)
 
 
 @cache

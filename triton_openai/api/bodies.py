@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from decimal import Decimal
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import InvalidRequest, InvalidValue, PayloadTooLarge, UnsupportedMediaType, missing, printable
 from triton_openai.prompts.messages import AssistantMessage
 from triton_openai.serving.connections import WholeResponse
-from triton_openai.serving.forms import Form, Part
+from triton_openai.serving.forms import Form
 from triton_openai.serving.request_body import LIMITS, read_body
 from triton_openai.telemetry.request_record import RECORD, RequestRecord
 
@@ -105,46 +106,83 @@ class FormRequest(ModelRequest, kw_only=True):
     """
 
 
-async def read_form(request: web.Request, kind: type[_T], *, strict: bool, most: int) -> _T:
+async def read_form(
+    request: web.Request,
+    kind: type[_T],
+    *,
+    strict: bool,
+    max_size: int,
+    on_arrival: Callable[[int], Awaitable[None]] | None = None,
+) -> _T:
     """
-    Return the form, of *most* bytes, as *kind*; *strict* refuses fields that *kind* does not know.
+    Return the form, of *max_size* bytes, as *kind*; *strict* refuses fields that *kind* does not know.
 
-    Raises :class:`InvalidRequest`.
+    The type of a field decides what a part is, whether the client gives it a file name or not. A text that is empty is
+    left out: clients write so what they do not set. Items of a list come with or without brackets. *on_arrival* is that
+    of :class:`Form`. Raises :class:`InvalidRequest`.
     """
     limits, record = request.app[LIMITS], request[RECORD]
+    known = kind.__struct_encode_fields__
+    file_fields, list_fields = _form_fields(kind)
     fields: dict[str, Any] = {}
     ignored = record.unknown_fields = []
-    form, left = Form(request, limits, most=most), limits.max_text_size
+    form = Form(request, limits, max_size=max_size, on_arrival=on_arrival)
+    text_left = limits.max_text_size
     async for part in form:
-        name = part.name.removesuffix("[]")
-        if name not in kind.__struct_encode_fields__:
+        name = part.name
+        is_item = name in list_fields
+        list_name = _LIST_ITEM.sub("", name)
+        if name not in known and list_name in known:
+            name = list_name
+            is_item = True
+        if name not in known:
             if strict:
                 raise unknown_field(name)
             if len(ignored) < _MOST_UNKNOWN:
                 ignored.append(name)
-        elif part.filename is not None:
-            _add(fields, part, FileField(part.filename, part.media_type, await part.read(most)))
+            continue
+        if name in file_fields:
+            content = await part.read(max_size)
+            value: str | FileField = FileField(part.filename or name, part.media_type, content)
         else:
-            content = await part.read(left)
-            left -= len(content)
+            content = await part.read(text_left)
+            text_left -= len(content)
+            if not content:
+                continue
             try:
-                _add(fields, part, content.decode())
+                value = content.decode()
             except UnicodeDecodeError as error:
                 raise InvalidValue(f"'{name}' is not UTF-8.", name) from error
+        if is_item and isinstance(items := fields.setdefault(name, []), list):
+            items.append(value)
+        elif name in fields:
+            raise InvalidValue(f"The request's form has '{name}' twice.", name)
+        else:
+            fields[name] = value
     record.body_size = form.size
     tell_ignored(record, ignored)
     return converted(fields, kind, strict=False)
 
 
-def _add(fields: dict[str, Any], part: Part, value: str | FileField) -> None:
-    """Add the *value* of *part* to *fields*. Raises :class:`InvalidRequest` for a second one of a field without []."""
-    name = part.name.removesuffix("[]")
-    if name != part.name and isinstance(items := fields.setdefault(name, []), list):
-        items.append(value)
-    elif name in fields:
-        raise InvalidValue(f"The request's form has '{name}' twice.", name)
-    else:
-        fields[name] = value
+# What follows the name of a list's field in the names of its items: "a[]", and "a[0]" of PHP and others.
+_LIST_ITEM = re.compile(r"\[\d{0,4}\]$")
+
+
+@cache
+def _form_fields(kind: type[msgspec.Struct]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of the fields of *kind* that are files, and of those that are lists."""
+    files = set()
+    lists = set()
+    described = msgspec.inspect.type_info(kind)
+    assert isinstance(described, msgspec.inspect.StructType)
+    for field in described.fields:
+        types = field.type.types if isinstance(field.type, msgspec.inspect.UnionType) else (field.type,)
+        for one in types:
+            if isinstance(one, msgspec.inspect.StructType) and one.cls is FileField:
+                files.add(field.encode_name)
+            elif isinstance(one, msgspec.inspect.CollectionType):
+                lists.add(field.encode_name)
+    return frozenset(files), frozenset(lists)
 
 
 _NORMALIZABLE = re.compile(r"got `float`|^Object contains unknown field `")

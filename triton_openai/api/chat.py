@@ -31,14 +31,14 @@ from triton_openai.api.logprobs import (
     rendering_cost,
 )
 from triton_openai.api.parameters import SamplingRequest, Verbosity, accepting, refusing
-from triton_openai.api.service import RequestContext, now, runs_of, spec_of
+from triton_openai.api.service import RequestContext, media_reservation, now, runs_of, spec_of
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan, custom_input, plan_tools
 from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.errors import InvalidRequest, InvalidValue, ServiceError, UnsupportedParameter
 from triton_openai.generation import AnswerState, Delta, FinishReason
-from triton_openai.media.audio import AudioReference, load
-from triton_openai.media.images import ImageReference
+from triton_openai.media.audio import AudioReference, load, loaded_size, loading_size
+from triton_openai.media.images import ImageReference, images_size
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.parsers.parser_registry import Parsers
@@ -276,7 +276,7 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
     With *fitting*, ``max_tokens`` may ask for more than the model's context has room for. Raises
     :class:`InvalidRequest` and its subclasses, and :class:`ConfigurationError` for a model that cannot chat.
     """
-    service, body, record = context.service, context.body, context.record
+    body, record = context.body, context.record
     plan = plan_of(body)
     prompter = await context.model.prompter()
     parsers = context.model.lazy_prompter.parsers
@@ -288,16 +288,40 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
         spec = msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
     with record.stage(RENDER):
         prompt, pictures, audio = await prompt_of(context, plan, prompter)
-    if pictures:
-        with record.stage("load images"):
-            spec = _with(spec, images=await service.images.load(pictures))
-    if audio:
-        with record.stage("load audio"):
-            spec = _with(spec, audio=await load(audio, most=service.settings.audio.max_duration))
+    if pictures or audio:
+        spec = await _with_media(context, spec, pictures, audio)
     runs = await runs_of(context, prompter.tokenizer, [prompt], spec)
     answer_parsers = [make_parser(parsers, plan, prompt) for _ in runs]
     record.reasoning_tokens = partial(reasoning_tokens, answer_parsers)
     return Turn(spec, plan, runs, answer_parsers)
+
+
+async def _with_media(
+    context: RequestContext[ChatRequest],
+    spec: GenerationSpec,
+    pictures: Sequence[ImageReference],
+    audio: Sequence[AudioReference],
+) -> GenerationSpec:
+    """Return *spec* with the media, for which memory is reserved until the request ends. Raises ServiceError."""
+    service, record = context.service, context.record
+    memory = record.memory = record.memory or media_reservation(context.request)
+    # Of an earlier attempt of the same request, if there was one.
+    before = memory.size
+    max_seconds = service.settings.audio.max_duration
+    await memory.grow(before + service.images.loading_size(pictures) + loading_size(audio, most=max_seconds))
+    kept = before
+    if pictures:
+        with record.stage("load images"):
+            images = await service.images.load(pictures)
+        kept += images_size(images)
+        spec = _with(spec, images=images)
+    if audio:
+        with record.stage("load audio"):
+            files = await load(audio, most=max_seconds)
+        kept += loaded_size(files)
+        spec = _with(spec, audio=files)
+    memory.shrink(kept)
+    return spec
 
 
 async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Keep | None = None) -> web.StreamResponse:

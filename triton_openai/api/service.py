@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import os
@@ -26,6 +27,7 @@ from triton_openai.answer.prepare import GenerationSpec, Prompt, prepare
 from triton_openai.answer.run import Run, Sender
 from triton_openai.api import parameters
 from triton_openai.api.bodies import FormRequest, ModelRequest, read_form, read_json, tell_ignored
+from triton_openai.byte_budget import ByteBudget, Reservation
 from triton_openai.config.tree import Group, Settings
 from triton_openai.errors import (
     InvalidRequest,
@@ -46,7 +48,7 @@ from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 from triton_openai.serving.admission import Admission
-from triton_openai.tasks import Background, Room
+from triton_openai.tasks import Background
 from triton_openai.telemetry.request_record import OBSERVERS, RECORD, TOKENIZE, RequestRecord
 from triton_openai.triton.fleet import Fleet, Route, Tried
 
@@ -72,8 +74,8 @@ class Service:
     background: Background
     admission: Admission
     images: ImageLoader
-    #: Bytes of files of audio.
-    audio: Room = field(default_factory=Room)
+    #: Bytes of media in memory: files that are uploaded, and what is decoded of them and of chats.
+    media: ByteBudget = field(default_factory=ByteBudget)
 
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
@@ -166,22 +168,84 @@ async def counting_audio(request: web.Request) -> AsyncIterator[None]:
         limits.leave(account, math.ceil(sum(record.audio_seconds.values())))
 
 
+# Seconds after which a file that has not arrived is counted by what has arrived of it.
+_FAST_UPLOAD_SECONDS = 5.0
+
+
+class Upload:
+    """
+    The memory for a file of audio that is uploaded.
+
+    The whole file is reserved at first, so that those that arrive quickly do not wait for each other half-way. What
+    takes longer has only what has arrived: slow clients do not keep others out with what they promise to send.
+    """
+
+    def __init__(self, request: web.Request, reservation: Reservation) -> None:
+        #: The bytes of the file, and what is decoded of it.
+        self.reservation = reservation
+        self._request = request
+        self._slow = False
+        self._timer = asyncio.get_running_loop().call_later(_FAST_UPLOAD_SECONDS, self._count_arrived)
+
+    def _count_arrived(self) -> None:
+        """Give back what has not arrived yet."""
+        self._slow = True
+        self.reservation.shrink(self._request.content.total_bytes)
+
+    async def arrived(self, size: int) -> None:
+        """Wait until *size* bytes that have arrived are reserved. Raises :class:`ServiceOverloaded`."""
+        if self._slow:
+            await self.reservation.grow(size)
+
+    def end(self) -> None:
+        """Note that no more arrives, and give back what was reserved beyond it."""
+        self._timer.cancel()
+        self.reservation.shrink(self._request.content.total_bytes)
+
+    async def reserve_decoded(self, size: int) -> None:
+        """Reserve *size* bytes for what is decoded at the same time. Raises :class:`ServiceOverloaded`."""
+        await self.reservation.finish(size)
+
+    def decoded(self, size: int) -> None:
+        """Note that all that is decoded has *size* bytes, which may be less than was reserved."""
+        self.reservation.shrink(self._request.content.total_bytes + size)
+
+
+#: Of a request that uploads a file of audio.
+UPLOAD: web.RequestKey[Upload] = web.RequestKey("upload", Upload)
+
+
 @contextlib.asynccontextmanager
 async def receiving_audio(request: web.Request) -> AsyncIterator[None]:
     """
-    Count the audio that *request* brings, as :func:`counting_audio` does, and wait until there is room for it.
+    Count the audio that *request* brings, as :func:`counting_audio` does, and wait until there is memory for it.
 
     Raises also :class:`PayloadTooLarge`, before anything is read, and :class:`ServiceOverloaded`.
     """
     service, limits = service_of(request), service_of(request).settings.audio
-    most = _largest_form(service.settings)
+    max_size = _largest_form(service.settings)
     # Unless a client says how much it sends.
-    size = most if request.content_length is None else request.content_length
-    if size > most:
+    size = max_size if request.content_length is None else request.content_length
+    if size > max_size:
         raise audio_too_large(limits.max_file_size)
-    patience = service.settings.server.queue_timeout
-    async with counting_audio(request), service.audio.hold(size, most=limits.max_total_size, patience=patience):
-        yield
+    async with counting_audio(request):
+        with media_reservation(request) as reservation:
+            await reservation.grow(size)
+            upload = request[UPLOAD] = Upload(request, reservation)
+            try:
+                yield
+            finally:
+                upload.end()
+
+
+def media_reservation(request: web.Request) -> Reservation:
+    """Return a reservation for media of *request*; nothing is reserved yet."""
+    service = service_of(request)
+    return service.media.open(
+        key_of(request).name,
+        max_total=service.settings.audio.max_total_size,
+        max_wait=service.settings.server.queue_timeout,
+    )
 
 
 def audio_too_large(most: int) -> PayloadTooLarge:
@@ -223,11 +287,21 @@ async def read_request(request: web.Request, kind: type[_Body]) -> tuple[Service
     service = service_of(request)
     read: Callable[..., Awaitable[Any]] = read_json
     if issubclass(kind, FormRequest):
-        read = partial(read_form, most=_largest_form(service.settings))
+        read = partial(_read_upload, max_size=_largest_form(service.settings))
     body = await read(request, kind, strict=service.settings.api.strict_parameters)
     model = await service.models.find(request.match_info.get("deployment", body.model), key_of(request).allows)
     body.model = model.name
     return service, body, model
+
+
+async def _read_upload(request: web.Request, kind: type[_Body], *, strict: bool, max_size: int) -> _Body:
+    """Return the form of *request* as :func:`read_form` does, counted against the memory for media."""
+    upload = request.get(UPLOAD)
+    if upload is None:
+        return await read_form(request, kind, strict=strict, max_size=max_size)
+    body = await read_form(request, kind, strict=strict, max_size=max_size, on_arrival=upload.arrived)
+    upload.end()
+    return body
 
 
 @dataclass

@@ -23,12 +23,12 @@ from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.transcription import Transcription, Wish
 from triton_openai.api.bodies import FileField, FormRequest, encode, json_response
 from triton_openai.api.parameters import refusing
-from triton_openai.api.service import RequestContext, audio_too_large, begin, new_id, receiving_audio
+from triton_openai.api.service import UPLOAD, RequestContext, audio_too_large, begin, new_id, receiving_audio
 from triton_openai.api.sse import data_event, stream_parts
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.jobs import Segment, TranscriptionJob, TranslationJob
 from triton_openai.languages import LANGUAGES, code_of
-from triton_openai.media.audio import Pauses, Recording, require_audio
+from triton_openai.media.audio import Pauses, Recording, decoded_size, require_audio
 from triton_openai.serving.connections import WholeResponse
 
 _Format = Literal["json", "text", "srt", "vtt", "verbose_json", "diarized_json"]
@@ -195,12 +195,16 @@ async def _transcribed(
     context: RequestContext[Any], job: TranscriptionJob, pauses: Pauses | None, languages: Sequence[str]
 ) -> web.StreamResponse:
     body, limits, recognition = context.body, context.service.settings.audio, _recognition(context)
+    upload = context.request[UPLOAD]
+    longest = recognition.max_seconds * limits.parallel_chunks
+    await upload.reserve_decoded(decoded_size(longest, recognition.sample_rate))
     recording = Recording(
         body.file.content,
         rate=recognition.sample_rate,
         longest=recognition.max_seconds,
         most=limits.max_duration,
         pauses=pauses,
+        on_decoded=lambda seconds: upload.decoded(decoded_size(seconds, recognition.sample_rate)),
     )
     stream = getattr(body, "stream", False)
     wish = Wish(

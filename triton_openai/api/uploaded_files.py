@@ -21,7 +21,13 @@ from triton_openai.api.bodies import FileField, converted, json_response, tell_i
 from triton_openai.api.responses.objects import Deleted
 from triton_openai.api.responses.retrieve import page_query
 from triton_openai.api.service import key_of, new_id, service_of
-from triton_openai.batches.file_folder import Files, Remote, Writing
+from triton_openai.batches.file_folder import (
+    UPLOAD_LEASE_SECONDS,
+    UPLOAD_RENEWAL_SECONDS,
+    Files,
+    Remote,
+    Writing,
+)
 from triton_openai.errors import ServiceError
 from triton_openai.serving.forms import Form
 from triton_openai.serving.request_body import LIMITS
@@ -94,7 +100,7 @@ async def create(request: web.Request) -> web.Response:
     """Upload a file. The requests of a batch are a file with a JSON object in each line."""
     files, settings = files_of(request), service_of(request).settings
     most = files.settings.max_size
-    form = Form(request, request.app[LIMITS], most=most + _FORM_SIZE)
+    form = Form(request, request.app[LIMITS], max_size=most + _FORM_SIZE)
     created = time.time()
     # Counted now, so that uploads at the same time do not exceed the limit together.
     file = StoredFile(
@@ -102,11 +108,13 @@ async def create(request: web.Request) -> web.Response:
         owner=key_of(request).name,
         bytes=request.content_length or most,
         created=created,
+        expires=created + UPLOAD_LEASE_SECONDS,
         state="uploading",
     )
     if not await files.store.reserve(file, files.settings.max_total):
         raise too_much(files)
     writing: Writing | None = None
+    renewing = asyncio.create_task(_renew(files, file.id))
     try:
         writing = await files.write(file.id)
         upload = await _read(request, form, writing, strict=settings.api.strict_parameters)
@@ -133,7 +141,18 @@ async def create(request: web.Request) -> web.Response:
         with suppress(ServiceError):
             await asyncio.shield(files.delete(file))
         raise
+    finally:
+        renewing.cancel()
     return json_response(file_object(file))
+
+
+async def _renew(files: Files, file_id: str) -> None:
+    """Let an upload count for as long as this process works on it."""
+    while True:
+        await asyncio.sleep(UPLOAD_RENEWAL_SECONDS)
+        # What cannot be renewed now is renewed next time.
+        with suppress(ServiceError):
+            await files.store.renew_upload(file_id, time.time() + UPLOAD_LEASE_SECONDS)
 
 
 def too_much(files: Files) -> errors.PayloadTooLarge:
@@ -158,15 +177,16 @@ async def _read(request: web.Request, form: Form, writing: Writing, *, strict: b
         elif key in into:
             raise errors.InvalidRequest(f"The form has '{name}' twice.", param=name, code="invalid_value")
         elif name == "file":
-            if part.filename is None:
-                raise errors.InvalidRequest("'file' must be a file.", param="file", code="invalid_type")
             # Databases have no texts with a NUL.
-            name = part.filename[:_LONGEST_NAME].replace("\0", "\N{REPLACEMENT CHARACTER}")
+            name = (part.filename or name)[:_LONGEST_NAME].replace("\0", "\N{REPLACEMENT CHARACTER}")
             into[key] = FileField(name, part.media_type, b"")
             async for piece in part.pieces():
                 await writing.add(piece)
         else:
             text = await part.read(_FIELD_SIZE)
+            if not text:
+                # Clients write so what they do not set.
+                continue
             try:
                 # Some clients send the object as JSON.
                 into[key] = msgspec.json.decode(text) if name == "expires_after" else text.decode()

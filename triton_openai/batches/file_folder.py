@@ -35,6 +35,10 @@ _T = TypeVar("_T")
 _PIECE = 256 * 1024
 #: Seconds after which an upload that has not ended never will.
 UPLOAD_SECONDS = 86_400.0
+#: Seconds for which an upload counts against the limit of its key, and after which that is renewed. Of an upload whose
+#: process was killed, the bytes are given back after the first.
+UPLOAD_LEASE_SECONDS = 180.0
+UPLOAD_RENEWAL_SECONDS = 45.0
 # Longest time that a scrape waits for the tables.
 _STATE_SECONDS = 2.0
 _SHARED = frozenset(
@@ -157,6 +161,7 @@ class Files:
         gone = await self.store.expired(uploads_before=now - UPLOAD_SECONDS)
         # The tables have them until they are gone.
         await self.unlink(*gone)
+        await on_disk(self._unlink, [f"{one}.new" for one in gone])
         await self.store.drop(gone, batches_before=now - self.settings.max_age * 86_400)
         left = await on_disk(self._left, now - UPLOAD_SECONDS)
         batches = await self.store.open_batches()

@@ -474,7 +474,11 @@ class AudioLimits(_Group, frozen=True):
         25 * 1024 * 1024
     )
     max_total_size: Annotated[
-        Bytes, _file_only("Files of audio that a worker holds at the same time; further ones wait to be read.")
+        Bytes,
+        _file_only(
+            "Memory of a worker for media: uploaded files of audio, what is decoded of them and of chats, and images. "
+            "Each key has a fair part; what does not fit waits."
+        ),
     ] = 512 * 1024 * 1024
     max_duration: Annotated[Seconds, _file_only("Longest audio of a request.")] = 3600.0
     parallel_chunks: Annotated[
@@ -641,7 +645,7 @@ class LimitSettings(_Group, frozen=True):
     )
     header_timeout: Annotated[Seconds, _file_only("Longest time for a TLS handshake, and for a request's head.")] = 30.0
     body_timeout: Annotated[
-        Seconds, _file_only("Longest time for a request's body, plus a second for each 4096 bytes.")
+        Seconds, _file_only("Longest time for a request's body, plus a second for each 16 KiB that has arrived.")
     ] = 30.0
     keepalive_timeout: Annotated[
         Seconds,

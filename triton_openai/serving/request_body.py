@@ -47,8 +47,8 @@ def ask_for_body(request: web.Request) -> None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-# Bytes per second at which a long body must arrive.
-MIN_BODY_RATE = 4096
+# Bytes per second at which a long body must arrive: those of a slow mobile connection.
+MIN_BODY_RATE = 16 * 1024
 # Joining the pieces of a body takes some 0.5 ms per MiB.
 _LONGEST_JOINED = 1024 * 1024
 

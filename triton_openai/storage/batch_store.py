@@ -223,13 +223,18 @@ class BatchStore:
         """
         Add a *file* that is to be written, unless its owner's files would have more than *most* bytes with it.
 
-        Returns whether it was added.
+        It counts until it expires, unless :meth:`renew_upload` is called before. Returns whether it was added.
         """
         yield (_ALONE,)
         if (yield from _kept(file.owner)) + file.bytes > most:
             return False
         yield from _insert_file(file)
         return True
+
+    @operation(write=True)
+    def renew_upload(self, file_id: str, until: float) -> Steps[None]:
+        """Let a file that is still being written count *until* a time; nothing happens if it is not."""
+        yield "UPDATE file SET expires = $2 WHERE id = $1 AND state = 'uploading'", file_id, until
 
     @operation(write=True)
     def written(self, file: StoredFile) -> Steps[None]:
@@ -268,7 +273,7 @@ class BatchStore:
 
     @operation()
     def expired(self, *, uploads_before: float) -> Steps[Sequence[str]]:
-        """Return the files that have expired, and uploads that began before a time and never ended."""
+        """Return files and uploads that have expired, and uploads that began before a time and never ended."""
         files = yield (
             "SELECT id FROM file WHERE (expires < $1 OR (state = 'uploading' AND created < $2))"
             " AND id NOT IN (SELECT input FROM batch WHERE open = 1)",
@@ -503,11 +508,16 @@ class BatchStore:
 
 
 def _kept(owner: str) -> Steps[int]:
-    """Return the bytes that count for *owner*: of files, but for those that are being deleted, and of batches."""
+    """
+    Return the bytes that count for *owner*: of files and of batches.
+
+    Files that are being deleted do not count, nor do uploads that nobody renews: their process has ended.
+    """
     found = yield (
-        f"SELECT (SELECT COALESCE(SUM(bytes + {ROW_SIZE}), 0) FROM file WHERE owner = $1 AND COALESCE(expires, 1) > 0)"
+        f"SELECT (SELECT COALESCE(SUM(bytes + {ROW_SIZE}), 0) FROM file WHERE owner = $1 AND COALESCE(expires, 1) > 0"
+        " AND (state <> 'uploading' OR expires IS NULL OR expires > $2))"
         f" + {ROW_SIZE} * (SELECT COUNT(*) FROM batch WHERE owner = $1)",
-        owner,
+        *(owner, time.time()),
     )
     return int(found[0][0])
 

@@ -26,7 +26,7 @@ from structlog.typing import EventDict, FilteringBoundLogger, Processor
 
 from triton_openai.config.tree import ServerSettings
 from triton_openai.errors import ServiceError
-from triton_openai.telemetry.streams import BackgroundWriter, background_writer, in_background
+from triton_openai.telemetry.streams import BackgroundWriter, background_writer, in_background, redirect_native_output
 
 # Fields that could hold a client's text or a credential: their values are not shown.
 _REDACTED = frozenset((
@@ -135,6 +135,16 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+
+
+def log_native_output() -> None:
+    """
+    Log what native libraries print, see :func:`redirect_native_output`. Only for a process that is a service.
+
+    Call it after :func:`configure_logging`.
+    """
+    log = structlog.get_logger(__name__)
+    redirect_native_output(lambda line: log.warning("a native library printed a line", line=line))
 
 
 def count_lost_lines(count: Callable[[int], object]) -> None:

@@ -102,6 +102,19 @@ def _shown(method: str, path: str) -> tuple[str, str]:
     return printable(method, _MAX_METHOD_CHARS), printable(path, _MAX_PATH_CHARS)
 
 
+class ReservedMemory(Protocol):
+    """Memory that is reserved; see :class:`triton_openai.byte_budget.Reservation`."""
+
+    #: The number of bytes.
+    size: int
+
+    async def grow(self, size: int) -> None:
+        """Wait until it has *size* bytes. Raises :class:`ServiceOverloaded`."""
+
+    def shrink(self, size: int) -> None:
+        """Give back what it has beyond *size* bytes."""
+
+
 class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     """One request."""
 
@@ -167,6 +180,8 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     error: ServiceError | None = None
     client_left: bool = False
     ended: float | None = None
+    #: The memory for its media, which is given back at the end.
+    memory: ReservedMemory | None = None
 
     def __post_init__(self) -> None:
         self.method, self.path = _shown(self.method, self.path)
@@ -191,11 +206,17 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         does in a process with many long-lived objects.
         """
         self.request, self.upstream = None, _NO_HEADERS
+        self.free_memory()
         for known in [self.error, *[answer.error for answer in self.answers]]:
             error: BaseException | None = known
             while error is not None:
                 error.__traceback__ = None
                 error = error.__context__
+
+    def free_memory(self) -> None:
+        """Give back the memory for its media."""
+        if self.memory is not None:
+            self.memory.shrink(0)
 
     @property
     def duration(self) -> float:

@@ -56,7 +56,9 @@ def record_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -
         raise errors.ServiceOverloaded(f"{whose} are being made in the background already.", retry_after=10)
     context.service.admission.check(context.model.triton_model)
     return msgspec.structs.replace(
-        context.record, request=None, began=time.monotonic(), stages=[], unknown_fields=(), stream=True, status=200
+        context.record,
+        **{"request": None, "memory": None, "stages": [], "unknown_fields": ()},
+        **{"began": time.monotonic(), "stream": True, "status": 200},
     )
 
 

@@ -190,6 +190,7 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
     made.state.beginning[made.owner] += 1
     try:
         async with AsyncExitStack() as stack:
+            stack.callback(record.free_memory)
             asked, reading = await stack.enter_async_context(_chat(replace(context, record=record), made))
             begun = partial(turn_of, reading=reading, answer_id=made.response.id)
             turn = await asked.admitted(begun, param="messages", runs=False)
