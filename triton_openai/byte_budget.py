@@ -15,7 +15,8 @@ class ByteBudget:
 
     An owner takes at most as many bytes as stay free, so that there are always some for another owner: one owner gets
     half of the budget, two get a third each, and so on. This is the dynamic threshold of shared packet buffers
-    (Choudhury and Hahne, 1998). An owner that has none may take any number that is free.
+    (Choudhury and Hahne, 1998). An owner that has none may take any number that is free, and so may a reservation
+    without an owner: there is nobody to share with.
 
     A reservation that does not fit waits, and those that fit pass it. Reservations that grow come before new ones.
     What is larger than the whole budget waits until nothing else is reserved.
@@ -27,12 +28,12 @@ class ByteBudget:
     def __init__(self) -> None:
         #: The bytes that are reserved.
         self.reserved = 0
-        self._by_owner: Counter[str] = Counter()
+        self._by_owner: Counter[str | None] = Counter()
         self._waiting: list[_Waiter] = []
 
-    def open(self, owner: str, *, max_total: int, max_wait: float) -> Reservation:
+    def open(self, owner: str | None, *, max_total: int, max_wait: float) -> Reservation:
         """
-        Return a reservation of *owner* that has no bytes yet; all reservations together have *max_total*.
+        Return a reservation of *owner*, if there is one, that has no bytes yet; all reservations together have *max_total*.
 
         Use it as a context manager, which gives its bytes back, or call :meth:`Reservation.shrink`. What it cannot get
         within *max_wait* seconds raises :class:`ServiceOverloaded`.
@@ -89,14 +90,16 @@ class ByteBudget:
             return left >= 0
         if left < reservation.max_total * self.FINISHING_PART:
             return False
+        if reservation.owner is None:
+            return True
         owned = self._by_owner[reservation.owner]
         return owned == 0 or owned + waiter.size <= left
 
 
 class Reservation:
-    """Bytes of a budget that *owner* has reserved."""
+    """Bytes of a budget that are reserved, for *owner* if there is one."""
 
-    def __init__(self, budget: ByteBudget, owner: str, max_total: int, max_wait: float) -> None:
+    def __init__(self, budget: ByteBudget, owner: str | None, max_total: int, max_wait: float) -> None:
         #: The number of bytes.
         self.size = 0
         self.owner = owner

@@ -56,6 +56,16 @@ async def test_an_owner_leaves_as_much_as_it_takes() -> None:
     assert 0 == budget.reserved == budget.reserved_by("a")
 
 
+async def test_without_an_owner_there_is_nobody_to_share_with() -> None:
+    """All but what is needed to end may be taken."""
+    budget = ByteBudget()
+    for _ in range(7):
+        await budget.open(None, max_total=MAX, max_wait=0.001).grow(10)
+    with pytest.raises(ServiceOverloaded):
+        await budget.open(None, max_total=MAX, max_wait=0.001).grow(1)
+    assert 70 == budget.reserved
+
+
 async def test_what_fits_passes_what_waits() -> None:
     """A large reservation that waits keeps no small one waiting, of its owner or of another."""
     budget, order = ByteBudget(), list[str]()

@@ -48,6 +48,7 @@ from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 from triton_openai.serving.admission import Admission
+from triton_openai.shares import SHARING_KEY
 from triton_openai.tasks import Background
 from triton_openai.telemetry.request_record import OBSERVERS, RECORD, TOKENIZE, RequestRecord
 from triton_openai.triton.fleet import Fleet, Route, Tried
@@ -242,7 +243,7 @@ def media_reservation(request: web.Request) -> Reservation:
     """Return a reservation for media of *request*; nothing is reserved yet."""
     service = service_of(request)
     return service.media.open(
-        key_of(request).name,
+        SHARING_KEY.get(),
         max_total=service.settings.audio.max_total_size,
         max_wait=service.settings.server.queue_timeout,
     )
