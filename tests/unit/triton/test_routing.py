@@ -7,7 +7,9 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from triton_openai.config.tree import EjectionSettings
+from bench.fleet import TEMPLATES, share_at_one_triton
+from tests.cases import every_case
+from triton_openai.config.tree import EjectionSettings, RoutingSettings
 from triton_openai.triton.routing import Pool, RetryBudget, Target
 
 EJECTION = EjectionSettings()
@@ -244,6 +246,17 @@ def test_requests_without_a_key_go_to_where_fewest_run():
     pool = pool_of(1, 1, 1, policy="affinity")
     pool.targets[0].running = pool.targets[2].running = 9
     assert pool.choose(0.0).endpoint == "t1"
+
+
+@every_case("head", TEMPLATES.values())
+def test_the_default_size_of_a_prefix_keeps_short_system_prompts_together(head):
+    """Tenants stay at a Triton, whatever their template; one tenant alone uses all Tritons within the load factor."""
+    settings = RoutingSettings()
+    assert share_at_one_triton(settings.prefix_size, head, 30)[0] > 0.7
+    assert share_at_one_triton(1024, head, 30)[0] < 0.5
+    share, busiest = share_at_one_triton(settings.prefix_size, head, 1)
+    assert share < 0.5
+    assert busiest <= settings.load_factor
 
 
 def test_a_budget_bounds_retries():
