@@ -132,7 +132,7 @@ _MISTAKES = (
     ("grpcs", r"WRONG_VERSION_NUMBER", "does not use TLS", "grpc"),
     # Triton's own errors are texts.
     ("https?", r'^\{"message": ', "looks like another triton-openai, not like a Triton", None),
-    ("https?", r"HTTP status 404", "answers HTTP, but does not look like a Triton", None),
+    ("https?", r"HTTP status ([23]|40[1345])", "answers HTTP, but does not look like a Triton", None),
 )
 
 

@@ -28,7 +28,7 @@ from triton_openai.errors import (
 from triton_openai.triton.catalog import Snapshot, kind_of, merge
 from triton_openai.triton.client import IndexEntry, gather
 from triton_openai.triton.fleet import Fleet, Route, Tried
-from triton_openai.triton.status import classify, cut_off_error
+from triton_openai.triton.status import classify, cut_off_error, foreign_error
 from triton_openai.triton.tensors import EnsembleStep, InferRequest, ModelConfig
 
 
@@ -173,6 +173,7 @@ def test_variants_are_told_by_what_changes_an_answer():
         classify("Request for unknown model: 'm' is not found", "m"),
         classify("Exceeds maximum queue size", "m"),
         classify("Socket closed", "m", "UNAVAILABLE"),
+        *(foreign_error(status, "<html>") for status in ("200", "302", "401", "404", "429", "500", "502", "503")),
     ],
 )
 async def test_what_did_not_reach_a_model_goes_elsewhere(fleets, failure):
