@@ -37,7 +37,7 @@ from triton_openai.triton.client import TritonClient
 from triton_openai.triton.connection import OPEN_ACCESS
 from triton_openai.triton.discovery import Discovery
 from triton_openai.triton.endpoint import Endpoint
-from triton_openai.triton.routing import Pool, RetryBudget, Target
+from triton_openai.triton.routing import Pool, RetryBudget, Ring, Target
 from triton_openai.triton.status import cut_off_error
 from triton_openai.triton.tensors import InferRequest
 
@@ -51,6 +51,8 @@ _MOST_LABELS = 64
 # Multiples of it are spread evenly over 0 to 1.
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _CREDIT_SECONDS = 10.0
+# A model that one of more Tritons has gets a hash ring of its own.
+_SPARSE = 16
 # So many models that are ejected on a Triton eject it for all.
 _EJECTED_MODELS = 3
 
@@ -328,6 +330,7 @@ class Fleet:
         #: Set once every Triton has been asked.
         self.first = asyncio.Event()
         self._pools: dict[str, Pool] = {}
+        self._ring = Ring()
         # Of a model that no Triton has.
         self._empty = Pool("least_requests", max_ejected=0.0, load_factor=1.0)
         self._budget = RetryBudget(settings.failover.budget)
@@ -346,6 +349,7 @@ class Fleet:
         for each in self._discovery.listed:
             if not each.dns:
                 self._add(each, self._connect(each))
+        self._count_members()
 
     def _endpoint(self, settings: EndpointSettings) -> Endpoint:
         return Endpoint(settings.url, access=settings.access or self._access)
@@ -445,11 +449,15 @@ class Fleet:
             name=name if self.listed else None,
         )
         self.members[name] = member
-        self.several = len(self.members) > 1
         if not self.listed:
             self.alone = Lease(self, member, None, "")
         if self._running:
             self._looks[member] = asyncio.create_task(member.catalog.run())
+
+    def _count_members(self) -> None:
+        """Learn that the Tritons, or their weights, are others."""
+        self.several = len(self.members) > 1
+        self._ring.update({name: each.settings.weight for name, each in self.members.items() if each.settings.weight})
 
     async def _take(self, member: Member, snapshot: Snapshot) -> None:
         """Take the new *snapshot* of a Triton."""
@@ -509,7 +517,9 @@ class Fleet:
             pool.policy, pool.load_factor = self.policy(model), routing.load_factor
             pool.max_ejected = self._settings.ejection.max_share if self.several else 0.0
             pool.most_running = self._most_running
-            pool.update(targets, ejected=[each.name for each in members if each.ejected])
+            # A pool of few would pass over too many others.
+            ring = self._ring if len(targets) * _SPARSE >= len(self.members) else None
+            pool.update(targets, ejected=[each.name for each in members if each.ejected], ring=ring)
             if pool.panics != panicked:
                 self._tell("panics", model, by=1 if pool.panics else -1)
                 if pool.panics:
@@ -730,7 +740,7 @@ class Fleet:
                     target.weight = member.settings.weight
         for name, client in clients.items():
             self._add(wanted[name], client)
-        self.several = len(self.members) > 1
+        self._count_members()
         models = {*self._pools, *(model for one in self.members.values() for model in one.targets)}
         # At once: no request may choose a Triton that has gone.
         self._update_pools(models)

@@ -1,6 +1,7 @@
 """Several Tritons as one: what they have together, leases, failover and ejection."""
 
 import asyncio
+import contextlib
 import math
 from collections import Counter
 from typing import Any
@@ -25,6 +26,7 @@ from triton_openai.errors import (
     UpstreamTimeout,
     UpstreamUnavailable,
 )
+from triton_openai.triton import routing
 from triton_openai.triton.catalog import Snapshot, kind_of, merge
 from triton_openai.triton.client import IndexEntry, gather
 from triton_openai.triton.fleet import Fleet, Route, Tried
@@ -308,6 +310,28 @@ async def test_weights_change_without_a_new_connection(fleets):
         for lease in leases:
             lease.close()
     assert not hasattr(a, "closed")
+
+
+async def test_a_list_that_changes_makes_no_hash_ring(fleets, monkeypatch):
+    """With affinity, a model that comes and goes, an outage and an ejection leave the points of the Tritons alone."""
+    tritons = {f"t{place}": Triton("m", "n") for place in range(40)}
+    fleet = await fleets(tritons=tritons, routing=RoutingSettings(policy="affinity"))
+
+    def chosen(number):
+        with contextlib.closing(fleet.lease("m", key=b"%d" % number)) as lease:
+            return lease.endpoint
+
+    before = [chosen(number) for number in range(100)]
+    monkeypatch.setattr(routing.Ring, "_values", None)
+    changed = fleet.members["t7"]
+    for index in ([], [entry for entry in tritons["t7"].index if entry.name == "n"], list(tritons["t7"].index)):
+        tritons["t7"].index = index
+        await changed.catalog.refresh()
+        chosen(0)
+    tritons["t7"].error = UpstreamUnavailable("gone")
+    await changed.catalog.refresh()
+    for number, endpoint in enumerate(before):
+        assert (chosen(number) == endpoint) is (endpoint != "t7")
 
 
 async def test_policies_hold_for_single_models(fleets):
