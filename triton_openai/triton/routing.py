@@ -261,8 +261,8 @@ class Ring:
 
     def _apply(self) -> None:
         wanted, weights = self._wanted, self._weights
-        # Fewer points, where the ring is full, are a part of the others: what stays keeps its place. By powers of two, so
-        # that a Triton more or less seldom makes a difference.
+        # Fewer points, where the ring is full, are a part of the others: what stays keeps its place. By powers of two,
+        # so that a Triton more or less seldom makes a difference.
         room = _RING // max(1, len(wanted))
         density = min(_POINTS, max(_POINTS_IN_DIGEST, 1 << room.bit_length() - 1))
         changed = {name for name in weights.keys() | wanted.keys() if weights.get(name) != wanted.get(name)}
