@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from copy import copy
 from functools import partial
@@ -46,8 +47,8 @@ _T = TypeVar("_T")
 
 # Longest wait for the answer to the request that shows whether an ejected Triton answers again.
 _PROBE_SECONDS = 30.0
-# Names of Tritons that become labels of metrics.
-_MOST_LABELS = 64
+# Names of Tritons that are labels of metrics at a time.
+_MAX_LABELS = 64
 # Multiples of it are spread evenly over 0 to 1.
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _CREDIT_SECONDS = 10.0
@@ -58,10 +59,11 @@ _EJECTED_MODELS = 3
 
 
 #: What is counted among several Tritons, with the labels that stand beside it: the names that the settings give them,
-#: models, and the outcome or the code of an error.
+#: models, and the outcome or the code of an error. With ``endpoints``, they are the names of all that there are.
 Event = Literal[
-    "up", "running", "ended", "ejected", "ejections", "panics", "failovers", "budget_exhausted", "lookup_failures"
-]
+    "up", "running", "ended", "ejected", "ejections", "panics", "failovers", "budget_exhausted", "lookup_failures",
+    "endpoints",
+]  # fmt: skip
 
 
 class Tell(Protocol):
@@ -83,8 +85,8 @@ class Member:
         self.name = settings.name
         self.settings = settings
         self.client = client
-        #: The name in metrics.
-        self.label = label
+        #: The name in metrics; ``None`` once its series are dropped.
+        self.label: str | None = label
         self.snapshot = Snapshot(error=UpstreamUnavailable("Triton has not been asked yet.", retry_after=1))
         self.catalog: Catalog
         #: By Triton model.
@@ -341,7 +343,9 @@ class Fleet:
         self._stale: set[str] = set()
         self._looks: dict[Member, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._labels: set[str] = set()
+        # By name in metrics, how many Tritons have it, and of how many that leave the requests still run.
+        self._labels: Counter[str] = Counter()
+        self._leaving: Counter[str] = Counter()
         self._running = False
         self._discovery = Discovery(settings, access, self._apply, failed=lambda: self._tell("lookup_failures"))
         # Names are looked up when there is a loop.
@@ -388,6 +392,8 @@ class Fleet:
         try:
             await self._find()
             await asyncio.gather(*[member.catalog.first.wait() for member in self.members.values()])
+            # A process that replaces another one goes on with its series.
+            self._tell_endpoints()
             self.first.set()
             await asyncio.Event().wait()
         finally:
@@ -437,8 +443,8 @@ class Fleet:
 
     def _add(self, settings: EndpointSettings, client: TritonClient) -> None:
         name = settings.name or ""
-        label = name if name in self._labels or len(self._labels) < _MOST_LABELS else "other"
-        self._labels.add(label)
+        label = name if name in self._labels or len(self._labels) < _MAX_LABELS else "other"
+        self._labels[label] += 1
         member = Member(settings, client, label)
         member.catalog = Catalog(
             client,
@@ -465,7 +471,7 @@ class Fleet:
             return
         lost = member.snapshot.reachable and not snapshot.reachable
         if member.snapshot.reachable != snapshot.reachable:
-            self._tell("up", member.label, by=-1 if lost else 1)
+            self._count("up", member, by=-1 if lost else 1)
         member.snapshot = snapshot
         now = time.monotonic()
         was, member.targets = member.targets, {}
@@ -605,7 +611,7 @@ class Fleet:
         lease = Lease(self, member, target, model)
         self._pools.get(model, self._empty).count(target, 1)
         member.leases.add(lease)
-        self._tell("running", member.label, model)
+        self._count("running", member, model)
         if first:
             self._budget.count(time.monotonic())
         return lease
@@ -636,10 +642,10 @@ class Fleet:
         if not member.leases:
             member.idle.set()
         failed = isinstance(error, UpstreamError) and not isinstance(error, ModelUnloading)
-        self._tell("running", member.label, lease.model, by=-1)
+        self._count("running", member, lease.model, by=-1)
         # Whoever refuses a request has answered.
         outcome = "failed" if failed else "answered" if answered or error is not None else "cancelled"
-        self._tell("ended", member.label, lease.model, outcome)
+        self._count("ended", member, lease.model, outcome)
         if not self.several or member.draining:
             return
         if not failed and (answered or error is not None):
@@ -689,8 +695,8 @@ class Fleet:
 
     def _eject(self, member: Member, model: str, target: Target, error: ServiceError) -> None:
         _log.warning("a Triton is ejected", endpoint=member.name, model=model, reason=error.reason)
-        self._tell("ejected", member.label, model)
-        self._tell("ejections", member.label, model, error.code)
+        self._count("ejected", member, model)
+        self._count("ejections", member, model, error.code)
         self._update_pools(member.targets if member.ejected else [model])
         spawn(self._bring_back(member, model, target), member.probes)
 
@@ -707,7 +713,7 @@ class Fleet:
                 _log.info("a Triton takes requests again", endpoint=member.name, model=model)
                 self._update_pools(member.targets if was_out else [model])
         finally:
-            self._tell("ejected", member.label, model, by=-1)
+            self._count("ejected", member, model, by=-1)
 
     async def _answers(self, member: Member, model: str) -> bool:
         """Return whether *model* answers a small request at *member*. Whoever refuses one is there."""
@@ -733,6 +739,9 @@ class Fleet:
         for name, member in list(self.members.items()):
             if name in clients or name not in wanted:
                 del self.members[name]
+                assert member.label is not None, "it leaves once"
+                self._labels -= Counter([member.label])
+                self._leaving[member.label] += 1
                 spawn(self._remove(member), self._tasks)
             elif wanted[name] != member.settings:
                 member.settings = wanted[name]
@@ -750,7 +759,7 @@ class Fleet:
         """Let the requests of *member* finish, for a time, and close its connections."""
         member.draining = True
         if member.snapshot.reachable:
-            self._tell("up", member.label, by=-1)
+            self._count("up", member, by=-1)
         try:
             look = self._looks.pop(member, None)
             await cancel(*member.probes, *([] if look is None else [look]))
@@ -764,7 +773,26 @@ class Fleet:
             await member.catalog.close()
             # Whoever waits for the first look need not wait for this one.
             member.catalog.first.set()
+            self._drop_label(member)
             await member.client.close()
+
+    def _count(self, event: Event, member: Member, *labels: str, by: int = 1) -> None:
+        """Count an *event* of *member*, unless its series are dropped."""
+        if member.label is not None:
+            self._tell(event, member.label, *labels, by=by)
+
+    def _tell_endpoints(self) -> None:
+        self._tell("endpoints", *sorted(self._labels.keys() | self._leaving.keys()))
+
+    def _drop_label(self, member: Member) -> None:
+        """Drop the series of a Triton that has left. One that came in its place may have the same name."""
+        label, member.label = member.label, None
+        assert label is not None, "it leaves once"
+        for lease in member.leases:
+            self._tell("running", label, lease.model, by=-1)
+        self._leaving -= Counter([label])
+        if label not in self._labels and label not in self._leaving:
+            self._tell_endpoints()
 
 
 def not_there(error: Exception | None) -> bool:

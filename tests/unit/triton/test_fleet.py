@@ -61,9 +61,12 @@ class Told:
     def __init__(self):
         self.events: Counter[Any] = Counter()
         self.running: Counter[str] = Counter()
+        self.endpoints: set[str] = set()
 
     def __call__(self, event, *labels, by=1):
-        if event == "running":
+        if event == "endpoints":
+            self.endpoints = set(labels)
+        elif event == "running":
             self.running[labels[0]] += by
         else:
             self.events[event, *labels] += by
@@ -429,6 +432,34 @@ async def test_a_triton_that_leaves_is_not_counted(fleets):
     await fleet._apply([EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in "bc"])
     await until(lambda: not events["ejected", "a", "m"])
     assert (events["up", "a"], events["up", "b"]) == (0, 1)
+
+
+async def test_names_in_metrics_follow_the_tritons_that_there_are(fleets):
+    """However many have been there, 64 at a time have their names; who leaves, also with requests, is not counted."""
+    present = {f"t{number}": Triton("m") for number in range(64)}
+    fleet = await fleets(tritons=present, grace=0.0)
+    apply = fleet._discovery._apply
+
+    def listed(*names):
+        for name in names:
+            present.setdefault(name, Triton("m"))
+        return [EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in names]
+
+    running = fleet.lease("m", at="t0")
+    names = []
+    for generation in range(3):
+        # Those that leave are still there for a moment.
+        names = [f"{generation}-{number}" for number in range(64)]
+        await apply(listed(*names))
+    await apply(listed("last", *names[1:]))
+    await until(lambda: not [one for one in fleet._tasks if "_remove" in str(one)])
+    running.close()
+    await until(fleet.members["last"].catalog.first.is_set)
+    fleet.lease("m", at="last").close()
+    labels = fleet._tell.events
+    assert labels["ended", "last", "m", "cancelled"] + labels["ended", "last", "m", "answered"] == 1
+    assert fleet._tell.running.total() == 0
+    assert fleet._tell.endpoints == {"last", *names[1:]}
 
 
 async def test_ejection_holds_for_tritons_that_came_later(fleets):
