@@ -86,6 +86,7 @@ def create_app(
         connect=None if client is None else lambda _: client,
         grace=settings.server.shutdown_grace,
         tell=metrics.tell,
+        lists=shared,
     )
     count_lost_lines(metrics.child(LOG_LINES_LOST).inc)
     tracing, send_spans = _traces(settings)

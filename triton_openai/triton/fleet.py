@@ -39,6 +39,7 @@ from triton_openai.triton.connection import OPEN_ACCESS
 from triton_openai.triton.discovery import Discovery
 from triton_openai.triton.endpoint import Endpoint
 from triton_openai.triton.routing import Pool, RetryBudget, Ring, Target
+from triton_openai.triton.shared_lists import ListChannel, SharedLists
 from triton_openai.triton.status import cut_off_error
 from triton_openai.triton.tensors import InferRequest
 
@@ -124,6 +125,34 @@ class Member:
     def ejected(self) -> bool:
         """Whether so many of its models fail that it gets no requests at all."""
         return sum(target.ejected_until is not None for target in self.targets.values()) >= _EJECTED_MODELS
+
+
+class MemberList:
+    """The list of *member* among those that the processes of a service share; see :class:`SharedList`."""
+
+    def __init__(self, lists: SharedLists, member: Member) -> None:
+        self._lists = lists
+        self._member = member
+
+    @property
+    def newest(self) -> Snapshot | None:
+        """What the process that looks has published, if it is another one."""
+        if not self._lists.follows:
+            return None
+        newest = self._lists.newest.get(self._member.name)
+        client = self._member.client
+        if newest is not None and newest.server is not None and isinstance(client, Endpoint):
+            client.grpc_answers = newest.server.grpc_answers
+        return newest
+
+    async def ask(self, *, reload: bool) -> bool:
+        """Have that process look now; return whether :attr:`newest` is what it has seen."""
+        return await self._lists.ask(self._member.name, reload)
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Give the others a new snapshot, if this is the process that looks."""
+        if not self._member.draining:
+            self._lists.publish(self._member.name, snapshot)
 
 
 class Tried(list[str]):
@@ -298,7 +327,8 @@ class Fleet:
     The Tritons of a service.
 
     *connect* makes the connection to one, by default to its addresses. *grace* is how many seconds the requests of one
-    that is taken away may still run. Raises :class:`ConfigurationError` for endpoints that cannot be used.
+    that is taken away may still run. *lists* leads to the other processes of the service, one of which looks at the
+    models of all. Raises :class:`ConfigurationError` for endpoints that cannot be used.
     """
 
     def __init__(
@@ -309,8 +339,10 @@ class Fleet:
         connect: Callable[[EndpointSettings], TritonClient] | None = None,
         grace: float = 10.0,
         tell: Tell = _untold,
+        lists: ListChannel | None = None,
     ) -> None:
         self._settings = settings
+        self._lists = None if lists is None else SharedLists(lists, settings.refresh_interval)
         self._access = access
         self._connect = connect or self._endpoint
         self._grace = grace
@@ -385,6 +417,9 @@ class Fleet:
 
     async def run(self) -> None:
         """Look for Tritons, and at the models of each, until cancelled."""
+        if self._lists is not None:
+            await self._lists.join(self)
+            spawn(self._lists.run(), self._tasks)
         self._running = True
         for member in self.members.values():
             self._looks[member] = asyncio.create_task(member.catalog.run())
@@ -418,6 +453,21 @@ class Fleet:
             await self._discovery.replace(settings, listed)
 
         return apply_settings
+
+    # What the processes of a service share
+
+    async def look(self, name: str, reload: bool) -> bool:
+        """Look at the models of the Triton *name* for another process; return whether it is known here."""
+        member = self.members.get(name)
+        if member is None or self._lists is None or not self._lists.leads:
+            return False
+        await (member.catalog.reload() if reload else member.catalog.refresh())
+        return True
+
+    def follow(self, name: str) -> None:
+        """Take the list of the Triton *name* that another process has published."""
+        if (member := self.members.get(name)) is not None:
+            spawn(member.catalog.follow(), member.probes)
 
     async def refresh(self) -> None:
         """Look at the models of all now."""
@@ -453,6 +503,7 @@ class Fleet:
             starts=bool(self._settings.model_repository),
             phase=len(self.members) * _GOLDEN % 1,
             name=name if self.listed else None,
+            shared=None if self._lists is None else MemberList(self._lists, member),
         )
         self.members[name] = member
         if not self.listed:
@@ -739,9 +790,12 @@ class Fleet:
         for name, member in list(self.members.items()):
             if name in clients or name not in wanted:
                 del self.members[name]
+                member.draining = True
                 assert member.label is not None, "it leaves once"
                 self._labels -= Counter([member.label])
                 self._leaving[member.label] += 1
+                if self._lists is not None:
+                    self._lists.publish(name, None)
                 spawn(self._remove(member), self._tasks)
             elif wanted[name] != member.settings:
                 member.settings = wanted[name]
@@ -757,7 +811,6 @@ class Fleet:
 
     async def _remove(self, member: Member) -> None:
         """Let the requests of *member* finish, for a time, and close its connections."""
-        member.draining = True
         if member.snapshot.reachable:
             self._count("up", member, by=-1)
         try:
