@@ -14,6 +14,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -84,6 +85,37 @@ def postgresql() -> Iterator[Server]:
             yield Server(url, start, stop, send)
         finally:
             stop()
+
+
+@pytest.fixture(scope="session", params=["refuses", "ignores"])
+def pgbouncer(request: pytest.FixtureRequest, postgresql: Server) -> Iterator[Callable[[], str]]:
+    """
+    What makes addresses of empty databases behind a PgBouncer in transaction mode.
+
+    It refuses or ignores what a client sets when it connects. More clients than it has connections share these.
+    """
+    program, port = found("PgBouncer"), _free_port()
+    direct = urlsplit(postgresql.url())
+    ignored = "ignore_startup_parameters = idle_in_transaction_session_timeout, search_path"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        Path(folder, "users").write_text('"t" ""\n')
+        Path(folder, "ini").write_text(
+            f"[databases]\n* = host=127.0.0.1 port={direct.port}\n[pgbouncer]\nlisten_addr = 127.0.0.1\n"
+            f"listen_port = {port}\nunix_socket_dir =\nauth_type = trust\nauth_file = {folder}/users\n"
+            f"pool_mode = transaction\ndefault_pool_size = 2\n"
+            f"{ignored if request.param == 'ignores' else ''}\n"
+        )
+        user: dict[str, Any] = {}
+        if os.geteuid() == 0:
+            user = {"user": "nobody"}
+            shutil.chown(folder, "nobody")
+        process = subprocess.Popen([program, f"{folder}/ini"], stderr=subprocess.DEVNULL, **user)
+        try:
+            _until_open(port, process)
+            yield lambda: f"postgresql://t@127.0.0.1:{port}{urlsplit(postgresql.url()).path}"
+        finally:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture(scope="session")

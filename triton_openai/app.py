@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import structlog
 from aiohttp import web
@@ -87,6 +87,7 @@ def create_app(
         connect=None if client is None else lambda _: client,
         grace=settings.server.shutdown_grace,
         tell=metrics.tell,
+        lists=shared,
     )
     count_lost_lines(metrics.child(LOG_LINES_LOST).inc)
     tracing, send_spans = _traces(settings, metrics.child(TRACES_LOST).inc)
@@ -322,6 +323,31 @@ async def apply_settings(app: web.Application, settings: Settings, reload: bool)
     service.settings = settings
 
 
+def _store_checks(app: web.Application) -> Sequence[Callable[[], Awaitable[None]]]:
+    """Return what makes sure that the stores are of this release, and sound."""
+    checks: list[Callable[[], Awaitable[None]]] = [app[STATE].verify]
+    if FILES in app:
+
+        async def check_files() -> None:
+            await app[FILES].store.verify()
+            await app[FILES].check()
+
+        checks.append(check_files)
+    return checks
+
+
+async def _usable(check: Callable[[], Awaitable[None]]) -> None:
+    """Raise :class:`ConfigurationError` if *check* does. A store that does not answer now may do so later."""
+    try:
+        async with asyncio.timeout(_STORE_SECONDS):
+            await check()
+    except ConfigurationError:
+        raise
+    except (ServiceError, TimeoutError):
+        # It is looked at again before anything is written, and the log says why batches wait.
+        pass
+
+
 async def _run_service(app: web.Application) -> AsyncIterator[None]:
     """Discover models while the application runs; close everything after it."""
     service = app[SERVICE]
@@ -335,15 +361,7 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
         if ":" in settings.responses.store:
             # The operator chose it. The file in the state folder is opened when the first response is stored.
             service.background.start(app[STATE].check(), timeout=_STORE_SECONDS)
-    if FILES in app:
-        try:
-            async with asyncio.timeout(_STORE_SECONDS):
-                await app[FILES].check()
-        except ConfigurationError:
-            raise
-        except (ServiceError, TimeoutError):
-            # It is looked at again before anything is written, and what runs batches says why it waits.
-            pass
+    await asyncio.gather(*(_usable(check) for check in _store_checks(app)))
     models = service.models
     work = [service.fleet.run(), keep_loaded(models), app[LOOP_LAG].run()]
     if RUNNER in app:

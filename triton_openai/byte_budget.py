@@ -33,7 +33,9 @@ class ByteBudget:
 
     def open(self, owner: str | None, *, max_total: int, max_wait: float) -> Reservation:
         """
-        Return a reservation of *owner*, if there is one, that has no bytes yet; all reservations together have *max_total*.
+        Return a reservation of *owner*, if there is one, that has no bytes yet.
+
+        All reservations together have *max_total* bytes.
 
         Use it as a context manager, which gives its bytes back, or call :meth:`Reservation.shrink`. What it cannot get
         within *max_wait* seconds raises :class:`ServiceOverloaded`.

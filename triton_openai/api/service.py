@@ -57,6 +57,10 @@ from triton_openai.triton.fleet import Fleet, Route, Tried
 _AUDIO = "audio\n"
 # Bytes of a form beside its file.
 _FIELDS = 1024 * 1024
+# The fields that say what a request is part of, the narrowest first: the first is vLLM's, the others are OpenAI's.
+_SESSION_FIELDS = ("session_id", "prompt_cache_key", "safety_identifier", "user")
+# Bytes of the JSON of such a field. Longer ones are ignored: reading them would take too long.
+_MAX_SESSION_SIZE = 4096
 _Body = TypeVar("_Body", bound=ModelRequest)
 _Other = TypeVar("_Other", bound=ModelRequest)
 _Sampled = TypeVar("_Sampled", bound=parameters.SamplingRequest)
@@ -80,6 +84,12 @@ class Service:
 
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
+
+
+class _Metadata(msgspec.Struct):
+    """What is read of the ``metadata`` of Anthropic's API."""
+
+    user_id: str | int | None = None
 
 
 #: The parameters of a query by name, each with its meaning and its schema.
@@ -316,6 +326,8 @@ class RequestContext(Generic[_Body]):
     record: RequestRecord
     #: The time that is left after the wait for admission.
     limits: TimeLimits
+    #: What the client says that the request is part of, for the policy ``affinity``.
+    session: str | None = None
     #: The id of the conversation, or of the response with which a chain began, that the request goes on from.
     conversation: str | None = None
     #: The Tritons that have failed for the request, where it goes on with another variant of the model.
@@ -354,10 +366,7 @@ class RequestContext(Generic[_Body]):
         fleet = self.service.fleet
         if fleet.policy(self.model.triton_model) != "affinity":
             return None
-        session = self.request.headers.get("x-session-id")
-        named = [getattr(self.body, name, None) for name in ("prompt_cache_key", "safety_identifier", "user")]
-        every = [("session", value) for value in (session, *named) if isinstance(value, str)]
-        return fleet.session_of(*every, ("conversation", self.conversation))
+        return fleet.session_of(("session", self.session), ("conversation", self.conversation))
 
     async def result_of(self, job: Job[_Result], *, cut: Truncation | None = None, param: str = "input") -> _Result:
         """
@@ -429,6 +438,41 @@ def job_not_taken_error(app: web.Application, model: ServedModel, job: JobType) 
     return InvalidRequest(f"The model '{model.name}' does not {job.does[1]}.{does}", param="model")
 
 
+def _session_of(request: web.Request, body: ModelRequest, *, anthropic: bool) -> str | None:
+    """
+    Return what the client says that *request* is part of, ``None`` if it says nothing.
+
+    A session is narrower than a user: the header ``x-session-id`` comes first, then the fields of the API in
+    :data:`_SESSION_FIELDS`. Anthropic's API has ``metadata.user_id`` for this.
+    """
+    if session := request.headers.get("x-session-id"):
+        return session
+    for name in _SESSION_FIELDS:
+        if value := _text_of(getattr(body, name, None)):
+            return value
+    metadata = _decoded(getattr(body, "metadata", None), _Metadata) if anthropic else None
+    return None if metadata is None else _text_of(metadata.user_id)
+
+
+def _text_of(value: Any) -> str | None:
+    """Return a text or a number, which may still be JSON, as a text; ``None`` for anything else."""
+    if isinstance(value, msgspec.Raw):
+        value = _decoded(value, str | int)
+    if not isinstance(value, str | int):
+        return None
+    return str(value)[:_MAX_SESSION_SIZE]
+
+
+def _decoded(raw: Any, kind: Any) -> Any:
+    """Return a field that the request does not check as *kind*; ``None`` if it is too long, or something else."""
+    if not isinstance(raw, msgspec.Raw) or memoryview(raw).nbytes > _MAX_SESSION_SIZE:
+        return None
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
 async def begin(request: web.Request, kind: type[_Body], *, read_as_chat: bool = False) -> RequestContext[_Body]:
     """
     Return the context of *request*. Raises :class:`InvalidRequest`, also if the model does not do the operation.
@@ -453,7 +497,10 @@ async def begin(request: web.Request, kind: type[_Body], *, read_as_chat: bool =
         record.parameters = body
     if ignored := parameters.check_unused(body):
         tell_ignored(record, ignored)
-    return RequestContext(request, service, body, model, record, limits)
+    context = RequestContext(request, service, body, model, record, limits)
+    if service.fleet.several:
+        context.session = _session_of(request, body, anthropic=operation.anthropic)
+    return context
 
 
 def spec_of(

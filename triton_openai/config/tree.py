@@ -196,8 +196,9 @@ class RoutingSettings(_Group, frozen=True):
     affinity: tuple[Literal["session", "conversation", "prompt"], ...] = ("session", "conversation", "prompt")
     #: With ``affinity``, the most that a Triton runs: this times its share of all requests.
     load_factor: Annotated[float, Meta(ge=1.01, le=100)] = 1.25
-    #: The bytes at the beginning of a prompt that count for ``prompt``.
-    prefix_size: Annotated[int, Meta(ge=1, le=1024 * 1024)] = 1024
+    #: The bytes at the beginning of a prompt that count for ``prompt``. `python -m bench.fleet` compares sizes: with
+    #: more than this, short system prompts keep no requests together; with less, all have the beginning of a template.
+    prefix_size: Annotated[int, Meta(ge=1, le=1024 * 1024)] = 192
     #: Policies of single models.
     overrides: Mapping[str, Policy] = msgspec.field(default_factory=dict)
 

@@ -21,8 +21,9 @@ from triton_openai import errors
 from triton_openai.storage.sql import Database, Steps, missing, operation
 
 _T = TypeVar("_T")
-# Longest time for one operation, in seconds: to insert or to drop many lines takes a while.
-_TIMEOUT = 30.0
+# Longest time for one operation, in seconds, and for one that inserts, changes or drops many lines.
+_TIMEOUT = 5.0
+_LONG_TIMEOUT = 30.0
 #: The states of a line. One that waits or runs when its batch has ended never ran.
 WAITING, RUNNING, SUCCEEDED, FAILED = range(4)
 
@@ -48,6 +49,13 @@ MIGRATIONS: Sequence[Sequence[str]] = (
 
 
 lacking = partial(missing, "batches", MIGRATIONS)
+#: The columns of each table that the statements use.
+TABLES: Mapping[str, str] = {
+    "file": "id, owner, purpose, filename, bytes, created, expires, state",
+    "batch": "id, owner, kind, input, open, created, holder, generation, until, detail",
+    "line": "batch, number, place, length, model, prefix, state, attempts, part, part_place, part_length",
+    "place": "number, id",
+}
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,9 +210,16 @@ class BatchStore:
         """Disconnect."""
         await self._database.close()
 
-    async def _run(self, steps: Steps[_T], *, write: bool = False) -> _T:
+    async def verify(self) -> None:
+        """Raise :class:`ConfigurationError` for a database that this release cannot use."""
         try:
-            return await self._database.run(steps, timeout=_TIMEOUT, write=write)
+            await self._database.verify(TABLES, timeout=_TIMEOUT)
+        except (OSError, sqlite3.Error) as error:
+            raise failed_write(error) from error
+
+    async def _run(self, steps: Steps[_T], *, write: bool = False, long: bool = False) -> _T:
+        try:
+            return await self._database.run(steps, timeout=_LONG_TIMEOUT if long else _TIMEOUT, write=write)
         except (OSError, sqlite3.Error) as error:
             raise failed_write(error) from error
 
@@ -281,7 +296,7 @@ class BatchStore:
         )
         return [row[0] for row in files]
 
-    @operation(write=True)
+    @operation(write=True, long=True)
     def drop(self, files: Sequence[str], *, batches_before: float = 0.0) -> Steps[None]:
         """Drop *files*, whose contents are gone, and batches that were made before a time, and have ended."""
         yield "DELETE FROM file WHERE id IN EACH($1)", json.dumps(files)
@@ -358,7 +373,7 @@ class BatchStore:
         """Drop a batch that has ended."""
         yield "DELETE FROM batch WHERE id = $1 AND open = 0", batch_id
 
-    @operation(write=True)
+    @operation(write=True, long=True)
     def claim(self, holder: str, seconds: float, *, full: Collection[str] = ()) -> Steps[Batch | None]:
         """
         Give *holder* the lease of a batch that nobody runs, for *seconds*; ``None`` if there is none.
@@ -406,7 +421,7 @@ class BatchStore:
         """End all leases of *holder*, who has died."""
         yield "UPDATE batch SET until = 0 WHERE open = 1 AND holder = $1", holder
 
-    @operation(write=True)
+    @operation(write=True, long=True)
     def release(self, batch: Batch) -> Steps[None]:
         """End the lease of *batch*; lines that still run wait again, without an attempt counted."""
         yield from _locked(batch.id, batch.generation)
@@ -417,13 +432,13 @@ class BatchStore:
 
     # Lines
 
-    @operation(write=True)
+    @operation(write=True, long=True)
     def clear_lines(self, batch: Batch) -> Steps[None]:
         """Drop all lines of *batch*."""
         yield from _locked(batch.id, batch.generation)
         yield "DELETE FROM line WHERE batch = $1", batch.id
 
-    @operation(write=True)
+    @operation(write=True, long=True)
     def add_lines(self, batch: Batch, lines: Sequence[Line]) -> Steps[None]:
         """Add lines that wait."""
         yield from _locked(batch.id, batch.generation)
@@ -458,7 +473,7 @@ class BatchStore:
         """Note that *lines* have no result yet, and do not run: if the process dies, they are not to blame."""
         await self._count(batch, lines, -1)
 
-    @operation(write=True)
+    @operation(write=True, long=True)
     def _count(self, batch: Batch, lines: Collection[int], attempts: int) -> Steps[None]:
         yield from _locked(batch.id, batch.generation)
         yield (
@@ -466,7 +481,7 @@ class BatchStore:
             [(batch.id, number, attempts) for number in lines],
         )
 
-    @operation(write=True)
+    @operation(write=True, long=True)
     def end(self, batch: Batch, done: Sequence[Done]) -> Steps[Batch]:
         """Note that lines are *done*, once if it is called again; return the batch with its new counts."""
         found = yield from _locked(batch.id, batch.generation)
@@ -494,7 +509,7 @@ class BatchStore:
         )
         return [Result(*row) for row in found]
 
-    @operation(write=True)
+    @operation(write=True, long=True)
     def finish(self, batch: Batch, files: Sequence[StoredFile], change: Callable[[Batch], None]) -> Steps[Batch]:
         """End *batch* with its *files* by a *change*, and drop its lines, all or nothing; return it."""
         found = yield from _locked(batch.id, batch.generation)

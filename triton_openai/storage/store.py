@@ -158,6 +158,10 @@ class Store(ABC):
         """Whether the store answers, as far as is known."""
         return self._probing is None
 
+    async def verify(self) -> None:
+        """Raise :class:`ConfigurationError` for a store that this release cannot use; ask whether it answers."""
+        await self._ping()
+
     @abstractmethod
     async def get(self, key: str) -> Entry | None:
         """Return the entry of *key*."""

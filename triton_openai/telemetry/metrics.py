@@ -12,17 +12,20 @@ multiprocess mode; the worker that answers a scrape adds them up.
 from __future__ import annotations
 
 import collections
+import json
 import os
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
+import structlog
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -32,6 +35,7 @@ from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError, RateLimited, ServiceError, UpstreamError
 from triton_openai.telemetry.request_record import CLIENT_CLOSED_REQUEST, Observer, RequestRecord
 
+_log = structlog.get_logger(__name__)
 #: How a request ended; alerts are built on it.
 Outcome: TypeAlias = Literal["answered", "invalid", "refused", "failed", "cancelled"]
 #: Operation of a request that is no inference, or was refused before its operation was known.
@@ -170,14 +174,19 @@ TRACES_LOST = Instrument(
     "Requests whose spans were lost: the collector did not take them, or too many waited.",
 )  # fmt: skip
 
+# The name of a Triton is the first label.
 _ENDPOINT = ("endpoint", "model")
+# Room for the series of 64 Tritons with three models each, in either file.
+_ENDPOINT_BYTES = 256 * 1024
+# The place of the labels in the key of a number: JSON of the metric, the sample, the labels and the help text.
+_LABELS = 2
 ENDPOINT_UP = Instrument(
     "triton_openai_endpoint_up", ("endpoint",), "Processes of this service to which one of several Tritons answers."
 )
 ENDPOINT_REQUESTS = Instrument(
     "triton_openai_endpoint_requests_total", (*_ENDPOINT, "outcome"),
     "Requests that one of several Tritons has got, by outcome: answered, failed, cancelled. One that was sent to two "
-    "Tritons counts for both. Beyond 64 names, 'other' stands for the rest.",
+    "Tritons counts for both. 'other' stands for those beyond 64 at a time. The series of a Triton end when it leaves.",
 )  # fmt: skip
 ENDPOINT_RUNNING = Instrument(
     "triton_openai_endpoint_requests_running", _ENDPOINT, "Running requests of a model at one of several Tritons."
@@ -256,11 +265,12 @@ def share_between_workers(folder: Path, index: int) -> bool:
     files = [folder / f"{kind}_{index}.db" for kind in ("counter", "gauge_livesum", "histogram")]
     replaces = files[0].exists()
     try:
-        mark_process_dead(index, str(folder))
+        forget_worker(folder, index)
         for path in files:
-            with path.open("ab") as file:
-                # Room for some hundred histograms. On a full disk, a write into a sparse file would kill the process.
-                os.posix_fallocate(file.fileno(), 0, 1024 * 1024)
+            # Room for some hundred histograms.
+            _allocate(path, 1024 * 1024)
+        for path in _endpoint_files(folder, index).values():
+            _allocate(path, _ENDPOINT_BYTES)
     except OSError as error:
         raise ConfigurationError(f"Metrics cannot be kept in {folder}: {error.strerror or error}.") from error
     return replaces
@@ -269,6 +279,73 @@ def share_between_workers(folder: Path, index: int) -> bool:
 def forget_worker(folder: Path, index: int) -> None:
     """Drop the gauges of a dead worker; its counters stay. Called by the process that supervises it."""
     mark_process_dead(index, str(folder))
+    mark_process_dead(f"endpoints_{index}", str(folder))
+
+
+def _endpoint_files(folder: Path, index: int) -> Mapping[str, Path]:
+    """Return where worker *index* keeps the series of Tritons, by the kind of metric."""
+    return {
+        "counter": folder / f"counter_endpoints_{index}.db",
+        "gauge": folder / f"gauge_livesum_endpoints_{index}.db",
+    }
+
+
+def _allocate(path: Path, size: int) -> None:
+    """Make a file of *size* bytes at least. On a full disk, a write into a sparse file would kill the process."""
+    with path.open("ab") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+
+
+class _EndpointFile:
+    """The series of Tritons in a file like those of ``prometheus_client``, which drop nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._numbers = MmapedDict(str(path))
+
+    def __del__(self) -> None:
+        self._numbers.close()
+
+    def get(self, key: str) -> float:
+        """Return the number of *key*, 0 for a new one."""
+        return float(self._numbers.read_value(key)[0])
+
+    def set(self, key: str, number: float) -> None:
+        """Set the number of *key*."""
+        self._numbers.write_value(key, number, 0.0)
+
+    def retain(self, endpoints: Collection[str]) -> None:
+        """Drop the series of all Tritons but *endpoints*. Whoever reads the file sees it before or after that."""
+        entries = [(key, value) for key, value, _ in self._numbers.read_all_values()]
+        kept = [entry for entry in entries if json.loads(entry[0])[_LABELS]["endpoint"] in endpoints]
+        if len(kept) == len(entries):
+            return
+        new = self._path.with_suffix(".new")
+        try:
+            new.unlink(missing_ok=True)
+            _allocate(new, _ENDPOINT_BYTES)
+        except OSError as error:
+            _log.warning("series of Tritons that have left stay in the metrics", reason=str(error))
+            return
+        numbers = MmapedDict(str(new))
+        for key, value in kept:
+            numbers.write_value(key, value, 0.0)
+        new.replace(self._path)
+        self._numbers.close()
+        self._numbers = numbers
+
+
+class _EndpointCell(NamedTuple):
+    """One number in a file."""
+
+    file: _EndpointFile
+    key: str
+
+    def get(self) -> float:
+        return self.file.get(self.key)
+
+    def set(self, number: float) -> None:
+        self.file.set(self.key, number)
 
 
 class _Shared(list[float]):
@@ -337,6 +414,10 @@ class Metrics(Observer, Collector):
         self._made: list[tuple[Instrument, Sequence[str], Series]] = []
         # The keys that have a label of their own.
         self._keys = {""}
+        # Those of Tritons, which come and go.
+        self._of_endpoints: dict[tuple[Instrument, Sequence[str]], Series] = {}
+        files = {} if self.folder is None else _endpoint_files(self.folder, worker.index)
+        self._endpoint_files = {kind: _EndpointFile(path) for kind, path in files.items()}
         #: Returns the series of an instrument with these values of its labels.
         self.child = cache(self._make)
         for one in INSTRUMENTS:
@@ -367,7 +448,8 @@ class Metrics(Observer, Collector):
         families: dict[Instrument, Any] = {
             one: _FAMILIES[one.kind](one.name, one.help, labels=one.labels) for one in INSTRUMENTS
         }
-        for one, labels, series in list(self._made):
+        of_endpoints = [(*made, series) for made, series in self._of_endpoints.items()]
+        for one, labels, series in [*self._made, *of_endpoints]:
             *counts, total = series.numbers
             buckets = list(zip(one.bounds, accumulate(counts), strict=True))
             families[one].add_metric(labels, *([buckets] if buckets else ()), total)
@@ -379,8 +461,38 @@ class Metrics(Observer, Collector):
             self.child(gauge, model, adapter)
 
     def tell(self, event: str, *labels: str, by: int = 1) -> None:
-        """Count what happens among several Tritons."""
-        self.child(_OF_FLEETS[event], *labels).inc(by)
+        """
+        Count what happens among several Tritons.
+
+        The event ``endpoints`` has the labels of all that there are: the series of others are dropped.
+        """
+        if event == "endpoints":
+            self._retain(labels)
+            return
+        instrument = _OF_FLEETS[event]
+        if "endpoint" in instrument.labels:
+            self._endpoint_child(instrument, labels).inc(by)
+        else:
+            self.child(instrument, *labels).inc(by)
+
+    def _endpoint_child(self, instrument: Instrument, labels: Sequence[str]) -> Series:
+        series = self._of_endpoints.get((instrument, labels))
+        if series is None:
+            numbers = [0.0]
+            if self._endpoint_files:
+                name = instrument.name
+                key = mmap_key(name.removesuffix("_total"), name, [*instrument.labels], [*labels], instrument.help)
+                numbers = _Shared([_EndpointCell(self._endpoint_files[instrument.kind], key)])
+            series = self._of_endpoints[instrument, labels] = Series((), numbers)
+        return series
+
+    def _retain(self, endpoints: Collection[str]) -> None:
+        """Drop the series of all Tritons but *endpoints*."""
+        for instrument, labels in list(self._of_endpoints):
+            if labels[0] not in endpoints:
+                del self._of_endpoints[instrument, labels]
+        for file in self._endpoint_files.values():
+            file.retain(endpoints)
 
     def identified(self, record: RequestRecord) -> None:
         self.child(RUNNING, *_model(record)).inc()

@@ -56,6 +56,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     #: ``triton`` unless it was started with another ``--id``.
     name: str
     version: str
+    #: Whether it answers at its gRPC address too, if it has one beside that of HTTP and this is known.
+    grpc_answers: bool | None = None
 
 
 class Receiver(Protocol):

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+import msgspec
 import structlog
 
 from triton_openai.config.tree import TritonAccess
@@ -48,12 +49,12 @@ class Endpoint:
         assert control is not None, "there is an address"
         self._control: TritonClient = control
         self.model_config, self.unload_model = control.model_config, control.unload_model
-        # Whether the gRPC address answered last time. With an HTTP address, discovery does not use it.
-        self._grpc_answers: bool | None = None
+        #: Whether the gRPC address answered last time. With an HTTP address, discovery does not use it.
+        self.grpc_answers: bool | None = None
         self._checking: asyncio.Task[None] | None = None
 
     def _for(self, request: InferRequest) -> TritonClient:
-        preferred = (request.prefers_grpc or request.priority) and self._grpc_answers is not False
+        preferred = (request.prefers_grpc or request.priority) and self.grpc_answers is not False
         if self._grpc is not None and (preferred or self._http is None or not request.json_expressible):
             return self._grpc
         if request.json_expressible:
@@ -73,18 +74,18 @@ class Endpoint:
         grpc = self._grpc
         if grpc is not None and grpc is not self._control and (self._checking is None or self._checking.done()):
             self._checking = asyncio.create_task(self._check_grpc(grpc))
-        return info
+        return msgspec.structs.replace(info, grpc_answers=self.grpc_answers)
 
     async def _check_grpc(self, client: TritonClient) -> None:
         try:
             await client.server_info()
         except ServiceError as error:
-            if self._grpc_answers is not False:
+            if self.grpc_answers is not False:
                 reason = self._explained(client, error).reason
                 _log.warning("Triton does not answer at its gRPC address", reason=reason)
-            self._grpc_answers = False
+            self.grpc_answers = False
         else:
-            self._grpc_answers = True
+            self.grpc_answers = True
 
     def _explained(self, client: TritonClient, error: ServiceError) -> ServiceError:
         """Return *error*. If no Triton seems to listen at the address of *client*, its detail says what does."""
@@ -101,7 +102,7 @@ class Endpoint:
 
     async def load_model(self, model: str) -> None:
         """Load a model: over gRPC if that answers. Over HTTP, one of Triton's threads serves no streams meanwhile."""
-        await (self._grpc if self._grpc is not None and self._grpc_answers else self._control).load_model(model)
+        await (self._grpc if self._grpc is not None and self.grpc_answers else self._control).load_model(model)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run a model that answers once: over gRPC if configured, because it can be cancelled there, else over HTTP."""
@@ -132,7 +133,7 @@ _MISTAKES = (
     ("grpcs", r"WRONG_VERSION_NUMBER", "does not use TLS", "grpc"),
     # Triton's own errors are texts.
     ("https?", r'^\{"message": ', "looks like another triton-openai, not like a Triton", None),
-    ("https?", r"HTTP status 404", "answers HTTP, but does not look like a Triton", None),
+    ("https?", r"HTTP status ([23]|40[1345])", "answers HTTP, but does not look like a Triton", None),
 )
 
 

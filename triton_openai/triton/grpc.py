@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
@@ -29,8 +30,8 @@ from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.tasks import cancel, spawn
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
 from triton_openai.triton.connection import ConnectionSettings, GrpcFiles
-from triton_openai.triton.http2 import LOST, UNREACHABLE, Call, Channel, varint
-from triton_openai.triton.status import classify, cut_off_error, no_answer_error, unreachable
+from triton_openai.triton.http2 import FOREIGN, LOST, UNREACHABLE, Call, Channel, varint
+from triton_openai.triton.status import classify, cut_off_error, foreign_error, no_answer_error, unreachable
 from triton_openai.triton.tensors import (
     LARGE,
     BinaryResponse,
@@ -60,6 +61,7 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     # Two clients in one process must not share a connection: their Tritons may be restarted on the same port.
     ("grpc.use_local_subchannel_pool", 1),
 )
+_HTTP_STATUS = re.compile(r"Received http2 header with status: (\d+)")
 _STREAM_METHOD = f"{_SERVICE}/ModelStreamInfer"
 _Response = service_pb2.ModelInferResponse
 _RESPONSE = service_pb2.ModelStreamInferResponse.DESCRIPTOR.fields_by_name["infer_response"].number
@@ -199,6 +201,13 @@ def translate(code: str, details: str, model: str) -> ServiceError:
     if code == UNREACHABLE:
         return unreachable(details)
     if code == LOST:
+        return cut_off_error(details)
+    if code.startswith(FOREIGN):
+        return foreign_error(code.removeprefix(FOREIGN), details)
+    # The words of grpc.aio: what answers is no gRPC server, with a status of HTTP or with none.
+    if (status := _HTTP_STATUS.fullmatch(details)) is not None:
+        return foreign_error(status[1], details)
+    if code == "UNKNOWN" and details.startswith(("No status received", "Stream removed")):
         return cut_off_error(details)
     if code == "UNAVAILABLE":
         # grpc.aio's own texts, the more specific first: "failed to connect … Connection reset by peer" is the former.

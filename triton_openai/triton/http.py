@@ -7,6 +7,7 @@ Source of the facts: the KServe v2 HTTP protocol with Triton's binary data, mode
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from time import monotonic
@@ -17,11 +18,11 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from triton_openai import offload
-from triton_openai.errors import UpstreamError, UpstreamTimeout
+from triton_openai.errors import ServiceError, UpstreamError, UpstreamTimeout
 from triton_openai.triton.client import IndexEntry, Receiver, ServerInfo
 from triton_openai.triton.connection import ConnectionSettings, Header
 from triton_openai.triton.http_stream import ConnectionPool, HttpCall, HttpStream, refusal
-from triton_openai.triton.status import no_answer_error
+from triton_openai.triton.status import foreign_error, no_answer_error
 from triton_openai.triton.tensors import (
     LARGE,
     BinaryResponse,
@@ -52,6 +53,8 @@ class _InferHeader(msgspec.Struct, frozen=True):
     outputs: list[_Tensor] = []
 
 
+# What begins the JSON of every answer to an infer call.
+_NAME_OR_OUTPUTS, _START = re.compile(rb'\A\s*\{.*"(?:model_name|outputs)"', re.DOTALL), 4096
 _header_decoder = msgspec.json.Decoder(_InferHeader)
 
 
@@ -146,15 +149,18 @@ class HttpClient:
         return answer
 
     async def server_info(self) -> ServerInfo:
-        return _decoded(ServerInfo, await self._call(self._request("GET", "/v2")), "server metadata")
+        return _decoded(ServerInfo, await self._call(self._request("GET", "/v2")))
 
     async def repository_index(self) -> Sequence[IndexEntry]:
         answer = await self._call(self._request("POST", "/v2/repository/index"))
-        return _decoded(list[IndexEntry], answer, "a repository index")
+        return _decoded(list[IndexEntry], answer)
 
     async def model_config(self, model: str) -> ModelConfig:
         answer = await self._call(self._request("GET", f"/v2/models/{quote(model, safe='')}/config"), model=model)
-        return read_model_config(_decoded(dict[str, Any], answer, "a model configuration"))
+        config = _decoded(dict[str, Any], answer)
+        if "name" not in config:
+            raise _foreign(b"".join(answer.parts), answer.status)
+        return read_model_config(config)
 
     async def load_model(self, model: str) -> None:
         await self._control(model, "load", b"{}", limited=False)
@@ -164,7 +170,10 @@ class HttpClient:
 
     async def _control(self, model: str, action: str, body: bytes, *, limited: bool = True) -> None:
         path = f"/v2/repository/models/{quote(model, safe='')}/{action}"
-        await self._call(self._request("POST", path, body), model=model, limited=limited)
+        answer = await self._call(self._request("POST", path, body), model=model, limited=limited)
+        # Triton's own has no body.
+        if b"".join(answer.parts).strip():
+            _decoded(Any, answer)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         def message() -> bytes:
@@ -177,7 +186,12 @@ class HttpClient:
         answer = await self._call(made, model=request.model, limited=False)
         length = answer.json_length
         content = await offload.run(b"".join, answer.parts, cost=offload.JOIN * sum(map(len, answer.parts)))
-        return parse_infer(content, int(length) if length.isdigit() else len(content), request.model)
+        if length.isdigit():
+            return parse_infer(content, int(length), request.model)
+        if _NAME_OR_OUTPUTS.search(content[:_START]) is None:
+            # A Triton's answer without tensors is JSON with these.
+            raise _foreign(content)
+        return parse_infer(content, len(content), request.model)
 
     def stream(self, request: InferRequest, receiver: Receiver) -> HttpStream:
         def message() -> bytes:
@@ -211,8 +225,14 @@ class HttpClient:
         self._pool.close()
 
 
-def _decoded(kind: type[_Decoded], answer: HttpCall, what: str) -> _Decoded:
+def _decoded(kind: type[_Decoded], answer: HttpCall) -> _Decoded:
+    """Return the body of *answer* as *kind*. Raises :class:`ServiceError` for what no Triton sends."""
+    body = b"".join(answer.parts)
     try:
-        return msgspec.json.decode(b"".join(answer.parts), type=kind)
-    except msgspec.MsgspecError as error:
-        raise UpstreamError(f"Triton sent {what} that cannot be read.", detail=str(error)) from error
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _foreign(body, answer.status) from error
+
+
+def _foreign(body: bytes, status: int = 200) -> ServiceError:
+    return foreign_error(str(status), body[:500].decode("utf-8", "replace"))

@@ -68,10 +68,11 @@ PING_SECONDS = 10.0
 _NEXT_PING_SECONDS = 310.0
 
 _CODES = {str(code.value[0]).encode(): code.name for code in grpc.StatusCode}
-_BY_HTTP_STATUS = {b"404": "UNIMPLEMENTED", **dict.fromkeys((b"429", b"502", b"503", b"504"), "UNAVAILABLE")}
 _BY_RESET = {REFUSED_STREAM: "UNAVAILABLE", CANCEL: "CANCELLED"}
 #: Two codes of our own: no connection could be made, and the connection broke. All others are gRPC's.
 UNREACHABLE, LOST = "UNREACHABLE", "LOST"
+#: Before the HTTP status of an answer that is not gRPC's: also a code of our own.
+FOREIGN = "HTTP_"
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: Buffer = b"") -> bytes:
@@ -140,7 +141,7 @@ class Call:
         raise NotImplementedError
 
     def call_ended(self, code: str, details: str) -> None:
-        """Take the end: gRPC's status, ``UNREACHABLE`` or ``LOST``, and its text."""
+        """Take the end: gRPC's status, or a code of our own, and its text."""
         raise NotImplementedError
 
     def pause(self) -> None:
@@ -377,9 +378,9 @@ class Connection(asyncio.Protocol):
             pass
         elif status is not None and status != b"200":
             details = f"the server answered with HTTP status {status.decode('latin-1')}"
-            self._finish(call, _BY_HTTP_STATUS.get(status, "UNKNOWN"), details, ended=ended)
+            self._finish(call, f"{FOREIGN}{status.decode('latin-1')}", details, ended=ended)
         elif status is not None and not fields.get(b"content-type", b"").startswith(b"application/grpc"):
-            self._finish(call, "UNKNOWN", "the server's answer is not gRPC", ended=ended)
+            self._finish(call, f"{FOREIGN}200", "the server's answer is not gRPC", ended=ended)
         elif ended or status is None:
             self._finish(call, "INTERNAL", "the server ended the call without a status", ended=ended)
 

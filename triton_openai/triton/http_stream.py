@@ -30,7 +30,7 @@ from triton_openai.config.tls import PERHAPS_REFUSED, failure_reason
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.triton.client import Receiver
 from triton_openai.triton.connection import ConnectionSettings, detect_dead_peer
-from triton_openai.triton.status import classify, cut_off_error, unreachable
+from triton_openai.triton.status import classify, cut_off_error, foreign_error, unreachable
 from triton_openai.triton.tensors import InferRequest, InferResponse, JsonOutputs, JsonResponse
 
 # The most that is read of an error that does not come from Triton.
@@ -575,5 +575,5 @@ def refusal(parts: Sequence[bytes], status: int, model: str) -> ServiceError:
     except UpstreamError:
         error = None
     if error is None:
-        error = f"HTTP status {status}: {body[:500].decode('utf-8', 'replace')}"
+        return foreign_error(str(status), body[:500].decode("utf-8", "replace"))
     return classify(error if isinstance(error, str) else json.dumps(error), model, str(status))

@@ -315,13 +315,45 @@ def test_workers_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (3, 1) == tuple(found.sum(f"triton_openai_requests_{what}", **SERVED) for what in ("total", "running"))
 
 
+def test_the_series_of_a_triton_end_when_it_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go from all processes that drop them, and from what a process goes on with that replaces another one."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    single = Metrics(Worker())
+    workers = [Metrics(Worker(index=index, count=2, directory=tmp_path)) for index in (0, 1)]
+    for metrics in (single, *workers):
+        for name in ("a", "b"):
+            metrics.tell("up", name)
+            metrics.tell("ended", name, "m", "answered", by=3)
+    total, up = "triton_openai_endpoint_requests_total", "triton_openai_endpoint_up"
+
+    def found() -> list[tuple[float, float, float, bool]]:
+        scrapes = [shown(single), shown(workers[0])]
+        return [
+            (one.sum(total, endpoint="a"), one.sum(up, endpoint="a"), one.sum(total), 'endpoint="b"' in str(one.text))
+            for one in scrapes
+        ]
+
+    assert [(3, 1, 6, True), (6, 2, 12, True)] == found()
+    for metrics in (single, *workers):
+        metrics.tell("endpoints", "a", "other")
+        metrics.tell("ended", "a", "m", "answered")
+    assert [(4, 1, 4, False), (8, 2, 8, False)] == found()
+    forget_worker(tmp_path, 1)
+    assert (8, 1, 8, False) == found()[1]
+    # Whatever it finds of Tritons that left meanwhile.
+    workers[1] = Metrics(Worker(index=1, count=2, directory=tmp_path))
+    workers[1].tell("endpoints", "other")
+    assert (4, 1, 4, False) == found()[1]
+
+
 def test_files_have_their_place_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who counts into a hole of a file is killed when the disk is full by then; a folder that cannot be had is said."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     Metrics(Worker(index=1, count=2, directory=tmp_path))
     files = {path.name: path.stat() for path in tmp_path.iterdir()}
 
-    assert {"counter_1.db", "gauge_livesum_1.db", "histogram_1.db"} == files.keys()
+    names = {"counter_1.db", "gauge_livesum_1.db", "histogram_1.db"}
+    assert names | {"counter_endpoints_1.db", "gauge_livesum_endpoints_1.db"} == files.keys()
     assert all(0 < found.st_size <= found.st_blocks * 512 for found in files.values())
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="Metrics cannot be kept"):

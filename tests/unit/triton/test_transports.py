@@ -5,6 +5,7 @@ Both transports against servers that do exactly what a test says: one suite for 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import math
@@ -36,7 +37,7 @@ from triton_openai.errors import (
     UpstreamTimeout,
     UpstreamUnavailable,
 )
-from triton_openai.triton import http_stream
+from triton_openai.triton import http2, http_stream
 from triton_openai.triton.client import ResponseStream, TritonClient, gather
 from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.grpc import GrpcClient, GrpcStream, translate
@@ -744,6 +745,45 @@ async def test_answers_that_are_errors(http, raw, kind):
     assert len(error.message) < 600
 
 
+_PAGE = b"<!DOCTYPE html><html><body>Please log in</body></html>"
+# What a proxy, an ingress or a login answers in place of a Triton, and whether the connection may have been lost.
+_PAGES = [
+    (plain(_PAGE, kind=b"text/html"), "upstream_unavailable"),
+    (plain(b"", kind=b"text/plain"), "upstream_unavailable"),
+    (plain(b"OK", kind=b"text/plain"), "upstream_unavailable"),
+    (plain(b'{"message": "who are you?"}'), "upstream_unavailable"),
+    (plain(b"\xff\xfe<\x00", kind=b"application/octet-stream"), "upstream_unavailable"),
+    (plain(_PAGE, b"302 Found", b"Location: /login\r\n", b"text/html"), "upstream_unavailable"),
+    (plain(_PAGE, b"401 Unauthorized", kind=b"text/html"), "upstream_unavailable"),
+    (plain(b"RBAC: access denied", b"403 Forbidden", kind=b"text/plain"), "upstream_unavailable"),
+    (plain(b"", b"404 Not Found", kind=b"text/plain"), "upstream_unavailable"),
+    (plain(b'{"message":"no Route matched"}', b"404 Not Found"), "upstream_unavailable"),
+    (plain(b"no healthy upstream", b"503 Service Unavailable", kind=b"text/plain"), "upstream_unavailable"),
+    (plain(_PAGE, b"429 Too Many Requests", kind=b"text/html"), "rate_limit_exceeded"),
+    (plain(_PAGE, b"500 Internal Server Error", kind=b"text/html"), "upstream_disconnected"),
+    (plain(_PAGE, b"502 Bad Gateway", kind=b"text/html"), "upstream_disconnected"),
+    (plain(_PAGE, b"520 Unknown", kind=b"text/html"), "upstream_disconnected"),
+    # No other Triton would do better.
+    (plain(_PAGE, b"413 Content Too Large", kind=b"text/html"), "upstream_error"),
+    (plain(_PAGE, b"504 Gateway Timeout", kind=b"text/html"), "upstream_timeout"),
+]
+
+
+@every_case("raw, code", _PAGES)
+async def test_what_answers_in_place_of_a_triton(http, raw, code):
+    """Whatever is asked, an answer that no Triton gives is an error by which the request may go elsewhere."""
+    http.raw, client = raw, http.client
+    _, error = await outcome(client)
+    assert error is not None
+    assert (code, "log in" in str(error)) == (error.code, False)
+    calls = [client.infer, client.model_config, client.unload_model, lambda _: client.repository_index()]
+    # An empty body is what Triton itself answers when it has begun to unload a model.
+    for call in calls if not raw.startswith(b"HTTP/1.1 200") or b"html" in raw else calls[:2]:
+        with pytest.raises(ServiceError) as caught:
+            await call(REQUEST if call == client.infer else "m")
+        assert code == caught.value.code
+
+
 async def test_an_error_body_in_pieces(http):
     """An error is read to its end before it is classified."""
     body = b'{"error":"Prompt length (9) exceeds maximum input length (4)."}'
@@ -769,7 +809,7 @@ async def test_an_error_body_without_end(http, monkeypatch):
     _, error = await asyncio.wait_for(outcome(http.client), 10)
 
     assert UpstreamError is type(error)
-    assert "nono" in str(error)
+    assert "HTTP status 500" in error.reason
 
 
 @pytest.mark.parametrize(
@@ -906,10 +946,10 @@ async def test_closing_early_does_not_spoil_the_pool(http):
     [
         (plain(b'{"error":"Request for unknown model: \'m\' is not found"}', b"404 Not Found"), ModelNotFound),
         (plain(b"<html></html>", b"502 Bad Gateway"), UpstreamError),
-        (plain(b"[]", b"302 Found", b"Location: http://127.0.0.1:1/\r\n"), UpstreamError),
-        (plain(b"{}"), UpstreamError),
-        (plain(b"\xff\xfe"), UpstreamError),
-        (plain(b""), UpstreamError),
+        (plain(b"[]", b"302 Found", b"Location: http://127.0.0.1:1/\r\n"), UpstreamUnavailable),
+        (plain(b"{}"), UpstreamUnavailable),
+        (plain(b"\xff\xfe"), UpstreamUnavailable),
+        (plain(b""), UpstreamUnavailable),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", UpstreamError),
         (b"garbage\r\n\r\n", UpstreamError),
     ],
@@ -1053,6 +1093,48 @@ async def test_a_call_that_ends_with_a_status(grpc_server, code, details, kind, 
         await grpc_server.client.infer(REQUEST)
     with pytest.raises(kind):
         await grpc_server.client.repository_index()
+
+
+@every_case(
+    "status, code",
+    [
+        ("200", {"upstream_unavailable", "upstream_disconnected"}),
+        ("302", {"upstream_unavailable"}),
+        ("401", {"upstream_unavailable"}),
+        ("404", {"upstream_unavailable"}),
+        ("502", {"upstream_disconnected"}),
+        ("503", {"upstream_unavailable"}),
+    ],
+)
+async def test_what_answers_in_place_of_a_triton_over_grpc(status, code):
+    """A page over HTTP/2 is no answer of gRPC, in a stream or in a call."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await reader.readexactly(len("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
+            writer.write(http2.frame(http2.SETTINGS, 0, 0))
+            while True:
+                head = await reader.readexactly(9)
+                await reader.readexactly(int.from_bytes(head[:3], "big"))
+                stream_id = int.from_bytes(head[5:], "big")
+                if head[3] == http2.DATA and head[4] & http2.END_STREAM:
+                    page = http2.header_block(((":status", status), ("content-type", "text/html")))
+                    writer.write(http2.frame(http2.HEADERS, http2.END_HEADERS, stream_id, page))
+                    writer.write(http2.frame(http2.DATA, http2.END_STREAM, stream_id, _PAGE))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = GrpcClient(f"grpc://127.0.0.1:{server.sockets[0].getsockname()[1]}", ConnectionSettings(connect_timeout=5))
+    try:
+        _, error = await outcome(client)
+        assert error is not None
+        assert error.code in code
+        for call in (client.infer(REQUEST), client.model_config("m"), client.repository_index()):
+            with pytest.raises(ServiceError) as caught:
+                await call
+            assert caught.value.code in code
+    finally:
+        await client.close()
+        server.close()
 
 
 async def test_control_calls_over_grpc(grpc_server):

@@ -69,6 +69,11 @@ class ResponseStore:
             raise errors.UnsupportedParameter("This service keeps no responses (--responses-store none).", param=param)
         return self._store
 
+    async def verify(self) -> None:
+        """Raise :class:`ConfigurationError` for a store that this release cannot use."""
+        if self._store is not None:
+            await self._store.verify()
+
     async def check(self) -> None:
         """Warn the operator if the store cannot be used."""
         try:

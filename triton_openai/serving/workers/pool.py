@@ -267,7 +267,7 @@ class Pool:
             began = time.monotonic()
             try:
                 member = await self._start(index, self.settings)
-                member.channel.methods |= self._share.methods(index)
+                member.channel.methods |= self._share.methods(index, member.channel)
             except OSError as error:
                 log.error("worker cannot be started", worker=index, reason=str(error))  # noqa: TRY400
                 pause = self._backoffs[index].after(0)
