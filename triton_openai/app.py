@@ -10,6 +10,7 @@ import structlog
 from aiohttp import web
 
 from triton_openai.access.authorizer import AUTHORIZER, Authorizer
+from triton_openai.access.browsers import BROWSER_GUARD, BrowserGuard
 from triton_openai.access.cors import CORS, Cors
 from triton_openai.access.rate_limits import LimitStore, RateLimits
 from triton_openai.adapters._common.registry import Registry
@@ -141,6 +142,7 @@ def create_app(
     app[LIMITS] = settings.limits
     app[STATE] = ResponseStore(open_store(settings.responses), settings.responses)
     app[CORS] = Cors(settings.access)
+    app[BROWSER_GUARD] = BrowserGuard(settings.server, app[CORS])
     authorizer = app[AUTHORIZER] = Authorizer(settings.access, limits=_limits(settings.access, shared, metrics))
     if send_spans is not None:
         # First, so that it ends last: when everything else has ended, so have all spans.
@@ -308,6 +310,7 @@ async def apply_settings(app: web.Application, settings: Settings, reload: bool)
     await take_endpoints()
     take_access()
     app[CORS].replace(settings.access)
+    app[BROWSER_GUARD].replace(settings.server)
     _limit(service.fleet, app[WORKER], settings.server)
     service.admission.replace(settings.server)
     service.settings = settings

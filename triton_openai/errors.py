@@ -195,6 +195,10 @@ class OriginNotAllowed(InvalidRequest, status=403, code="origin_not_allowed"):
     """A web page of an origin that is not allowed sent the request."""
 
 
+class HostNotAllowed(InvalidRequest, status=403, code="host_not_allowed"):
+    """The service asks for no API key, and the request's `Host` is neither this machine nor an allowed host."""
+
+
 class RequestTimeout(InvalidRequest, status=408, code="request_timeout"):
     """The request did not arrive in time."""
 

@@ -371,7 +371,7 @@ class _Maker:
     def _sent(self, operation: Operation, method: str, path: str, data: bytes, plain: bool) -> Request:
         chance = self._chance
         key = KEYS[chance.random() < 0.1]
-        head = {"Host": "x", "Authorization": f"Bearer {key}"}
+        head = {"Host": "localhost", "Authorization": f"Bearer {key}"}
         if data or method == "POST":
             form = operation.request is not None and issubclass(operation.request, FormRequest)
             kind_of_body = "multipart/form-data; boundary=x" if form else "application/json"

@@ -38,7 +38,18 @@ _LEFT_OUT: Mapping[str, frozenset[str]] = {
     "demo": frozenset({"tls", "triton_access", "triton-url", "model-repository", "workers", "load-model"}),
     "inspect": frozenset(
         {
-            *("access", "metrics", "tls", "traces", "host", "port", "workers", "max-body-size", "shutdown-grace"),
+            *(
+                "access",
+                "metrics",
+                "tls",
+                "traces",
+                "host",
+                "port",
+                "allowed-host",
+                "workers",
+                "max-body-size",
+                "shutdown-grace",
+            ),
             *("max-running-requests", "max-running-requests-per-model", "max-queued-requests", "shutdown-delay"),
             *("enable-kserve-frontends", "kserve-http-port", "kserve-grpc-port", "request-timeout", "page"),
             *("model-repository", "model-control-mode", "load-model"),
