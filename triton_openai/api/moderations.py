@@ -18,8 +18,8 @@ from triton_openai import offload
 from triton_openai.answer.job_run import activated, activation_of, labels_of
 from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, made_response
 from triton_openai.api.service import begin, new_id
-from triton_openai.config.sources import closest
 from triton_openai.config.tree import Category, ModerationSettings
+from triton_openai.config.validation import closest
 from triton_openai.errors import ConfigurationError, InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.jobs import ClassificationJob
 from triton_openai.models.served import ServedModel

@@ -14,8 +14,9 @@ import msgspec
 
 from triton_openai import __version__
 from triton_openai.config.options import Option, bare_type, options
-from triton_openai.config.sources import closest, refuse_if_file_only
+from triton_openai.config.sources import refuse_if_file_only
 from triton_openai.config.tree import Settings
+from triton_openai.config.validation import closest
 from triton_openai.errors import ConfigurationError
 
 _COMMANDS = {

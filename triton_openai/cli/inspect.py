@@ -16,8 +16,8 @@ from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.parameters import neutral_values
 from triton_openai.cli.arguments import Parsed
 from triton_openai.cli.table import problems, table
-from triton_openai.config.sources import closest
 from triton_openai.config.tree import DefaultParameters, Settings
+from triton_openai.config.validation import closest
 from triton_openai.errors import ConfigurationError
 from triton_openai.models.lookup import Models
 from triton_openai.models.served import ServedModel

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 import msgspec
 import structlog
 
-from triton_openai.config.sources import closest
 from triton_openai.config.tree import Settings
+from triton_openai.config.validation import closest
 from triton_openai.errors import ConfigurationError, ModelNotFound, UpstreamUnavailable, missing
 from triton_openai.models.binding import Binder
 from triton_openai.models.loading import Prompters
