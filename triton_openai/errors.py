@@ -149,9 +149,9 @@ class UnsupportedParameter(InvalidRequest, code="unsupported_parameter"):
 class RequestRefused(InvalidRequest):
     """The model's backend refused the request; the message has its reason, without server details."""
 
-    def __init__(self, said: str | None, *, detail: str | None = None) -> None:
+    def __init__(self, said: str | None, *, detail: str | None = None, param: str | None = None) -> None:
         message = f"The model refused the request: {said}" if said else "The model refused the request."
-        super().__init__(message, detail=detail)
+        super().__init__(message, detail=detail, param=param)
         self.said = said
 
 
