@@ -14,10 +14,10 @@ from triton_openai.config.tree import Settings
 from triton_openai.config.validation import closest
 from triton_openai.errors import ConfigurationError, ModelNotFound, UpstreamUnavailable, missing
 from triton_openai.models.binding import Binder
-from triton_openai.models.loading import Prompters
+from triton_openai.models.loading import Prompters, warn_of
 from triton_openai.models.lora.names import LoraModels
 from triton_openai.models.served import ServedModel, Unserved
-from triton_openai.tasks import wait_any
+from triton_openai.tasks import cancel, wait_any
 from triton_openai.triton.catalog import Snapshot
 from triton_openai.triton.fleet import Fleet
 
@@ -37,6 +37,8 @@ _LONGEST_COMPARED = 100
 _NOT_LOADED = frozenset({"", "unloaded"})
 # How often what could not be loaded is tried again.
 _RECHECK_SECONDS = 60.0
+# How long the warning of a model may wait for those of others, which are often the same.
+_TOGETHER_SECONDS = 1.0
 
 
 class Models:
@@ -252,8 +254,22 @@ async def keep_loaded(models: Models) -> None:
     while True:
         models.changed.clear()
         by_triton_model = {model.triton_model: model for model in models.served.values() if model.lora is None}
-        await asyncio.gather(*(model.check() for model in by_triton_model.values() if not model.lazy_prompter.settled))
+        await _check([model for model in by_triton_model.values() if not model.lazy_prompter.settled])
         await wait_any(models.changed, timeout=_RECHECK_SECONDS)
+
+
+async def _check(models: Sequence[ServedModel]) -> None:
+    """Check *models*, and warn of those whose requests would fail, in one line where they are checked at once."""
+    checks = {asyncio.create_task(model.check()): model.triton_model for model in models}
+    pending = set(checks)
+    try:
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=_TOGETHER_SECONDS)
+            failures = {checks[task]: failure for task in done if (failure := task.result()) is not None}
+            # In the order of their names, and not in that of their ends.
+            warn_of(dict(sorted(failures.items())))
+    finally:
+        await cancel(*pending)
 
 
 def _misnamed(settings: Settings, known: Collection[str], served: Collection[str]) -> Mapping[str, str]:
