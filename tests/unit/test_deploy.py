@@ -229,6 +229,18 @@ def test_compose_fits_together(name: str) -> None:
                 assert int(port) in PORTS[host], f"{path}: {host}:{port}"
 
 
+def test_compose_guards_the_ports_of_this_machine() -> None:
+    """A service whose port is published on the loopback checks hosts, though requests arrive from Docker's network."""
+    published = []
+    for name in ("compose.yaml", "eight-gpus.yaml", "open-webui.yaml"):
+        service = files.load(DEPLOY / "compose" / name)["services"]["triton-openai"]
+        if any(port.startswith("127.0.0.1:") for port in service.get("ports", ())):
+            published.append(name)
+            # By this name, Prometheus asks it.
+            assert "triton-openai" == service["environment"]["TRITON_OPENAI_ALLOWED_HOST"]
+    assert ["compose.yaml", "eight-gpus.yaml"] == published
+
+
 def test_compose_knows_what_is_healthy() -> None:
     """Every image has a tag of its own, and all are asked whether they are well that can be."""
     for name in ("compose.yaml", "open-webui.yaml"):
