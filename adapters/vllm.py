@@ -210,6 +210,9 @@ class Vllm(Adapter):
 
     def _embeddings(self, job: EmbeddingJob) -> Sequence[InferRequest]:
         """Return one request per input: the backend takes one text, or one list of token ids, at a time."""
+        if job.dimensions is not None:
+            # A larger number fails in the engine, and other requests with it.
+            check_range("dimensions", job.dimensions, "INT32")
         requests = []
         items: Sequence[Any] = job.inputs
         for index, item in enumerate(items):

@@ -10,6 +10,7 @@ import structlog
 from aiohttp import web
 
 from triton_openai.access.authorizer import AUTHORIZER, Authorizer
+from triton_openai.access.browsers import BROWSER_GUARD, BrowserGuard
 from triton_openai.access.cors import CORS, Cors
 from triton_openai.access.rate_limits import LimitStore, RateLimits
 from triton_openai.adapters._common.registry import Registry
@@ -146,6 +147,7 @@ def create_app(
     app[CLIENT_ADDRESSES] = ClientAddresses(settings.server.trusted_proxies)
     limits = _limits(settings.access, shared, metrics)
     authorizer = app[AUTHORIZER] = Authorizer(settings.access, limits=limits, draining=draining)
+    app[BROWSER_GUARD] = BrowserGuard(settings.server, app[CORS])
     if send_spans is not None:
         # First, so that it ends last: when everything else has ended, so have all spans.
         app.cleanup_ctx.append(send_spans)
@@ -318,6 +320,7 @@ async def apply_settings(app: web.Application, settings: Settings, reload: bool)
     await take_endpoints()
     take_access()
     app[CORS].replace(settings.access)
+    app[BROWSER_GUARD].replace(settings.server)
     _limit(service.fleet, app[WORKER], settings.server)
     service.admission.replace(settings.server)
     service.settings = settings

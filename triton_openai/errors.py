@@ -149,9 +149,9 @@ class UnsupportedParameter(InvalidRequest, code="unsupported_parameter"):
 class RequestRefused(InvalidRequest):
     """The model's backend refused the request; the message has its reason, without server details."""
 
-    def __init__(self, said: str | None, *, detail: str | None = None) -> None:
+    def __init__(self, said: str | None, *, detail: str | None = None, param: str | None = None) -> None:
         message = f"The model refused the request: {said}" if said else "The model refused the request."
-        super().__init__(message, detail=detail)
+        super().__init__(message, detail=detail, param=param)
         self.said = said
 
 
@@ -193,6 +193,10 @@ class ApiRestricted(InvalidApiKey, type="authentication_error", code="invalid_au
 
 class OriginNotAllowed(InvalidRequest, status=403, code="origin_not_allowed"):
     """A web page of an origin that is not allowed sent the request."""
+
+
+class HostNotAllowed(InvalidRequest, status=403, code="host_not_allowed"):
+    """The service asks for no API key, and the request's `Host` is neither this machine nor an allowed host."""
 
 
 class RequestTimeout(InvalidRequest, status=408, code="request_timeout"):

@@ -384,7 +384,7 @@ class _Maker:
     def _sent(self, operation: Operation, method: str, path: str, data: bytes, plain: bool) -> Request:
         chance = self._chance
         key = KEYS[chance.random() < 0.1]
-        head = {"Host": "x", "Authorization": f"Bearer {key}"}
+        head = {"Host": "localhost", "Authorization": f"Bearer {key}"}
         if data or method == "POST":
             kind_of_body = "multipart/form-data; boundary=xx" if _takes_form(operation) else "application/json"
             head |= {"Content-Type": kind_of_body, "Content-Length": str(len(data))}

@@ -66,7 +66,7 @@ def request(number: int, delay: int = 2) -> bytes:
 def half_an_upload(service: Service) -> None:
     """Send a part of a file, whose rest never comes."""
     with socket.create_connection((service.host, service.port)) as sock:
-        head = "POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n"
+        head = "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n"
         sock.sendall(f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n".encode())
         sock.sendall(b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + b"x" * 300_000)
         files = Path(service.log).parent / "state" / "triton-openai" / "files"

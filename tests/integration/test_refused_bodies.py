@@ -49,7 +49,11 @@ def request(
     *headers: str, method: str = "POST", path: str = PATH, body: bytes = b"", length: int | None = None
 ) -> bytes:
     """Return a request; *length* is what it announces, if it is not that of *body*."""
-    lines = (f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body) if length is None else length}")
+    lines = (
+        f"{method} {path} HTTP/1.1",
+        "Host: localhost",
+        f"Content-Length: {len(body) if length is None else length}",
+    )
     return "\r\n".join([*lines, *headers, "", ""]).encode() + body
 
 
@@ -209,7 +213,9 @@ async def test_transfer_codings() -> None:
     chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
     for coding, status in (("chunked", 200), ("gzip, chunked", 415), ("gzip", 400), ("chunked, chunked", 400)):
         async with guarded() as port, connected(port) as client:
-            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\napi-key: sk-right\r\nTransfer-Encoding: {coding}\r\n\r\n"
+            head = (
+                f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\napi-key: sk-right\r\nTransfer-Encoding: {coding}\r\n\r\n"
+            )
             client.writer.write(head.encode() + chunks)
             assert status == (await client.answer())[0]
 

@@ -17,8 +17,9 @@ from triton_openai.api.routes import add_routes
 from triton_openai.cli.aliases import ALIASES, ENGINE_ARGUMENTS, REFUSED, WITHOUT_EFFECT
 from triton_openai.cli.arguments import parse
 from triton_openai.config.options import ENVIRONMENT_PREFIX, options
-from triton_openai.config.sources import closest, load_settings
+from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import AudioSettings
+from triton_openai.config.validation import closest
 from triton_openai.telemetry.gauges import LOOKED_UP
 from triton_openai.telemetry.metrics import INSTRUMENTS
 

@@ -57,6 +57,10 @@ class Authorizer:
         self.gateway = settings.gateway if settings.trust_gateway else None
         self._keys_changed()
 
+    def is_open(self, group: RouteGroup | None) -> bool:
+        """Return whether *group* (``None``: no such path) asks for neither a key nor the header of a restriction."""
+        return self.keys.ring is None and group not in self.restrictions.groups
+
     def authenticate(self, headers: CIMultiDictProxy[str], group: RouteGroup | None) -> ApiKey | None:
         """
         Return the key of a request for *group* (``None``: no such path); ``None`` where no key is asked for.

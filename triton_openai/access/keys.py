@@ -19,6 +19,7 @@ from multidict import CIMultiDictProxy
 from triton_openai.access.rate_limits import RateLimit
 from triton_openai.config.files import FileWatch, read_yaml, warn_of_readers
 from triton_openai.config.tree import AccessSettings, Group, RestrictedApi
+from triton_openai.config.validation import explained
 from triton_openai.errors import ApiRestricted, ConfigurationError, InvalidApiKey, KeyNotSufficient, ManagementDisabled
 
 _log = structlog.get_logger(__name__)
@@ -146,7 +147,7 @@ def _read(file: Path) -> _File:
     try:
         return msgspec.convert(read_yaml(file, "file of API keys", secret=True), _File)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"The file of API keys {file} is not accepted: {error}.") from None
+        raise ConfigurationError(f"The file of API keys {file} is not accepted: {explained(error, _File)}") from None
 
 
 class Keys:

@@ -69,7 +69,9 @@ class ErrorEnvelope(msgspec.Struct, kw_only=True):
 
 _ABOUT = (
     "The OpenAI API in front of NVIDIA Triton Inference Server.\n\nWhat cannot be read as a request is answered with "
-    "errors of the form of those below: 400 (`invalid_http`), 408 (`request_timeout`) or 431 (`headers_too_large`)."
+    "errors of the form of those below: 400 (`invalid_http`), 408 (`request_timeout`) or 431 (`headers_too_large`). "
+    "Without API keys, requests for foreign hosts and from web pages of other sites are answered with 403 "
+    "(`host_not_allowed`, `origin_not_allowed`)."
 )
 _STREAM = (
     "With `stream`: server-sent events, each the JSON of one chunk; the last one is `[DONE]`. What goes wrong after "

@@ -80,6 +80,7 @@ _HEADER = r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$"
 NAMED_KEY = r"^([A-Za-z0-9._-]{1,64}:)?[!-+\x2d-9;-~]{1,4096}$"
 # An address, or a network; whether it is one is found out when it is used.
 _NETWORK = r"^[0-9a-fA-F.:]+(/[0-9]{1,3})?$"
+_ALLOWED_HOST = r"^(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|\[?[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*\]?)$"
 _ORIGIN = r"^(\*|null|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^][/?#\s,:*]+)(:([0-9]+|\*))?)$"
 
 
@@ -92,6 +93,17 @@ class ServerSettings(_Group, frozen=True):
 
     host: Annotated[Text, _common("Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1"
     port: Annotated[Port, _common("Port to listen on; 0 takes a free one.")] = 9000
+    allowed_hosts: Annotated[
+        tuple[Annotated[str, Meta(pattern=_ALLOWED_HOST)], ...],
+        _flag(
+            "Without API keys: also answer requests for this host (*.HOST: every name below it), beside localhost; * "
+            "alone is every host. Hosts are then checked at every address, and not only at those of the loopback.",
+            name="allowed-host",
+            metavar="HOST",
+            form="a host name or an address without a port, *.HOST, or * alone",
+            live=True,
+        ),
+    ] = ()
     workers: Annotated[Count, Meta(le=256), _common("Processes that serve together, one core each.")] = 1
     worker_timeout: Annotated[
         float,

@@ -19,6 +19,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from triton_openai.access.authorizer import AUTHORIZER
+from triton_openai.access.browsers import BROWSER_GUARD
 from triton_openai.access.cors import CORS
 from triton_openai.access.keys import COUNTED, KEY, NO_KEY, ROUTE_GROUPS, ApiKey
 from triton_openai.access.rate_limits import RESERVATION, Reservation, tokens_charged
@@ -65,6 +66,7 @@ class Observed:
 def _middleware(app: web.Application) -> Middleware:
     draining, authorizer, cors, groups = app[DRAINING], app[AUTHORIZER], app[CORS], app[ROUTE_GROUPS]
     addresses = app[CLIENT_ADDRESSES]
+    guard = app[BROWSER_GUARD]
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -84,10 +86,13 @@ def _middleware(app: web.Application) -> Middleware:
             response: web.StreamResponse | None = None
             try:
                 draining.check()
+                # None when there is no such path or method.
+                group = groups.get(request.match_info.route)
+                # Load balancers ask for the health by names of their own.
+                if group != "health" and authorizer.is_open(group):
+                    guard.check(request)
                 response = cors.preflight(request)
                 if response is None:
-                    # None when there is no such path or method.
-                    group = groups.get(request.match_info.route)
                     key = authorizer.authenticate(request.headers, group)
                     request[KEY] = key or NO_KEY
                     authorizer.share(key)

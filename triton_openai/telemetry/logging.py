@@ -24,6 +24,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from structlog.dev import plain_traceback
 from structlog.typing import EventDict, FilteringBoundLogger, Processor
 
+from triton_openai.config.terminal import shows_colours
 from triton_openai.config.tree import ServerSettings
 from triton_openai.errors import ServiceError
 from triton_openai.telemetry.streams import BackgroundWriter, background_writer, in_background, redirect_native_output
@@ -106,7 +107,7 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
     level = logging.getLevelName(settings.log_level.upper())
     stderr = in_background("stderr")
     render = _json if settings.log_format == "json" else _plain
-    if render is _plain and stderr.isatty():
+    if render is _plain and shows_colours(stderr):
         render = partial(_console, structlog.dev.ConsoleRenderer(exception_formatter=plain_traceback, pad_event_to=0))
     line = partial(_line, {} if worker is None else {"worker": worker}, render)
 
@@ -192,15 +193,16 @@ def _json(event: EventDict) -> bytes:
 
 
 def _plain(event: EventDict) -> bytes:
-    """Return a line as the console has it, without its colours."""
+    """Return a line as the console has it, without its colours, and without fields that have no value."""
     head = f"{event.pop('timestamp')} [{event.pop('level'):<9}] {event.pop('event')} [{event.pop('logger')}]"
     trace = event.pop("exception", None)
-    line = " ".join([head, *[f"{name}={_shown(str(value))}" for name, value in event.items()]])
+    line = " ".join([head, *[f"{name}={_shown(str(value))}" for name, value in event.items() if value is not None]])
     return (line if trace is None else f"{line}\n{trace}").encode("utf-8", "backslashreplace")
 
 
 def _console(renderer: structlog.dev.ConsoleRenderer, event: EventDict) -> bytes:
-    return str(renderer(None, "", event)).encode("utf-8", "backslashreplace")
+    shown = {name: value for name, value in event.items() if value is not None}
+    return str(renderer(None, "", shown)).encode("utf-8", "backslashreplace")
 
 
 def _shown(text: str) -> str:

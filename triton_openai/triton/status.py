@@ -181,6 +181,13 @@ RULES = (
     ),
     _rule(
         errors.RequestRefused, "{said}",
+        # vLLM's checks of the size of embeddings. Its engine speaks of the dimensions of tensors.
+        rf"Error generating stream: ?(?!.{{0,4000}}(?:{_OF_ENGINES}|[Tt]ensor|[Ss]hape|[Ii]mage))"
+        r"(?P<reason>.{0,4000}\b(?:matryoshka|[Dd]imensions|pooling_params)\b.{0,4000})",
+        param="dimensions",
+    ),
+    _rule(
+        errors.RequestRefused, "{said}",
         r"Model [^\n]* does not support '(?:generate|embed)' request",
         r"\A(?:in ensemble '[^']*', )*(?:\[request id: [^\]]*\] ?)?Error generating stream: ?"
         rf"(?!.{{0,4000}}(?:{_OF_ENGINES}))(?P<reason>.{{0,4000}}{_OF_REQUESTS}.{{0,4000}})",

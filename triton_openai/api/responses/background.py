@@ -32,6 +32,8 @@ from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.request_record import OBSERVERS, RequestRecord
 
 _log = structlog.get_logger(__name__)
+# How a response ends whose maker has stored all events.
+_ENDED_BY_MAKER = ("completed", "incomplete")
 # Bytes and rows that are read at once.
 _PAGE_SIZE = 256 * 1024
 _PAGE_ROWS = 100
@@ -156,7 +158,8 @@ class ResumedEvents(EventSource):
     """
     The events of a response that follow number *after*, and those to come, up to its end.
 
-    There is always its end. What another process makes is read from the store as it comes.
+    What another process makes is read from the store as it comes. The end is left out only for a client that has seen
+    it. That is not certain of a response that another process ended: its maker may have sent more than it has stored.
     """
 
     def __init__(self, found: StoredResponse, after: int) -> None:
@@ -191,7 +194,7 @@ class ResumedEvents(EventSource):
             return await self._stored(seconds)
         if not events and log.last is not None:
             self._over = True
-            return log.last
+            return without_events(log.last, self._place - log.count)
         return events
 
     async def _stored(self, seconds: float) -> bytes:
@@ -243,4 +246,8 @@ class ResumedEvents(EventSource):
 
     def _end(self) -> bytes:
         self._over = True
-        return terminal_events(self._found.response, self._behind)
+        response = self._found.response
+        events = terminal_events(response, self._behind)
+        if response.status in _ENDED_BY_MAKER:
+            return without_events(events, self._place - self._behind)
+        return events
