@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -147,7 +146,7 @@ def test_outputs_of_another_form_are_the_upstreams_fault(values: tuple[Any, ...]
     """Names may be mapped to outputs that have no counts, or another number of elements than the text."""
     decoder = TextDecoder(token_count="tokens", finish="finish_reason")
     with pytest.raises(UpstreamError):
-        decoder.feed(Mock(first=lambda _: values))
+        decoder.feed(JsonResponse(dict(zip(("text_output", "tokens", "finish_reason"), values, strict=True))))
 
 
 def test_a_cumulative_decoder_gives_back_what_it_held():

@@ -28,6 +28,7 @@ from tests.tls_fixture import Authority, relaying
 from triton_openai.config.tree import TritonAccess
 from triton_openai.errors import (
     ContextLengthExceeded,
+    InvalidAnswer,
     ModelNotFound,
     NotImplementedUpstream,
     RequestRefused,
@@ -700,7 +701,7 @@ async def test_an_event_that_is_no_json(http, data):
     http.raw = HEAD + chunk(event("one")) + chunk(data) + LAST
     found, error = await outcome(http.client)
 
-    assert UpstreamError is type(error)
+    assert InvalidAnswer is type(error)
     assert found in ([], ["one"])
 
 
@@ -791,16 +792,18 @@ async def test_an_answer_is_not_read_without_end(http, monkeypatch, raw, what):
     http.raw = raw
     found, error = await asyncio.wait_for(outcome(http.client), 10)
 
-    assert ([], UpstreamError, f"Its {what} is too long.") == (found, type(error), error and error.detail)
+    assert ([], InvalidAnswer) == (found, type(error))
+    assert error is not None
+    assert error.message.endswith(f"is invalid: its {what} is too long.")
     if what == "head":
-        with pytest.raises(UpstreamError, match="cannot be read"):
+        with pytest.raises(InvalidAnswer, match="too long"):
             await asyncio.wait_for(http.client.server_info(), 10)
 
 
 async def test_an_error_of_a_call_without_end(http):
     """Of a call's error without an end, as much is read as an error can need."""
     http.raw = plain(b"no" * 200_000, b"500 Internal Server Error")
-    with pytest.raises(UpstreamError, match="cannot be read"):
+    with pytest.raises(InvalidAnswer, match="too long"):
         await asyncio.wait_for(http.client.server_info(), 10)
 
 
@@ -979,7 +982,7 @@ async def test_infer_over_http(http):
     assert ["é"] == list(response.texts("text_output"))
     assert "POST /v2/models/team%2Fm/infer HTTP/1.1" == http.requests[0]["line"]
     http.raw = plain(header + raw[:-1], extra=b"Inference-Header-Content-Length: %d\r\n" % len(header))
-    with pytest.raises(UpstreamError, match="malformed"):
+    with pytest.raises(InvalidAnswer, match="fewer bytes"):
         await http.client.infer(REQUEST)
     http.raw = plain(header + raw, extra=b"Inference-Header-Content-Length: nonsense\r\n")
     with pytest.raises(UpstreamError):
@@ -1037,7 +1040,7 @@ async def test_an_error_is_the_end(grpc_server):
         (grpc.StatusCode.UNAVAILABLE, "who knows", UpstreamUnavailable),
         (grpc.StatusCode.CANCELLED, "", UpstreamError),
         (grpc.StatusCode.UNIMPLEMENTED, "", NotImplementedUpstream),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", UpstreamError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", InvalidAnswer),
         (grpc.StatusCode.UNKNOWN, "", UpstreamError),
     ],
 )
@@ -1250,7 +1253,7 @@ async def test_an_answer_that_cannot_be_read() -> None:
         stream.messages_received([stream_response("two").SerializeToString()])
 
         assert [["one"]] == [response.texts("text_output") for response in received]
-        assert [UpstreamError] == [type(error) for error in ended]
+        assert [InvalidAnswer] == [type(error) for error in ended]
         assert connection.reset.called
 
 
