@@ -299,7 +299,7 @@ class _Checked:
 
     def _integer(self, name: str, value: float) -> int:
         # Neither NaN nor infinity is a whole number.
-        if isinstance(value, float) and not value.is_integer():
+        if not float(value).is_integer():
             raise self.invalid(f"the output '{name}' has a number that is not whole")
         return int(value)
 
