@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
-import msgspec
 import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -22,13 +21,14 @@ from triton_openai import errors
 from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.access.keys import KEY, ApiKey
 from triton_openai.access.rate_limits import RateLimit, tokens_charged
-from triton_openai.api.bodies import FormRequest
+from triton_openai.api.bodies import FormRequest, JsonCheck
 from triton_openai.api.service import OPERATIONS_BY_HANDLER, SERVICE, Operation, find_model
 from triton_openai.batches.batch_runner import Outcome
 from triton_openai.config.tree import BatchesSettings
 from triton_openai.config.worker import WORKER
 from triton_openai.draining import DRAINING
 from triton_openai.serving.middleware import ERROR_BODY, Observed
+from triton_openai.serving.request_body import LIMITS
 from triton_openai.storage.batch_store import Batch, BatchUsage
 from triton_openai.telemetry.logging import LOG_FIELDS
 from triton_openai.telemetry.request_record import RECORD, RequestRecord, request_id
@@ -74,14 +74,6 @@ class LineRequest(dict[Any, Any]):
         self.content_length, self.client_max_size = len(body), app[SERVICE].settings.server.max_body_size
 
 
-class _Answer(msgspec.Struct):
-    #: As the APIs name it.
-    usage: dict[str, Any] | None = None
-
-
-_decode = msgspec.json.Decoder(_Answer).decode
-
-
 class LineHost:
     """Answers the lines of batches by the handlers of *app*; see :class:`triton_openai.batches.batch_runner.Host`."""
 
@@ -104,6 +96,9 @@ class LineHost:
     @property
     def longest_line(self) -> int:
         return self._app[SERVICE].settings.server.max_body_size
+
+    def check_line(self, line: bytes) -> None:
+        JsonCheck(self._app[LIMITS], batched=True).check(line)
 
     def knows(self, owner: str) -> bool:
         key = self._app[AUTHORIZER].named(owner)
@@ -167,7 +162,7 @@ class LineHost:
                     # With a limit, so that there is an account.
                     unlimited = RateLimit(concurrent_requests=2**53)
                     await self._count(batch.owner, tokens_charged(record, served=True, cut_short=False), unlimited)
-                return Outcome(response.status, answer, record.request_id, usage=_usage(answer))
+                return Outcome(response.status, answer, record.request_id, usage=_usage(record))
             except asyncio.CancelledError:
                 reason = app[DRAINING].reason()
                 if reason is None:
@@ -198,13 +193,13 @@ def endpoints(operations: Mapping[Handler, Operation]) -> Mapping[str, Handler]:
     }
 
 
-def _usage(answer: bytes) -> BatchUsage:
-    usage = _decode(answer).usage or {}
-    given = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    made = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+def _usage(record: RequestRecord) -> BatchUsage:
+    usage = record.usage
+    if usage is None:
+        return BatchUsage()
     return BatchUsage(
-        input_tokens=usage.get("prompt_tokens") or usage.get("input_tokens") or 0,
-        cached_tokens=given.get("cached_tokens") or usage.get("cache_read_input_tokens") or 0,
-        output_tokens=usage.get("completion_tokens") or usage.get("output_tokens") or 0,
-        reasoning_tokens=made.get("reasoning_tokens") or 0,
+        input_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens or 0,
+        output_tokens=usage.completion_tokens,
+        reasoning_tokens=record.reasoning_tokens() or 0,
     )

@@ -142,7 +142,7 @@ def test_a_generation_that_was_broken_off_is_an_error(reason):
     assert len(caught.value.message) < 120
 
 
-class _Event(JsonResponse):
+class _Event(JsonResponse, frozen=True):
     """Gives its values as they came, as events of a stream do for the sake of speed."""
 
     def first(self, names: tuple[str, ...]) -> Sequence[Any]:
