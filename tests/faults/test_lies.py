@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
@@ -15,7 +16,7 @@ from structlog.testing import capture_logs
 
 from tests.conformance.calls import steered
 from tests.conformance.test_transcriptions import send
-from tests.faults.liar import Liar, lies_about, lying
+from tests.faults.liar import HttpAnswer, Liar, lies_about, lying
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, proxy_settings, serving
 from tests.speech import SENTENCE, speak, wav
 from tests.triton_fixture import TestTriton
@@ -133,3 +134,66 @@ async def test_answers_of_models(triton: TestTriton, name: str, transport: str) 
     problems += [line for line in bad if line.get("exc_info") or line["log_level"] in ("error", "critical")]
     assert [] == problems, "\n".join(str(problem)[:500] for problem in problems)
     assert 200 == again.status, again.body
+
+
+def places(value: Any) -> Iterator[Sequence[str | int]]:
+    """Yield the path to each value within *value*, and to the whole."""
+    yield ()
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        for path in places(one):
+            yield (key, *path)
+
+
+def replaced(value: Any, path: Sequence[str | int], change: str) -> str:
+    """Return the JSON of *value* with *change*, JSON or not, at *path*."""
+    if not path:
+        return change
+    mark = "-the lie-"
+    copy = json.loads(json.dumps(value))
+    holder = copy
+    for step in path[:-1]:
+        holder = holder[step]
+    holder[path[-1]] = mark
+    return json.dumps(copy).replace(f'"{mark}"', change)
+
+
+CHANGES = (
+    "null", "true", "5", "-1", "1.5", "NaN", "1e400", "9" * 400, "9" * 5000, '""', '"x"', '"a\\r\\nb: c"', '"\\ud800"',
+    '"../x"', '"\\u0000"', "{}", '{"a":1}', "[]", "[[]]", "[null]", '["a",5]', "[" * 5000 + "]" * 5000, "nonsense", "",
+    '"' + "x" * 100_000 + '"', "4294967296", "2147483648", "-9223372036854775808",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["/v2", "/v2/repository/index", "/v2/models/text_model/config"])
+async def test_answers_about_models(triton: TestTriton, path: str) -> None:
+    """What Triton tells of itself and its models may be anything, too: other models are served, and it is logged."""
+    problems: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+    async with lied_to(triton, "http") as (liar, proxy):
+        true = liar.heard[path]
+        assert isinstance(true, HttpAnswer)
+        value = json.loads(true.body)
+        if path.endswith("index"):
+            # Some are like all.
+            value = [one for one in value if one["name"] in ("text_model", "vllm_model")]
+        found = [(place, change) for place in places(value) for change in CHANGES]
+        some = Random(path).sample(found, min(COUNT, len(found))) if COUNT else found
+        with capture_logs() as logs:
+            for place, change in some:
+                liar.lies[path] = true._replace(body=replaced(value, place, change).encode())
+                await proxy.models.fleet.reload()
+                listed = await proxy.get("/v1/models")
+                assert 200 == listed.status
+                health = await proxy.get("/health/ready")
+                assert health.status in (200, 503), (place, change, health.body)
+                answer = await proxy.post(*CASES["vllm"])
+                if answer.status not in (200, 404, 502, 503):
+                    problems.append(f"{place} {change[:30]}: {answer.status} {answer.body[:300]!r}")
+                if not path.endswith("index") and answer.status != 200:
+                    problems.append(f"{place} {change[:30]} ends another model: {answer.body[:300]!r}")
+        liar.lies.clear()
+        await proxy.models.fleet.reload()
+        assert 200 == (await proxy.post(*CASES["text"])).status
+    problems += [line for line in logs if line.get("exc_info") or line["log_level"] == "critical"]
+    assert [] == problems, "\n".join(str(problem)[:500] for problem in problems)

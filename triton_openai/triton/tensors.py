@@ -354,6 +354,8 @@ class JsonOutputs(_Checked):
             kinds.discard(str)
         if not kinds <= {int, float, bool}:
             raise self.invalid(f"the output '{name}' has something else where a number is needed")
+        if bool in kinds:
+            values = [int(value) if type(value) is bool else value for value in values]
         if int in kinds and not all(_LEAST <= value <= _MOST for value in values if type(value) is int):
             raise self.invalid(f"the output '{name}' has a number that is too large")
         return values
@@ -474,7 +476,7 @@ class BinaryResponse(_Checked):
         if output.datatype == "BYTES":
             return [self._number(name, text) for text in self.texts(name)]
         if output.datatype == "BOOL":
-            return [byte != 0 for byte in output.data]
+            return [int(byte != 0) for byte in output.data]
         if output.datatype == "FP16":
             return struct.unpack(f"<{len(output.data) // 2}e", output.data)
         code = ARRAY_CODES.get(output.datatype)
