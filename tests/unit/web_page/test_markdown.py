@@ -109,8 +109,8 @@ def test_hostile_text() -> None:
     texts = [("", "~~x", LENGTH // 3, "\n", 2 * LENGTH)]
     texts += [("", one, LENGTH // 10 // len(one), "\n", LENGTH) for one in LINES]
     for one in HOSTILE:
-        count = LENGTH // 50 // len(one)
-        texts.append(("", one, count, "", LENGTH // 500))
+        count = LENGTH // 100 // len(one)
+        texts.append(("", one, count, "", LENGTH // 1000))
         texts += [(begin, one, count, f"{end}\n", LENGTH) for begin, end in AROUND]
     nested = "".join(f"{'  ' * depth}- **x\n" for depth in range(300))
     assert len(texts) + 1 == len(rendered([*texts, ("", nested, 1, "", LENGTH)]))

@@ -21,7 +21,7 @@ from triton_openai.api.bodies import json_response
 from triton_openai.api.messages.batch_body import BatchedMessage, read_batch
 from triton_openai.api.messages.message_events import add_request_id
 from triton_openai.api.service import find_model, key_of, new_id, service_of
-from triton_openai.api.uploaded_files import files_of, page_found, send_file
+from triton_openai.api.uploaded_files import files_of, page_found, page_response, send_file
 from triton_openai.batches.file_folder import Files, Writing, on_disk
 from triton_openai.serving.request_body import LIMITS, read_body
 from triton_openai.storage.batch_store import Batch
@@ -132,7 +132,7 @@ async def list_batches(request: web.Request) -> web.Response:
     place, way = ("before_id", -1) if "before_id" in query else ("after_id", 1)
     find = partial(store.batches, key_of(request).name, "anthropic", reverse=way > 0)
     batches, more = await page_found(request, find, agents.page_limit(query, 1000), query.get(place), place)
-    return json_response(MessageBatchPage.of([_batch_object(batch) for batch in batches[::way]], more=more))
+    return await page_response(MessageBatchPage, batches[::way], _batch_object, more=more)
 
 
 async def _found(request: web.Request) -> Batch:
