@@ -208,7 +208,7 @@ class Hostile:
         ]
         body = b"".join(b"--limit\r\n" + part + b"\r\n" for part in parts) + b"--limit--\r\n"
         headers = {"Content-Type": "multipart/form-data; boundary=limit", "Authorization": f"Bearer {KEYS[0]}"}
-        answer = self._service.send("POST", "/v1/files", body, **headers)
+        answer = self._service.send("POST", "/v1/files", body, headers)
         assert answer.status == 200, answer.body
         return str(answer.json["id"])
 
@@ -232,7 +232,7 @@ class Hostile:
         assert answer.status == 200, answer.body
         path = f"/v1/batches/{answer.json['id']}"
         deadline = time.monotonic() + _BATCH_SECONDS
-        while (state := self._service.send("GET", path, **key).json)["status"] in (
+        while (state := self._service.send("GET", path, headers=key).json)["status"] in (
             "validating",
             "in_progress",
             "finalizing",
@@ -247,7 +247,7 @@ class Hostile:
         assert state["status"] == "completed", state
         seen: Counter[str] = Counter()
         for name in filter(None, (state["output_file_id"], state["error_file_id"])):
-            content = self._service.send("GET", f"/v1/files/{name}/content", **key)
+            content = self._service.send("GET", f"/v1/files/{name}/content", headers=key)
             assert content.status == 200, content.body
             for line in content.body.splitlines():
                 told = json.loads(line)
