@@ -273,9 +273,9 @@ class _Maker:
         if chance.random() < 0.02:
             heavy = HEAVY.get(operation.name, _Maker.heavy_inputs if _about_texts(operation) else _Maker.nothing)
             body |= heavy(self)
-        for _ in range(chance.choice((0, 1, 1, 2))):
+        for _ in range(chance.choice((0, 0, 0, 1, 2))):
             body = self._with_field(body, operation)
-        for _ in range(chance.choice((0, 1, 1, 2))):
+        for _ in range(chance.choice((0, 0, 0, 1, 2))):
             body = self._changed(body)
         return body
 

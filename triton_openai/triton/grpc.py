@@ -60,7 +60,7 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 # gRPC's own text for an answer that is longer than the channel takes.
-_RECEIVED = ("Received message larger", "CLIENT: Received message larger")
+_RECEIVED = "Received message larger than max"
 # The bytes of an answer besides the contents of its outputs.
 _ENVELOPE = 64 * 1024
 # The limits of answers, in bytes: of nearly all, and of the few that may be larger. gRPC has one for each channel.
@@ -210,7 +210,7 @@ def translate(code: str, details: str, model: str) -> ServiceError:
         return unreachable(details)
     if code == LOST:
         return cut_off_error(details)
-    if code == TOO_LONG or (code == "RESOURCE_EXHAUSTED" and details.startswith(_RECEIVED)):
+    if code == TOO_LONG or (code == "RESOURCE_EXHAUSTED" and _RECEIVED in details):
         return InvalidAnswer("its body is too long", model=model, detail=details)
     if code == "UNAVAILABLE":
         # grpc.aio's own texts, the more specific first: "failed to connect … Connection reset by peer" is the former.

@@ -21,6 +21,7 @@ from triton_openai.triton.grpc import decode_response, encode_request
 from triton_openai.triton.http import generate_body, infer_body, parse_infer
 from triton_openai.triton.tensors import (
     INTEGER_RANGES,
+    MAX_OPEN_ANSWER,
     BinaryResponse,
     InferRequest,
     JsonResponse,
@@ -149,6 +150,24 @@ def test_vectors_that_do_not_add_up_are_an_error(shape, data):
     """Contents that cannot be cut into the rows that the shape promises are the upstream's fault."""
     with pytest.raises(UpstreamError, match="is invalid"):
         BinaryResponse(Layout((("t", "FP32", shape),)), (data,)).vectors("t")
+
+
+@every_case(
+    "outputs, rows, expected",
+    [
+        ({"a": ("FP32", (1_000_000,))}, 4, 16_000_000),
+        ({"a": ("FP32", (2, 1_000_000)), "b": ("FP64", ())}, 4, 32_000_032),
+        ({"a": ("FP32", (8,))}, 4, 2**20),
+        ({"a": ("FP32", (-1,))}, 4, 2**20 + MAX_OPEN_ANSWER),
+        ({"a": ("BYTES", (1,)), "b": ("BYTES", (1,))}, 4, 2**20 + MAX_OPEN_ANSWER),
+    ],
+)
+def test_the_largest_answer_of_a_model(outputs, rows, expected):
+    """It follows from types and dimensions, and is some megabytes where those are open."""
+    specs = {name: TensorSpec(name=name, datatype=kind, dims=dims) for name, (kind, dims) in outputs.items()}
+    config = ModelConfig(name="m", max_batch_size=8, outputs=specs)
+    assert expected == config.max_answer(outputs, rows)
+    assert config.max_answer(outputs, 1) == msgspec.structs.replace(config, max_batch_size=0).max_answer(outputs, rows)
 
 
 @every_case("response", [BinaryResponse(Layout(()), ()), JsonResponse({})])

@@ -37,6 +37,7 @@ from triton_openai.errors import (
     UpstreamTimeout,
     UpstreamUnavailable,
 )
+from triton_openai.triton import grpc as grpc_module
 from triton_openai.triton import http_stream
 from triton_openai.triton.client import ResponseStream, TritonClient, gather
 from triton_openai.triton.connection import ConnectionSettings
@@ -46,6 +47,7 @@ from triton_openai.triton.http2 import varint
 from triton_openai.triton.http_stream import HttpStream
 from triton_openai.triton.tensors import InferRequest, InferResponse, Tensor
 
+MIB = 1024 * 1024
 REQUEST = InferRequest(
     model="team/m",
     id="id-1",
@@ -989,7 +991,41 @@ async def test_infer_over_http(http):
         await http.client.infer(REQUEST)
 
 
+async def test_an_infer_answer_without_end_over_http(http):
+    """No more is read of an answer than the model can return, however much comes."""
+    sent = 0
+
+    async def endless(writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4000000000\r\n\r\n")
+        while not writer.transport.is_closing():
+            writer.write(bytes(MIB))
+            sent += MIB
+            await writer.drain()
+
+    http.raw = endless
+    with pytest.raises(InvalidAnswer, match="its body is too long"):
+        await http.client.infer(msgspec.structs.replace(REQUEST, max_answer=4 * MIB))
+    # What the sockets hold beside that.
+    assert sent < 64 * MIB
+
+
 # gRPC alone.
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_grpc_answer_that_is_too_long(grpc_server, monkeypatch, stream):
+    """The same, of streams by their requests, and of single calls by the limit of their channel."""
+    monkeypatch.setattr(grpc_module, "_MAX_ANSWER", 4 * MIB)
+    text = "x" * (5 * MIB)
+    grpc_server.reply, grpc_server.answer = Reply(texts=[text]), text
+    request = msgspec.structs.replace(REQUEST, stream=stream, max_answer=4 * MIB - 70_000)
+    for _ in range(2):
+        with pytest.raises(InvalidAnswer, match="its body is too long"):
+            await gather(grpc_server.client, request)
+    larger = msgspec.structs.replace(request, max_answer=8 * MIB)
+    (response,) = await gather(grpc_server.client, larger)
+    assert [text] == response.texts("text_output")
 
 
 async def test_the_request_over_grpc(grpc_server):
