@@ -29,7 +29,7 @@ FIELDS = st.dictionaries(TEXTS | st.just("requests"), VALUES, max_size=3)
 def test_a_body_is_split_as_it_is_decoded(before: Any, items: Any, after: Any, indent: int | None) -> None:
     """Whatever its strings hold, the items are those of the list, and the rest is the object without them."""
     fields = {**before, "requests": items, **{name: value for name, value in after.items() if name != "requests"}}
-    envelope, found = _split(json.dumps(fields, indent=indent, ensure_ascii=False).encode())
+    envelope, found = _split(json.dumps(fields, indent=indent, ensure_ascii=False).encode(), 100)
     assert items == [json.loads(item) for item in found]
     assert {**fields, "requests": []} == json.loads(envelope)
 

@@ -68,13 +68,11 @@ def read_batch(body: bytes, limits: LimitSettings, *, max_requests: int) -> Mess
 
     Raises :class:`InvalidRequest` for what no batch can have, and for requests that exceed *limits*.
     """
-    envelope, items = _split(body)
+    envelope, items = _split(body, max_requests)
     # If there is no list of requests, it is an error that the decoder describes.
     kind = _Envelope if items else MessageBatchRequest
     JsonCheck(limits).check(envelope)
     parse_json(envelope, kind, [])
-    if len(items) > max_requests:
-        raise PayloadTooLarge(f"A batch can have {max_requests} requests at most.", param=_FIELD)
     requests: list[BatchedMessage] = []
     names: set[str] = set()
     models: set[str] = set()
@@ -107,11 +105,12 @@ def _params(one: BatchedMessage) -> _Params:
     return params
 
 
-def _split(body: bytes) -> tuple[bytes, list[bytes]]:
+def _split(body: bytes, max_items: int) -> tuple[bytes, list[bytes]]:
     """
     Return the JSON object *body* with an empty list of requests, and the items of that list as they are written.
 
-    What is not JSON may be split anywhere: whoever decodes the parts sees that.
+    What is not JSON may be split anywhere: whoever decodes the parts sees that. Raises :class:`PayloadTooLarge` for
+    more than *max_items*: to free millions of them would take long as well.
     """
     items: list[bytes] = []
     envelope: list[bytes] = []
@@ -135,6 +134,8 @@ def _split(body: bytes) -> tuple[bytes, list[bytes]]:
                 if items or body[begin:place].strip():
                     items.append(body[begin:place])
         elif inside and depth == 2:
+            if len(items) + 1 >= max_items:
+                raise PayloadTooLarge(f"A batch can have {max_items} requests at most.", param=_FIELD)
             items.append(body[begin:place])
             begin = end
     envelope.append(body[kept:])
@@ -180,10 +181,13 @@ def _next_quote(body: bytes, place: int) -> int:
 
 def _is_escaped(body: bytes, place: int) -> bool:
     """Return whether an odd number of backslashes precedes *place*."""
-    width = 16
+    width, count = 16, 0
     while True:
         before = body[max(0, place - width) : place]
         backslashes = len(before) - len(before.rstrip(b"\\"))
+        count += backslashes
         if backslashes < width:
-            return backslashes % 2 == 1
-        width *= 2
+            return count % 2 == 1
+        # There are more, maybe many: in steps, each of which holds the interpreter.
+        place -= width
+        width = min(2 * width, _STEP)
