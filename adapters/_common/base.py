@@ -424,14 +424,12 @@ class Adapter:
         ]
 
     def _max_answer(self, outputs: tuple[str, ...], rows: int) -> int:
-        """Return how many bytes an answer can have."""
-        known = self._answer_sizes.get((outputs, rows))
-        if known is None:
-            # Without a choice, all come.
-            known = self.config.max_answer(outputs or self.config.outputs, rows)
-            if len(self._answer_sizes) < _MAX_ANSWER_SIZES:
-                self._answer_sizes[outputs, rows] = known
-        return known
+        """Return how many bytes an answer can have, and remember it."""
+        # Without a choice, all come.
+        size = self.config.max_answer(outputs or self.config.outputs, rows)
+        if len(self._answer_sizes) < _MAX_ANSWER_SIZES:
+            self._answer_sizes[outputs, rows] = size
+        return size
 
     def request(
         self,
@@ -446,8 +444,10 @@ class Adapter:
         config, declared = self.config, self.config.outputs
         asked = tuple([name for name in outputs if name in declared])
         rows = inputs[0].shape[0] if inputs and inputs[0].shape else 1
-        # Labels are texts, whatever the output is declared as.
-        max_answer = MAX_OPEN_ANSWER if classification else self._max_answer(asked, rows)
+        max_answer = self._answer_sizes.get((asked, rows)) or self._max_answer(asked, rows)
+        if classification:
+            # Labels are texts, whatever the output is declared as.
+            max_answer = MAX_OPEN_ANSWER
         return InferRequest(
             model=config.name,
             id=generation_id,

@@ -360,6 +360,13 @@ class JsonOutputs(_Checked):
             raise self.invalid(f"the output '{name}' has a number that is too large")
         return values
 
+    def integers(self, name: str, *, least: int = 0, most: int = MAX_COUNT) -> Sequence[int]:
+        value = self.value(name)
+        # Nearly all are a count that is alone.
+        if type(value) is int and least <= value <= most:
+            return (value,)
+        return super().integers(name, least=least, most=most)
+
     def vectors(self, name: str) -> Sequence[bytes]:
         """Return the values as one float32 row (the generate extension does not carry shapes); none without values."""
         values = self.numbers(name)
