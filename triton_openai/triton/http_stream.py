@@ -31,7 +31,7 @@ from triton_openai.errors import InvalidAnswer, ServiceError
 from triton_openai.triton.client import Receiver
 from triton_openai.triton.connection import ConnectionSettings, detect_dead_peer
 from triton_openai.triton.status import classify, cut_off_error, unreachable
-from triton_openai.triton.tensors import InferRequest, InferResponse, JsonOutputs, JsonResponse
+from triton_openai.triton.tensors import InferRequest, InferResponse, JsonOutputs, JsonResponse, json_size
 
 # The most that is read of an error that does not come from Triton.
 MAX_ERROR_BYTES = 256 * 1024
@@ -69,6 +69,10 @@ class Event(JsonOutputs, msgspec.Struct, gc=False):
 
     def value(self, name: str) -> Any:
         return getattr(self, self.fields.get(name, "absent"))
+
+    @property
+    def size(self) -> int:
+        return json_size([getattr(self, field) for field in self.fields.values()])
 
 
 @lru_cache(256)

@@ -43,6 +43,8 @@ INTEGER_RANGES: Mapping[str, tuple[int, int]] = {
     **{f"INT{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
     **{f"UINT{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)},
 }
+# Of a number in an object of Python.
+_NUMBER_SIZE = 8
 # Of all types of integers.
 _LEAST = INTEGER_RANGES["INT64"][0]
 _MOST = INTEGER_RANGES["UINT64"][1]
@@ -270,6 +272,10 @@ class InferResponse(Protocol):
     def tensor(self, name: str) -> OutputTensor | None:
         """Return an output as it came; ``None`` where it is absent, and from JSON, which has no shapes."""
 
+    @property
+    def size(self) -> int:
+        """About how many bytes its outputs have."""
+
     def invalid(self, problem: str, *, detail: str | None = None) -> InvalidAnswer:
         """Return the error for an answer of which *problem* is true."""
 
@@ -388,6 +394,21 @@ class JsonResponse(JsonOutputs, msgspec.Struct, frozen=True):
     def value(self, name: str) -> Any:
         return self.values.get(name)
 
+    @property
+    def size(self) -> int:
+        return json_size(self.values.values())
+
+
+def json_size(values: Iterable[Any]) -> int:
+    """Return about how many bytes *values* have: texts, lists of numbers or texts, and numbers."""
+    size = 0
+    for value in values:
+        if isinstance(value, list):
+            size += sum([len(item) if type(item) is str else _NUMBER_SIZE for item in value])
+        else:
+            size += len(value) if isinstance(value, str) else _NUMBER_SIZE
+    return size
+
 
 class OutputTensor(msgspec.Struct, frozen=True):
     """An output with its raw contents."""
@@ -437,6 +458,10 @@ class BinaryResponse(_Checked):
     @property
     def model(self) -> str:
         return self._layout.model
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self._contents))
 
     def first(self, names: tuple[str, ...]) -> Sequence[Any]:
         contents = self._contents

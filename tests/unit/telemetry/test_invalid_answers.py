@@ -33,3 +33,17 @@ async def test_each_problem_of_a_model_is_logged_once() -> None:
     assert not [line for line in logs if line.get("exc_info")]
     assert "secret" not in str(logs)
     assert stream.body.count(b'"error"') == 1
+
+
+async def test_an_answer_without_end() -> None:
+    """A model that goes on behind the limit of its tokens fills no memory."""
+    async with (
+        FakeTriton(config_of("m")) as triton,
+        serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy,
+    ):
+        await proxy.ready()
+        triton.responses = [{"text_output": "a"}] * 1500
+        answer = await proxy.post("/v1/completions", {"model": "m", "prompt": "Hi", "max_tokens": 5})
+        assert (502, "upstream_invalid_answer") == (answer.status, answer.error["code"])
+        answer = await proxy.post("/v1/completions", {"model": "m", "prompt": "Hi", "max_tokens": 50})
+        assert 200 == answer.status

@@ -991,6 +991,15 @@ async def test_infer_over_http(http):
         await http.client.infer(REQUEST)
 
 
+async def test_responses_without_end(triton):
+    """All responses of a stream together, where they are wanted together, have no more bytes than an answer."""
+    triton.reply = Reply(texts=["x" * 1000] * 2000)
+    assert 2000 == len(await gather(triton.client, msgspec.structs.replace(REQUEST, max_answer=4 * MIB)))
+    triton.sent = 0
+    with pytest.raises(InvalidAnswer, match="too long together"):
+        await gather(triton.client, msgspec.structs.replace(REQUEST, max_answer=100_000))
+
+
 async def test_an_infer_answer_without_end_over_http(http):
     """No more is read of an answer than the model can return, however much comes."""
     sent = 0
