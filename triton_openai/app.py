@@ -46,7 +46,7 @@ from triton_openai.serving.request_body import LIMITS
 from triton_openai.serving.workers.shared import SharedClient
 from triton_openai.storage import open_store
 from triton_openai.tasks import Background, cancel, wait_any
-from triton_openai.telemetry.access_log import AccessLog, ContentLog, UnknownFields
+from triton_openai.telemetry.access_log import AccessLog, ContentLog, InvalidAnswers, UnknownFields
 from triton_openai.telemetry.exposition import EXPOSITION, Exposition
 from triton_openai.telemetry.gauges import ServedName, State
 from triton_openai.telemetry.logging import count_lost_lines
@@ -111,7 +111,7 @@ def create_app(
     fleet.watch(ask=ask_at)
     canary = Canary(models, ask, metrics)
     files, first_tokens = _files(settings, worker), FirstTokens()
-    observers = [AccessLog(), metrics, tracing, canary, UnknownFields(metrics)]
+    observers = [AccessLog(), metrics, tracing, canary, UnknownFields(metrics), InvalidAnswers()]
     if files is not None and settings.batches.live_first_token is not None:
         observers.append(first_tokens)
     if characters is not None:

@@ -323,6 +323,20 @@ class UpstreamError(ServiceError, status=502, code="upstream_error"):
     """Triton, or a model in it, failed in a way that is not the client's fault."""
 
 
+class InvalidAnswer(UpstreamError, code="upstream_invalid_answer"):
+    """
+    Triton's answer is not what its protocol and the model's configuration promise: a wrong type, length or shape.
+
+    *problem* is what is wrong, as the rest of a sentence. It is one of few texts, without contents of the answer: the
+    operator is informed once of each.
+    """
+
+    def __init__(self, problem: str, *, model: str = "", detail: str | None = None) -> None:
+        of_model = f" for the model '{model}'" if model else ""
+        super().__init__(f"Triton's answer{of_model} is invalid: {problem}.", detail=detail)
+        self.problem = problem
+
+
 class UpstreamUnavailable(UpstreamError, status=503, code="upstream_unavailable"):
     """Triton, or the model, cannot be reached or is not ready."""
 

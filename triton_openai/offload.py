@@ -57,6 +57,8 @@ TOKEN_STRING = 2.0
 #: For each log probability in an answer, alternatives counted: to write it as JSON. For each logit: to read it.
 LOGPROB = 2.0
 LOGIT = 0.01
+#: For each object of a list that clients read page by page: to make it of what is kept, and to write it as JSON.
+ROW = 10.0
 #: For each integer of a request to Triton.
 INTEGER = 0.02
 #: For each vector or row of an answer; for each of its numbers; for each product of two.

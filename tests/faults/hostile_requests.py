@@ -11,7 +11,7 @@ import gzip
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain, islice
 from random import Random
@@ -23,10 +23,12 @@ import msgspec
 from tests.clients.service import steered
 from tests.form_shapes import CONTENTS, OVERHEAD
 from tests.speech import encoded, muxed, speak
-from triton_openai.api.bodies import FormRequest
+from triton_openai.api.bodies import FormRequest, JsonCheck
 from triton_openai.api.routes import OPERATIONS
 from triton_openai.api.service import Operation
 from triton_openai.api.uploaded_files import FileUpload
+from triton_openai.config.tree import LimitSettings
+from triton_openai.errors import InvalidRequest
 from triton_openai.jobs import ClassificationJob, EmbeddingJob, JobType
 
 KEYS = ("sk-one", "sk-two")
@@ -95,6 +97,7 @@ _PLAUSIBLE: Mapping[str, tuple[Any, ...]] = {
     "top_n": (1, 0, 2**31),
     "use_activation": (True, False),
     "order": ("asc", "desc"),
+    "limit": (1, 20, 100, 1000, 10_000),
     "api-version": ("2024-10-21", "preview"),
 }
 _TEXTS = (
@@ -181,6 +184,57 @@ def make(seed: int, number: int, known: Known) -> Request:
     return _Maker(Random(f"{seed}/{number}"), known).request()
 
 
+class HostileBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """The file of a batch to *endpoint*, and the ids of its lines. One that is not *whole* may fail as a whole."""
+
+    endpoint: str
+    content: bytes
+    names: Sequence[str]
+    whole: bool
+
+
+def make_batch(seed: int, number: int, known: Known, *, lines: int) -> HostileBatch:
+    """Return a batch of so many *lines*: right ones that are changed, of which each is answered, or any."""
+    chance = Random(f"{seed}/batch/{number}")
+    maker = _Maker(chance, known)
+    operation = chance.choice(_BATCHED)
+    whole = chance.random() < 0.8
+    made: list[bytes] = []
+    while len(made) < lines:
+        name = f"line-{len(made)}"
+        body = maker.batched_body(operation)
+        line = _json({"custom_id": name, "method": "POST", "url": operation.path, "body": body})[:_MOST_BYTES]
+        if not whole:
+            made.append(maker.damaged(line))
+        elif _is_right_line(line):
+            made.append(line)
+    names = [f"line-{number}" for number in range(lines)]
+    return HostileBatch(endpoint=operation.path, content=b"\n".join(made), names=names, whole=whole)
+
+
+def _is_right_line(line: bytes) -> bool:
+    """Return whether the validation of a batch takes a line, whatever becomes of it when it runs."""
+    try:
+        JsonCheck(LimitSettings(), batched=True).check(line)
+        body = _decode_line(line).body
+    except (InvalidRequest, msgspec.DecodeError, RecursionError):
+        return False
+    return not body.stream and not body.background and body.model in MODELS
+
+
+class _LineBody(msgspec.Struct):
+    model: str = ""
+    stream: bool | None = None
+    background: bool | None = None
+
+
+class _Line(msgspec.Struct):
+    body: _LineBody
+
+
+_decode_line = msgspec.json.Decoder(_Line).decode
+
+
 class _Maker:
     def __init__(self, chance: Random, known: Known) -> None:
         self._chance = chance
@@ -211,6 +265,30 @@ class _Maker:
         if chance.random() < 0.02:
             method, plain = chance.choice(("HEAD", "OPTIONS", "PUT", "PATCH", "TRACE", "DELETE", "GET", "POST")), False
         return self._sent(operation, method, path, data, plain)
+
+    # Lines of batches
+
+    def batched_body(self, operation: Operation) -> Any:
+        """Return the body of a line to *operation*: a right one with a few changes."""
+        chance = self._chance
+        body: Any = {name: value for name, value in (self.body(operation) or {}).items() if name != "stream"}
+        if chance.random() < 0.02:
+            heavy = HEAVY.get(operation.name, _Maker.heavy_inputs if _about_texts(operation) else _Maker.nothing)
+            body |= heavy(self)
+        for _ in range(chance.choice((0, 0, 0, 1, 2))):
+            body = self._with_field(body, operation)
+        for _ in range(chance.choice((0, 0, 0, 1, 2))):
+            body = self._changed(body)
+        return body
+
+    def damaged(self, line: bytes) -> bytes:
+        """Return *line*, or what is left of it."""
+        chance, place = self._chance, self._chance.randrange(len(line))
+        return chance.choice((
+            line, line[:place], line[:place] + chance.randbytes(3) + line[place:], line.replace(b"a", b"\xff", 1),
+            b"", b" " * 100_000, b"[" * 100_000, b'{"custom_id":"' + b"x" * 100_000, b"\0", b"[1,2]",
+            b'{"custom_id":"a","body":{"a":[' + b"{}," * 100_000 + b"{}]}}",
+        ))  # fmt: skip
 
     # Values
 
@@ -783,6 +861,11 @@ _RARE = (
     *("delete_conversation", "delete_response"),
 )
 _WEIGHTED = [each for each in OPERATIONS for _ in range(8 if each.name in _OFTEN else 1 if each.name in _RARE else 3)]
+_BATCHED = [
+    each
+    for each in OPERATIONS
+    if each.jobs and not each.media and each.request is not None and not issubclass(each.request, FormRequest)
+]
 _CONTENT_TYPES = (
     *("text/plain", "application/json; charset=utf-16", "application/json;charset=latin-1", "application/xml", ""),
     *(

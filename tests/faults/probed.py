@@ -119,8 +119,8 @@ def time_turns(file: Path, longest: float) -> None:
     """
     Run the service on asyncio's loop, and append to *file* each turn of it that takes longer than *longest*.
 
-    A line has the times at which the turn began and ended, the CPU time of the main thread, all in seconds, the
-    callback that took most of it, the collector's part, and the ids of requests in the callback's context.
+    A line has the times at which the turn began and ended, the CPU time of the main thread and the collector's part of
+    it, all in seconds, the callback that took most of it, and the ids of requests in the callback's context.
     """
     import uvloop
 
@@ -155,7 +155,7 @@ def time_turns(file: Path, longest: float) -> None:
                 # What a task does is to be found by the request of its context.
                 known = {key.name: found for key, found in context.items()}
                 what = f"{part:.3f} s of one, {collected:.3f} s of the collector: {known!r:.300}"
-                lines.write(f"{first} {time.monotonic()} {took} {what}\n")
+                lines.write(f"{first} {time.monotonic()} {took} {collected} {what}\n")
 
     gc.callbacks.append(collects)
     asyncio.BaseEventLoop._run_once = timed_turn  # type: ignore[attr-defined]

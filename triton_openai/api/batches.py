@@ -19,7 +19,7 @@ from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.lines import endpoints, groups_of
 from triton_openai.api.responses.objects import Metadata, ResponseUsage
 from triton_openai.api.service import OPERATIONS_BY_HANDLER, key_of, new_id, service_of
-from triton_openai.api.uploaded_files import ExpiresAfter, files_of, find_file, page_found, too_much
+from triton_openai.api.uploaded_files import ExpiresAfter, files_of, find_file, page_found, page_response, too_much
 from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.storage.batch_store import Batch, Status
 from triton_openai.telemetry.request_record import RECORD
@@ -198,7 +198,7 @@ async def list_batches(request: web.Request) -> web.Response:
     find = partial(files_of(request).store.batches, key_of(request).name, "openai")
     limit, after = agents.page_limit(request.query, 100), request.query.get("after")
     batches, more = await page_found(request, find, limit, after)
-    return json_response(BatchList.of([batch_object(batch) for batch in batches], more=more))
+    return await page_response(BatchList, batches, batch_object, more=more)
 
 
 def batch_object(batch: Batch) -> BatchObject:

@@ -312,6 +312,8 @@ _MOST_DATA_URLS = 4096
 # Levels and values of a request's JSON; the limit of token ids is a setting.
 MAX_DEPTH = 100
 MAX_VALUES = 50_000
+# What is around a request in a batch: its id and its URL, and names; some clients have fields of their own there.
+_ENVELOPE_VALUES, _ENVELOPE_SIZE = 100, 16 * 1024
 
 
 class JsonCheck:
@@ -320,11 +322,19 @@ class JsonCheck:
 
     Every step is a pass of compiled code over the bytes. The decoder reports what is not JSON. *beside* is how many
     values the request has elsewhere, where that is known: only JSON that is clearly few with them needs no counting.
+    *batched* is for a request within the line of a batch, or the item of a list, that it comes in: those have a few
+    bytes and a level of their own.
     """
 
-    def __init__(self, limits: LimitSettings, beside: int = 0) -> None:
+    def __init__(self, limits: LimitSettings, beside: int = 0, *, batched: bool = False) -> None:
         self._limits = limits
         self._values = MAX_VALUES
+        self._max_depth = MAX_DEPTH
+        self._max_text_size = limits.max_text_size
+        if batched:
+            self._values += _ENVELOPE_VALUES
+            self._max_depth += 1
+            self._max_text_size += _ENVELOPE_SIZE
         self._ids = limits.max_token_ids
         #: The values that the request has at most, *beside* those of JSON that was not counted.
         self.most = beside
@@ -337,11 +347,11 @@ class JsonCheck:
         is known to be. Returns whether its strings need no check: the JSON that they may hold is clearly within the
         limits too.
         """
-        limits = self._limits
-        text = body if len(body) <= limits.max_text_size else _without_images(body, limits.max_text_size)
+        limits, max_size = self._limits, self._max_text_size
+        text = body if len(body) <= max_size else _without_images(body, max_size)
         opened = text.count(b"[") + text.count(b"{")
         values = self.most + opened + text.count(b",")
-        few = values < self._values and (nested or opened <= MAX_DEPTH)
+        few = values < self._values and (nested or opened <= self._max_depth)
         if few and not exactly and not _has_long_number(text):
             # It is within the limits, whatever its strings contain.
             self.most = values
@@ -371,7 +381,7 @@ class JsonCheck:
         brackets = bare.translate(_OPENS, _ALL_BUT_BRACKETS)
         # With more closing than opening brackets it is not JSON.
         depth = max(accumulate(kind - 1 for kind in brackets[: 2 * opened]), default=0)
-        if depth > MAX_DEPTH:
+        if depth > self._max_depth:
             raise InvalidRequest(
                 f"The request's JSON is nested too deeply: more than {MAX_DEPTH} levels.", code="invalid_json"
             )

@@ -22,13 +22,14 @@ from triton_openai import errors
 from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.access.keys import KEY, ApiKey
 from triton_openai.access.rate_limits import RateLimit, Reservation, tokens_charged
-from triton_openai.api.bodies import FormRequest
+from triton_openai.api.bodies import FormRequest, JsonCheck
 from triton_openai.api.service import OPERATIONS_BY_HANDLER, SERVICE, Operation, find_model
 from triton_openai.batches.batch_runner import Outcome
 from triton_openai.config.tree import BatchesSettings, Group
 from triton_openai.config.worker import WORKER
 from triton_openai.draining import DRAINING
 from triton_openai.serving.middleware import ERROR_BODY, Observed
+from triton_openai.serving.request_body import LIMITS
 from triton_openai.storage.batch_store import Batch, BatchError, BatchUsage
 from triton_openai.telemetry.logging import LOG_FIELDS
 from triton_openai.telemetry.request_record import RECORD, RequestRecord, request_id
@@ -74,14 +75,6 @@ class LineRequest(dict[Any, Any]):
         self.content_length, self.client_max_size = len(body), app[SERVICE].settings.server.max_body_size
 
 
-class _Answer(msgspec.Struct):
-    #: As the APIs name it.
-    usage: dict[str, Any] | None = None
-
-
-_decode = msgspec.json.Decoder(_Answer).decode
-
-
 class LineHost:
     """Answers the lines of batches by the handlers of *app*; see :class:`triton_openai.batches.batch_runner.Host`."""
 
@@ -111,6 +104,9 @@ class LineHost:
         except errors.InvalidRequest as error:
             return BatchError(code=error.code, message=error.message)
         return None
+
+    def check_line(self, line: bytes) -> None:
+        JsonCheck(self._app[LIMITS], batched=True).check(line)
 
     def target(self, model: str) -> str | None:
         models = self._app[SERVICE].models
@@ -179,7 +175,7 @@ class LineHost:
                 assert isinstance(answer, bytes), "a line was answered by a stream"
                 record.status = response.status
                 served = True
-                return Outcome(response.status, answer, record.request_id, usage=_usage(answer))
+                return Outcome(response.status, answer, record.request_id, usage=_usage(record))
             except asyncio.CancelledError:
                 reason = app[DRAINING].reason()
                 if reason is None:
@@ -220,13 +216,13 @@ def groups_of(app: web.Application, endpoint: str) -> Sequence[Group]:
     return "batch", operations[endpoints(operations)[endpoint]].group
 
 
-def _usage(answer: bytes) -> BatchUsage:
-    usage = _decode(answer).usage or {}
-    given = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    made = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+def _usage(record: RequestRecord) -> BatchUsage:
+    usage = record.usage
+    if usage is None:
+        return BatchUsage()
     return BatchUsage(
-        input_tokens=usage.get("prompt_tokens") or usage.get("input_tokens") or 0,
-        cached_tokens=given.get("cached_tokens") or usage.get("cache_read_input_tokens") or 0,
-        output_tokens=usage.get("completion_tokens") or usage.get("output_tokens") or 0,
-        reasoning_tokens=made.get("reasoning_tokens") or 0,
+        input_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens or 0,
+        output_tokens=usage.completion_tokens,
+        reasoning_tokens=record.reasoning_tokens() or 0,
     )

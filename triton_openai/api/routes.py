@@ -35,8 +35,8 @@ from triton_openai.api import (
     uploaded_files,
 )
 from triton_openai.api.bodies import IGNORED_HEADER, FileField, FormRequest, ModelRequest
+from triton_openai.api.messages import batch_body, message_batches
 from triton_openai.api.messages import handlers as messages
-from triton_openai.api.messages import message_batches
 from triton_openai.api.messages import types as message_types
 from triton_openai.api.messages.message_events import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
 from triton_openai.api.responses import conversations, retrieve
@@ -513,7 +513,7 @@ OPERATIONS = (
     _batch(batches.cancel, f"POST {_BATCH}/cancel", "cancel_batch", answer=batches.BatchObject,
            errors=(errors.InvalidRequest,)),
     _batch(message_batches.create, "POST /messages/batches", "create_message_batch",
-           message_batches.MessageBatchRequest, message_batches.MessageBatch,
+           batch_body.MessageBatchRequest, message_batches.MessageBatch,
            errors=(errors.ModelNotFound, errors.TooManyBatches)),
     _batch(message_batches.list_batches, "GET /messages/batches", "list_message_batches",
            answer=message_batches.MessageBatchPage, query=_MESSAGE_PAGE, errors=(errors.InvalidRequest,)),

@@ -14,10 +14,10 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from triton_openai import errors
+from triton_openai import errors, offload
 from triton_openai.api import agents
 from triton_openai.api.agents import Page
-from triton_openai.api.bodies import FileField, converted, json_response, tell_ignored, unknown_field
+from triton_openai.api.bodies import FileField, converted, json_response, made_response, tell_ignored, unknown_field
 from triton_openai.api.responses.objects import Deleted
 from triton_openai.api.responses.retrieve import page_query
 from triton_openai.api.service import key_of, new_id, service_of
@@ -217,10 +217,20 @@ def file_object(file: StoredFile) -> FileObject:
 async def list_files(request: web.Request) -> web.Response:
     """List the files of the request's key."""
     store, purpose = files_of(request).store, request.query.get("purpose")
-    limit, after, reverse = page_query(request, most=10_000, default=10_000)
+    # OpenAI's default is the most: clients that go through all pages notice no difference.
+    limit, after, reverse = page_query(request, most=10_000, default=100)
     find = partial(store.files, key_of(request).name, purpose=purpose, reverse=reverse)
     files, more = await page_found(request, find, limit, after)
-    return json_response(FileList.of([file_object(file) for file in files], more=more))
+    return await page_response(FileList, files, file_object, more=more)
+
+
+async def page_response(
+    kind: type[Page[Any]], rows: Sequence[_T], describe: Callable[[_T], object], *, more: bool
+) -> web.Response:
+    """Return a page of what is kept as *rows*, each as *describe* returns it; many of them take a thread."""
+    return await made_response(
+        lambda: kind.of([describe(row) for row in rows], more=more), cost=offload.ROW * len(rows)
+    )
 
 
 async def page_found(

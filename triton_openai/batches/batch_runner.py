@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import structlog
 
-from triton_openai import errors
+from triton_openai import errors, offload
 from triton_openai.access.rate_limits import Reservation
 from triton_openai.batches.file_folder import Files, Writing, on_disk, opened, write_at
 from triton_openai.batches.inputs import InputReader, id_and_body
@@ -116,6 +116,9 @@ class Host(Protocol):
 
     def problem(self, batch: Batch) -> BatchError | None:
         """Return why *batch* may not run any more: its key has lost a right that its lines need."""
+
+    def check_line(self, line: bytes) -> None:
+        """Raise :class:`InvalidRequest` for a line that exceeds the limits of a request's JSON. Runs in a thread."""
 
     def target(self, model: str) -> str | None:
         """Return the Triton model behind the name *model*; ``None`` while it is not served."""
@@ -457,7 +460,7 @@ class BatchRunner:
         """Have a line answered, and keep its result, or let it wait for another attempt."""
         batch, began = held.batch, time.monotonic()
         try:
-            custom_id, body = id_and_body(content)
+            custom_id, body = await offload.run(id_and_body, content, cost=offload.json_cost(len(content)))
             if line.attempts >= _ATTEMPTS:
                 error = ServiceError(
                     f"The service ended {line.attempts} times while it answered the request.", code="server_error"
@@ -467,7 +470,8 @@ class BatchRunner:
                 outcome = await self._host.answer(batch, custom_id, body, reservation)
             if not self._again(held, line, outcome, limit, began):
                 state = SUCCEEDED if outcome.error is None else FAILED
-                data = rendered(batch, line.number, custom_id, outcome)
+                cost = offload.JSON * len(outcome.body)
+                data = await offload.run(rendered, batch, line.number, custom_id, outcome, cost=cost)
                 held.done.append((Done(line.number, state, -1, len(data), outcome.usage), data))
                 return
             with suppress(ServiceError, LeaseLost):
@@ -601,7 +605,8 @@ class BatchRunner:
         batch = held.batch
         await self._store.clear_lines(batch)
         most, longest = self._host.settings.max_requests, self._host.longest_line
-        with closing(await asyncio.to_thread(InputReader, held.input, batch, most=most, longest=longest)) as reader:
+        make = partial(InputReader, held.input, batch, most=most, longest=longest, check=self._host.check_line)
+        with closing(await asyncio.to_thread(make)) as reader:
             checked = 0
             while lines := await asyncio.to_thread(reader.read, _CHUNK):
                 for model, number in list(reader.models.items())[checked:]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from io import BufferedReader, FileIO
 
 import msgspec
 
+from triton_openai.errors import InvalidRequest
 from triton_openai.storage.batch_store import Batch, BatchError, Line
 
 #: Errors of an input that are reported.
@@ -55,13 +56,17 @@ class InputReader:
     """
     Reads the lines of a file for *batch*, of *longest* bytes at most each, and collects what is wrong with them.
 
-    The *descriptor* of the file stays open.
+    *check* raises :class:`InvalidRequest` for a line that exceeds the limits of a request's JSON: it is not decoded,
+    since that would take long, and hold the interpreter meanwhile. The *descriptor* of the file stays open.
     """
 
-    def __init__(self, descriptor: int, batch: Batch, *, most: int, longest: int) -> None:
+    def __init__(
+        self, descriptor: int, batch: Batch, *, most: int, longest: int, check: Callable[[bytes], None]
+    ) -> None:
         self._file = BufferedReader(FileIO(descriptor, closefd=False))
         self._file.seek(0)
         self._batch, self._most, self._longest = batch, most, longest
+        self._check = check
         self._seen: set[bytes] = set()
         self._number = 0
         #: What is wrong, in the order of the lines.
@@ -96,7 +101,14 @@ class InputReader:
                 continue
             if self._number == 1 and data.startswith(_BOM):
                 data, place = data[len(_BOM) :], len(_BOM)
-            if not data.strip():
+            try:
+                # First: nothing else takes as little time for a line of any length.
+                self._check(data)
+            except InvalidRequest as error:
+                self.total += 1
+                self.report(error.code, error.message, line=self._number)
+                continue
+            if not data or data.isspace():
                 continue
             self.total += 1
             if self.total > self._most:

@@ -12,16 +12,25 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from time import monotonic
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import msgspec
+from msgspec import Meta
 
 from triton_openai import offload
-from triton_openai.errors import ServiceError, UpstreamError, UpstreamTimeout
+from triton_openai.errors import InvalidAnswer, ServiceError, UpstreamTimeout
 from triton_openai.triton.client import IndexEntry, Receiver, ServerInfo
 from triton_openai.triton.connection import ConnectionSettings, Header
-from triton_openai.triton.http_stream import ConnectionPool, HttpCall, HttpStream, refusal
+from triton_openai.triton.http_stream import (
+    MAX_HEAD_BYTES,
+    UNREADABLE,
+    ConnectionPool,
+    HttpCall,
+    HttpStream,
+    refusal,
+    too_long,
+)
 from triton_openai.triton.status import foreign_error, no_answer_error
 from triton_openai.triton.tensors import (
     LARGE,
@@ -34,12 +43,16 @@ from triton_openai.triton.tensors import (
     read_model_config,
 )
 
+# An index of ten thousand models has a few megabytes, and so has a configuration with long parameters.
+MAX_CONTROL_BYTES = 64 * 1024 * 1024
+# The digits of any length of a body.
+_LONGEST_LENGTH = 15
 _quoted = lru_cache(256)(partial(quote, safe=""))
 _Decoded = TypeVar("_Decoded")
 
 
 class _TensorParameters(msgspec.Struct, frozen=True):
-    binary_data_size: int = 0
+    binary_data_size: Annotated[int, Meta(ge=0)] = 0
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -101,8 +114,8 @@ def parse_infer(body: bytes, header_length: int, model: str) -> BinaryResponse:
     """Return the outputs of an infer answer. Raises :class:`UpstreamError` for none, and for sizes that do not fit."""
     try:
         header = _header_decoder.decode(body[:header_length])
-    except msgspec.MsgspecError as error:
-        raise UpstreamError("Triton sent an answer that cannot be read.", detail=str(error)) from error
+    except UNREADABLE as error:
+        raise InvalidAnswer("it cannot be read", model=model, detail=str(error)) from error
     if not header.outputs:
         raise no_answer_error(model)
     contents: list[Buffer] = []
@@ -110,11 +123,12 @@ def parse_infer(body: bytes, header_length: int, model: str) -> BinaryResponse:
     for output in header.outputs:
         end = offset + output.parameters.binary_data_size
         if end > len(body):
-            raise UpstreamError(f"Triton sent a malformed '{output.name}' output.")
+            raise InvalidAnswer("it has fewer bytes than it says", model=model)
         # Hundreds of megabytes are not copied: that would hold the event loop.
         contents.append(body[offset:end] if end - offset <= LARGE else memoryview(body)[offset:end])
         offset = end
-    return BinaryResponse(Layout((output.name, output.datatype, output.shape) for output in header.outputs), contents)
+    outputs = [(output.name, output.datatype, output.shape) for output in header.outputs]
+    return BinaryResponse(Layout(outputs, model), contents)
 
 
 class HttpClient:
@@ -130,12 +144,18 @@ class HttpClient:
         self._headers: tuple[Header, ...] = ()
         self._header_lines = ""
 
-    async def _call(self, message: bytes, *, model: str = "", limited: bool = True) -> HttpCall:
-        """Send the request *message* and return the answer, if *limited* within the control timeout."""
+    async def _call(
+        self, message: bytes, *, model: str = "", limited: bool = True, max_size: int = MAX_CONTROL_BYTES
+    ) -> HttpCall:
+        """
+        Send the request *message* and return the answer, if *limited* within the control timeout.
+
+        Raises :class:`ServiceError`, also for an answer of more than *max_size* bytes.
+        """
         began = monotonic()
         try:
             async with asyncio.timeout(self._settings.control_timeout if limited else None):
-                answer = await HttpCall.send(self._pool, message)
+                answer = await HttpCall.send(self._pool, message, too_long("body", model), max_size=max_size)
         except TimeoutError as error:
             self._pool.close_idle()
             raise UpstreamTimeout("Triton did not answer in time.") from error
@@ -160,7 +180,7 @@ class HttpClient:
         config = _decoded(dict[str, Any], answer)
         if "name" not in config:
             raise _foreign(b"".join(answer.parts), answer.status)
-        return read_model_config(config)
+        return read_model_config(config, model)
 
     async def load_model(self, model: str) -> None:
         await self._control(model, "load", b"{}", limited=False)
@@ -183,12 +203,13 @@ class HttpClient:
             return self._request("POST", path, body, request.headers, fixed)
 
         made = await offload.run(message, cost=request.cost)
-        answer = await self._call(made, model=request.model, limited=False)
+        max_size = request.max_answer + MAX_HEAD_BYTES
+        answer = await self._call(made, model=request.model, limited=False, max_size=max_size)
         length = answer.json_length
         content = await offload.run(b"".join, answer.parts, cost=offload.JOIN * sum(map(len, answer.parts)))
-        if length.isdigit():
+        if length.isdigit() and len(length) <= _LONGEST_LENGTH:
             return parse_infer(content, int(length), request.model)
-        if _NAME_OR_OUTPUTS.search(content[:_START]) is None:
+        if not length and _NAME_OR_OUTPUTS.search(content[:_START]) is None:
             # A Triton's answer without tensors is JSON with these.
             raise _foreign(content)
         return parse_infer(content, len(content), request.model)
@@ -230,7 +251,7 @@ def _decoded(kind: type[_Decoded], answer: HttpCall) -> _Decoded:
     body = b"".join(answer.parts)
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise _foreign(body, answer.status) from error
 
 

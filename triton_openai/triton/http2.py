@@ -69,8 +69,9 @@ _NEXT_PING_SECONDS = 310.0
 
 _CODES = {str(code.value[0]).encode(): code.name for code in grpc.StatusCode}
 _BY_RESET = {REFUSED_STREAM: "UNAVAILABLE", CANCEL: "CANCELLED"}
-#: Two codes of our own: no connection could be made, and the connection broke. All others are gRPC's.
-UNREACHABLE, LOST = "UNREACHABLE", "LOST"
+#: Codes of our own: no connection could be made, the connection broke, and a message was longer than the call takes.
+#: All others are gRPC's.
+UNREACHABLE, LOST, TOO_LONG = "UNREACHABLE", "LOST", "TOO_LONG"
 #: Before the HTTP status of an answer that is not gRPC's: also a code of our own.
 FOREIGN = "HTTP_"
 
@@ -110,6 +111,10 @@ def _decoded(block: bytes) -> Mapping[bytes, bytes]:
     return dict(hpack.Decoder(max_header_list_size=_MAX_HEADERS).decode(block, raw=True))
 
 
+class _TooLong(ValueError):
+    """A message is longer than the call takes."""
+
+
 class Call:
     """
     One call. Subclasses implement :meth:`messages_received` and :meth:`call_ended`.
@@ -118,6 +123,8 @@ class Call:
     """
 
     def __init__(self) -> None:
+        #: The most bytes of a message that is received.
+        self.max_message = _MAX_MESSAGE
         # Encoded; known from :meth:`Channel.start` on.
         self.headers = b""
         # The channel while the call waits for a connection, the connection while it runs.
@@ -195,8 +202,8 @@ class Call:
             compressed, size = _MESSAGE.unpack_from(partial)
             if compressed:
                 raise ValueError("the server sent a compressed message, which was not offered")
-            if size > _MAX_MESSAGE:
-                raise ValueError(f"the server sent a message of {size} bytes")
+            if size > self.max_message:
+                raise _TooLong(f"the server sent a message of {size} bytes")
             end = _MESSAGE.size + size
             if len(partial) < end:
                 return
@@ -337,6 +344,8 @@ class Connection(asyncio.Protocol):
     def _on_data(self, call: Call, flags: int, payload: bytes) -> None:
         try:
             call.feed(_unpadded(flags, payload))
+        except _TooLong as problem:
+            self._finish(call, TOO_LONG, str(problem))
         except ValueError as problem:
             self._finish(call, "INTERNAL", str(problem))
         else:

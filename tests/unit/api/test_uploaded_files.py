@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import obstore
 import pytest
 from aiohttp import FormData
@@ -315,3 +316,25 @@ async def test_off(tmp_path: Path) -> None:
             answer = await proxy.get("/v1/files")
             assert (404, "not_found") == (answer.status, answer.error["code"])
             assert "--batches" in answer.error["message"]
+
+
+async def test_a_page_has_a_hundred_files(tmp_path: Path) -> None:
+    """A list has a hundred files unless a client asks for more, and its pages lead to all of them."""
+    async with running(tmp_path) as proxy:
+        store = proxy.client.app[FILES].store
+        for number in range(250):
+            file = StoredFile(id=f"file-{number:032x}", owner="one", bytes=1, created=number, state="processed")
+            await store.reserve(msgspec.structs.replace(file, state="uploading"), 1000)
+            await store.written(msgspec.structs.replace(file, purpose="user_data", filename="a"))
+        seen: list[str] = []
+        more, query = True, ""
+        sizes = []
+        while more:
+            _, page = await call(proxy, "GET", query)
+            seen += [file["id"] for file in page["data"]]
+            sizes.append(len(page["data"]))
+            more, query = page["has_more"], f"?after={page['last_id']}"
+        assert [100, 100, 50] == sizes
+        assert [f"file-{number:032x}" for number in reversed(range(250))] == seen
+        assert 250 == len((await call(proxy, "GET", "?limit=10000"))[1]["data"])
+        assert 400 == (await call(proxy, "GET", "?limit=10001"))[0]

@@ -91,6 +91,10 @@ class Host:
     def problem(self, batch: Batch) -> BatchError | None:
         return None if batch.owner in self.owners else BatchError(code="key_revoked", message="It was removed.")
 
+    def check_line(self, line: bytes) -> None:
+        if b"too much" in line:
+            raise errors.PayloadTooLarge("The request has too much text.", code="string_above_max_length")
+
     def target(self, model: str) -> str | None:
         return self.served.get(model)
 
@@ -291,6 +295,7 @@ WRONG = {
     "model_not_found": (request("a", model="unknown"),),
     "too_many_requests": (b"".join(map(request, NAMES)),),
     "line_too_long": (request("a" * 5_000_000),),
+    "string_above_max_length": (request("a") + b"too much, and no JSON\n", request("too much")),
     "empty_file": (b"", b"\n\r\n", b"\xef\xbb\xbf"),
 }
 
@@ -322,7 +327,7 @@ def test_names_that_are_far_apart(tmp_path: Path) -> None:
         id="batch_1", owner=OWNER, kind="openai", endpoint="/x", input="file-1", created=0, window="24h", expires=1
     )  # fmt: skip
     descriptor = os.open(path, os.O_RDONLY)
-    reader = InputReader(descriptor, batch, most=50_000, longest=10_000)
+    reader = InputReader(descriptor, batch, most=50_000, longest=10_000, check=Host().check_line)
     most = 0
     while lines := reader.read(1000):
         most = max(most, len(lines))
@@ -352,7 +357,7 @@ def test_names_of_models_have_a_length(tmp_path: Path) -> None:
     path.write_bytes(b"".join([request(name, name * 1000) for name in NAMES]))
     batch = Batch(id="b", owner="", kind="openai", endpoint="/x", input="i", created=0, window="24h", expires=1)
     with path.open("rb") as file:
-        reader = InputReader(file.fileno(), batch, most=100, longest=10_000)
+        reader = InputReader(file.fileno(), batch, most=100, longest=10_000, check=Host().check_line)
         assert [] == reader.read(100)
         reader.close()
     assert (20, {}) == (len(reader.problems), reader.models)

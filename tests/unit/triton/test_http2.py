@@ -321,7 +321,7 @@ GRPC = ((":status", "200"), ("content-type", "application/grpc"))
         (BEGUN + frame(DATA, 0, 1, message(b"abc")[:-1]) + ended(("grpc-status", "0")), "INTERNAL", "within a message"),
         # Messages that are none.
         (BEGUN + frame(DATA, 0, 1, b"\1" + message(b"abc")[1:]), "INTERNAL", "compressed message"),
-        (BEGUN + frame(DATA, 0, 1, b"\0\xff\xff\xff\xff"), "INTERNAL", "4294967295 bytes"),
+        (BEGUN + frame(DATA, 0, 1, b"\0\xff\xff\xff\xff"), "TOO_LONG", "4294967295 bytes"),
         (BEGUN + frame(DATA, PADDED, 1, b"\4abc"), "INTERNAL", "padding"),
         # Resets.
         (frame(RST_STREAM, 0, 1, number(CANCEL)), "CANCELLED", "error 8"),

@@ -29,6 +29,7 @@ from tests.tls_fixture import Authority, relaying
 from triton_openai.config.tree import TritonAccess
 from triton_openai.errors import (
     ContextLengthExceeded,
+    InvalidAnswer,
     ModelNotFound,
     NotImplementedUpstream,
     RequestRefused,
@@ -37,6 +38,7 @@ from triton_openai.errors import (
     UpstreamTimeout,
     UpstreamUnavailable,
 )
+from triton_openai.triton import grpc as grpc_module
 from triton_openai.triton import http2, http_stream
 from triton_openai.triton.client import ResponseStream, TritonClient, gather
 from triton_openai.triton.connection import ConnectionSettings
@@ -46,6 +48,7 @@ from triton_openai.triton.http2 import varint
 from triton_openai.triton.http_stream import HttpStream
 from triton_openai.triton.tensors import InferRequest, InferResponse, Tensor
 
+MIB = 1024 * 1024
 REQUEST = InferRequest(
     model="team/m",
     id="id-1",
@@ -701,7 +704,7 @@ async def test_an_event_that_is_no_json(http, data):
     http.raw = HEAD + chunk(event("one")) + chunk(data) + LAST
     found, error = await outcome(http.client)
 
-    assert UpstreamError is type(error)
+    assert InvalidAnswer is type(error)
     assert found in ([], ["one"])
 
 
@@ -831,16 +834,18 @@ async def test_an_answer_is_not_read_without_end(http, monkeypatch, raw, what):
     http.raw = raw
     found, error = await asyncio.wait_for(outcome(http.client), 10)
 
-    assert ([], UpstreamError, f"Its {what} is too long.") == (found, type(error), error and error.detail)
+    assert ([], InvalidAnswer) == (found, type(error))
+    assert error is not None
+    assert error.message.endswith(f"is invalid: its {what} is too long.")
     if what == "head":
-        with pytest.raises(UpstreamError, match="cannot be read"):
+        with pytest.raises(InvalidAnswer, match="too long"):
             await asyncio.wait_for(http.client.server_info(), 10)
 
 
 async def test_an_error_of_a_call_without_end(http):
     """Of a call's error without an end, as much is read as an error can need."""
     http.raw = plain(b"no" * 200_000, b"500 Internal Server Error")
-    with pytest.raises(UpstreamError, match="cannot be read"):
+    with pytest.raises(InvalidAnswer, match="too long"):
         await asyncio.wait_for(http.client.server_info(), 10)
 
 
@@ -1019,14 +1024,57 @@ async def test_infer_over_http(http):
     assert ["é"] == list(response.texts("text_output"))
     assert "POST /v2/models/team%2Fm/infer HTTP/1.1" == http.requests[0]["line"]
     http.raw = plain(header + raw[:-1], extra=b"Inference-Header-Content-Length: %d\r\n" % len(header))
-    with pytest.raises(UpstreamError, match="malformed"):
+    with pytest.raises(InvalidAnswer, match="fewer bytes"):
         await http.client.infer(REQUEST)
     http.raw = plain(header + raw, extra=b"Inference-Header-Content-Length: nonsense\r\n")
     with pytest.raises(UpstreamError):
         await http.client.infer(REQUEST)
 
 
+async def test_responses_without_end(triton):
+    """All responses of a stream together, where they are wanted together, have no more bytes than an answer."""
+    triton.reply = Reply(texts=["x" * 1000] * 2000)
+    assert 2000 == len(await gather(triton.client, msgspec.structs.replace(REQUEST, max_answer=4 * MIB)))
+    triton.sent = 0
+    with pytest.raises(InvalidAnswer, match="too long together"):
+        await gather(triton.client, msgspec.structs.replace(REQUEST, max_answer=100_000))
+
+
+async def test_an_infer_answer_without_end_over_http(http):
+    """No more is read of an answer than the model can return, however much comes."""
+    sent = 0
+
+    async def endless(writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4000000000\r\n\r\n")
+        while not writer.transport.is_closing():
+            writer.write(bytes(MIB))
+            sent += MIB
+            await writer.drain()
+
+    http.raw = endless
+    with pytest.raises(InvalidAnswer, match="its body is too long"):
+        await http.client.infer(msgspec.structs.replace(REQUEST, max_answer=4 * MIB))
+    # What the sockets hold beside that.
+    assert sent < 64 * MIB
+
+
 # gRPC alone.
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_grpc_answer_that_is_too_long(grpc_server, monkeypatch, stream):
+    """The same, of streams by their requests, and of single calls by the limit of their channel."""
+    monkeypatch.setattr(grpc_module, "_MAX_ANSWER", 4 * MIB)
+    text = "x" * (5 * MIB)
+    grpc_server.reply, grpc_server.answer = Reply(texts=[text]), text
+    request = msgspec.structs.replace(REQUEST, stream=stream, max_answer=4 * MIB - 70_000)
+    for _ in range(2):
+        with pytest.raises(InvalidAnswer, match="its body is too long"):
+            await gather(grpc_server.client, request)
+    larger = msgspec.structs.replace(request, max_answer=8 * MIB)
+    (response,) = await gather(grpc_server.client, larger)
+    assert [text] == response.texts("text_output")
 
 
 async def test_the_request_over_grpc(grpc_server):
@@ -1077,7 +1125,7 @@ async def test_an_error_is_the_end(grpc_server):
         (grpc.StatusCode.UNAVAILABLE, "who knows", UpstreamUnavailable),
         (grpc.StatusCode.CANCELLED, "", UpstreamError),
         (grpc.StatusCode.UNIMPLEMENTED, "", NotImplementedUpstream),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", UpstreamError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", InvalidAnswer),
         (grpc.StatusCode.UNKNOWN, "", UpstreamError),
     ],
 )
@@ -1332,7 +1380,7 @@ async def test_an_answer_that_cannot_be_read() -> None:
         stream.messages_received([stream_response("two").SerializeToString()])
 
         assert [["one"]] == [response.texts("text_output") for response in received]
-        assert [UpstreamError] == [type(error) for error in ended]
+        assert [InvalidAnswer] == [type(error) for error in ended]
         assert connection.reset.called
 
 
