@@ -212,7 +212,11 @@ class KeyNotSufficient(InvalidRequest, status=403, code="key_not_sufficient"):
 
 
 class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
-    """No served model has this *name*. The message suggests a similar name, or lists those that the key may use."""
+    """
+    No served model has this *name*. The message suggests a similar name, or lists those that the key may use.
+
+    *hidden* is for a model that the key of the request may not use.
+    """
 
     def __init__(
         self,
@@ -224,6 +228,7 @@ class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
         detail: str | None = None,
     ) -> None:
         self.name = name[:200]
+        self.hidden = hidden
         what = "does not exist, or this key may not use it" if hidden else why
         super().__init__(f"The model '{self.name}' {what}.{hint}", param="model", detail=detail)
 
@@ -317,6 +322,10 @@ class ConversationBusy(InvalidRequest, status=409, code="conversation_locked"):
 
 class UpstreamError(ServiceError, status=502, code="upstream_error"):
     """Triton, or a model in it, failed in a way that is not the client's fault."""
+
+
+class UpstreamLost(UpstreamError, code="upstream_disconnected"):
+    """The connection to Triton ended before the answer was complete: Triton has ended, or does not answer any more."""
 
 
 class UpstreamUnavailable(UpstreamError, status=503, code="upstream_unavailable"):

@@ -23,11 +23,15 @@ from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.access.keys import KEY, ApiKey
 from triton_openai.access.rate_limits import RateLimit, tokens_charged
 from triton_openai.api.bodies import FormRequest
-from triton_openai.api.service import OPERATIONS_BY_HANDLER, SERVICE, Operation, find_model
-from triton_openai.batches.batch_runner import Outcome
+from triton_openai.api.info import probe
+from triton_openai.api.service import OPERATIONS_BY_HANDLER, SERVICE, Operation, find_model, job_not_taken_error
+from triton_openai.batches.results import Outcome
 from triton_openai.config.tree import BatchesSettings
 from triton_openai.config.worker import WORKER
 from triton_openai.draining import DRAINING
+from triton_openai.models.canary import PATIENCE
+from triton_openai.models.served import ServedModel
+from triton_openai.prompts.messages import PromptTemplate
 from triton_openai.serving.middleware import ERROR_BODY, Observed
 from triton_openai.storage.batch_store import Batch, BatchUsage
 from triton_openai.telemetry.logging import LOG_FIELDS
@@ -121,10 +125,19 @@ class LineHost:
     def room(self, target: str, running: int) -> bool:
         return self._app[SERVICE].admission.spare(target, running, self.settings.max_share)
 
-    async def check(self, batch: Batch, model: str) -> None:
+    async def check(self, batch: Batch, model: str, *, brings_template: bool) -> None:
         request = LineRequest(self._app, self._by_path[batch.endpoint], batch.endpoint, b"")
         request[KEY] = self._key(batch.owner)
-        await find_model(cast(web.Request, request), model)
+        found = await find_model(cast(web.Request, request), model)
+        await check_model(self._app, batch.endpoint, found, brings_template=brings_template)
+
+    async def probe(self, batch: Batch, model: str) -> None:
+        service = self._app[SERVICE]
+        # Whatever the list says, a line has found otherwise.
+        await service.fleet.refresh_on_miss()
+        found = await service.models.find(model)
+        await check_model(self._app, batch.endpoint, found, brings_template=True)
+        await probe(service, found, timeout=min(PATIENCE, service.settings.triton.first_token_timeout))
 
     def _key(self, owner: str) -> ApiKey:
         key = self._app[AUTHORIZER].named(owner)
@@ -180,10 +193,15 @@ class LineHost:
                 _log.exception("line failed", request_id=record.request_id, batch=batch.id)
                 error = errors.ServiceError()
             record.error = error
-            render = app.get(ERROR_BODY)
-            made = (render and render(request, error)) or (error.status, error.envelope())
-            record.status = made[0]
-            return Outcome(*made, record.request_id, error=error)
+            outcome = self.refusal(batch, error)
+            record.status = outcome.status
+            return outcome._replace(request_id=record.request_id)
+
+    def refusal(self, batch: Batch, error: errors.ServiceError) -> Outcome:
+        request = LineRequest(self._app, self._by_path[batch.endpoint], batch.endpoint, b"")
+        render = self._app.get(ERROR_BODY)
+        status, body = (render and render(cast(web.Request, request), error)) or (error.status, error.envelope())
+        return Outcome(status, body, error=error)
 
 
 def endpoints(operations: Mapping[Handler, Operation]) -> Mapping[str, Handler]:
@@ -196,6 +214,30 @@ def endpoints(operations: Mapping[Handler, Operation]) -> Mapping[str, Handler]:
         and operation.request is not None
         and not issubclass(operation.request, FormRequest)
     }
+
+
+async def check_model(
+    app: web.Application, endpoint: str, model: ServedModel, *, brings_template: bool = False
+) -> None:
+    """
+    Raise what each line to *endpoint* would raise because of its *model*, whatever else it has.
+
+    That is :class:`InvalidRequest` if the model does something else, and :class:`ConfigurationError` if it lacks a
+    tokenizer, or a chat template that lines do not bring.
+    """
+    operations = app[OPERATIONS_BY_HANDLER]
+    operation = operations[endpoints(operations)[endpoint]]
+    if set(model.jobs).isdisjoint(operation.jobs):
+        raise job_not_taken_error(app, model, operation.jobs[0])
+    if operation.label != "chat" or brings_template:
+        return
+    prompter = await model.prompter()
+    if not prompter.can_chat:
+        # Raises, and says what is missing.
+        prompter.template_for()
+    failures = [template.failure for template in prompter.templates.values() if isinstance(template, PromptTemplate)]
+    if all(failures):
+        raise errors.ConfigurationError(failures[0] or "")
 
 
 def _usage(answer: bytes) -> BatchUsage:

@@ -44,7 +44,18 @@ MIGRATIONS: Sequence[Sequence[str]] = (
         "CREATE INDEX line_running ON line (batch, number) WHERE state = 1",
     ),
     ("CREATE TABLE place (number INTEGER PRIMARY KEY, id TEXT NOT NULL)",),
+    (
+        # `running` is 1 while the line runs. `max_group` and `attempts` are those of :class:`Line`.
+        "ALTER TABLE line ADD COLUMN running INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE line ADD COLUMN max_group INTEGER NOT NULL DEFAULT 0",
+        # They had another meaning.
+        "UPDATE line SET attempts = 0",
+        # The process that runs quarantined lines.
+        "CREATE TABLE quarantine (number INTEGER PRIMARY KEY, holder TEXT NOT NULL, until DOUBLE PRECISION NOT NULL)",
+    ),
 )
+# What ran when something ended runs again in groups of this part of it.
+_GROUP_DIVISOR = 8
 
 
 lacking = partial(missing, "batches", MIGRATIONS)
@@ -147,7 +158,16 @@ class Line(NamedTuple):
     length: int
     model: str
     prefix: int
+    #: How often a process or a Triton ended while the line ran alone.
     attempts: int = 0
+    #: The number of lines that may run at a time when this one does; 0 for any number. A line that ran when a process
+    #: or a Triton ended is quarantined: it has such a limit.
+    max_group: int = 0
+
+
+def next_group(size: int) -> int:
+    """Return the largest group in which lines may run that ran in a group of *size* when something ended."""
+    return max(1, size // _GROUP_DIVISOR)
 
 
 class Done(NamedTuple):
@@ -357,7 +377,7 @@ class BatchStore:
         Give *holder* the lease of a batch that nobody runs, for *seconds*; ``None`` if there is none.
 
         Owners of whom less runs come first, then older batches; those in *full* have to wait. Lines that ran when the
-        last holder was lost wait again, with an attempt counted.
+        last holder was lost wait again, quarantined. An attempt is counted for one that ran alone.
         """
         found = yield (
             "SELECT b.id FROM batch b LEFT JOIN (SELECT owner, COUNT(*) AS number FROM batch WHERE open = 1"
@@ -374,6 +394,12 @@ class BatchStore:
             *(found[0][0], holder, seconds),
         )
         batch = _batch(claimed[0])
+        ran = yield "SELECT COUNT(*) FROM line WHERE batch = $1 AND state = 1 AND running = 1", batch.id
+        yield (
+            "UPDATE line SET running = 0, max_group = $2, attempts = attempts + CASE WHEN max_group = 1 THEN 1 ELSE 0"
+            " END WHERE batch = $1 AND state = 1 AND running = 1",
+            *(batch.id, next_group(ran[0][0])),
+        )
         yield "UPDATE line SET state = 0 WHERE batch = $1 AND state = 1", batch.id
         return batch
 
@@ -387,6 +413,7 @@ class BatchStore:
     def renew(self, holder: str, seconds: float) -> Steps[None]:
         """Let the leases of *holder* last *seconds* from now."""
         yield "UPDATE batch SET until = CLOCK() + $2 WHERE open = 1 AND holder = $1", holder, seconds
+        yield "UPDATE quarantine SET until = CLOCK() + $2 WHERE holder = $1 AND until >= CLOCK()", holder, seconds
 
     @operation()
     def holders(self) -> Steps[Collection[str]]:
@@ -398,14 +425,33 @@ class BatchStore:
     def bury(self, holder: str) -> Steps[None]:
         """End all leases of *holder*, who has died."""
         yield "UPDATE batch SET until = 0 WHERE open = 1 AND holder = $1", holder
+        yield "UPDATE quarantine SET until = 0 WHERE holder = $1", holder
+
+    @operation(write=True)
+    def enter_quarantine(self, holder: str, seconds: float) -> Steps[bool]:
+        """
+        Give *holder* the lease to run quarantined lines, for *seconds*; return whether it has it.
+
+        One process has it at a time: lines that run alone in two processes could ask the same Triton.
+        """
+        entered = yield (
+            "INSERT INTO quarantine (number, holder, until) VALUES (1, $1, CLOCK() + $2) ON CONFLICT (number) DO UPDATE"
+            " SET holder = $1, until = CLOCK() + $2 WHERE quarantine.until < CLOCK() OR quarantine.holder = $1"
+            " RETURNING holder",
+            *(holder, seconds),
+        )
+        return bool(entered)
+
+    @operation(write=True)
+    def leave_quarantine(self, holder: str) -> Steps[None]:
+        """End that lease of *holder*."""
+        yield "UPDATE quarantine SET until = 0 WHERE holder = $1", holder
 
     @operation(write=True)
     def release(self, batch: Batch) -> Steps[None]:
-        """End the lease of *batch*; lines that still run wait again, without an attempt counted."""
+        """End the lease of *batch*; lines that still run wait again."""
         yield from _locked(batch.id, batch.generation)
-        # Of those that wait for another attempt it was not counted.
-        attempts = "CASE WHEN attempts > 0 THEN attempts - 1 ELSE 0 END"
-        yield f"UPDATE line SET state = 0, attempts = {attempts} WHERE batch = $1 AND state = 1", batch.id
+        yield "UPDATE line SET state = 0, running = 0 WHERE batch = $1 AND state = 1", batch.id
         yield "UPDATE batch SET until = 0, holder = '' WHERE id = $1", batch.id
 
     # Lines
@@ -437,26 +483,36 @@ class BatchStore:
     @operation()
     def _lines(self, batch: Batch, condition: str, after: int, limit: int) -> Steps[Sequence[Line]]:
         found = yield (
-            f"SELECT number, place, length, model, prefix, attempts FROM line WHERE batch = $1 AND {condition}"
-            " AND number > $2 ORDER BY number LIMIT $3",
+            "SELECT number, place, length, model, prefix, attempts, max_group FROM line WHERE batch = $1"
+            f" AND {condition} AND number > $2 ORDER BY number LIMIT $3",
             *(batch.id, after, limit),
         )
         return [Line(*row) for row in found]
 
     async def begin(self, batch: Batch, lines: Collection[int]) -> None:
-        """Note that *lines* run from now on: an attempt is counted, which stays if the process dies."""
-        await self._count(batch, lines, 1)
+        """Note that *lines* run from now on: they are quarantined if the process dies."""
+        await self._set_running(batch, lines, 1)
 
     async def stopped(self, batch: Batch, lines: Collection[int]) -> None:
         """Note that *lines* have no result yet, and do not run: if the process dies, they are not to blame."""
-        await self._count(batch, lines, -1)
+        await self._set_running(batch, lines, 0)
 
     @operation(write=True)
-    def _count(self, batch: Batch, lines: Collection[int], attempts: int) -> Steps[None]:
+    def _set_running(self, batch: Batch, lines: Collection[int], running: int) -> Steps[None]:
         yield from _locked(batch.id, batch.generation)
         yield (
-            "UPDATE line SET state = 1, attempts = attempts + $3 WHERE batch = $1 AND number = $2 AND state < 2",
-            [(batch.id, number, attempts) for number in lines],
+            "UPDATE line SET state = 1, running = $3 WHERE batch = $1 AND number = $2 AND state < 2",
+            [(batch.id, number, running) for number in lines],
+        )
+
+    @operation(write=True)
+    def quarantine(self, batch: Batch, line: Line) -> Steps[None]:
+        """Note that *line* does not run, its attempts, and its largest group: its Triton ended while it ran."""
+        yield from _locked(batch.id, batch.generation)
+        yield (
+            "UPDATE line SET state = 1, running = 0, attempts = $3, max_group = $4 WHERE batch = $1 AND number = $2"
+            " AND state < 2",
+            *(batch.id, line.number, line.attempts, line.max_group),
         )
 
     @operation(write=True)

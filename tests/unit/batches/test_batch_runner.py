@@ -34,11 +34,14 @@ from triton_openai.api.uploaded_files import FILES
 from triton_openai.app import create_app
 from triton_openai.batches import batch_runner as runner_module
 from triton_openai.batches import file_folder as files_module
-from triton_openai.batches.batch_runner import BatchRunner, Outcome
+from triton_openai.batches import line_limits as limits_module
+from triton_openai.batches import results as results_module
+from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.batches.bucket import BucketFiles, file_key
 from triton_openai.batches.file_folder import Files
 from triton_openai.batches.inputs import InputReader
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
+from triton_openai.batches.results import Outcome
 from triton_openai.config.tree import BatchesSettings, FilesSettings, Settings
 from triton_openai.config.worker import Worker
 from triton_openai.storage.batch_store import ROW_SIZE, Batch, BatchUsage, LeaseLost, StoredFile, failed_write
@@ -52,6 +55,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing wait."""
     for name in ("_POLL", "_GROUP_SECONDS", "_TROUBLE_SECONDS", "_RETRY_SECONDS"):
         monkeypatch.setattr(runner_module, name, 0.005)
+    monkeypatch.setattr(limits_module, "_FIRST_PAUSE", 0.005)
 
 
 class Host:
@@ -75,6 +79,9 @@ class Host:
         self.busy = False
         self.tokens_wait = 0.0
         self.away, self.checks = False, 0
+        self.silent: set[str] = set()
+        self.untemplated: set[str] = set()
+        self.probes: list[str] = []
 
     def knows(self, owner: str) -> bool:
         return owner in self.owners
@@ -85,12 +92,24 @@ class Host:
     def room(self, target: str, running: int) -> bool:
         return not self.busy
 
-    async def check(self, batch: Batch, model: str) -> None:
+    async def check(self, batch: Batch, model: str, *, brings_template: bool) -> None:
         if self.away:
             self.checks += 1
             raise errors.UpstreamUnavailable("away")
         if model not in self.served:
             raise errors.ModelNotFound(model)
+        if model in self.untemplated and not brings_template:
+            raise errors.ConfigurationError("no template")
+
+    async def probe(self, batch: Batch, model: str) -> None:
+        self.probes.append(model)
+        if model not in self.served:
+            raise errors.ModelNotFound(model)
+        if model in self.silent:
+            raise errors.UpstreamTimeout("silent")
+
+    def refusal(self, batch: Batch, error: errors.ServiceError) -> Outcome:
+        return Outcome(error.status, error.envelope(), error=error)
 
     async def wait(self, owner: str) -> float:
         return self.tokens_wait
@@ -147,6 +166,8 @@ class Process:
         tasks = [
             self.task,
             self.runner._sweeping,
+            *self.runner._away._looks,
+            *self.runner._away._probes.values(),
             *(task for held in self.runner._held.values() for task in (held.task, *held.running.values())),
         ]
         for task in tasks:
@@ -883,7 +904,7 @@ async def test_a_full_disk_pauses_batches(phase: str, tmp_path: Path, monkeypatc
             "validating": (store, "add_lines"),
             "claiming": (store, "claim"),
             "beginning": (store, "begin"),
-            "writing": (runner_module, "write_at"),
+            "writing": (results_module, "write_at"),
             "marking": (store, "end"),
             "finalizing": (files_module, "write_at"),
             "ending": (store, "finish"),
@@ -945,7 +966,7 @@ async def test_an_operator_sees_batches_in_the_metrics(tmp_path: Path, monkeypat
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             files_module.write_at(*given)
 
-        monkeypatch.setattr(runner_module, "write_at", write_at)
+        monkeypatch.setattr(results_module, "write_at", write_at)
         one.host.may_answer.clear()
         batch = await one.batch(NAMES[:3])
         await one.until(batch, lambda _: len(one.host.running) == 2)
@@ -993,8 +1014,6 @@ def test_limits() -> None:
         limit.overloaded(time.monotonic())
     assert 1 == limit.allowed
     assert limit.has_room(8)
-    limit.unavailable()
-    assert not limit.has_room(8)
 
 
 @pytest.mark.parametrize(
@@ -1021,8 +1040,9 @@ class Life(RuleBasedStateMachine):
         self._patch = pytest.MonkeyPatch()
         for name in ("_POLL", "_GROUP_SECONDS", "_TROUBLE_SECONDS", "_RETRY_SECONDS"):
             self._patch.setattr(runner_module, name, 0.001)
+        self._patch.setattr(limits_module, "_FIRST_PAUSE", 0.001)
         # Processes die often here, and lines are not to blame.
-        self._patch.setattr(runner_module, "_ATTEMPTS", 1000)
+        self._patch.setattr(runner_module, "_MAX_PROCESSES", 1000)
         self._now = time.time
         self._ahead = 0.0
         self._patch.setattr(time, "time", lambda: self._now() + self._ahead)

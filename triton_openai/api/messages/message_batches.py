@@ -19,6 +19,7 @@ from triton_openai.api import agents
 from triton_openai.api.agents import Page
 from triton_openai.api.batches import add, cancel_batch, find_batch
 from triton_openai.api.bodies import json_response, parse_json
+from triton_openai.api.lines import check_model
 from triton_openai.api.messages.message_events import add_request_id
 from triton_openai.api.service import find_model, key_of, new_id, service_of
 from triton_openai.api.uploaded_files import files_of, page_found, send_file
@@ -100,7 +101,7 @@ async def create(request: web.Request) -> web.Response:
     if len(body.requests) > most:
         raise errors.PayloadTooLarge(f"A batch can have {most} requests at most.", param="requests")
     for model in await offload.run(_models, body.requests, cost=offload.JSON * len(data)):
-        await find_model(request, model)
+        await check_model(request.app, _PATH, await find_model(request, model))
     now = time.time()
     batch = Batch(
         id=new_id("msgbatch", "_"),
