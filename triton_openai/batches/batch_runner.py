@@ -196,6 +196,8 @@ class BatchRunner:
             await cancel(*held.running.values(), *([] if held.task is None else [held.task]))
             with suppress(ServiceError, LeaseLost):
                 await self._results.keep(held, at_once=True)
+                # What was about to be noted for them may have been cancelled.
+                await self._store.quarantine(held.batch, held.quarantined)
                 await self._store.release(held.batch)
             held.close()
         if self._lock >= 0:
@@ -490,7 +492,7 @@ class BatchRunner:
         held.quarantined.append(line)
         self._away.pause(line.model, error.reason)
         with suppress(ServiceError, LeaseLost):
-            await self._store.quarantine(held.batch, line)
+            await self._store.quarantine(held.batch, [line])
         return None
 
     # The life of a batch

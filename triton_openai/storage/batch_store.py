@@ -506,13 +506,13 @@ class BatchStore:
         )
 
     @operation(write=True)
-    def quarantine(self, batch: Batch, line: Line) -> Steps[None]:
-        """Note that *line* does not run, its attempts, and its largest group: its Triton ended while it ran."""
+    def quarantine(self, batch: Batch, lines: Collection[Line]) -> Steps[None]:
+        """Note that *lines* do not run, their attempts, and their largest groups: their Triton ended while they ran."""
         yield from _locked(batch.id, batch.generation)
         yield (
             "UPDATE line SET state = 1, running = 0, attempts = $3, max_group = $4 WHERE batch = $1 AND number = $2"
             " AND state < 2",
-            *(batch.id, line.number, line.attempts, line.max_group),
+            [(batch.id, line.number, line.attempts, line.max_group) for line in lines],
         )
 
     @operation(write=True)
