@@ -18,6 +18,9 @@ _ESCAPES = (
 
 def escape_line_breaks(data: bytes) -> bytes:
     """Return the JSON *data* with escapes in place of the characters at which a client might break it."""
+    if data.isascii():
+        # Most are, and tokens come one by one.
+        return data
     for character, escape in _ESCAPES:
         data = data.replace(character, escape)
     return data

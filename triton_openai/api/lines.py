@@ -193,15 +193,14 @@ class LineHost:
                 _log.exception("line failed", request_id=record.request_id, batch=batch.id)
                 error = errors.ServiceError()
             record.error = error
-            outcome = self.refusal(batch, error)
+            outcome = _failed(request, error)
             record.status = outcome.status
-            return outcome._replace(request_id=record.request_id)
+            return outcome
 
     def refusal(self, batch: Batch, error: errors.ServiceError) -> Outcome:
         request = LineRequest(self._app, self._by_path[batch.endpoint], batch.endpoint, b"")
-        render = self._app.get(ERROR_BODY)
-        status, body = (render and render(cast(web.Request, request), error)) or (error.status, error.envelope())
-        return Outcome(status, body, error=error)
+        request[RECORD] = RequestRecord(request_id=request_id({}), method="POST", path=batch.endpoint)
+        return _failed(cast(web.Request, request), error)
 
 
 def endpoints(operations: Mapping[Handler, Operation]) -> Mapping[str, Handler]:
@@ -238,6 +237,13 @@ async def check_model(
     failures = [template.failure for template in prompter.templates.values() if isinstance(template, PromptTemplate)]
     if all(failures):
         raise errors.ConfigurationError(failures[0] or "")
+
+
+def _failed(request: web.Request, error: errors.ServiceError) -> Outcome:
+    """Return *error* as the API of *request* has it."""
+    render = request.app.get(ERROR_BODY)
+    status, body = (render and render(request, error)) or (error.status, error.envelope())
+    return Outcome(status, body, request[RECORD].request_id, error=error)
 
 
 def _usage(answer: bytes) -> BatchUsage:

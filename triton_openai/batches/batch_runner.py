@@ -409,8 +409,9 @@ class BatchRunner:
                 state = SUCCEEDED if outcome.error is None else FAILED
                 data = rendered(batch, line.number, custom_id, outcome)
                 held.done.append((Done(line.number, state, -1, len(data), outcome.usage), data))
-        except Exception:  # noqa: BLE001 - the last resort: it is tried again when another process takes the batch
+        except Exception:  # noqa: BLE001 - the last resort: logged, and the line is tried again
             _log.exception("a line failed", batch=batch.id)
+            held.retry(line, _LONGEST_RETRY)
 
     def _left(self, held: RunningBatch, number: int, limit: Limit, _: object) -> None:
         """Count a line out. Not where it runs: a task that is cancelled before it has begun never does."""
