@@ -100,14 +100,14 @@ BREAKS = "a\u0085b\u2028c\u2029d"
 
 def test_line_breaks_in_answers(client: OpenAI, connection: httpx2.Client) -> None:
     """No text breaks a line where the client reads files and streams line by line."""
-    chat = {"model": MODEL, "messages": [{"role": "user", "content": steered(text=BREAKS, eos=True)}]}
+    chat: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": steered(text=BREAKS, eos=True)}]}
     wrong = {**chat, "messages": [{"role": BREAKS, "content": BREAKS}]}
     done, output, failed = run(client, "/v1/chat/completions", chat, wrong)
     assert (1, 1) == (len(output), len(failed))
     for file_id, found in ((done.output_file_id, output), (done.error_file_id, failed)):
         assert found == [json.loads(line) for line in client.files.content(file_id).iter_lines()]
     assert BREAKS == output[0]["response"]["body"]["choices"][0]["message"]["content"]
-    bodies = {
+    bodies: dict[str, dict[str, Any]] = {
         "/chat/completions": chat,
         "/responses": {"model": MODEL, "input": steered(text=BREAKS)},
         "/messages": {**chat, "max_tokens": 50},

@@ -52,6 +52,7 @@ class OneTriton:
 
     server: EmbeddedTriton
     record: Record
+    tokenizer: Path
     #: Whoever does something to it, so that nobody else does.
     busy: threading.RLock = field(default_factory=threading.RLock)
     #: The requests that have been looked at.
@@ -267,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flags = [part for one in tritons for part in ("--endpoint", f"{one.server.http_url}+{one.server.grpc_url}")]
         if len(tritons) == 1:
             flags = ["--triton-url", tritons[0].server.http_url]
-        flags += ["--tokenizer", str(folder / "0" / "tokenizer")]
+        flags += ["--tokenizer", str(tritons[0].tokenizer)]
         soak = BatchSoak(
             folder,
             tritons,
@@ -293,7 +294,6 @@ def _started(folder: Path) -> Iterator[OneTriton]:
     folder.mkdir()
     record = folder / "record.jsonl"
     repository = build_repository(folder, models=[MODEL], record=record)
-    (folder / "tokenizer").exists() or (folder / "tokenizer").symlink_to(repository.tokenizer)
     server = EmbeddedTriton(
         model_repository=repository.path,
         backends=repository.backends,
@@ -303,7 +303,7 @@ def _started(folder: Path) -> Iterator[OneTriton]:
     )
     server.start()
     try:
-        yield OneTriton(server, Record(record))
+        yield OneTriton(server, Record(record), repository.tokenizer)
     finally:
         server.stop(timeout=1.0)
 
