@@ -126,16 +126,19 @@ class LineHost:
         return self._app[SERVICE].admission.spare(target, running, self.settings.max_share)
 
     async def check(self, batch: Batch, model: str, *, brings_template: bool) -> None:
+        found = await self._found(batch, model)
+        await check_model(self._app, batch.endpoint, found, brings_template=brings_template)
+
+    async def _found(self, batch: Batch, model: str) -> ServedModel:
         request = LineRequest(self._app, self._by_path[batch.endpoint], batch.endpoint, b"")
         request[KEY] = self._key(batch.owner)
-        found = await find_model(cast(web.Request, request), model)
-        await check_model(self._app, batch.endpoint, found, brings_template=brings_template)
+        return await find_model(cast(web.Request, request), model)
 
     async def probe(self, batch: Batch, model: str) -> None:
         service = self._app[SERVICE]
         # Whatever the list says, a line has found otherwise.
         await service.fleet.refresh_on_miss()
-        found = await service.models.find(model)
+        found = await self._found(batch, model)
         await check_model(self._app, batch.endpoint, found, brings_template=True)
         await probe(service, found, timeout=min(PATIENCE, service.settings.triton.first_token_timeout))
 

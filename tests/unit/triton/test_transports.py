@@ -33,6 +33,7 @@ from triton_openai.errors import (
     RequestRefused,
     ServiceError,
     UpstreamError,
+    UpstreamLost,
     UpstreamTimeout,
     UpstreamUnavailable,
 )
@@ -725,10 +726,10 @@ async def test_an_event_that_is_no_json(http, data):
         (plain(b"", b"503 Service Unavailable"), UpstreamUnavailable),
         (plain(b"[1]", b"500 Internal Server Error"), UpstreamError),
         (plain(b'{"error":{"code":1}}', b"500 Internal Server Error"), UpstreamError),
-        (b"SSH-2.0-OpenSSH_9.6\r\n", UpstreamError),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", UpstreamLost),
         (
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
-            UpstreamError,
+            UpstreamLost,
         ),
     ],
 )
@@ -910,8 +911,8 @@ async def test_closing_early_does_not_spoil_the_pool(http):
         (plain(b"{}"), UpstreamError),
         (plain(b"\xff\xfe"), UpstreamError),
         (plain(b""), UpstreamError),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", UpstreamError),
-        (b"garbage\r\n\r\n", UpstreamError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", UpstreamLost),
+        (b"garbage\r\n\r\n", UpstreamLost),
     ],
 )
 async def test_control_calls_that_fail(http, raw, kind):
@@ -1282,9 +1283,9 @@ async def test_calls_that_are_not_answered(limit: float | None) -> None:
 def test_connections_that_break() -> None:
     """Connections that break have grpc.aio's texts: of an answer cut off, or of a Triton that was not reached."""
     for text, kind in (
-        ("Socket closed", UpstreamError),
-        ("Connection reset by peer", UpstreamError),
-        ("GOAWAY received", UpstreamError),
+        ("Socket closed", UpstreamLost),
+        ("Connection reset by peer", UpstreamLost),
+        ("GOAWAY received", UpstreamLost),
         ("failed to connect to all addresses; last error: Connection reset by peer", UpstreamUnavailable),
         ("DNS resolution failed", UpstreamUnavailable),
     ):
