@@ -16,7 +16,7 @@ import asyncio
 import math
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -75,8 +75,8 @@ _MAX_TRITONS = 2
 # A line whose model answers others is tried so often again.
 _RETRIES = 3
 _RETRY_SECONDS, _LONGEST_RETRY = 1.0, 60.0
-# Lines of a batch that wait for another attempt; no others begin then.
-_MOST_RETRYING = 32
+# Lines of a batch for one model that wait for another attempt; no others begin then.
+_MAX_RETRYING = 32
 _CANCEL_SECONDS = 600.0
 # Before what failed because of the disk or the tables is tried again.
 _TROUBLE_SECONDS = 2.0
@@ -260,7 +260,8 @@ class BatchRunner:
                 await self._files.forget(holder)
         owners = [held.batch.owner for held in self._held.values()]
         full = {owner for owner in owners if owners.count(owner) >= _OWNERS_BATCHES}
-        batch = await self._store.claim(self._holder, self._host.settings.lease, full=full)
+        lease, max_running = self._host.settings.lease, self._host.most_running
+        batch = await self._store.claim(self._holder, lease, max_running=max_running, full=full)
         if batch is None:
             return
         if (older := self._held.get(batch.id)) is not None:
@@ -286,16 +287,16 @@ class BatchRunner:
         settings = self._host.settings
         if self._host.stopping or settings.paused or not is_open(settings.hours):
             return
-        for held in self._held.values():
-            held.put_back_due(time.monotonic())
-        self._away.look(self._held.values())
-        if await self._begin_quarantined():
-            return
         now = time.monotonic()
+        for held in self._held.values():
+            held.put_back_due(now)
+        self._away.look(self._held.values())
         self._tokens_at = {owner: due for owner, due in self._tokens_at.items() if due > now}
         for owner in {held.batch.owner for held in self._held.values()} - self._tokens_at.keys():
             if wait := await self._host.wait(owner):
                 self._tokens_at[owner] = now + wait
+        if await self._begin_quarantined():
+            return
         by_owner: dict[str, list[RunningBatch]] = {}
         for held in sorted(self._held.values(), key=lambda held: held.batch.created):
             if held.batch.owner not in self._tokens_at:
@@ -324,12 +325,11 @@ class BatchRunner:
         if any(self._host.target(line.model) is not None for _, line in self._candidates()):
             if busy:
                 return True
+            # Each time: the lease may have ended while this process was frozen.
+            self._has_quarantine = await self._store.enter_quarantine(self._holder, self._host.settings.lease)
             if not self._has_quarantine:
-                seconds = self._host.settings.lease
-                self._has_quarantine = await self._store.enter_quarantine(self._holder, seconds)
-                if not self._has_quarantine:
-                    return True
-            self._isolated = await self._begin_group()
+                return True
+            await self._begin_group()
         if self._has_quarantine and not self._isolated:
             await self._store.leave_quarantine(self._holder)
             self._has_quarantine = False
@@ -338,12 +338,15 @@ class BatchRunner:
     def _candidates(self) -> list[tuple[RunningBatch, Line]]:
         """Return the quarantined lines that may begin next, those with the fewest attempts and largest groups first."""
         found = [
-            (held, line) for held in self._held.values() if held.begins_lines for line in held.candidates(self._away)
+            (held, line)
+            for held in self._held.values()
+            if held.begins_lines and held.batch.owner not in self._tokens_at
+            for line in held.candidates(self._away)
         ]
         return sorted(found, key=lambda one: (one[1].attempts, -one[1].max_group))
 
-    async def _begin_group(self) -> bool:
-        """Begin quarantined lines, as many as may run together; return whether there are any."""
+    async def _begin_group(self) -> None:
+        """Begin quarantined lines, as many as may run together."""
         size = math.inf
         picked: dict[str, list[tuple[Line, Limit]]] = {}
         for held, line in self._candidates():
@@ -355,15 +358,18 @@ class BatchRunner:
                 limit.running += 1
                 held.quarantined.remove(line)
                 picked.setdefault(held.batch.id, []).append((line, limit))
+        self._isolated = bool(picked)
         await asyncio.gather(*(self._start(self._held[batch_id], lines) for batch_id, lines in picked.items()))
-        return bool(picked)
 
     def _next(self, held: RunningBatch) -> tuple[Line, Limit] | None:
         """Return a line that may begin, with the limit that it counts in."""
-        if not held.begins_lines or len(held.done) > 2 * _GROUP or len(held.retrying) >= _MOST_RETRYING:
+        if not held.begins_lines or len(held.done) > 2 * _GROUP:
             return None
+        retrying = Counter(line.model for _, _, line in held.retrying)
         for model, lines in held.waiting.items():
-            if lines and model not in self._away and (limit := self._limit(model)) is not None:
+            if not lines or model in self._away or retrying[model] >= _MAX_RETRYING:
+                continue
+            if (limit := self._limit(model)) is not None:
                 limit.running += 1
                 return lines.popleft(), limit
         return None
@@ -446,7 +452,8 @@ class BatchRunner:
         elif verdict is Verdict.DIED:
             return await self._after_death(held, line, error, limit, began)
         elif verdict is Verdict.AWAY:
-            held.put_back(line)
+            # The line has a wait of its own, too: the model may be away for this line alone.
+            self._retry(held, line, error, counts=False)
             self._away.pause(line.model, error.reason)
         elif not self._retry(held, line, error, counts=verdict is Verdict.DOUBTFUL):
             return outcome

@@ -110,9 +110,11 @@ class RunningBatch:
             self.put_back(line)
 
     def models(self) -> set[str]:
-        """Return the models of the lines that may begin."""
+        """Return the models of the lines that wait."""
         models = {model for model, lines in self.waiting.items() if lines}
-        return models | {line.model for line in self.quarantined}
+        models.update(line.model for line in self.quarantined)
+        models.update(line.model for _, _, line in self.retrying)
+        return models
 
     def candidates(self, away: Container[str]) -> Sequence[Line]:
         """

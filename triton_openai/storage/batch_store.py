@@ -372,12 +372,15 @@ class BatchStore:
         yield "DELETE FROM batch WHERE id = $1 AND open = 0", batch_id
 
     @operation(write=True)
-    def claim(self, holder: str, seconds: float, *, full: Collection[str] = ()) -> Steps[Batch | None]:
+    def claim(
+        self, holder: str, seconds: float, *, max_running: int, full: Collection[str] = ()
+    ) -> Steps[Batch | None]:
         """
         Give *holder* the lease of a batch that nobody runs, for *seconds*; ``None`` if there is none.
 
         Owners of whom less runs come first, then older batches; those in *full* have to wait. Lines that ran when the
-        last holder was lost wait again, quarantined. An attempt is counted for one that ran alone.
+        last holder was lost wait again, quarantined. An attempt is counted for one that ran alone. Of a model,
+        *max_running* lines run at a time: others among them had an answer that was not kept yet.
         """
         found = yield (
             "SELECT b.id FROM batch b LEFT JOIN (SELECT owner, COUNT(*) AS number FROM batch WHERE open = 1"
@@ -398,7 +401,7 @@ class BatchStore:
         yield (
             "UPDATE line SET running = 0, max_group = $2, attempts = attempts + CASE WHEN max_group = 1 THEN 1 ELSE 0"
             " END WHERE batch = $1 AND state = 1 AND running = 1",
-            *(batch.id, next_group(ran[0][0])),
+            *(batch.id, next_group(min(ran[0][0], max_running))),
         )
         yield "UPDATE line SET state = 0 WHERE batch = $1 AND state = 1", batch.id
         return batch

@@ -662,7 +662,7 @@ async def test_leases_have_the_clock_of_the_database(shared: Place, monkeypatch:
         with monkeypatch.context() as patch:
             patch.setattr(time, "time", partial(float, time.time() + 3600))
             assert {one.runner._holder} == set(await one.files.store.holders())
-            assert await one.files.store.claim("other", 60) is None
+            assert await one.files.store.claim("other", 60, max_running=1) is None
         one.host.may_answer.set()
         assert 20 == (await one.ended(batch)).succeeded
 

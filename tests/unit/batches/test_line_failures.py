@@ -136,6 +136,19 @@ async def test_a_model_that_is_away_for_a_moment(tmp_path: Path) -> None:
         await counted(one, models_away=0)
 
 
+async def test_a_line_that_meets_no_model_again_and_again(tmp_path: Path) -> None:
+    """If a model is away for one line alone, that line waits longer and longer, and the others do not wait with it."""
+    async with process(tmp_path) as one:
+        host = one.host
+        host.answers = {"id-0": [errors.UpstreamUnavailable("no")] * 10**6}
+        batch = await one.batch(NAMES)
+        await one.until(batch, lambda found: found.succeeded == 19)
+        waits = one.runner._held[batch.id].attempts[1].waits
+        assert waits == host.calls["id-0"] or waits + 1 == host.calls["id-0"]
+        host.answers.clear()
+        assert 20 == (await one.ended(batch)).succeeded
+
+
 async def test_other_models_go_on(tmp_path: Path) -> None:
     """More lines than may wait for an attempt wait for a model that is away, and lines for others go on."""
     async with process(tmp_path) as one:
