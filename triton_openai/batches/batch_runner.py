@@ -6,8 +6,8 @@ is marked with the place, so that a line is in the files once or not at all. Who
 lines that have no result.
 
 A line that ran when a process or a Triton ended may be what ended it. Such lines are quarantined: they run again while
-no others do, an eighth of those that ran together at a time, and in the end alone. Only the end of what ran alone
-counts an attempt of the line.
+no others do, an eighth of those that ran together at a time, and in the end alone. Only a death while it ran alone
+counts against a line.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ _GROUP_SECONDS, _GROUP = 0.2, 100
 # takes minutes, so that fewer of those have to.
 _MAX_PROCESSES = 3
 _MAX_TRITONS = 2
+# Where lines turn out not to be what ends them, others may run once more for each of those, so often at most.
+_MAX_EXONERATED = 3
 # A line whose model answers others is tried so often again.
 _RETRIES = 3
 _RETRY_SECONDS, _LONGEST_RETRY = 1.0, 60.0
@@ -336,14 +338,14 @@ class BatchRunner:
         return self._isolated
 
     def _candidates(self) -> list[tuple[RunningBatch, Line]]:
-        """Return the quarantined lines that may begin next, those with the fewest attempts and largest groups first."""
+        """Return the quarantined lines that may begin next: fewest deaths first, then the largest groups."""
         found = [
             (held, line)
             for held in self._held.values()
             if held.begins_lines and held.batch.owner not in self._tokens_at
             for line in held.candidates(self._away)
         ]
-        return sorted(found, key=lambda one: (one[1].attempts, -one[1].max_group))
+        return sorted(found, key=lambda one: (one[1].deaths, -one[1].max_group))
 
     async def _begin_group(self) -> None:
         """Begin quarantined lines, as many as may run together."""
@@ -405,16 +407,17 @@ class BatchRunner:
         try:
             custom_id, body = id_and_body(content)
             outcome: Outcome | None
-            if line.attempts >= _MAX_PROCESSES:
-                message = f"The service ended {line.attempts} times while it answered the request, and no other one."
-                outcome = self._host.refusal(batch, ServiceError(message, code="server_error"))
+            fatal = _fatal_error(batch, line)
+            if fatal is not None:
+                outcome = self._host.refusal(batch, fatal)
             else:
                 outcome = await self._host.answer(batch, custom_id, body)
                 outcome = await self._result_of(held, line, outcome, limit, began)
             if outcome is not None:
                 state = SUCCEEDED if outcome.error is None else FAILED
                 data = rendered(batch, line.number, custom_id, outcome)
-                held.done.append((Done(line.number, state, -1, len(data), outcome.usage), data))
+                exonerated = state == SUCCEEDED and line.deaths > 0
+                held.done.append((Done(line.number, state, -1, len(data), outcome.usage, exonerated), data))
         except Exception:  # noqa: BLE001 - the last resort: logged, and the line is tried again
             _log.exception("a line failed", batch=batch.id)
             held.retry(line, _LONGEST_RETRY)
@@ -450,7 +453,8 @@ class BatchRunner:
             # No line begins any more: whoever takes the batch over begins this one.
             held.put_back(line)
         elif verdict is Verdict.DIED:
-            return await self._after_death(held, line, error, limit, began)
+            await self._after_death(held, line, error, limit, began)
+            return None
         elif verdict is Verdict.AWAY:
             # The line has a wait of its own, too: the model may be away for this line alone.
             self._retry(held, line, error, counts=False)
@@ -477,31 +481,25 @@ class BatchRunner:
 
     async def _after_death(
         self, held: RunningBatch, line: Line, error: ServiceError, limit: Limit, began: float
-    ) -> Outcome | None:
-        """Quarantine a line whose Triton ended while it ran; return its result if that was its last attempt."""
+    ) -> None:
+        """Quarantine a line whose Triton ended while it ran."""
         ran = limit.died(began)
         if line.max_group == 1:
-            line = line._replace(attempts=line.attempts + 1)
+            line = line._replace(triton_deaths=line.triton_deaths + 1)
         else:
             line = line._replace(max_group=next_group(ran))
-        attempts = line.attempts
         _log.warning(
             "Triton ended while a line ran",
             batch=held.batch.id,
             line=line.number,
-            attempts=attempts,
+            deaths=line.deaths,
             max_group=line.max_group,
             reason=error.reason,
         )
-        if attempts >= _MAX_TRITONS:
-            self._away.pause(line.model, error.reason)
-            message = f"Triton ended {attempts} times while it answered the request, and no other one of a batch."
-            return self._host.refusal(held.batch, errors.UpstreamLost(message))
         held.quarantined.append(line)
         self._away.pause(line.model, error.reason)
         with suppress(ServiceError, LeaseLost):
             await self._store.quarantine(held.batch, [line])
-        return None
 
     # The life of a batch
 
@@ -631,7 +629,7 @@ class BatchRunner:
 
         known = bool(held.quarantined)
         for line in sorted(lines, key=lambda line: (first[line.prefix], line.number)):
-            if line.max_group and line.attempts < _MAX_PROCESSES:
+            if line.max_group:
                 held.quarantined.append(line)
             else:
                 held.waiting.setdefault(line.model, deque()).append(line)
@@ -692,3 +690,18 @@ class BatchRunner:
         _log.info("batch has ended", batch=done.id, status=done.status, **counts)
         with suppress(ServiceError):
             await self._files.clear(batch)
+
+
+def _fatal_error(batch: Batch, line: Line) -> ServiceError | None:
+    """Return the result of a *line* that ends whatever runs it; ``None`` for a line that may run (again)."""
+    further = min(batch.exonerated, _MAX_EXONERATED)
+    if line.triton_deaths >= _MAX_TRITONS + further:
+        times, what = line.triton_deaths, "Triton"
+    elif line.process_deaths >= _MAX_PROCESSES + further:
+        times, what = line.process_deaths, "The service"
+    else:
+        return None
+    message = f"{what} ended {times} times while it answered the request, and no other request of a batch."
+    if what == "Triton":
+        return errors.UpstreamLost(message)
+    return ServiceError(message, code="server_error")

@@ -120,11 +120,11 @@ class RunningBatch:
         """
         Return the quarantined lines that may begin next; none for models that are *away*.
 
-        A line that has an attempt comes after all other lines of the batch. So whoever kills the process again and
-        again meets another line each time, and only a line that ends it by itself has its attempts used up.
+        A line that has a death comes after all other lines of the batch. So whoever kills the process again and again
+        meets another line each time, and only a line that ends it by itself has all its deaths.
         """
         lines = [line for line in self.quarantined if line.model not in away]
-        fresh = [line for line in lines if not line.attempts]
+        fresh = [line for line in lines if not line.deaths]
         if fresh:
             return fresh
         others = any(waiting and model not in away for model, waiting in self.waiting.items())

@@ -45,11 +45,11 @@ MIGRATIONS: Sequence[Sequence[str]] = (
     ),
     ("CREATE TABLE place (number INTEGER PRIMARY KEY, id TEXT NOT NULL)",),
     (
-        # `running` is 1 while the line runs. `max_group` and `attempts` are those of :class:`Line`.
+        # `running` is 1 while the line runs. `attempts`, which had another meaning, are process deaths from now on.
         "ALTER TABLE line ADD COLUMN running INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE line ADD COLUMN max_group INTEGER NOT NULL DEFAULT 0",
-        # They had another meaning.
         "UPDATE line SET attempts = 0",
+        "ALTER TABLE line ADD COLUMN triton_deaths INTEGER NOT NULL DEFAULT 0",
         # The process that runs quarantined lines.
         "CREATE TABLE quarantine (number INTEGER PRIMARY KEY, holder TEXT NOT NULL, until DOUBLE PRECISION NOT NULL)",
     ),
@@ -136,6 +136,8 @@ class Batch(msgspec.Struct, kw_only=True):
     total: int = 0
     succeeded: int = 0
     failed: int = 0
+    #: Lines that were answered although a process or a Triton had ended while they ran alone: they do not end it.
+    exonerated: int = 0
     usage: BatchUsage = msgspec.field(default_factory=BatchUsage)
     generation: int = 0
 
@@ -158,11 +160,18 @@ class Line(NamedTuple):
     length: int
     model: str
     prefix: int
-    #: How often a process or a Triton ended while the line ran alone.
-    attempts: int = 0
+    #: How often a process of the service ended while the line ran alone.
+    process_deaths: int = 0
+    #: How often a Triton did.
+    triton_deaths: int = 0
     #: The number of lines that may run at a time when this one does; 0 for any number. A line that ran when a process
     #: or a Triton ended is quarantined: it has such a limit.
     max_group: int = 0
+
+    @property
+    def deaths(self) -> int:
+        """How often something ended while the line ran alone."""
+        return self.process_deaths + self.triton_deaths
 
 
 def next_group(size: int) -> int:
@@ -178,6 +187,8 @@ class Done(NamedTuple):
     place: int
     length: int
     usage: BatchUsage
+    #: Whether it was answered although something had ended while it ran alone.
+    exonerated: bool = False
 
 
 class Result(NamedTuple):
@@ -379,7 +390,7 @@ class BatchStore:
         Give *holder* the lease of a batch that nobody runs, for *seconds*; ``None`` if there is none.
 
         Owners of whom less runs come first, then older batches; those in *full* have to wait. Lines that ran when the
-        last holder was lost wait again, quarantined. An attempt is counted for one that ran alone. Of a model,
+        last holder was lost wait again, quarantined. A death is counted for one that ran alone. Of a model,
         *max_running* lines run at a time: others among them had an answer that was not kept yet.
         """
         found = yield (
@@ -486,8 +497,8 @@ class BatchStore:
     @operation()
     def _lines(self, batch: Batch, condition: str, after: int, limit: int) -> Steps[Sequence[Line]]:
         found = yield (
-            "SELECT number, place, length, model, prefix, attempts, max_group FROM line WHERE batch = $1"
-            f" AND {condition} AND number > $2 ORDER BY number LIMIT $3",
+            "SELECT number, place, length, model, prefix, attempts, triton_deaths, max_group FROM line"
+            f" WHERE batch = $1 AND {condition} AND number > $2 ORDER BY number LIMIT $3",
             *(batch.id, after, limit),
         )
         return [Line(*row) for row in found]
@@ -510,12 +521,12 @@ class BatchStore:
 
     @operation(write=True)
     def quarantine(self, batch: Batch, lines: Collection[Line]) -> Steps[None]:
-        """Note that *lines* do not run, their attempts, and their largest groups: their Triton ended while they ran."""
+        """Note that *lines* do not run, their deaths, and their largest groups: their Triton ended while they ran."""
         yield from _locked(batch.id, batch.generation)
         yield (
-            "UPDATE line SET state = 1, running = 0, attempts = $3, max_group = $4 WHERE batch = $1 AND number = $2"
-            " AND state < 2",
-            [(batch.id, line.number, line.attempts, line.max_group) for line in lines],
+            "UPDATE line SET state = 1, running = 0, triton_deaths = $3, max_group = $4 WHERE batch = $1"
+            " AND number = $2 AND state < 2",
+            [(batch.id, line.number, line.triton_deaths, line.max_group) for line in lines],
         )
 
     @operation(write=True)
@@ -533,6 +544,7 @@ class BatchStore:
             found.usage.add(one.usage)
         found.succeeded += sum(one.state == SUCCEEDED for one in new)
         found.failed += sum(one.state == FAILED for one in new)
+        found.exonerated += sum(one.exonerated for one in new)
         yield from _replace(found)
         return found
 

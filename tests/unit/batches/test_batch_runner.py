@@ -749,7 +749,7 @@ async def test_a_line_that_waits_for_another_attempt(place: Place, monkeypatch: 
             one.start()
             batch = batch or await one.batch(NAMES[:1])
             async with asyncio.timeout(20):
-                while not one.host.calls or (await one.files.store.never_ran(batch, 0, 1))[0].attempts:  # noqa: ASYNC110
+                while not one.host.calls or (await one.files.store.never_ran(batch, 0, 1))[0].deaths:  # noqa: ASYNC110
                     await asyncio.sleep(0.002)
             await one.die()
     assert batch is not None
@@ -758,18 +758,18 @@ async def test_a_line_that_waits_for_another_attempt(place: Place, monkeypatch: 
 
 
 async def test_a_service_that_stops_while_a_line_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is taken off the attempts of a line that waits for another one."""
+    """No death counts against a line that waits for another attempt."""
     monkeypatch.setattr(runner_module, "_RETRY_SECONDS", 1000)
     one = Process(tmp_path)
     one.host.answers = {"id-0": [errors.ServiceOverloaded("no")]}
     one.start()
     batch = await one.batch(NAMES[:1])
     async with asyncio.timeout(20):
-        while not one.host.calls or (await one.files.store.never_ran(batch, 0, 1))[0].attempts:  # noqa: ASYNC110
+        while not one.host.calls or (await one.files.store.never_ran(batch, 0, 1))[0].deaths:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     await one.stop()
     files = Process(tmp_path).files
-    assert [0] == [line.attempts for line in await files.store.never_ran(batch, 0, 1)]
+    assert [(0, 0)] == [(line.deaths, line.max_group) for line in await files.store.never_ran(batch, 0, 1)]
     await files.store.close()
 
 

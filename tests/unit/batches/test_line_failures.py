@@ -209,6 +209,8 @@ class Fragile(Host):
         super().__init__()
         self.triton = triton
         self.killed_at = list(killed_at)
+        #: Lines that it is killed with when they run alone for the first time.
+        self.met_once: set[str] = set()
         self.most_running = 8
 
     async def probe(self, batch: Batch, model: str) -> None:
@@ -231,6 +233,9 @@ class Fragile(Host):
             killed = bool(self.killed_at) and self.calls.total() >= self.killed_at[0]
             if killed:
                 del self.killed_at[0]
+            if self.running == {custom_id} and custom_id in self.met_once:
+                self.met_once.discard(custom_id)
+                killed = True
             if killed or custom_id in triton.poison:
                 self.kill()
                 return self.refusal(batch, errors.UpstreamLost("no"))
@@ -292,6 +297,18 @@ async def test_a_triton_that_others_end(tmp_path: Path) -> None:
     assert 40 == done.succeeded
     assert len(host.triton.deaths) >= 5
     assert 1 in map(len, host.triton.deaths)
+
+
+async def test_lines_that_turn_out_to_be_innocent(tmp_path: Path) -> None:
+    """A line that is answered after a death while it ran alone gives the others one more."""
+    poison = [f"id-{number}" for number in range(3)]
+    host = Fragile(Triton(*poison))
+    host.met_once = {"id-3"}
+    async with process(tmp_path, host) as one:
+        done = await one.ended(await one.batch([f"id-{number}" for number in range(8)]))
+        assert {f"id-{number}": [502 if number < 3 else 200] for number in range(8)} == one.results(done)
+    alone = Counter(name for died in host.triton.deaths if len(died) == 1 for name in died)
+    assert {3} == {alone[name] for name in poison}
 
 
 async def test_a_service_that_is_killed_again_and_again(place: Place) -> None:
@@ -362,7 +379,7 @@ async def test_lines_that_end_the_process(place: Place) -> None:
 
 
 async def test_quarantine_outlives_the_process(place: Place) -> None:
-    """What ran when Triton ended runs alone in the next process, too, with the attempts that it has."""
+    """What ran when Triton ended runs alone in the next process, too, with the deaths that it has."""
     triton = Triton("id-3", probes=10**6)
     one = Process(place, Fragile(triton))
     one.start()
