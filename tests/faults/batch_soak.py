@@ -192,6 +192,11 @@ class BatchSoak:
             if lines:
                 self.figures.deaths.update(lines)
                 triton.restart()
+            with triton.busy:
+                if triton.server.poll() is not None:
+                    # It does now and then when calls are cancelled.
+                    self.figures.faults["Triton ended by itself"] += 1
+                    triton.restart()
             time.sleep(_POLL_SECONDS)
 
     def _disturb(self) -> None:
@@ -215,9 +220,11 @@ class BatchSoak:
     def _flap(self) -> None:
         """Have it without its model for a while."""
         with self._triton.busy:
-            self._change("unload")
-            self._over.wait(8)
-            self._change("load")
+            # Unless it has just ended by itself.
+            with contextlib.suppress(OSError):
+                self._change("unload")
+                self._over.wait(8)
+                self._change("load")
 
     def _change(self, what: str) -> None:
         url = f"{self._triton.server.http_url}/v2/repository/models/{MODEL}/{what}"
