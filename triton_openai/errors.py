@@ -216,7 +216,11 @@ class KeyNotSufficient(InvalidRequest, status=403, code="key_not_sufficient"):
 
 
 class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
-    """No served model has this *name*. The message suggests a similar name, or lists those that the key may use."""
+    """
+    No served model has this *name*. The message suggests a similar name, or lists those that the key may use.
+
+    *hidden* is for a model that the key of the request may not use.
+    """
 
     def __init__(
         self,
@@ -228,6 +232,7 @@ class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
         detail: str | None = None,
     ) -> None:
         self.name = name[:200]
+        self.hidden = hidden
         what = "does not exist, or this key may not use it" if hidden else why
         super().__init__(f"The model '{self.name}' {what}.{hint}", param="model", detail=detail)
 
@@ -335,6 +340,10 @@ class InvalidAnswer(UpstreamError, code="upstream_invalid_answer"):
         of_model = f" for the model '{model}'" if model else ""
         super().__init__(f"Triton's answer{of_model} is invalid: {problem}.", detail=detail)
         self.problem = problem
+
+
+class UpstreamLost(UpstreamError, code="upstream_disconnected"):
+    """The connection to Triton ended before the answer was complete: Triton has ended, or does not answer any more."""
 
 
 class UpstreamUnavailable(UpstreamError, status=503, code="upstream_unavailable"):

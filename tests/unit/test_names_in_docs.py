@@ -56,7 +56,9 @@ FOREIGN = {
         *(f"--{name}" for name in ENGINE_ARGUMENTS),
     },
     "docs/explanation/performance.md": {"--cases", "--quick", "--rounds", "--seconds", "--streams", "--subjects"},
-    "docs/explanation/reliability.md": {"--clients", "--only", "--requests", "--seconds", "--seed", "--tritons"},
+    "docs/explanation/reliability.md": {
+        *("--clients", "--faults", "--lines", "--only", "--poison", "--requests", "--seconds", "--seed", "--tritons"),
+    },
     "docs/guides/tracing.md": {"--cases", "--trace-config"},
     "docs/tutorials/tracing-on-kubernetes.md": _KUBERNETES,
     "examples/embeddings-onnx/README.md": {"--source"},

@@ -234,7 +234,8 @@ class Run:
     def _lose(self, final: bool) -> None:
         """Take it that the Triton has stopped answering; what cannot go elsewhere waits or, if it is *final*, ends."""
         error = lost_error()
-        if not self.over and not self._begin_again(error) and final:
+        ends = final or not self._sender.route.resends_lost
+        if not self.over and not self._begin_again(error) and ends:
             self._abort(error)
 
     def _release(self, error: Exception | None) -> None:

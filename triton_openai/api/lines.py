@@ -23,11 +23,15 @@ from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.access.keys import KEY, ApiKey
 from triton_openai.access.rate_limits import RateLimit, Reservation, tokens_charged
 from triton_openai.api.bodies import FormRequest, JsonCheck
-from triton_openai.api.service import OPERATIONS_BY_HANDLER, SERVICE, Operation, find_model
-from triton_openai.batches.batch_runner import Outcome
+from triton_openai.api.info import probe
+from triton_openai.api.service import OPERATIONS_BY_HANDLER, SERVICE, Operation, find_model, job_not_taken_error
+from triton_openai.batches.results import Outcome
 from triton_openai.config.tree import BatchesSettings, Group
 from triton_openai.config.worker import WORKER
 from triton_openai.draining import DRAINING
+from triton_openai.models.canary import PATIENCE
+from triton_openai.models.served import ServedModel
+from triton_openai.prompts.messages import PromptTemplate
 from triton_openai.serving.middleware import ERROR_BODY, Observed
 from triton_openai.serving.request_body import LIMITS
 from triton_openai.storage.batch_store import Batch, BatchError, BatchUsage
@@ -120,10 +124,22 @@ class LineHost:
     def room(self, target: str, running: int) -> bool:
         return self._app[SERVICE].admission.spare(target, running, self.settings.max_share)
 
-    async def check(self, batch: Batch, model: str) -> None:
+    async def check(self, batch: Batch, model: str, *, brings_template: bool) -> None:
+        found = await self._found(batch, model)
+        await check_model(self._app, batch.endpoint, found, brings_template=brings_template)
+
+    async def _found(self, batch: Batch, model: str) -> ServedModel:
         request = LineRequest(self._app, self._by_path[batch.endpoint], batch.endpoint, b"")
         request[KEY] = self._key(batch)
-        await find_model(cast(web.Request, request), model)
+        return await find_model(cast(web.Request, request), model)
+
+    async def probe(self, batch: Batch, model: str) -> None:
+        service = self._app[SERVICE]
+        # Whatever the list says, a line has found otherwise.
+        await service.fleet.refresh_on_miss()
+        found = await self._found(batch, model)
+        await check_model(self._app, batch.endpoint, found, brings_template=True)
+        await probe(service, found, timeout=min(PATIENCE, service.settings.triton.first_token_timeout))
 
     def _key(self, batch: Batch) -> ApiKey:
         """
@@ -192,10 +208,14 @@ class LineHost:
                     cut_short = record.client_left or app[DRAINING].reason() is not None
                     reservation.close(tokens_charged(record, served=served, cut_short=cut_short))
             record.error = error
-            render = app.get(ERROR_BODY)
-            made = (render and render(request, error)) or (error.status, error.envelope())
-            record.status = made[0]
-            return Outcome(*made, record.request_id, error=error)
+            outcome = _failed(request, error)
+            record.status = outcome.status
+            return outcome
+
+    def refusal(self, batch: Batch, error: errors.ServiceError) -> Outcome:
+        request = LineRequest(self._app, self._by_path[batch.endpoint], batch.endpoint, b"")
+        request[RECORD] = RequestRecord(request_id=request_id({}), method="POST", path=batch.endpoint)
+        return _failed(cast(web.Request, request), error)
 
 
 def endpoints(operations: Mapping[Handler, Operation]) -> Mapping[str, Handler]:
@@ -214,6 +234,37 @@ def groups_of(app: web.Application, endpoint: str) -> Sequence[Group]:
     """Return the groups that a batch whose lines ask *endpoint* needs."""
     operations = app[OPERATIONS_BY_HANDLER]
     return "batch", operations[endpoints(operations)[endpoint]].group
+
+
+async def check_model(
+    app: web.Application, endpoint: str, model: ServedModel, *, brings_template: bool = False
+) -> None:
+    """
+    Raise what each line to *endpoint* would raise because of its *model*, whatever else it has.
+
+    That is :class:`InvalidRequest` if the model does something else, and :class:`ConfigurationError` if it lacks a
+    tokenizer, or a chat template that lines do not bring.
+    """
+    operations = app[OPERATIONS_BY_HANDLER]
+    operation = operations[endpoints(operations)[endpoint]]
+    if set(model.jobs).isdisjoint(operation.jobs):
+        raise job_not_taken_error(app, model, operation.jobs[0])
+    if operation.label != "chat" or brings_template:
+        return
+    prompter = await model.prompter()
+    if not prompter.can_chat:
+        # Raises, and says what is missing.
+        prompter.template_for()
+    failures = [template.failure for template in prompter.templates.values() if isinstance(template, PromptTemplate)]
+    if all(failures):
+        raise errors.ConfigurationError(failures[0] or "")
+
+
+def _failed(request: web.Request, error: errors.ServiceError) -> Outcome:
+    """Return *error* as the API of *request* has it."""
+    render = request.app.get(ERROR_BODY)
+    status, body = (render and render(request, error)) or (error.status, error.envelope())
+    return Outcome(status, body, request[RECORD].request_id, error=error)
 
 
 def _usage(record: RequestRecord) -> BatchUsage:

@@ -514,7 +514,7 @@ OPERATIONS = (
            errors=(errors.InvalidRequest,)),
     _batch(message_batches.create, "POST /messages/batches", "create_message_batch",
            batch_body.MessageBatchRequest, message_batches.MessageBatch,
-           errors=(errors.ModelNotFound, errors.TooManyBatches)),
+           errors=(errors.ModelNotFound, errors.TooManyBatches, errors.ConfigurationError)),
     _batch(message_batches.list_batches, "GET /messages/batches", "list_message_batches",
            answer=message_batches.MessageBatchPage, query=_MESSAGE_PAGE, errors=(errors.InvalidRequest,)),
     _batch(message_batches.retrieve, f"GET {_MESSAGES}", "get_message_batch", answer=message_batches.MessageBatch),

@@ -354,7 +354,16 @@ class RequestContext(Generic[_Body]):
         """Return what sends the work for the request to Triton; of several Tritons, the way is recorded from now on."""
         fleet, model = self.service.fleet, self.model
         key, lora = self._key() if fleet.several else None, "" if model.lora is None else model.lora.name
-        route = Route(fleet, model.triton_model, among=model.endpoints, key=key, lora=lora, before=self.tried)
+        route = Route(
+            fleet,
+            model.triton_model,
+            among=model.endpoints,
+            key=key,
+            lora=lora,
+            before=self.tried,
+            # What runs batches begins a line again, alone.
+            resends_lost=self.record.batch is None,
+        )
         if fleet.listed:
             self.record.route = route
         # Lines of batches come last.

@@ -2,7 +2,8 @@
 Streams answers as server-sent events: the only place that writes them.
 
 Events are ``data: <json>`` and an empty line; a line that starts with a colon is a comment, which clients skip; the
-stream of a completion ends with ``data: [DONE]``. One that fails ends with an event that is named ``error``, and
+stream of a completion ends with ``data: [DONE]``. Lines end with line feeds alone, and clients that read text line by
+line find no other character that could end one. A stream that fails ends with an event that is named ``error``, and
 without the last chunk of its body, so that no client takes it for whole.
 """
 
@@ -28,6 +29,7 @@ from triton_openai.api.usage import UsageObject, usage_object, usage_of
 from triton_openai.draining import DRAINING
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
+from triton_openai.json_lines import escape_line_breaks
 from triton_openai.serving.connections import WholeResponse
 from triton_openai.tasks import cancel
 from triton_openai.telemetry.logging import warn
@@ -306,6 +308,7 @@ class EventStream:
             # The task sees that the client has disconnected.
             self._group.wake()
             return
+        events = escape_line_breaks(events)
         if self._chunked:
             size = len(events)
             events = b"".join((_SIZES[size] if size < 1024 else b"%x\r\n" % size, events, b"\r\n"))
@@ -322,6 +325,7 @@ class EventStream:
         if transport is None or transport.is_closing():
             raise ConnectionResetError("The client has left.")
         self.complete = True
+        events = escape_line_breaks(events)
         if broken:
             await self._send_head()
             self._write(events)
@@ -450,7 +454,7 @@ class _PartStream:
                 if not response.prepared:
                     (response.enable_chunked_encoding if self._chunked else response.force_close)()
                     await response.prepare(self._request)
-                await response.write(part)
+                await response.write(part if self._content_type is not None else escape_line_breaks(part))
         self.complete = True
 
     async def fail(self, error: ServiceError) -> None:
@@ -459,7 +463,7 @@ class _PartStream:
         self.response.broken = self._chunked
         self.response.force_close()
         if self._content_type is None:
-            await self.response.write(event("error", error.envelope()))
+            await self.response.write(escape_line_breaks(event("error", error.envelope())))
 
 
 async def _with_heartbeats(parts: AsyncGenerator[bytes, None], interval: float) -> AsyncGenerator[bytes, None]:
@@ -516,7 +520,7 @@ async def send_events(request: web.Request, source: EventSource) -> web.StreamRe
             if found is None:
                 break
             # An event would have a number of its own.
-            await response.write(found or _HEARTBEAT)
+            await response.write(escape_line_breaks(found) or _HEARTBEAT)
         except asyncio.CancelledError:
             reason = request.app[DRAINING].reason()
             if reason is None:

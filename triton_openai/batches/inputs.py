@@ -34,6 +34,7 @@ class _Body(msgspec.Struct):
     messages: msgspec.Raw = _NOTHING
     prompt: msgspec.Raw = _NOTHING
     input: msgspec.Raw = _NOTHING
+    chat_template: msgspec.Raw = _NOTHING
 
 
 class _Request(msgspec.Struct):
@@ -75,6 +76,8 @@ class InputReader:
         self.total = 0
         #: Each model, and the first line that names it.
         self.models: dict[str, int] = {}
+        #: The same for each model and whether lines bring a chat template of their own.
+        self.asked: dict[tuple[str, bool], int] = {}
 
     def close(self) -> None:
         """End reading."""
@@ -117,6 +120,8 @@ class InputReader:
             if (request := self._request(data)) is not None:
                 body = request.body
                 self.models.setdefault(body.model, self._number)
+                brings_template = bytes(memoryview(body.chat_template)[:4]) not in (b"", b"null")
+                self.asked.setdefault((body.model, brings_template), self._number)
                 texts = next((one for one in (body.messages, body.prompt, body.input) if memoryview(one)), b"")
                 beginning = body.model.encode(errors="replace") + b"\0" + bytes(memoryview(texts)[:_PREFIX])
                 prefix = int.from_bytes(blake2b(beginning, digest_size=7).digest())

@@ -45,7 +45,18 @@ MIGRATIONS: Sequence[Sequence[str]] = (
         "CREATE INDEX line_running ON line (batch, number) WHERE state = 1",
     ),
     ("CREATE TABLE place (number INTEGER PRIMARY KEY, id TEXT NOT NULL)",),
+    (
+        # `running` is 1 while the line runs. `attempts`, which had another meaning, are process deaths from now on.
+        "ALTER TABLE line ADD COLUMN running INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE line ADD COLUMN max_group INTEGER NOT NULL DEFAULT 0",
+        "UPDATE line SET attempts = 0",
+        "ALTER TABLE line ADD COLUMN triton_deaths INTEGER NOT NULL DEFAULT 0",
+        # The process that runs quarantined lines.
+        "CREATE TABLE quarantine (number INTEGER PRIMARY KEY, holder TEXT NOT NULL, until DOUBLE PRECISION NOT NULL)",
+    ),
 )
+# What ran when something ended runs again in groups of this part of it.
+_GROUP_DIVISOR = 8
 
 
 lacking = partial(missing, "batches", MIGRATIONS)
@@ -135,6 +146,8 @@ class Batch(msgspec.Struct, kw_only=True):
     total: int = 0
     succeeded: int = 0
     failed: int = 0
+    #: Lines that were answered although a process or a Triton had ended while they ran alone: they do not end it.
+    exonerated: int = 0
     usage: BatchUsage = msgspec.field(default_factory=BatchUsage)
     generation: int = 0
 
@@ -157,7 +170,23 @@ class Line(NamedTuple):
     length: int
     model: str
     prefix: int
-    attempts: int = 0
+    #: How often a process of the service ended while the line ran alone.
+    process_deaths: int = 0
+    #: How often a Triton did.
+    triton_deaths: int = 0
+    #: The number of lines that may run at a time when this one does; 0 for any number. A line that ran when a process
+    #: or a Triton ended is quarantined: it has such a limit.
+    max_group: int = 0
+
+    @property
+    def deaths(self) -> int:
+        """How often something ended while the line ran alone."""
+        return self.process_deaths + self.triton_deaths
+
+
+def next_group(size: int) -> int:
+    """Return the largest group in which lines may run that ran in a group of *size* when something ended."""
+    return max(1, size // _GROUP_DIVISOR)
 
 
 class Done(NamedTuple):
@@ -168,6 +197,8 @@ class Done(NamedTuple):
     place: int
     length: int
     usage: BatchUsage
+    #: Whether it was answered although something had ended while it ran alone.
+    exonerated: bool = False
 
 
 class Result(NamedTuple):
@@ -374,12 +405,15 @@ class BatchStore:
         yield "DELETE FROM batch WHERE id = $1 AND open = 0", batch_id
 
     @operation(write=True, long=True)
-    def claim(self, holder: str, seconds: float, *, full: Collection[str] = ()) -> Steps[Batch | None]:
+    def claim(
+        self, holder: str, seconds: float, *, max_running: int, full: Collection[str] = ()
+    ) -> Steps[Batch | None]:
         """
         Give *holder* the lease of a batch that nobody runs, for *seconds*; ``None`` if there is none.
 
         Owners of whom less runs come first, then older batches; those in *full* have to wait. Lines that ran when the
-        last holder was lost wait again, with an attempt counted.
+        last holder was lost wait again, quarantined. A death is counted for one that ran alone. Of a model,
+        *max_running* lines run at a time: others among them had an answer that was not kept yet.
         """
         found = yield (
             "SELECT b.id FROM batch b LEFT JOIN (SELECT owner, COUNT(*) AS number FROM batch WHERE open = 1"
@@ -396,6 +430,12 @@ class BatchStore:
             *(found[0][0], holder, seconds),
         )
         batch = _batch(claimed[0])
+        ran = yield "SELECT COUNT(*) FROM line WHERE batch = $1 AND state = 1 AND running = 1", batch.id
+        yield (
+            "UPDATE line SET running = 0, max_group = $2, attempts = attempts + CASE WHEN max_group = 1 THEN 1 ELSE 0"
+            " END WHERE batch = $1 AND state = 1 AND running = 1",
+            *(batch.id, next_group(min(ran[0][0], max_running))),
+        )
         yield "UPDATE line SET state = 0 WHERE batch = $1 AND state = 1", batch.id
         return batch
 
@@ -409,6 +449,7 @@ class BatchStore:
     def renew(self, holder: str, seconds: float) -> Steps[None]:
         """Let the leases of *holder* last *seconds* from now."""
         yield "UPDATE batch SET until = CLOCK() + $2 WHERE open = 1 AND holder = $1", holder, seconds
+        yield "UPDATE quarantine SET until = CLOCK() + $2 WHERE holder = $1 AND until >= CLOCK()", holder, seconds
 
     @operation()
     def holders(self) -> Steps[Collection[str]]:
@@ -420,14 +461,33 @@ class BatchStore:
     def bury(self, holder: str) -> Steps[None]:
         """End all leases of *holder*, who has died."""
         yield "UPDATE batch SET until = 0 WHERE open = 1 AND holder = $1", holder
+        yield "UPDATE quarantine SET until = 0 WHERE holder = $1", holder
+
+    @operation(write=True)
+    def enter_quarantine(self, holder: str, seconds: float) -> Steps[bool]:
+        """
+        Give *holder* the lease to run quarantined lines, for *seconds*; return whether it has it.
+
+        One process has it at a time: lines that run alone in two processes could ask the same Triton.
+        """
+        entered = yield (
+            "INSERT INTO quarantine (number, holder, until) VALUES (1, $1, CLOCK() + $2) ON CONFLICT (number) DO UPDATE"
+            " SET holder = $1, until = CLOCK() + $2 WHERE quarantine.until < CLOCK() OR quarantine.holder = $1"
+            " RETURNING holder",
+            *(holder, seconds),
+        )
+        return bool(entered)
+
+    @operation(write=True)
+    def leave_quarantine(self, holder: str) -> Steps[None]:
+        """End that lease of *holder*."""
+        yield "UPDATE quarantine SET until = 0 WHERE holder = $1", holder
 
     @operation(write=True, long=True)
     def release(self, batch: Batch) -> Steps[None]:
-        """End the lease of *batch*; lines that still run wait again, without an attempt counted."""
+        """End the lease of *batch*; lines that still run wait again."""
         yield from _locked(batch.id, batch.generation)
-        # Of those that wait for another attempt it was not counted.
-        attempts = "CASE WHEN attempts > 0 THEN attempts - 1 ELSE 0 END"
-        yield f"UPDATE line SET state = 0, attempts = {attempts} WHERE batch = $1 AND state = 1", batch.id
+        yield "UPDATE line SET state = 0, running = 0 WHERE batch = $1 AND state = 1", batch.id
         yield "UPDATE batch SET until = 0, holder = '' WHERE id = $1", batch.id
 
     # Lines
@@ -459,26 +519,36 @@ class BatchStore:
     @operation()
     def _lines(self, batch: Batch, condition: str, after: int, limit: int) -> Steps[Sequence[Line]]:
         found = yield (
-            f"SELECT number, place, length, model, prefix, attempts FROM line WHERE batch = $1 AND {condition}"
-            " AND number > $2 ORDER BY number LIMIT $3",
+            "SELECT number, place, length, model, prefix, attempts, triton_deaths, max_group FROM line"
+            f" WHERE batch = $1 AND {condition} AND number > $2 ORDER BY number LIMIT $3",
             *(batch.id, after, limit),
         )
         return [Line(*row) for row in found]
 
     async def begin(self, batch: Batch, lines: Collection[int]) -> None:
-        """Note that *lines* run from now on: an attempt is counted, which stays if the process dies."""
-        await self._count(batch, lines, 1)
+        """Note that *lines* run from now on: they are quarantined if the process dies."""
+        await self._set_running(batch, lines, 1)
 
     async def stopped(self, batch: Batch, lines: Collection[int]) -> None:
         """Note that *lines* have no result yet, and do not run: if the process dies, they are not to blame."""
-        await self._count(batch, lines, -1)
+        await self._set_running(batch, lines, 0)
 
     @operation(write=True, long=True)
-    def _count(self, batch: Batch, lines: Collection[int], attempts: int) -> Steps[None]:
+    def _set_running(self, batch: Batch, lines: Collection[int], running: int) -> Steps[None]:
         yield from _locked(batch.id, batch.generation)
         yield (
-            "UPDATE line SET state = 1, attempts = attempts + $3 WHERE batch = $1 AND number = $2 AND state < 2",
-            [(batch.id, number, attempts) for number in lines],
+            "UPDATE line SET state = 1, running = $3 WHERE batch = $1 AND number = $2 AND state < 2",
+            [(batch.id, number, running) for number in lines],
+        )
+
+    @operation(write=True)
+    def quarantine(self, batch: Batch, lines: Collection[Line]) -> Steps[None]:
+        """Note that *lines* do not run, their deaths, and their largest groups: their Triton ended while they ran."""
+        yield from _locked(batch.id, batch.generation)
+        yield (
+            "UPDATE line SET state = 1, running = 0, triton_deaths = $3, max_group = $4 WHERE batch = $1"
+            " AND number = $2 AND state < 2",
+            [(batch.id, line.number, line.triton_deaths, line.max_group) for line in lines],
         )
 
     @operation(write=True, long=True)
@@ -496,6 +566,7 @@ class BatchStore:
             found.usage.add(one.usage)
         found.succeeded += sum(one.state == SUCCEEDED for one in new)
         found.failed += sum(one.state == FAILED for one in new)
+        found.exonerated += sum(one.exonerated for one in new)
         yield from _replace(found)
         return found
 

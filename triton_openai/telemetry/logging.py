@@ -27,6 +27,7 @@ from structlog.typing import EventDict, FilteringBoundLogger, Processor
 from triton_openai.config.terminal import shows_colours
 from triton_openai.config.tree import ServerSettings
 from triton_openai.errors import ServiceError
+from triton_openai.json_lines import escape_line_breaks
 from triton_openai.telemetry.streams import BackgroundWriter, background_writer, in_background, redirect_native_output
 
 # Fields that could hold a client's text or a credential: their values are not shown.
@@ -187,7 +188,7 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 def _json(event: EventDict) -> bytes:
     try:
-        return _encode(event)
+        return escape_line_breaks(_encode(event))
     except UnicodeEncodeError:  # a lone surrogate
         return json.dumps(event, default=str).encode()
 

@@ -238,6 +238,15 @@ BATCHES_PAUSED = Instrument(
     "Batches that wait because the disk is full or the database fails, at least 1 in each process where it does.",
 )  # fmt: skip
 
+BATCH_MODELS_AWAY = Instrument(
+    "triton_openai_batch_models_away", (),
+    "Models for which lines of batches wait because they are not served or do not answer.",
+)  # fmt: skip
+BATCH_QUARANTINED = Instrument(
+    "triton_openai_batch_quarantined", (),
+    "Lines of batches that wait to run alone because they ran when a process or Triton ended.",
+)  # fmt: skip
+
 # By the event of a fleet of several Tritons.
 _OF_FLEETS = {
     "up": ENDPOINT_UP,

@@ -29,6 +29,7 @@ from triton_openai.errors import (
     Overloaded,
     ServiceError,
     UpstreamError,
+    UpstreamLost,
     UpstreamTimeout,
     UpstreamUnavailable,
 )
@@ -210,7 +211,8 @@ class Route:
 
     *among* are the names of those that have the wanted variant of the model, all if empty. *key* is what should stay at
     one Triton; without one, the beginning of the prompt and the *lora* adapter may be it. *at* names the only one.
-    *before* are those of another variant that the request has been sent to.
+    *before* are those of another variant that the request has been sent to. Without *resends_lost*, a request that
+    runs when its Triton ends is not sent to another one: it may be what ended the first.
     """
 
     def __init__(
@@ -223,10 +225,12 @@ class Route:
         lora: str = "",
         at: str | None = None,
         before: Tried | None = None,
+        resends_lost: bool = True,
     ) -> None:
         self._fleet = fleet
         self.model = model
         self.before = before
+        self.resends_lost = resends_lost
         self._among = among
         self._key = None if key is None else key.encode("utf-8", "surrogatepass")
         self._lora = lora
@@ -278,7 +282,9 @@ class Route:
 
         Ask before the lease is closed.
         """
-        if self._at is not None or not self._fleet.again(lease, error, tried):
+        if self._at is not None or (ended_midway(error) and not self.resends_lost):
+            return False
+        if not self._fleet.again(lease, error, tried):
             return False
         if self._fleet.has(self.model, self._among, tried):
             return True
@@ -297,7 +303,8 @@ class Route:
         def lose(final: bool) -> None:
             nonlocal again
             again = again or self.again(lease, lost_error(), tried)
-            if (again or final) and not limit.expired():
+            ends = again or final or not self.resends_lost
+            if ends and not limit.expired():
                 limit.reschedule(-math.inf)
 
         try:
@@ -730,7 +737,7 @@ class Fleet:
         settings = self._settings.failover
         if not self.listed or len(tried) >= settings.attempts or not _passes(error, settings.on_timeout):
             return False
-        lost = isinstance(error, ModelCrashed) or getattr(error, "code", "") == "upstream_disconnected"
+        lost = ended_midway(error)
         if (lost and tried.lost) or not self.has(lease.model, (), tried):
             return False
         now = time.monotonic()
@@ -855,6 +862,11 @@ def not_there(error: Exception | None) -> bool:
     )
 
 
+def ended_midway(error: Exception) -> bool:
+    """Return whether *error* says that a Triton, or a model in it, ended while it worked for the request."""
+    return isinstance(error, UpstreamLost | ModelCrashed)
+
+
 def lost_error() -> ServiceError:
     """Return the error of a request whose Triton is not waited for any more."""
     return cut_off_error("Triton has stopped answering, or is off the list")
@@ -864,4 +876,4 @@ def _passes(error: Exception, on_timeout: bool) -> bool:
     """Return whether another Triton may do better: the request did not reach a model, or its connection was lost."""
     if isinstance(error, UpstreamTimeout):
         return on_timeout and error.code == "upstream_silent"
-    return not_there(error) or isinstance(error, Overloaded) or getattr(error, "code", "") == "upstream_disconnected"
+    return not_there(error) or isinstance(error, Overloaded | UpstreamLost)

@@ -286,7 +286,7 @@ def no_answer_error(model: str) -> ServiceError:
 def cut_off_error(reason: str | None = None) -> ServiceError:
     """Return the error for a connection that broke before the answer was complete; *reason* goes to the log."""
     message = "The connection to Triton was lost before the answer was complete."
-    return UpstreamError(message, code="upstream_disconnected", detail=reason)
+    return errors.UpstreamLost(message, detail=reason)
 
 
 def unreachable(reason: str) -> ServiceError:

@@ -21,6 +21,7 @@ from triton_openai.config.tree import (
 from triton_openai.errors import (
     ConfigurationError,
     InvalidRequest,
+    ModelCrashed,
     Overloaded,
     UpstreamError,
     UpstreamTimeout,
@@ -533,6 +534,30 @@ async def test_a_further_answer_goes_elsewhere_when_its_triton_has_gone(fleets):
     assert {route.lease(prompt="Hello").endpoint for _ in range(9)} == {first.endpoint}
     first.close(UpstreamUnavailable("refused"))
     assert {route.lease(prompt="Hello").endpoint for _ in range(9)} == {"a", "b"} - {first.endpoint}
+
+
+async def test_a_line_of_a_batch_ends_one_triton_at_most(fleets):
+    """What must not be sent again when its Triton ends, or stops answering, still goes on to another one before."""
+    fleet = await fleets(tritons={name: Triton("m") for name in "abc"})
+
+    async def asked_once(failure):
+        sent = []
+
+        async def work(lease):
+            sent.append(lease.endpoint)
+            if isinstance(failure, Exception):
+                raise failure
+            fleet.members[lease.endpoint].lose(final=False)
+            await asyncio.sleep(60)
+
+        with pytest.raises(UpstreamError):
+            await Route(fleet, "m", resends_lost=False).ask(work)
+        return len(sent)
+
+    assert 1 == await asked_once(cut_off_error("reset"))
+    assert 1 == await asked_once(ModelCrashed("ended"))
+    assert 1 == await asked_once("frozen")
+    assert 3 == await asked_once(UpstreamUnavailable("refused"))
 
 
 async def test_endpoints_that_cannot_be_used_change_nothing(fleets):

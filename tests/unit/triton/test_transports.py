@@ -35,6 +35,7 @@ from triton_openai.errors import (
     RequestRefused,
     ServiceError,
     UpstreamError,
+    UpstreamLost,
     UpstreamTimeout,
     UpstreamUnavailable,
 )
@@ -725,14 +726,14 @@ async def test_an_event_that_is_no_json(http, data):
             RequestRefused,
         ),
         # What is no Triton: a balancer's page, an empty body, something else altogether.
-        (plain(b"<html>Bad Gateway</html>", b"502 Bad Gateway", kind=b"text/html"), UpstreamError),
+        (plain(b"<html>Bad Gateway</html>", b"502 Bad Gateway", kind=b"text/html"), UpstreamLost),
         (plain(b"", b"503 Service Unavailable"), UpstreamUnavailable),
-        (plain(b"[1]", b"500 Internal Server Error"), UpstreamError),
+        (plain(b"[1]", b"500 Internal Server Error"), UpstreamLost),
         (plain(b'{"error":{"code":1}}', b"500 Internal Server Error"), UpstreamError),
-        (b"SSH-2.0-OpenSSH_9.6\r\n", UpstreamError),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", UpstreamLost),
         (
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
-            UpstreamError,
+            UpstreamLost,
         ),
     ],
 )
@@ -811,7 +812,7 @@ async def test_an_error_body_without_end(http, monkeypatch):
     http.raw = plain(b"no" * 100, b"500 Internal Server Error").replace(b"Length: 200", b"Length: 900")
     _, error = await asyncio.wait_for(outcome(http.client), 10)
 
-    assert UpstreamError is type(error)
+    assert UpstreamLost is type(error)
     assert "HTTP status 500" in error.reason
 
 
@@ -950,13 +951,13 @@ async def test_closing_early_does_not_spoil_the_pool(http):
     "raw, kind",
     [
         (plain(b'{"error":"Request for unknown model: \'m\' is not found"}', b"404 Not Found"), ModelNotFound),
-        (plain(b"<html></html>", b"502 Bad Gateway"), UpstreamError),
+        (plain(b"<html></html>", b"502 Bad Gateway"), UpstreamLost),
         (plain(b"[]", b"302 Found", b"Location: http://127.0.0.1:1/\r\n"), UpstreamUnavailable),
         (plain(b"{}"), UpstreamUnavailable),
         (plain(b"\xff\xfe"), UpstreamUnavailable),
         (plain(b""), UpstreamUnavailable),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", UpstreamError),
-        (b"garbage\r\n\r\n", UpstreamError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", UpstreamLost),
+        (b"garbage\r\n\r\n", UpstreamLost),
     ],
 )
 async def test_control_calls_that_fail(http, raw, kind):
@@ -1412,9 +1413,9 @@ async def test_calls_that_are_not_answered(limit: float | None) -> None:
 def test_connections_that_break() -> None:
     """Connections that break have grpc.aio's texts: of an answer cut off, or of a Triton that was not reached."""
     for text, kind in (
-        ("Socket closed", UpstreamError),
-        ("Connection reset by peer", UpstreamError),
-        ("GOAWAY received", UpstreamError),
+        ("Socket closed", UpstreamLost),
+        ("Connection reset by peer", UpstreamLost),
+        ("GOAWAY received", UpstreamLost),
         ("failed to connect to all addresses; last error: Connection reset by peer", UpstreamUnavailable),
         ("DNS resolution failed", UpstreamUnavailable),
     ):

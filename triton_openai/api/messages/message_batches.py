@@ -18,6 +18,7 @@ from triton_openai.api import agents
 from triton_openai.api.agents import Page
 from triton_openai.api.batches import add, cancel_batch, find_batch, proofs_of
 from triton_openai.api.bodies import json_response
+from triton_openai.api.lines import check_model
 from triton_openai.api.messages.batch_body import BatchedMessage, read_batch
 from triton_openai.api.messages.message_events import add_request_id
 from triton_openai.api.service import find_model, key_of, new_id, service_of
@@ -83,7 +84,7 @@ async def create(request: web.Request) -> web.Response:
     read = partial(read_batch, data, limits, max_requests=service.settings.batches.max_requests)
     body = await offload.run(read, cost=_SPLIT * len(data))
     for model in body.models:
-        await find_model(request, model)
+        await check_model(request.app, _PATH, await find_model(request, model))
     now = time.time()
     batch = Batch(
         id=batch_id,
