@@ -95,13 +95,13 @@ class AnswerParser:
         tools = self._tools
         if tools is None:
             return []
-        found: list[tuple[str, str]] = [("unknown_tool", "")] * self._unknown
-        found += [("text", "")] * tools.failed
-        found += [("cut", "")] * self.cut
+        outcomes: list[tuple[str, str]] = [("unknown_tool", "")] * self._unknown
+        outcomes += [("text", "")] * tools.failed
+        outcomes += [("cut", "")] * self.cut
         repaired = [kinds for index, kinds in tools.repairs.items() if index < self.calls]
-        found += [("repaired", kind) for kinds in repaired for kind in sorted(kinds)[:1]]
-        found += [("strict", "")] * max(0, self.calls - self._unknown - self.cut - len(repaired))
-        return found
+        outcomes += [("repaired", kind) for kinds in repaired for kind in sorted(kinds)[:1]]
+        outcomes += [("strict", "")] * max(0, self.calls - self._unknown - self.cut - len(repaired))
+        return outcomes
 
     def _calls_first(self, text: str) -> list[Event]:
         assert self._tools is not None

@@ -68,15 +68,15 @@ class Markers:
             found = ""
         return match.start(), match.end(), found
 
-    def at(self, text: str, place: int, *, ended: bool) -> str | None:
-        """Return the marker at *place*, nothing if there is none, and ``None`` if the text may still become one."""
-        match = (self._whole if ended else self._whole_or_begun).match(text, place)
+    def at(self, text: str, start: int, *, ended: bool) -> str | None:
+        """Return the marker at *start*, nothing if there is none, and ``None`` if the text may still become one."""
+        match = (self._whole if ended else self._whole_or_begun).match(text, start)
         if match is None:
             return ""
-        found = match.group()
-        if not ended and match.end() == len(text) and found in self._prefixes:
+        marker = match.group()
+        if not ended and match.end() == len(text) and marker in self._prefixes:
             return None
-        return found
+        return marker
 
 
 @cache

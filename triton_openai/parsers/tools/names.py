@@ -41,8 +41,8 @@ def resolved(written: str, tools: Mapping[str, Any]) -> str | None:
     forms = set(_forms(written))
     # A namespace of the tool that the model left out.
     bare = _plain(_INDEX.sub("", written))
-    found = [name for name in tools if _plain(name) in forms or (bare and bare in _suffixes(name))]
-    return found[0] if len(found) == 1 else None
+    fitting = [name for name in tools if _plain(name) in forms or (bare and bare in _suffixes(name))]
+    return fitting[0] if len(fitting) == 1 else None
 
 
 def is_opaque(written: str) -> bool:
@@ -67,8 +67,8 @@ def by_arguments(
             return name, rest
     if not arguments:
         return None
-    found = [name for name, schema in tools.items() if fits(arguments, schema)]
-    return (found[0], arguments) if len(found) == 1 else None
+    fitting = [name for name, schema in tools.items() if fits(arguments, schema)]
+    return (fitting[0], arguments) if len(fitting) == 1 else None
 
 
 def fits(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:

@@ -306,7 +306,7 @@ class _Reading:
         between = _BETWEEN.match(self._text, at)
         start = between.end() if between else at
         self._need(start)
-        given = re.search(r"\[CALL_ID\](\w+)", self._text[at:start])
+        call_id = re.search(r"\[CALL_ID\](\w+)", self._text[at:start])
         if name != written:
             self._kinds.add("name")
         if self._bare and self._text[start : start + 1] not in ("(", "{", "<"):
@@ -319,7 +319,7 @@ class _Reading:
             name, arguments = known
         if tagged:
             self._kinds.add("tags")
-        return self._made(name, written, arguments, given[1] if given else None), end
+        return self._made(name, written, arguments, call_id[1] if call_id else None), end
 
     def _object_call(self, at: int) -> tuple[Call, int]:
         """Read a call that is an object with a name and arguments."""
@@ -329,8 +329,8 @@ class _Reading:
             envelope = call_type
         named = [(key, envelope[key]) for key in _NAME_KEYS if isinstance(envelope.get(key), str)]
         # A name that is one of a tool's own arguments is none of the call's.
-        found = [(key, value, names.resolved(value, self._tools)) for key, value in named]
-        known = [each for each in found if each[2] is not None]
+        candidates = [(key, value, names.resolved(value, self._tools)) for key, value in named]
+        known = [each for each in candidates if each[2] is not None]
         if not known and len(envelope) == 1:
             # The name as the key of the arguments
             ((key, value),) = envelope.items()
@@ -746,13 +746,13 @@ class _Reading:
             raise Unreadable
         if stripped.count("{") != stripped.count("}") or stripped.count("[") != stripped.count("]"):
             raise Unreadable
-        place = body + len(stripped)
+        end = body + len(stripped)
         quotes = len(re.findall(r'(?<!\\)(?:\\\\)*\\"', stripped))
         if stripped.endswith('\\"') and quotes % 2:
             stripped = stripped[:-2]
         elif stripped.endswith('"') and not stripped.endswith('\\"'):
             stripped = stripped[:-1]
-        return _unescaped(stripped, self._kinds), place
+        return _unescaped(stripped, self._kinds), end
 
     def _without_end(self, body: int) -> int:
         """Return where the closing tags at the end of the text begin."""
