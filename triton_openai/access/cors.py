@@ -23,6 +23,7 @@ EXPOSED = (
     "x-should-retry",
     "x-session-token",
     "x-triton-openai-ignored",
+    "x-triton-openai-repaired",
     *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
 )
 # The port of an origin, which has none where it is the default one.

@@ -38,20 +38,32 @@ class ModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 #: The header of an answer that names what of its request had no effect: parameters, types of tools and of items.
 IGNORED_HEADER = "x-triton-openai-ignored"
+#: The header of an answer that names the functions whose past calls had arguments that were no object.
+REPAIRED_HEADER = "x-triton-openai-repaired"
 _MOST_IGNORED, _LONGEST_IGNORED = 16, 64
 # Others would end a name, or the header.
 _NOT_IN_NAMES = re.compile(r"[^!-+\--~]")
 
 
 def tell_ignored(record: RequestRecord, names: Iterable[str]) -> None:
-    """Add *names*, which clients choose, to the header of the answer, and an ellipsis if they are too many."""
-    told = record.headers.get(IGNORED_HEADER)
+    """Add *names* of what has no effect, which clients choose, to the header of the answer."""
+    _tell(record, IGNORED_HEADER, names)
+
+
+def tell_repaired(record: RequestRecord, names: Iterable[str]) -> None:
+    """Add the *names* of functions to the header of the answer: past calls of them had broken arguments."""
+    _tell(record, REPAIRED_HEADER, names)
+
+
+def _tell(record: RequestRecord, header: str, names: Iterable[str]) -> None:
+    """Add *names* to a *header* of the answer, and an ellipsis if they are too many."""
+    told = record.headers.get(header)
     known = dict.fromkeys([] if told is None else told.split(", "))
     for name in names:
         shown = _NOT_IN_NAMES.sub("?", printable(name, _LONGEST_IGNORED))
         known.setdefault(shown if len(known) < _MOST_IGNORED or shown in known else "...")
     if known:
-        record.headers = {**record.headers, IGNORED_HEADER: ", ".join(known)}
+        record.headers = {**record.headers, header: ", ".join(known)}
 
 
 async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T:

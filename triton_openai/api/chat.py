@@ -20,7 +20,7 @@ from triton_openai.answer.chat_prompt import media_of, rendered_chat
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, encode, in_pieces
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, encode, in_pieces, tell_repaired
 from triton_openai.api.logprobs import (
     ChatLogprobs,
     PromptLogprobs,
@@ -251,6 +251,7 @@ async def prompt_of(
     pictures, audio = media_of(model, body.messages)
     # Before they are rendered: each is looked for in all of its message's text.
     service.images.check_count(pictures, most=model.adapter.capabilities.images)
+    repaired: list[str] = []
     prompt, context.record.chat_template = await rendered_chat(
         model,
         prompter,
@@ -261,7 +262,10 @@ async def prompt_of(
         audio=audio,
         reasoning_effort=body.reasoning_effort,
         trust_template=service.settings.api.trust_request_chat_template,
+        repaired=repaired,
     )
+    if repaired:
+        tell_repaired(context.record, repaired)
     tokenizer = prompter.tokenizer
     if model.adapter.metadata.adds_bos and tokenizer is not None and tokenizer.adds_bos:
         # Else the prompt would begin with it twice.
@@ -291,8 +295,10 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
     if pictures or audio:
         spec = await _with_media(context, spec, pictures, audio)
     runs = await runs_of(context, prompter.tokenizer, [prompt], spec)
-    answer_parsers = [make_parser(parsers, plan, prompt) for _ in runs]
+    answer_parsers = [make_parser(parsers, plan, prompt, streams=bool(body.stream)) for _ in runs]
     record.reasoning_tokens = partial(reasoning_tokens, answer_parsers)
+    if plan.active:
+        record.tool_calls = partial(call_outcomes, answer_parsers)
     return Turn(spec, plan, runs, answer_parsers)
 
 
@@ -405,29 +411,36 @@ def _with(spec: GenerationSpec, **fields: Any) -> GenerationSpec:
     return msgspec.structs.replace(spec, template=msgspec.structs.replace(spec.template, **fields))
 
 
-def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str) -> AnswerParser:
-    """Return the parser of one choice."""
+def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str, *, streams: bool = False) -> AnswerParser:
+    """Return the parser of one choice; *streams* is whether a client sees what it finds while it comes."""
     if plan.forced:
         # These calls have ids of the model's family too: its template may take no others.
         new_id = ToolParser.new_id if parsers.tools is None else parsers.tools.new_id
         # The answer is calls and nothing else: no reasoning comes before it.
-        forced = GuidedCalls(plan.schemas, new_id=new_id) if plan.name is None else ForcedCall(plan.name, new_id=new_id)
+        forced: ToolParser = GuidedCalls(plan.schemas, new_id=new_id)
+        if plan.name is not None:
+            forced = ForcedCall(plan.name, plan.schemas, new_id=new_id)
         own = (parsers.tools or Llama3Json)(plan.schemas)
+        forced.may_wait = own.may_wait = not streams
         return AnswerParser(None, ConstrainedCalls(forced, own), parallel=plan.parallel)
     tools = parsers.tools(plan.schemas) if plan.mode == "auto" and parsers.tools is not None else None
+    if tools is not None:
+        tools.may_wait = not streams
     kind = parsers.reasoning
     reasoning = None if kind is None else kind(inside=kind.inside_after(prompt))
-    return AnswerParser(reasoning, tools, parallel=plan.parallel)
+    return AnswerParser(reasoning, tools, parallel=plan.parallel, streams=streams)
 
 
 def finish_reason(progress: AnswerState, parser: AnswerParser, plan: ToolPlan) -> ChatFinishReason | None:
     """
     Return why the choice ended, as OpenAI says it.
 
-    It is ``tool_calls`` only for complete calls that the model chose to make. A forced call ends with ``stop``, a call
-    cut by the length with ``length``, and a call cut by a stop string with ``stop``: its arguments are not JSON.
+    It is ``tool_calls`` only for complete calls that the model chose to make. A forced call ends with ``stop``. A call
+    whose arguments are not JSON ends with ``length``, whatever cut it, but with ``stop`` if that was a stop string.
     """
     reason = progress.finish_reason
+    if reason is not None and parser.cut and not progress.cut:
+        return "length"
     if reason is not FinishReason.LENGTH and parser.calls and not parser.cut and plan.mode != "named":
         return "function_call" if plan.legacy else "tool_calls"
     return None if reason is None else "length" if reason is FinishReason.LENGTH else "stop"
@@ -436,6 +449,11 @@ def finish_reason(progress: AnswerState, parser: AnswerParser, plan: ToolPlan) -
 def reasoning_tokens(parsers: Sequence[AnswerParser]) -> int | None:
     """Return the tokens of reasoning in all choices, ``None`` if there were none or they are not known."""
     return sum([parser.reasoning_tokens for parser in parsers]) or None
+
+
+def call_outcomes(parsers: Sequence[AnswerParser]) -> Sequence[tuple[str, str]]:
+    """Return what became of each call in all choices, and what was repaired in it."""
+    return [outcome for parser in parsers for outcome in parser.outcomes()]
 
 
 def message_of(events: Sequence[Event], plan: ToolPlan, fields: Sequence[str]) -> AnswerMessage:

@@ -36,6 +36,7 @@ from triton_openai.errors import ConfigurationError, RateLimited, ServiceError, 
 from triton_openai.telemetry.request_record import CLIENT_CLOSED_REQUEST, Observer, RequestRecord
 
 _log = structlog.get_logger(__name__)
+
 #: How a request ended; alerts are built on it.
 Outcome: TypeAlias = Literal["answered", "invalid", "refused", "failed", "cancelled"]
 #: Operation of a request that is no inference, or was refused before its operation was known.
@@ -136,6 +137,12 @@ OUTPUT_TOKENS = Instrument("triton_openai_output_tokens", _MODEL, "Tokens of a c
 AUDIO_SECONDS = Instrument(
     "triton_openai_audio_seconds_total", (*_MODEL, "direction"),
     "Seconds of audio in requests (input) and in answers (output), as far as they were sent.",
+)  # fmt: skip
+TOOL_CALLS = Instrument(
+    "triton_openai_tool_calls_total", (*_MODEL, "outcome", "repair"),
+    "Calls of tools in answers, by outcome: strict (as the format has it), repaired (repair says what: brackets, "
+    "commas, escapes, literals, name, notation, quotes, tags, types), unknown_tool, cut (its arguments are not whole), "
+    "text (what began like a call and could not be read as one).",
 )  # fmt: skip
 UNKNOWN_FIELDS = Instrument(
     "triton_openai_unknown_fields_total", (*_MODEL, "field"),
@@ -420,6 +427,8 @@ class Metrics(Observer, Collector):
         self.folder = worker.directory
         replaces = self.folder is not None and share_between_workers(self.folder, worker.index)
         self._cell = None if self.folder is None else MultiProcessValue(lambda: worker.index)
+        # The kinds of repairs that the log has named, with their models
+        self._repairs: set[tuple[str, str]] = set()
         self._made: list[tuple[Instrument, Sequence[str], Series]] = []
         # The keys that have a label of their own.
         self._keys = {""}
@@ -468,6 +477,8 @@ class Metrics(Observer, Collector):
         """Create the gauges of a served name, with 0: an autoscaler must find them before the first request."""
         for gauge in (RUNNING, QUEUED) if alias else (RUNNING, QUEUED, NOT_ANSWERING):
             self.child(gauge, model, adapter)
+        if not alias:
+            self.child(TOOL_CALLS, model, adapter, "strict", "")
 
     def tell(self, event: str, *labels: str, by: int = 1) -> None:
         """
@@ -567,12 +578,21 @@ class Metrics(Observer, Collector):
             if answer.first is not None and answer.ended is not None and answer.steps > 1 < usage.completion_tokens:
                 mean = (answer.ended - answer.first) / (usage.completion_tokens - 1)
                 child(PER_TOKEN, operation, PROVIDER, model, adapter).observe(mean)
+        for outcome_of_call, repair in record.tool_calls():
+            self._count_call(model, adapter, outcome_of_call, repair)
         for direction, seconds in record.audio_seconds.items():
             child(AUDIO_SECONDS, model, adapter, direction).inc(seconds)
         if prompt_tokens is not None:
             child(TOKENS, model, adapter, "input").inc(prompt_tokens)
             child(KEY_TOKENS, self._key(record), "input").inc(prompt_tokens)
             child(INPUT_TOKENS, model, adapter).observe(prompt_tokens)
+
+    def _count_call(self, model: str, adapter: str, outcome: str, repair: str) -> None:
+        """Count a call of a tool; the first repair of each kind is in the log."""
+        self.child(TOOL_CALLS, model, adapter, outcome, repair).inc()
+        if repair and (model, repair) not in self._repairs:
+            self._repairs.add((model, repair))
+            _log.warning("a tool call of the model is repaired", model=model, repair=repair)
 
 
 _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}

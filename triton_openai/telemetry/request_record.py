@@ -167,6 +167,8 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     response_model: str | None = None
     #: Counts those of the answers; most models have none.
     reasoning_tokens: Callable[[], int | None] = lambda: None
+    #: What became of the calls of tools in the answers, and what was repaired in each.
+    tool_calls: Callable[[], Sequence[tuple[str, str]]] = tuple
     stages: list[Stage] = []
     #: :attr:`n` answers for each prompt.
     answers: Sequence[AnswerState] = ()

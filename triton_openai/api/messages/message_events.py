@@ -53,6 +53,9 @@ def stop_of(
         return "tool_use", None
     if isinstance(stop, str):
         return "stop_sequence", stop
+    if reason is not None and parser.cut:
+        # Its input is not whole, whatever cut it.
+        return "max_tokens", None
     return (None if reason is None else "end_turn"), None
 
 
