@@ -21,7 +21,7 @@ from triton_openai.api.bodies import FileField, converted, json_response, tell_i
 from triton_openai.api.responses.objects import Deleted
 from triton_openai.api.responses.retrieve import page_query
 from triton_openai.api.service import key_of, new_id, service_of
-from triton_openai.batches.file_folder import Files, Remote, Writing
+from triton_openai.batches.file_folder import Files, Writing
 from triton_openai.errors import ServiceError
 from triton_openai.serving.forms import Form
 from triton_openai.serving.request_body import LIMITS
@@ -244,12 +244,12 @@ async def send_file(
         "X-Content-Type-Options": "nosniff",
     }
     files = files_of(request)
-    if files.remote is None:
+    if files.read_remote is None:
         if not await files.has(file.id):
             await files.check()
             raise _gone(file)
         return web.FileResponse(files.folder / file.id, headers=headers)
-    return await _send_remote(request, files.remote, file, headers)
+    return await _send_remote(request, files.read_remote, file, headers)
 
 
 def _gone(file: StoredFile) -> errors.ObjectNotFound:
@@ -257,7 +257,10 @@ def _gone(file: StoredFile) -> errors.ObjectNotFound:
 
 
 async def _send_remote(
-    request: web.Request, remote: Remote, file: StoredFile, headers: Mapping[str, str]
+    request: web.Request,
+    read: Callable[[str, int, int], Awaitable[bytes]],
+    file: StoredFile,
+    headers: Mapping[str, str],
 ) -> web.StreamResponse:
     # A file never changes.
     response = web.StreamResponse(headers={**headers, "ETag": f'"{file.id}"', "Accept-Ranges": "bytes"})
@@ -279,14 +282,14 @@ async def _send_remote(
     response.content_length = max(0, end - start)
     # Before the head: what fails now is still an error that the client can read.
     try:
-        piece = await remote.read(file.id, start, end) if start < end and request.method != "HEAD" else b""
+        piece = await read(file.id, start, end) if start < end and request.method != "HEAD" else b""
     except FileNotFoundError as error:
         raise _gone(file) from error
     await response.prepare(request)
     while piece:
         await response.write(piece)
         start += len(piece)
-        piece = await remote.read(file.id, start, end) if start < end else b""
+        piece = await read(file.id, start, end) if start < end else b""
     return response
 
 

@@ -16,7 +16,6 @@ from triton_openai.api.responses.items import is_id
 from triton_openai.api.responses.objects import Deleted, Item, ItemList
 from triton_openai.api.responses.stored import STATE, StoredResponse
 from triton_openai.api.service import key_of
-from triton_openai.api.sse import send_events
 from triton_openai.serving.request_body import LIMITS
 from triton_openai.storage.store import Row
 
@@ -47,7 +46,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
         after = int(request.query.get("starting_after", given.starting_after))
     except ValueError as error:
         raise errors.InvalidValue("'starting_after' must be the number of an event.", "starting_after") from error
-    return await send_events(request, ResumedEvents(found, after))
+    return await ResumedEvents(found, after).send(request)
 
 
 async def delete(request: web.Request) -> web.Response:
