@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, cast
 from urllib.parse import quote
 
 import msgspec
@@ -15,11 +15,9 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import errors
-from triton_openai.api import agents
-from triton_openai.api.agents import Page
 from triton_openai.api.bodies import FileField, converted, json_response, tell_ignored, unknown_field
+from triton_openai.api.paging import Page, fetch_page, page_query
 from triton_openai.api.responses.objects import Deleted
-from triton_openai.api.responses.retrieve import page_query
 from triton_openai.api.service import key_of, new_id, service_of
 from triton_openai.batches.file_folder import Files, Writing
 from triton_openai.errors import ServiceError
@@ -28,7 +26,6 @@ from triton_openai.serving.request_body import LIMITS
 from triton_openai.storage.batch_store import StoredFile
 from triton_openai.telemetry.request_record import RECORD
 
-_T = TypeVar("_T")
 #: Those of the service; absent where they are off.
 FILES: web.AppKey[Files] = web.AppKey("files", Files)
 Purpose = Literal["batch", "user_data", "vision", "evals", "assistants", "fine-tune"]
@@ -196,31 +193,12 @@ def file_object(file: StoredFile) -> FileObject:
 
 async def list_files(request: web.Request) -> web.Response:
     """List the files of the request's key."""
-    store, purpose = files_of(request).store, request.query.get("purpose")
-    limit, after, reverse = page_query(request, most=10_000, default=10_000)
-    find = partial(store.files, key_of(request).name, purpose=purpose, reverse=reverse)
-    files, more = await page_found(request, find, limit, after)
-    return json_response(FileList.of([file_object(file) for file in files], more=more))
-
-
-async def page_found(
-    request: web.Request,
-    find: Callable[..., Awaitable[Sequence[_T] | None]],
-    limit: int,
-    after: str | None,
-    place: str = "after",
-) -> tuple[Sequence[_T], bool]:
-    """
-    Return the files or batches that *find* finds behind *after*, *limit* of them, and whether there are more.
-
-    Raises :class:`InvalidValue` if *after* is none of them, for which it blames *place*.
-    """
-    found: Sequence[_T] | None = [] if after is None else None
-    if files_of(request).exist:
-        found = await find(after=after, limit=limit + 1)
-    if found is None:
-        raise agents.unknown_place_error(place)
-    return found[:limit], len(found) > limit
+    purpose = request.query.get("purpose")
+    limit, after, reverse = page_query(request.query, most=10_000, default=10_000)
+    files = files_of(request)
+    find = partial(files.store.files, key_of(request).name, purpose=purpose, reverse=reverse) if files.exist else None
+    found, more = await fetch_page(find, limit, after)
+    return json_response(FileList.of([file_object(file) for file in found], more=more))
 
 
 async def retrieve(request: web.Request) -> web.Response:

@@ -15,13 +15,12 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import errors, offload
-from triton_openai.api import agents
-from triton_openai.api.agents import Page
 from triton_openai.api.batches import add, cancel_batch, find_batch
 from triton_openai.api.bodies import json_response, parse_json
 from triton_openai.api.messages.message_events import add_request_id
+from triton_openai.api.paging import Page, fetch_page, message_page_query
 from triton_openai.api.service import find_model, key_of, new_id, service_of
-from triton_openai.api.uploaded_files import files_of, page_found, send_file
+from triton_openai.api.uploaded_files import files_of, send_file
 from triton_openai.batches.file_folder import Files
 from triton_openai.serving.request_body import LIMITS, read_body
 from triton_openai.storage.batch_store import Batch
@@ -156,12 +155,15 @@ def _models(requests: Sequence[BatchedMessage]) -> set[str]:
 
 async def list_batches(request: web.Request) -> web.Response:
     """List the batches of messages of the request's key, newest first."""
-    store, query = files_of(request).store, request.query
+    files = files_of(request)
     add_request_id(request[RECORD])
-    place, way = ("before_id", -1) if "before_id" in query else ("after_id", 1)
-    find = partial(store.batches, key_of(request).name, "anthropic", reverse=way > 0)
-    batches, more = await page_found(request, find, agents.page_limit(query, 1000), query.get(place), place)
-    return json_response(MessageBatchPage.of([_batch_object(batch) for batch in batches[::way]], more=more))
+    limit, param, place, before = message_page_query(request.query)
+    find = partial(files.store.batches, key_of(request).name, "anthropic", reverse=not before) if files.exist else None
+    batches, more = await fetch_page(find, limit, place, param)
+    objects = [_batch_object(batch) for batch in batches]
+    if before:
+        objects.reverse()
+    return json_response(MessageBatchPage.of(objects, more=more))
 
 
 async def _found(request: web.Request) -> Batch:
