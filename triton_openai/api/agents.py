@@ -92,4 +92,4 @@ async def render(renderer: Renderer, run: Run, *, timeout: float | None) -> None
             renderer.piece(0, delta)
         renderer.last(0)
 
-    await offload.run(rendered, cost=rendering_cost([answer], offload.PARSE))
+    await offload.run(rendered, cost=rendering_cost([answer], offload.CHARACTER))

@@ -176,7 +176,7 @@ class HttpClient:
         made = await offload.run(message, cost=request.cost)
         answer = await self._call(made, model=request.model, limited=False)
         length = answer.json_length
-        content = await offload.run(b"".join, answer.parts, cost=offload.JOIN * sum(map(len, answer.parts)))
+        content = await offload.run(b"".join, answer.parts, cost=offload.COPY * sum(map(len, answer.parts)))
         return parse_infer(content, int(length) if length.isdigit() else len(content), request.model)
 
     def stream(self, request: InferRequest, receiver: Receiver) -> HttpStream:

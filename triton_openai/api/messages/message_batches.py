@@ -94,11 +94,11 @@ async def create(request: web.Request) -> web.Response:
     data = await read_body(request, request.app[LIMITS])
     request[RECORD].body_size = len(data)
     offload.json_decoder(MessageBatchRequest)
-    body = await offload.run(parse_json, data, MessageBatchRequest, [], cost=offload.JSON * len(data))
+    body = await offload.run(parse_json, data, MessageBatchRequest, [], cost=offload.BYTE * len(data))
     most = service.settings.batches.max_requests
     if len(body.requests) > most:
         raise errors.PayloadTooLarge(f"A batch can have {most} requests at most.", param="requests")
-    for model in await offload.run(_models, body.requests, cost=offload.JSON * len(data)):
+    for model in await offload.run(_models, body.requests, cost=offload.BYTE * len(data)):
         await find_model(request, model)
     now = time.time()
     batch = Batch(

@@ -120,7 +120,7 @@ async def _sizes(
     if tokenizer is not None:
         # All are counted where the prompt's length is known.
         most = max(limit, error.tokens or 0)
-        cost = min(tokenizing_cost(texts), offload.TOKENIZE * _LONG_TOKEN * most)
+        cost = min(tokenizing_cost(texts), offload.CHARACTER * _LONG_TOKEN * most)
         return await offload.run(_count, tokenizer, texts, _essential(messages), most, cost=cost, refusable=True)
     if error.tokens is None:
         raise error
