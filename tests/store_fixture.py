@@ -48,8 +48,15 @@ def _free_port() -> int:
 def postgresql() -> Iterator[Server]:
     """A PostgreSQL of its own."""
     pytest.importorskip("asyncpg")
+    with running_postgresql(found("PostgreSQL")) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running_postgresql(control_program: str) -> Iterator[Server]:
+    """Run a PostgreSQL with the programs beside `pg_ctl`, whose path is *control_program*."""
     # Its other programs are beside it; a link to it may stand elsewhere.
-    programs = Path(found("PostgreSQL")).resolve().parent
+    programs = Path(control_program).resolve().parent
     port, numbers = _free_port(), count()
     # It does not run as root, who alone can enter pytest's own folders.
     user: dict[str, Any] = {"user": "nobody"} if os.geteuid() == 0 else {}
@@ -123,14 +130,9 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A Redis of its own."""
     pytest.importorskip("redis")
     found("Redis")
-    with running_redis(str(tmp_path_factory.mktemp("redis"))) as server:
-        yield server
-
-
-@contextlib.contextmanager
-def running_redis(folder: str) -> Iterator[Server]:
-    """Run a Redis, which keeps nothing in *folder*."""
     port, numbers = _free_port(), count()
+    # It writes nothing there.
+    folder = str(tmp_path_factory.mktemp("redis"))
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
     running: list[subprocess.Popen[bytes]] = []
 
@@ -234,7 +236,7 @@ def file(tmp_path: Path) -> Server:
     return Server(lambda: f"sqlite:{path}", path.rmdir, stop, send)
 
 
-@pytest.fixture(params=["memory", "file", "postgresql", "redis"])
+@pytest.fixture(params=["memory", "file", "postgresql"])
 def store_url(request: pytest.FixtureRequest) -> str:
     """The address of an empty store of each kind."""
     if request.param == "memory":

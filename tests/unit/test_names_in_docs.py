@@ -14,7 +14,7 @@ from docs import generate
 from tests import deploy_files as files
 from tests.cases import every_case
 from triton_openai.api.routes import add_routes
-from triton_openai.cli.aliases import ALIASES, ENGINE_ARGUMENTS, REFUSED, WITHOUT_EFFECT
+from triton_openai.cli.aliases import ALIASES, REFUSED, WITHOUT_EFFECT
 from triton_openai.cli.arguments import parse
 from triton_openai.config.options import ENVIRONMENT_PREFIX, options
 from triton_openai.config.sources import load_settings
@@ -53,7 +53,7 @@ FOREIGN = {
     "docs/guides/kubernetes-gateway.md": {*_KUBERNETES, "--refresh-metrics-interval"},
     "docs/guides/migrating.md": {
         *(flag for flags in (*ALIASES.values(), *WITHOUT_EFFECT.values(), *REFUSED.values()) for flag in flags),
-        *(f"--{name}" for name in ENGINE_ARGUMENTS),
+        *generate.ENGINE_ARGUMENTS,
     },
     "docs/explanation/performance.md": {"--cases", "--quick", "--rounds", "--seconds", "--streams", "--subjects"},
     "docs/explanation/reliability.md": {

@@ -62,9 +62,9 @@ async def run_job(
 async def _run(sender: Sender, model: ServedModel, job: Job[_R], cut: Truncation | None, timeout: float | None) -> _R:
     taken: Job[Any] = replace(job, **await _taken(model, job.inputs, cut)) if isinstance(job, TextJob) else job
     adapter, (rows, size) = model.adapter, taken.extent
-    requests = await offload.run(lambda: adapter.encode(taken), cost=offload.TEXT * rows + offload.JSON * size)
+    requests = await offload.run(lambda: adapter.encode(taken), cost=offload.ITEM * rows + offload.BYTE * size)
     answers = await _answers(sender, model, requests, timeout=timeout)
-    result: _R = await offload.run(lambda: adapter.decode(taken, answers), cost=offload.VECTOR * rows)
+    result: _R = await offload.run(lambda: adapter.decode(taken, answers), cost=10 * offload.ITEM * rows)
     if result.prompt_tokens is None:
         result = replace(result, prompt_tokens=await _count(model, taken))
     return result
@@ -203,7 +203,7 @@ async def _compared(sender: Sender, model: ServedModel, job: ScoreJob, timeout: 
     result = await run_job(sender, model, EmbeddingJob(id=job.id, inputs=texts), timeout=timeout)
     vectors = dict(zip(texts, result.vectors, strict=True))
     size = len(job.pairs) * len(result.vectors[0]) // 4
-    scores = await offload.run(lambda: _cosines(vectors, job.pairs), cost=offload.PRODUCT * size)
+    scores = await offload.run(lambda: _cosines(vectors, job.pairs), cost=2 * offload.BYTE * size)
     return ScoreResult(scores=scores, prompt_tokens=result.prompt_tokens)
 
 

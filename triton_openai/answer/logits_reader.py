@@ -159,7 +159,7 @@ class LogitsReader:
 
 
 def _cost(logits: Logits, chosen: Sequence[int]) -> float:
-    return offload.LOGIT * len(chosen) * logits.width
+    return offload.BYTE * len(chosen) * logits.width
 
 
 # A prompt's scores may be hundreds of megabytes.
@@ -213,7 +213,7 @@ async def score_prompts(
             def scored() -> tuple[TokenLogprob, ...]:
                 return _named(tokenizer, generation, log_probabilities(logits, following, scoring.count))
 
-            cost = _cost(logits, following) + offload.LOGPROB * len(following) * (1 + scoring.count)
+            cost = _cost(logits, following) + offload.ITEM * len(following) * (1 + scoring.count)
             return await offload.run(scored, cost=cost)
 
     tasks = [asyncio.create_task(score(generation)) for generation in generations]

@@ -1,14 +1,12 @@
-"""What the APIs for agents share: reasoning that a client keeps, tools that run at a provider, counts and lists."""
+"""What the APIs for agents share: reasoning that a client keeps, tools that run at a provider, and counts."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Generic, Self, TypeVar
 
-import msgspec
 import structlog
 
 from triton_openai import offload
@@ -20,14 +18,13 @@ from triton_openai.api.chat import ChatRequest, plan_of, prompt_of
 from triton_openai.api.logprobs import rendering_cost
 from triton_openai.api.service import RequestContext, job_not_taken_error
 from triton_openai.api.sse import Renderer
-from triton_openai.errors import ConfigurationError, InvalidValue, printable
+from triton_openai.errors import ConfigurationError, printable
 from triton_openai.generation import Generation
 from triton_openai.models.served import ServedModel
 from triton_openai.telemetry.request_record import RequestRecord
 
 _log = structlog.get_logger(__name__)
 
-_Item = TypeVar("_Item")
 _SEALED = "triton-openai:1:"
 # Longest text of a tool's type in a message or the log.
 LONGEST_TYPE = 64
@@ -86,34 +83,6 @@ async def count_tokens(context: RequestContext[ChatRequest]) -> int:
     return await tokenizer.count_async(prompt, model.adapter.metadata.adds_bos)
 
 
-class Page(msgspec.Struct, Generic[_Item], kw_only=True):
-    """A page of a list, with the ids of the first and the last of it, and whether more follow."""
-
-    data: Sequence[_Item]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-    @classmethod
-    def of(cls, data: Sequence[Any], *, more: bool) -> Self:
-        """Return a page of *data*, each of which has an id."""
-        first, last = (data[0].id, data[-1].id) if data else (None, None)
-        return cls(data=data, first_id=first, last_id=last, has_more=more)
-
-
-def page_limit(query: Mapping[str, str], most: int, *, default: int = 20) -> int:
-    """Return the ``limit`` of a query, *most* at most. Raises :class:`InvalidValue`."""
-    limit = query.get("limit", str(default))
-    if not (limit.isascii() and limit.isdecimal() and len(limit) < 6 and 1 <= int(limit) <= most):
-        raise InvalidValue(f"'limit' must be a number from 1 to {most}.", "limit")
-    return int(limit)
-
-
-def unknown_place_error(after: str) -> InvalidValue:
-    """Return the error for a page that is to follow what is not in the list."""
-    return InvalidValue(f"'{after}' is the id of nothing in the list.", after)
-
-
 async def render(renderer: Renderer, run: Run, *, timeout: float | None) -> None:
     """Have *renderer* take the whole answer of *run*; nobody reads what they return. Raises :class:`ServiceError`."""
     (answer,) = await collect([run], timeout=timeout)
@@ -123,4 +92,4 @@ async def render(renderer: Renderer, run: Run, *, timeout: float | None) -> None
             renderer.piece(0, delta)
         renderer.last(0)
 
-    await offload.run(rendered, cost=rendering_cost([answer], offload.PARSE))
+    await offload.run(rendered, cost=rendering_cost([answer], offload.CHARACTER))

@@ -13,13 +13,12 @@ from msgspec import Meta
 
 from triton_openai import errors
 from triton_openai.access.authorizer import AUTHORIZER
-from triton_openai.api import agents
-from triton_openai.api.agents import Page
 from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.lines import endpoints, groups_of
+from triton_openai.api.paging import Page, fetch_page, page_limit
 from triton_openai.api.responses.objects import Metadata, ResponseUsage
 from triton_openai.api.service import OPERATIONS_BY_HANDLER, key_of, new_id, service_of
-from triton_openai.api.uploaded_files import ExpiresAfter, files_of, find_file, page_found, page_response, too_much
+from triton_openai.api.uploaded_files import ExpiresAfter, files_of, find_file, page_response, too_much
 from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.storage.batch_store import Batch, Status
 from triton_openai.telemetry.request_record import RECORD
@@ -195,9 +194,9 @@ async def cancel(request: web.Request) -> web.Response:
 
 async def list_batches(request: web.Request) -> web.Response:
     """List the batches of the request's key, newest first."""
-    find = partial(files_of(request).store.batches, key_of(request).name, "openai")
-    limit, after = agents.page_limit(request.query, 100), request.query.get("after")
-    batches, more = await page_found(request, find, limit, after)
+    files = files_of(request)
+    find = partial(files.store.batches, key_of(request).name, "openai") if files.exist else None
+    batches, more = await fetch_page(find, page_limit(request.query, 100), request.query.get("after"))
     return await page_response(BatchList, batches, batch_object, more=more)
 
 

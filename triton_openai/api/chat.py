@@ -346,7 +346,7 @@ async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Kee
         return await stream(context, runs, chunks)
     answers = await collect(runs, timeout=context.limits.total)
     choices = (chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers))
-    cost = rendering_cost(answers, offload.RENDER if turn.parsers[0].plain else offload.PARSE)
+    cost = rendering_cost(answers, offload.BYTE if turn.parsers[0].plain else offload.CHARACTER)
     if body.prompt_logprobs is not None:
         cost += cost_of(len(runs[0].prompt_logprobs), body.prompt_logprobs)
     # Nothing is awaited for most answers.
@@ -619,7 +619,7 @@ class _KeptChunks(ChatChunks):
 
     async def ended(self, error: ServiceError | None) -> bytes:
         if error is None:
-            cost = offload.RENDER_ITEM * sum(map(len, self._found))
+            cost = offload.ITEM * sum(map(len, self._found))
             await self._keep(await offload.run(self._whole, cost=cost))
         return await super().ended(error)
 

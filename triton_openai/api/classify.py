@@ -62,7 +62,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
         usage = input_usage(result.prompt_tokens)
         return ClassificationList(id=job.id, created=now(), model=body.model, data=data, usage=usage)
 
-    return await made_response(answer, cost=offload.NUMBER * sum(map(len, result.values)))
+    return await made_response(answer, cost=offload.CHARACTER * sum(map(len, result.values)))
 
 
 def _classes(index: int, values: Sequence[float], activation: Activation, labels: Mapping[int, str]) -> Classification:

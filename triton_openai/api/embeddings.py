@@ -85,7 +85,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
         data = in_pieces(_embedding(index, vector, as_text) for index, vector in enumerate(result.vectors))
         return EmbeddingList(data=data, model=body.model, usage=input_usage(result.prompt_tokens))
 
-    return await made_response(answer, cost=offload.JSON * sum(map(len, result.vectors)))
+    return await made_response(answer, cost=offload.BYTE * sum(map(len, result.vectors)))
 
 
 def inputs_of(body: InputRequest) -> list[str] | list[list[int]]:

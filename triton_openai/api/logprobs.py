@@ -66,10 +66,10 @@ _PIECE = 1000
 
 def cost_of(count: int, alternatives: int | None) -> float:
     """Return about how many microseconds it takes to render *count* tokens with so many *alternatives* each."""
-    return offload.LOGPROB * count * (1 + (alternatives or 0))
+    return offload.ITEM * count * (1 + (alternatives or 0))
 
 
-def rendering_cost(answers: Sequence[Collected], per_character: float = offload.RENDER) -> float:
+def rendering_cost(answers: Sequence[Collected], per_character: float = offload.BYTE) -> float:
     """Return about how many microseconds it takes to render *answers*, with so many for each character."""
     alternatives = answers[0].run.generation.sampling.logprobs if answers else None
     deltas = [delta for answer in answers for delta in answer.deltas]

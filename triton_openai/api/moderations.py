@@ -126,7 +126,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
         results = [_rated(activated(values, activation), classes, rules) for values in result.values]
         return Moderation(id=job.id, model=context.body.model, results=results)
 
-    return await made_response(answer, cost=offload.VECTOR * len(result.values))
+    return await made_response(answer, cost=10 * offload.ITEM * len(result.values))
 
 
 def _inputs(given: str | Sequence[Item]) -> Sequence[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing
 from time import monotonic
 from typing import Any
@@ -497,34 +497,31 @@ def without_events(events: bytes, number: int) -> bytes:
     return b"" if event_count(events) < number else events.split(_END, max(number, 0))[-1]
 
 
-class EventSource(ABC):
-    """Where events come from that are sent later, and more than once."""
+async def send_events(
+    request: web.Request,
+    following: Callable[[float], Awaitable[bytes | None]],
+    stop: Callable[[ServiceError], None],
+) -> web.StreamResponse:
+    """
+    Stream events that were made before, or elsewhere. The client gets the head at once.
 
-    @abstractmethod
-    async def next(self, seconds: float) -> bytes | None:
-        """Return further events, nothing if there are none for *seconds*, ``None`` at the end."""
-
-    @abstractmethod
-    def stop(self, reason: ServiceError) -> None:
-        """Let the end come soon, because this process stops."""
-
-
-async def send_events(request: web.Request, source: EventSource) -> web.StreamResponse:
-    """Stream what comes from *source* to the client, which learns at once that it will."""
+    *following* returns further events, nothing if there are none for so many seconds, and ``None`` at the end. *stop*
+    is called with the reason why this process stops, and makes the end come soon.
+    """
     heartbeat = service_of(request).settings.server.heartbeat_interval
     response = web.StreamResponse(headers=_HEADERS)
     await response.prepare(request)
     while True:
         try:
-            found = await source.next(heartbeat)
-            if found is None:
+            events = await following(heartbeat)
+            if events is None:
                 break
             # An event would have a number of its own.
-            await response.write(escape_line_breaks(found) or _HEARTBEAT)
+            await response.write(escape_line_breaks(events) or _HEARTBEAT)
         except asyncio.CancelledError:
             reason = request.app[DRAINING].reason()
             if reason is None:
                 raise
-            source.stop(reason)
+            stop(reason)
     await response.write_eof()
     return response

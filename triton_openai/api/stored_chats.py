@@ -19,10 +19,11 @@ import msgspec
 from aiohttp import web
 
 from triton_openai import errors, offload
-from triton_openai.api import agents, chat
+from triton_openai.api import chat
 from triton_openai.api.bodies import converted, json_response, read_json, tell_ignored
+from triton_openai.api.paging import page_query, unknown_place_error
 from triton_openai.api.responses.objects import Deleted, Metadata
-from triton_openai.api.responses.retrieve import list_of, page_of, page_query
+from triton_openai.api.responses.retrieve import list_of, page_of
 from triton_openai.api.responses.stored import STATE, is_key
 from triton_openai.api.service import RequestContext, begin, key_of, new_id
 from triton_openai.prompts.messages import Message
@@ -147,9 +148,9 @@ async def list_messages(request: web.Request) -> web.Response:
 async def list_all(request: web.Request) -> web.Response:
     """List the chat completions that were stored, of a ``model``, and with ``metadata[KEY]`` of a value."""
     store, owner, model = request.app[STATE].store(), key_of(request).name, request.query.get("model")
-    limit, place, reverse = page_query(request, "asc")
+    limit, place, reverse = page_query(request.query, "asc")
     if place is not None and not is_key(_PREFIX, place):
-        raise agents.unknown_place_error("after")
+        raise unknown_place_error("after")
     wanted = {name[9:-1]: value for name, value in request.query.items() if re.fullmatch(r"metadata\[.*\]", name)}
     found: dict[str, _Head] = {}
     more = True

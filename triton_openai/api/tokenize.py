@@ -95,7 +95,7 @@ async def tokenize(request: web.Request) -> web.Response:
             token_strs=_joined(strings) if texts else None,
         )
 
-    return await made_response(answer, cost=(offload.INTEGER + texts * offload.TOKEN_STRING) * len(tokens))
+    return await made_response(answer, cost=(offload.BYTE + texts * offload.ITEM) * len(tokens))
 
 
 def _joined(pieces: Iterable[Sequence[Any]]) -> Any:

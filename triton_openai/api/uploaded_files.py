@@ -15,28 +15,20 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import errors, offload
-from triton_openai.api import agents
-from triton_openai.api.agents import Page
 from triton_openai.api.bodies import FileField, converted, json_response, made_response, tell_ignored, unknown_field
+from triton_openai.api.paging import Page, fetch_page, page_query
 from triton_openai.api.responses.objects import Deleted
-from triton_openai.api.responses.retrieve import page_query
 from triton_openai.api.service import key_of, new_id, service_of
-from triton_openai.batches.file_folder import (
-    UPLOAD_LEASE_SECONDS,
-    UPLOAD_RENEWAL_SECONDS,
-    Files,
-    Remote,
-    Writing,
-)
+from triton_openai.batches.file_folder import UPLOAD_LEASE_SECONDS, UPLOAD_RENEWAL_SECONDS, Files, Writing
 from triton_openai.errors import ServiceError
 from triton_openai.serving.forms import Form
 from triton_openai.serving.request_body import LIMITS
 from triton_openai.storage.batch_store import StoredFile
 from triton_openai.telemetry.request_record import RECORD
 
-_T = TypeVar("_T")
 #: Those of the service; absent where they are off.
 FILES: web.AppKey[Files] = web.AppKey("files", Files)
+_T = TypeVar("_T")
 Purpose = Literal["batch", "user_data", "vision", "evals", "assistants", "fine-tune"]
 #: Seconds that clients may say files are kept.
 Lifetime = Annotated[int, Meta(ge=3600, le=2_592_000)]
@@ -216,12 +208,13 @@ def file_object(file: StoredFile) -> FileObject:
 
 async def list_files(request: web.Request) -> web.Response:
     """List the files of the request's key."""
-    store, purpose = files_of(request).store, request.query.get("purpose")
+    purpose = request.query.get("purpose")
     # OpenAI's default is the most: clients that go through all pages notice no difference.
-    limit, after, reverse = page_query(request, most=10_000, default=100)
-    find = partial(store.files, key_of(request).name, purpose=purpose, reverse=reverse)
-    files, more = await page_found(request, find, limit, after)
-    return await page_response(FileList, files, file_object, more=more)
+    limit, after, reverse = page_query(request.query, most=10_000, default=100)
+    files = files_of(request)
+    find = partial(files.store.files, key_of(request).name, purpose=purpose, reverse=reverse) if files.exist else None
+    rows, more = await fetch_page(find, limit, after)
+    return await page_response(FileList, rows, file_object, more=more)
 
 
 async def page_response(
@@ -229,28 +222,8 @@ async def page_response(
 ) -> web.Response:
     """Return a page of what is kept as *rows*, each as *describe* returns it; many of them take a thread."""
     return await made_response(
-        lambda: kind.of([describe(row) for row in rows], more=more), cost=offload.ROW * len(rows)
+        lambda: kind.of([describe(row) for row in rows], more=more), cost=2 * offload.ITEM * len(rows)
     )
-
-
-async def page_found(
-    request: web.Request,
-    find: Callable[..., Awaitable[Sequence[_T] | None]],
-    limit: int,
-    after: str | None,
-    place: str = "after",
-) -> tuple[Sequence[_T], bool]:
-    """
-    Return the files or batches that *find* finds behind *after*, *limit* of them, and whether there are more.
-
-    Raises :class:`InvalidValue` if *after* is none of them, for which it blames *place*.
-    """
-    found: Sequence[_T] | None = [] if after is None else None
-    if files_of(request).exist:
-        found = await find(after=after, limit=limit + 1)
-    if found is None:
-        raise agents.unknown_place_error(place)
-    return found[:limit], len(found) > limit
 
 
 async def retrieve(request: web.Request) -> web.Response:
@@ -274,12 +247,12 @@ async def send_file(
         "X-Content-Type-Options": "nosniff",
     }
     files = files_of(request)
-    if files.remote is None:
+    if files.read_remote is None:
         if not await files.has(file.id):
             await files.check()
             raise _gone(file)
         return web.FileResponse(files.folder / file.id, headers=headers)
-    return await _send_remote(request, files.remote, file, headers)
+    return await _send_remote(request, files.read_remote, file, headers)
 
 
 def _gone(file: StoredFile) -> errors.ObjectNotFound:
@@ -287,7 +260,10 @@ def _gone(file: StoredFile) -> errors.ObjectNotFound:
 
 
 async def _send_remote(
-    request: web.Request, remote: Remote, file: StoredFile, headers: Mapping[str, str]
+    request: web.Request,
+    read: Callable[[str, int, int], Awaitable[bytes]],
+    file: StoredFile,
+    headers: Mapping[str, str],
 ) -> web.StreamResponse:
     # A file never changes.
     response = web.StreamResponse(headers={**headers, "ETag": f'"{file.id}"', "Accept-Ranges": "bytes"})
@@ -309,14 +285,14 @@ async def _send_remote(
     response.content_length = max(0, end - start)
     # Before the head: what fails now is still an error that the client can read.
     try:
-        piece = await remote.read(file.id, start, end) if start < end and request.method != "HEAD" else b""
+        piece = await read(file.id, start, end) if start < end and request.method != "HEAD" else b""
     except FileNotFoundError as error:
         raise _gone(file) from error
     await response.prepare(request)
     while piece:
         await response.write(piece)
         start += len(piece)
-        piece = await remote.read(file.id, start, end) if start < end else b""
+        piece = await read(file.id, start, end) if start < end else b""
     return response
 
 

@@ -469,7 +469,7 @@ class BatchRunner:
                 outcome = await self._result_of(held, line, outcome, limit, began)
             if outcome is not None:
                 state = SUCCEEDED if outcome.error is None else FAILED
-                cost = offload.JSON * len(outcome.body)
+                cost = offload.BYTE * len(outcome.body)
                 data = await offload.run(rendered, batch, line.number, custom_id, outcome, cost=cost)
                 exonerated = state == SUCCEEDED and line.deaths > 0
                 held.done.append((Done(line.number, state, -1, len(data), outcome.usage, exonerated), data))

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 import structlog
 
@@ -46,13 +46,6 @@ _SHARED = frozenset(
 )
 
 
-class Remote(Protocol):
-    """Reads files that are elsewhere."""
-
-    async def read(self, name: str, start: int, end: int) -> bytes:
-        """Return the bytes of the file *name* from *start* to *end*. Raises :class:`ServiceError`."""
-
-
 class Files:
     """
     Files in a folder, and the tables about them. Nothing is made before the first file is.
@@ -62,8 +55,8 @@ class Files:
 
     #: Seconds between the times when results that are here become safe from the loss of this machine; 0 if they are.
     checkpoint = 0.0
-    #: What reads files that are not in the folder.
-    remote: Remote | None = None
+    #: Reads a file that is not in the folder; see :meth:`BucketFiles.read`. None: they all are.
+    read_remote: Callable[[str, int, int], Awaitable[bytes]] | None = None
 
     def __init__(self, settings: FilesSettings, batches: BatchesSettings) -> None:
         self.settings = settings

@@ -235,7 +235,11 @@ def _unknown(argument: str, command: str) -> str:
     known = {option.flag: option for option in options()}
     option = known.get(flag) or known.get(flag.replace("--no-", "--", 1))
     if option is None:
-        hint = closest(flag, [one.flag for one in _usable(command)]) or f" See triton-openai {command} --help-all."
+        hint = closest(flag, [one.flag for one in _usable(command)])
+        if not hint:
+            hint = f" See triton-openai {command} --help-all."
+            if command == "serve":
+                hint += " Arguments of vLLM's engine belong in model.json, in the folder of the vLLM backend's model."
         return f"{flag} is not an option of `triton-openai {command}`.{hint}"
     refuse_if_file_only(option, flag)
     return f"`triton-openai {command}` has no {flag}. See triton-openai {command} --help."

@@ -347,10 +347,10 @@ class ResponsesSettings(_Group, frozen=True):
         str,
         Meta(pattern=r"^(none|memory|sqlite(:.+)?|[a-z][a-z0-9+.-]*://.+)$"),
         _flag(
-            "Where responses and conversations are kept: none, memory, sqlite[:PATH], redis://... or postgresql://...; "
+            "Where responses and conversations are kept: none, memory, sqlite[:PATH] or postgresql://...; "
             "by default a SQLite file in the user's state folder.",
             metavar="STORE",
-            form="none, memory, sqlite[:PATH], redis://... or postgresql://...",
+            form="none, memory, sqlite[:PATH] or postgresql://...",
             secret=True,
         ),
     ] = "sqlite"

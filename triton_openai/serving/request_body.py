@@ -87,7 +87,7 @@ async def _arrived(request: web.Request, limits: LimitSettings) -> bytes:
                 deadline.reschedule(began + allowed)
     except TimeoutError as error:
         raise RequestTimeout(f"The request's body did not arrive in time ({allowed:.0f} seconds).") from error
-    return await offload.run(b"".join, pieces, cost=offload.JOIN * size)
+    return await offload.run(b"".join, pieces, cost=offload.COPY * size)
 
 
 def check_body_size(most: int, size: int) -> None:

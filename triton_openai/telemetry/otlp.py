@@ -42,7 +42,7 @@ from triton_openai.telemetry.tracing import FIRST_TOKEN, SCHEMA_URL, Attributes,
 
 _log = structlog.get_logger(__name__)
 # Of a message: those of as many requests as the SDK exports at once by default.
-_MOST_SPANS = 1024
+_MAX_SPANS = 1024
 # Where the SDK says that its queue is full.
 _QUEUE_LOGGER = "opentelemetry.sdk._shared_internal"
 # More than our spans have, with those of a sampler: the SDK's own limit.
@@ -56,8 +56,6 @@ def exporter_class(settings: TracesSettings) -> type[SpanExporter]:
     try:
         protocol = "grpc" if settings.protocol == "grpc" else "http"
         module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter")
-        # The exporter's own takes most of what traces cost. Where a release does not ask for this name, it is used.
-        vars(module)["encode_spans"] = importlib.import_module("triton_openai.telemetry.span_encoder").encode_spans
     except ImportError as error:
         raise ConfigurationError(
             f"Traces are to be sent to {settings.otlp_endpoint}, but the exporter is not installed ({error.name}): "
@@ -82,21 +80,6 @@ class Ended(msgspec.Struct, gc=False):
     context: ClassVar = SpanContext(1, 1, False, _SAMPLED)
 
 
-class Batch(Sequence[ReadableSpan]):
-    """*spans* with the ids of their requests, which exporters read as the SDK's, made from each by *made*."""
-
-    def __init__(self, spans: Sequence[tuple[SpanIds, Span]], made: Callable[[SpanIds, Span], ReadableSpan]) -> None:
-        self.spans, self._made = spans, made
-
-    def __len__(self) -> int:
-        return len(self.spans)
-
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return [self._made(*one) for one in self.spans[place]]
-        return self._made(*self.spans[place])
-
-
 class SdkSpans(Spans, SpanExporter):
     """
     Queues the spans of each request, and sends them by *exporter*.
@@ -104,7 +87,7 @@ class SdkSpans(Spans, SpanExporter):
     *lost* is called with the number of requests whose spans the collector did not take, in the thread that sends.
 
     The sampler, the ids, the limits and the resource are those of *provider*. The SDK's own way checks and locks for
-    every attribute while the event loop waits. Encoded in batches, in the thread that sends them, they cost a fraction.
+    every attribute while the event loop waits. Here the SDK's spans are made in the thread that sends them.
     """
 
     def __init__(
@@ -147,15 +130,12 @@ class SdkSpans(Spans, SpanExporter):
 
     def export(self, spans: Sequence[Any]) -> SpanExportResult:
         """Send what :meth:`end` has queued, in messages that collectors take."""
-        every = [(each.ids, span) for each in spans for span in each.spans]
-        results = []
-        for at in range(0, len(every), _MOST_SPANS):
-            batch = Batch(every[at : at + _MOST_SPANS], self._made)
-            results.append(self._exporter.export(batch if self._unlimited else batch[:]))
-        failed = [result for result in results if result is not SpanExportResult.SUCCESS]
-        if failed:
+        made = [self._made(request.ids, span) for request in spans for span in request.spans]
+        results = [self._exporter.export(made[at : at + _MAX_SPANS]) for at in range(0, len(made), _MAX_SPANS)]
+        if SpanExportResult.FAILURE in results:
             self._lost(len(spans))
-        return failed[0] if failed else SpanExportResult.SUCCESS
+            return SpanExportResult.FAILURE
+        return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
         """Give up what is not sent."""

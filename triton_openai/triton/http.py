@@ -206,7 +206,7 @@ class HttpClient:
         max_size = request.max_answer + MAX_HEAD_BYTES
         answer = await self._call(made, model=request.model, limited=False, max_size=max_size)
         length = answer.json_length
-        content = await offload.run(b"".join, answer.parts, cost=offload.JOIN * sum(map(len, answer.parts)))
+        content = await offload.run(b"".join, answer.parts, cost=offload.COPY * sum(map(len, answer.parts)))
         if length.isdigit() and len(length) <= _LONGEST_LENGTH:
             return parse_infer(content, int(length), request.model)
         if not length and _NAME_OR_OUTPUTS.search(content[:_START]) is None:

@@ -230,11 +230,11 @@ class InferRequest(msgspec.Struct, gc=False, frozen=True, kw_only=True):
         cost = 0.0
         for one in self.inputs:
             if isinstance(one.values, bytes):
-                cost += offload.JOIN * len(one.values)
+                cost += offload.COPY * len(one.values)
             elif one.datatype == "BYTES":
-                cost += offload.JOIN * sum(map(len, one.values))
+                cost += offload.COPY * sum(map(len, one.values))
             else:
-                cost += offload.INTEGER * len(one.values)
+                cost += offload.BYTE * len(one.values)
         return cost
 
 

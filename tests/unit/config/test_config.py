@@ -284,7 +284,7 @@ def test_mistakes_in_the_file(read, yaml: str, message: str) -> None:
         ({"api-key": [""]}, {}, "--api-key is given and empty: leave it out to let every client in."),
         ({}, {"TRITON_OPENAI_OPENAI_RESTRICTED_API": ";"}, "TRITON_OPENAI_OPENAI_RESTRICTED_API is given and empty"),
         ({"api-key": ["a b"]}, {}, "--api-key is not accepted: expected text without spaces and commas, and with one"),
-        ({"responses-store": "x"}, {}, "expected none, memory, sqlite[:PATH], redis://... or postgresql://..."),
+        ({"responses-store": "x"}, {}, "expected none, memory, sqlite[:PATH] or postgresql://..."),
         ({"cors-allow-origin": ["a.b"]}, {}, "expected https://HOST[:PORT] without a path, with * for any port, or *"),
         (
             {"triton-url": ["http://a"], "model-repository": ["m"]},

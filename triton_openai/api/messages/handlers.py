@@ -17,6 +17,7 @@ from triton_openai.api.chat import ChatRequest, turn_of
 from triton_openai.api.messages import types
 from triton_openai.api.messages.message_events import MessageEvents, add_request_id
 from triton_openai.api.messages.message_reader import read
+from triton_openai.api.paging import message_page_query, unknown_place_error
 from triton_openai.api.service import RequestContext, begin, key_of, new_id, service_of
 from triton_openai.api.sse import stream
 from triton_openai.errors import InvalidRequest
@@ -91,15 +92,18 @@ async def _answer(context: RequestContext[ChatRequest], *, omits_thinking: bool)
 
 def list_models(request: web.Request) -> web.Response:
     """Return a page of the models that the request's key may use. Raises :class:`InvalidRequest`."""
-    models, key, query = service_of(request).models, key_of(request), request.query
-    place, way = ("before_id", -1) if "before_id" in query else ("after_id", 1)
-    names = [name for name in models.served if key.allows(name)][::way]
-    limit, after = agents.page_limit(query, 1000), query.get(place)
-    if after is not None:
-        if after not in names:
-            raise agents.unknown_place_error(place)
-        names = names[names.index(after) + 1 :]
-    data = [describe(models, name) for name in names[:limit][::way]]
+    models, key = service_of(request).models, key_of(request)
+    limit, param, place, before = message_page_query(request.query)
+    names = [name for name in models.served if key.allows(name)]
+    if before:
+        names.reverse()
+    if place is not None:
+        if place not in names:
+            raise unknown_place_error(param)
+        names = names[names.index(place) + 1 :]
+    data = [describe(models, name) for name in names[:limit]]
+    if before:
+        data.reverse()
     return json_response(types.ModelPage.of(data, more=len(names) > limit))
 
 

@@ -14,15 +14,14 @@ import msgspec
 from aiohttp import web
 
 from triton_openai import errors, offload
-from triton_openai.api import agents
-from triton_openai.api.agents import Page
 from triton_openai.api.batches import add, cancel_batch, find_batch, proofs_of
 from triton_openai.api.bodies import json_response
 from triton_openai.api.lines import check_model
 from triton_openai.api.messages.batch_body import BatchedMessage, read_batch
 from triton_openai.api.messages.message_events import add_request_id
+from triton_openai.api.paging import Page, fetch_page, message_page_query
 from triton_openai.api.service import find_model, key_of, new_id, service_of
-from triton_openai.api.uploaded_files import files_of, page_found, page_response, send_file
+from triton_openai.api.uploaded_files import files_of, page_response, send_file
 from triton_openai.batches.file_folder import Files, Writing, on_disk
 from triton_openai.serving.request_body import LIMITS, read_body
 from triton_openai.storage.batch_store import Batch
@@ -31,7 +30,7 @@ from triton_openai.telemetry.request_record import RECORD
 _PATH = "/v1/messages"
 _HOURS = 24
 # Microseconds for each byte of a body: to split it, and to check and decode its requests.
-_SPLIT = 2 * offload.JSON
+_SPLIT = 2 * offload.BYTE
 _BLANKS = bytes.maketrans(b"\r\n", b"  ")
 _STEP = 1024 * 1024
 
@@ -131,12 +130,14 @@ def _write(writing: Writing, requests: Iterable[BatchedMessage]) -> None:
 
 async def list_batches(request: web.Request) -> web.Response:
     """List the batches of messages of the request's key, newest first."""
-    store, query = files_of(request).store, request.query
+    files = files_of(request)
     add_request_id(request[RECORD])
-    place, way = ("before_id", -1) if "before_id" in query else ("after_id", 1)
-    find = partial(store.batches, key_of(request).name, "anthropic", reverse=way > 0)
-    batches, more = await page_found(request, find, agents.page_limit(query, 1000), query.get(place), place)
-    return await page_response(MessageBatchPage, batches[::way], _batch_object, more=more)
+    limit, param, place, before = message_page_query(request.query)
+    find = partial(files.store.batches, key_of(request).name, "anthropic", reverse=not before) if files.exist else None
+    batches, more = await fetch_page(find, limit, place, param)
+    if before:
+        batches = batches[::-1]
+    return await page_response(MessageBatchPage, batches, _batch_object, more=more)
 
 
 async def _found(request: web.Request) -> Batch:

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, TypeAlias, Union
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from triton_openai.api.agents import Page
 from triton_openai.api.bodies import MAX_MESSAGES, ModelRequest
+from triton_openai.api.paging import Page
 from triton_openai.api.parameters import accepting, ignoring
 
 _MOST_BLOCKS = 4096

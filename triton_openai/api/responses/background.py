@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 
 import msgspec
 import structlog
+from aiohttp import web
 
 from triton_openai import errors
 from triton_openai.access.rate_limits import RESERVATION, Reservation, tokens_charged
@@ -21,7 +22,7 @@ from triton_openai.api.responses.objects import ResponsesRequest
 from triton_openai.api.responses.response_events import ResponseEvents, response_event, terminal_events
 from triton_openai.api.responses.stored import StoredResponse
 from triton_openai.api.service import RequestContext
-from triton_openai.api.sse import EventSource, event_count, without_events
+from triton_openai.api.sse import event_count, send_events, without_events
 from triton_openai.config.worker import WORKER
 from triton_openai.draining import DRAINING
 from triton_openai.generation import Delta
@@ -154,7 +155,7 @@ async def _make(
             made.state.live.pop(log.response.id, None)
 
 
-class ResumedEvents(EventSource):
+class ResumedEvents:
     """
     The events of a response that follow number *after*, and those to come, up to its end.
 
@@ -173,10 +174,16 @@ class ResumedEvents(EventSource):
         self._stopping: errors.ServiceError | None = None
         self._over = False
 
+    async def send(self, request: web.Request) -> web.StreamResponse:
+        """Stream the events to the client."""
+        return await send_events(request, self.next, self.stop)
+
     def stop(self, reason: errors.ServiceError) -> None:
+        """Make the end come soon, because this process stops for this *reason*."""
         self._stopping = reason
 
     async def next(self, seconds: float) -> bytes | None:
+        """Return further events, nothing if there are none for *seconds*, ``None`` at the end."""
         if self._over:
             return None
         events = await self._stored(seconds) if self._log is None else await self._made(self._log, seconds)

@@ -31,7 +31,7 @@ from triton_openai.api.responses.objects import (
 from triton_openai.api.responses.response_events import ResponseEvents
 from triton_openai.api.responses.stored import STATE, StoredResponse
 from triton_openai.api.service import RequestContext, begin, key_of, now
-from triton_openai.api.sse import send_events, stream
+from triton_openai.api.sse import stream
 
 # What a response repeats of its request.
 _REPEATED = (
@@ -203,7 +203,7 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
         if not made.state.beginning[made.owner]:
             del made.state.beginning[made.owner]
     if context.body.stream:
-        return await send_events(context.request, background.ResumedEvents(made, -1))
+        return await background.ResumedEvents(made, -1).send(context.request)
     return json_response(made.response)
 
 

@@ -13,9 +13,9 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from triton_openai.api import parameters
-from triton_openai.api.agents import Page
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest
 from triton_openai.api.logprobs import ContentLogprob
+from triton_openai.api.paging import Page
 
 #: An item of ``input``: kept as it is, because it may be stored; `chat_request.py` reads it.
 Item: TypeAlias = dict[str, Any]

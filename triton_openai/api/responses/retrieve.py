@@ -9,14 +9,12 @@ import msgspec
 from aiohttp import web
 
 from triton_openai import errors
-from triton_openai.api import agents
 from triton_openai.api.bodies import json_response, read_json
+from triton_openai.api.paging import page_query, unknown_place_error
 from triton_openai.api.responses.background import ResumedEvents
-from triton_openai.api.responses.items import is_id
 from triton_openai.api.responses.objects import Deleted, Item, ItemList
 from triton_openai.api.responses.stored import STATE, StoredResponse
 from triton_openai.api.service import key_of
-from triton_openai.api.sse import send_events
 from triton_openai.serving.request_body import LIMITS
 from triton_openai.storage.store import Row
 
@@ -47,7 +45,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
         after = int(request.query.get("starting_after", given.starting_after))
     except ValueError as error:
         raise errors.InvalidValue("'starting_after' must be the number of an event.", "starting_after") from error
-    return await send_events(request, ResumedEvents(found, after))
+    return await ResumedEvents(found, after).send(request)
 
 
 async def delete(request: web.Request) -> web.Response:
@@ -88,33 +86,17 @@ async def list_input(request: web.Request) -> web.Response:
     return json_response(await page_of(request, found.response.id, "input"))
 
 
-def page_query(
-    request: web.Request, order: str = "desc", *, most: int = 100, default: int = 20
-) -> tuple[int, str | None, bool]:
-    """
-    Return the ``limit`` of the page that *request* asks for, the id that it follows, and whether the last comes first.
-
-    *order* and *default* hold where the query has none. Raises :class:`InvalidValue`.
-    """
-    order, after = request.query.get("order", order), request.query.get("after")
-    if order not in ("asc", "desc"):
-        raise errors.InvalidValue("'order' must be 'asc' or 'desc'.", "order")
-    if after is not None and not is_id(after):
-        raise agents.unknown_place_error("after")
-    return agents.page_limit(request.query, most, default=default), after, order == "desc"
-
-
 async def page_of(request: web.Request, key: str, name: str, order: str = "desc") -> ItemList:
     """
     Return the page that *request* asks for of the list *name* of what is stored, in this *order* if it names none.
 
     A page of large items has fewer than were asked for. Raises :class:`InvalidValue`.
     """
-    limit, after, reverse = page_query(request, order)
+    limit, after, reverse = page_query(request.query, order)
     store, most = request.app[STATE].store(), request.app[LIMITS].max_text_size
     page = await store.page(key, name, after=after, limit=limit, most_size=most, reverse=reverse)
     if page is None:
-        raise agents.unknown_place_error("after")
+        raise unknown_place_error("after")
     return list_of(page.rows, more=page.more)
 
 

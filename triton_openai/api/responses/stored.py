@@ -116,7 +116,7 @@ class ResponseStore:
         if lost or (response.status == "cancelled" and not output):
             # Its maker has not ended it: it has the output that its events tell of.
             events = b"".join((await self.store().chain(response_id, owner, [EVENTS], most=1)).rows)
-            response.output = await offload.run(replayed, events, cost=offload.JSON * len(events))
+            response.output = await offload.run(replayed, events, cost=offload.BYTE * len(events))
             if lost or response.output:
                 # Another process that is faster does the same.
                 await found.put(_output_rows(response))
