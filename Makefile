@@ -141,9 +141,11 @@ profile: $(VENV)/.demo ## show where the service's CPU time goes, by function
 	$(BIN)/python -m bench.profile $(ARGS)
 
 .PHONY: soak
-soak: $(VENV)/.develop ## ten minutes of mixed traffic with faults (ARGS="--seconds 60"), and a batch that is killed 50 times
+soak: $(VENV)/.develop ## ten minutes of mixed traffic with faults (ARGS="--seconds 60"), and batches with faults
 	$(BIN)/python -m tests.faults.soak $(ARGS)
 	BATCH_KILLS=50 $(BIN)/python -m pytest tests/faults/test_batches.py -k test_kills
+	$(BIN)/python -m tests.faults.batch_soak --tritons 1
+	$(BIN)/python -m tests.faults.batch_soak --tritons 3
 
 .PHONY: hostile
 hostile: $(VENV)/.develop ## 100,000 hostile requests over every endpoint (ARGS="--requests 5000 --seed 1")

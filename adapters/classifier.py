@@ -14,7 +14,7 @@ from typing import Any
 from triton_openai.adapters._common import tensor_mapping as tensors
 from triton_openai.adapters._common.base import Capabilities
 from triton_openai.adapters._common.tensor_mapping import IDS, MASK, SEGMENTS, Kind
-from triton_openai.errors import ConfigurationError, UpstreamError
+from triton_openai.errors import ConfigurationError
 from triton_openai.generation import TensorMapping
 from triton_openai.jobs import ClassificationJob, ClassificationResult, TokenPair
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
@@ -140,23 +140,30 @@ class Classifier(tensors.DescribedAdapter):
         labels: dict[int, str] = {}
         for part, response in zip(self._batches(job), responses, strict=True):
             labelled = self.capabilities.labels
-            found = (response.texts if labelled else response.numbers)(self._output.name)
+            found: Sequence[Any] = (response.texts if labelled else response.numbers)(self._output.name)
             width, rest = divmod(len(found), len(part))
             if rest or not width:
-                raise UpstreamError(f"The model sent {len(found)} values for {len(part)} inputs.")
+                detail = f"{len(found)} values for {len(part)} inputs"
+                raise response.invalid("its values are no multiple of the request's inputs", detail=detail)
             rows = [found[start : start + width] for start in range(0, len(found), width)]
-            values += [_in_order(row, labels) for row in rows] if labelled else map(list, rows)
+            values += [_in_order(row, labels, response) for row in rows] if labelled else map(list, rows)
         return ClassificationResult(values=values, labels=labels)
 
 
-def _in_order(found: Sequence[str], labels: dict[int, str]) -> Sequence[float]:
-    """Return the values of texts ``value:index:label`` in the order of the indices, and add the labels to *labels*."""
-    values = [0.0] * len(found)
+def _in_order(found: Sequence[str], labels: dict[int, str], response: InferResponse) -> Sequence[float]:
+    """
+    Return the values of texts ``value:index:label`` in the order of the indices, and add the labels to *labels*.
+
+    Raises :class:`InvalidAnswer` unless the texts of *response* have each index once.
+    """
+    values: dict[int, float] = {}
     try:
         for text in found:
             value, index, *label = text.split(":", 2)
             values[int(index)] = float(value)
             labels.update((int(index), name) for name in label if name)
-    except (ValueError, IndexError) as error:
-        raise UpstreamError("Triton sent classes that cannot be read.", detail=repr(found[:3])) from error
-    return values
+    except ValueError as error:
+        raise response.invalid("its classes cannot be read") from error
+    if values.keys() != set(range(len(found))):
+        raise response.invalid("it does not have each class once")
+    return [values[index] for index in range(len(found))]

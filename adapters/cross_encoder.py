@@ -18,7 +18,7 @@ import msgspec
 
 from triton_openai.adapters._common.base import Adapter, Capabilities
 from triton_openai.adapters._common.tensor_mapping import FLOATS, id_batches, id_inputs, id_tensors
-from triton_openai.errors import ConfigurationError, UpstreamError
+from triton_openai.errors import ConfigurationError
 from triton_openai.jobs import ScoreJob, ScoreResult
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
 
@@ -155,15 +155,16 @@ class CrossEncoder(Adapter):
         for places, response in zip(self._batches(job), responses, strict=True):
             found = [float(score) for score in response.numbers(self._mapping.output)]
             if len(found) != len(places):
-                raise UpstreamError(f"The model sent {len(found)} scores for {len(places)} pairs.")
+                detail = f"{len(found)} scores for {len(places)} pairs"
+                raise response.invalid("it has more or fewer scores than the request has pairs", detail=detail)
             if _INDEX in names:
-                order = [int(place) for place in response.numbers(names[_INDEX])]
+                order = response.integers(names[_INDEX])
                 if sorted(order) != list(range(len(found))):
-                    raise UpstreamError("The model sent scores without saying for which pairs.")
+                    raise response.invalid("it does not say for which pairs the scores are")
                 found = [score for _, score in sorted(zip(order, found, strict=True))]
             scores += found
             if _TOKENS in names:
-                tokens += [int(count) for count in response.numbers(names[_TOKENS])]
+                tokens += response.integers(names[_TOKENS])
         counted = len(tokens) == len(job.pairs)
         return ScoreResult(scores=scores, prompt_tokens=sum(tokens) if counted else None)
 

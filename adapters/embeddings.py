@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from triton_openai.adapters._common import tensor_mapping as tensors
-from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, UpstreamError
+from triton_openai.adapters._common.decoding import checked_vectors
+from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
 from triton_openai.generation import TensorMapping
 from triton_openai.jobs import EmbeddingJob, EmbeddingResult
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, TensorSpec
@@ -89,6 +90,4 @@ class Embeddings(tensors.DescribedAdapter):
 
     def decode(self, job: EmbeddingJob, responses: Sequence[InferResponse], /) -> EmbeddingResult:
         vectors = [vector for response in responses for vector in response.vectors(self._output.name)]
-        if len(vectors) != len(job.inputs):
-            raise UpstreamError(f"The model sent {len(vectors)} embeddings for {len(job.inputs)} inputs.")
-        return EmbeddingResult(vectors=vectors)
+        return EmbeddingResult(vectors=checked_vectors(vectors, len(job.inputs), self.config.name))

@@ -17,7 +17,7 @@ import msgspec
 
 from triton_openai.adapters._common.base import Capabilities, Synthesis, check_range
 from triton_openai.adapters._common.tensor_mapping import DescribedAdapter, Kind, constants, fits, named_tensors
-from triton_openai.errors import ConfigurationError, UnsupportedParameter, UpstreamError
+from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import Speech, SynthesisJob
 from triton_openai.triton.tensors import ARRAY_CODES, InferRequest, InferResponse, ModelConfig, Tensor
@@ -39,6 +39,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     _AUDIO: (_WAVEFORM, "audio", "wav", "speech", "audio_output"),
 }
 _END_OF_INSTRUCTIONS = "<|endofprompt|>"
+# Of the best audio: 48,000 numbers of 8 bytes.
+_BYTES_OF_SECOND = 384_000
 # How long a model speaks, if nobody knows: about two sentences.
 _LONGEST = 30.0
 
@@ -126,6 +128,7 @@ class Synthesizer(DescribedAdapter):
             voice_type=self._voice_type,
             has_own_voice=own,
         )
+        self._longest = synthesis.longest
         self.capabilities = Capabilities(streaming=config.decoupled, synthesis=synthesis)
 
     def _check_rates(self, rate: int, reference_rate: int) -> None:
@@ -179,6 +182,9 @@ class Synthesizer(DescribedAdapter):
         if self._zero_shot:
             inputs += self._reference(job)
         request = self.described_request(job.id, inputs, self._constants, [self._output.name])
+        # Twice the longest, as a model may speak slowly.
+        spoken = int(2 * self._longest * _BYTES_OF_SECOND)
+        request = msgspec.structs.replace(request, max_answer=max(request.max_answer, spoken))
         if self._output.datatype in ("FP16", "BYTES"):
             request = msgspec.structs.replace(request, json_expressible=False)
         return [request]
@@ -202,12 +208,20 @@ class Synthesizer(DescribedAdapter):
         name, datatype = self._output.name, self._output.datatype
         tensor = response.tensor(name)
         if tensor is not None:
+            if tensor.datatype != datatype:
+                raise response.invalid(f"the output '{name}' is not {datatype}")
+            if datatype != "BYTES":
+                return bytes(tensor.data)
             # A file's bytes follow their number.
-            return bytes(tensor.data[4:] if datatype == "BYTES" else tensor.data)
+            size = len(tensor.data) - 4
+            if size != -4 and int.from_bytes(tensor.data[:4], "little") != size:
+                raise response.invalid(f"the output '{name}' is not one file")
+            return bytes(tensor.data[4:])
+        numbers = response.numbers(name)
         try:
-            return array(ARRAY_CODES[datatype], response.numbers(name)).tobytes()
-        except (TypeError, ValueError, OverflowError, KeyError) as error:
-            raise UpstreamError(f"Triton sent a malformed '{name}' output.") from error
+            return array(ARRAY_CODES[datatype], numbers).tobytes()
+        except (TypeError, OverflowError, KeyError) as error:
+            raise response.invalid(f"the output '{name}' is not {datatype}") from error
 
 
 def _declared(config: ModelConfig) -> int | None:

@@ -138,8 +138,10 @@ class Text(DescribedAdapter):
             nonlocal counted
             finish, completion = self._outputs.get(_FINISH), self._outputs.get(_COMPLETION)
             if completion is not None:
-                tokens = int(next(iter(response.numbers(completion)), counted if total else 0))
-                delta.tokens, counted = tokens - counted if total else tokens, tokens
+                tokens = next(iter(response.integers(completion)), counted if total else 0)
+                # A count that falls would be no tokens.
+                delta.tokens = max(0, tokens - counted) if total else tokens
+                counted = tokens
             if finish is not None:
                 word = next(iter(response.texts(finish)), "")
                 # Of another word nobody knows the meaning: then the reason is found as if there were none.

@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import re
 import secrets
 import wave
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
 from triton_openai.adapters._common import tensor_mapping as tensors
 from triton_openai.adapters._common.base import Capabilities, Recognition, requires_only
 from triton_openai.adapters._common.tensor_mapping import Kind
-from triton_openai.errors import ConfigurationError, UnsupportedParameter, UpstreamError
+from triton_openai.errors import ConfigurationError, InvalidAnswer, UnsupportedParameter
 from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
 from triton_openai.languages import LANGUAGES, blank_between, code_of
@@ -61,6 +62,8 @@ _PADDED = 10.0
 _ENGINE = "whisper"
 _TAG = re.compile(r"<\|([^|<>]*)\|>")
 _LOUDEST_PCM = 32_767
+# The longest recording that a segment can be in: ten days.
+_MAX_SECONDS = 864_000
 
 
 def _known(config: ModelConfig) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
@@ -301,14 +304,14 @@ class Transcriber(tensors.DescribedAdapter):
             for use, spec in self._outputs.items()
         }
         language = code_of(told[_LANGUAGE]) if told.get(_LANGUAGE) else tagged
-        segments = _segments(told[_SEGMENTS]) if told.get(_SEGMENTS) else ()
+        segments = _segments(told[_SEGMENTS], self.config.name) if told.get(_SEGMENTS) else ()
         return Transcript(text=_TAG.sub("", text).strip(), language=language, segments=segments)
 
     def _row(self, job: TranscriptionJob, responses: Sequence[InferResponse]) -> Sequence[int]:
         """Return the token ids of the best beam that follow the prompt."""
         name = self._outputs[_IDS].name
         for response in reversed(responses):
-            tensor, ids = response.tensor(name), [int(number) for number in response.numbers(name)]
+            tensor, ids = response.tensor(name), list(response.integers(name))
             if ids:
                 width = tensor.shape[-1] if tensor is not None and tensor.shape else len(ids)
                 row, prompt = ids[:width], list(job.prompt_ids)
@@ -342,11 +345,20 @@ def _bytes_element(data: bytes, *, encode: bool) -> bytes:
     return len(data).to_bytes(4, "little") + data
 
 
-def _segments(text: str) -> list[Segment]:
-    """Return the segments of a described model: a JSON list of objects with start, end and text."""
+class _Segment(msgspec.Struct):
+    #: In seconds.
+    start: Annotated[float, Meta(ge=0, le=_MAX_SECONDS)]
+    end: Annotated[float, Meta(ge=0, le=_MAX_SECONDS)]
+    text: str
+
+
+_decode_segments = msgspec.json.Decoder(list[_Segment], strict=False).decode
+
+
+def _segments(text: str, model: str) -> list[Segment]:
+    """Return the segments of a described *model*: a JSON list of objects with start, end and text."""
     try:
-        return [
-            Segment(start=float(one["start"]), end=float(one["end"]), text=str(one["text"])) for one in json.loads(text)
-        ]
-    except (ValueError, TypeError, KeyError) as error:
-        raise UpstreamError("The model sent segments that cannot be read.", detail=text[:200]) from error
+        found = _decode_segments(text)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidAnswer("its segments cannot be read", model=model, detail=str(error)) from error
+    return [Segment(start=one.start, end=one.end, text=one.text) for one in found]

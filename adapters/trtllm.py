@@ -18,9 +18,16 @@ from triton_openai.adapters._common import trtllm_family as common
 from triton_openai.adapters._common.base import ModelMetadata, Parameter, Rule, bind, requires_only
 from triton_openai.adapters._common.decoding import Reader
 from triton_openai.adapters._common.registry import users_of
-from triton_openai.errors import ConfigurationError, InvalidValue, UnsupportedParameter, UpstreamError
+from triton_openai.errors import ConfigurationError, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Delta, Generation, Logits, Sampling, TokenLogprob, Vocabulary
-from triton_openai.triton.tensors import INTEGER_RANGES, InferRequest, InferResponse, ModelConfig, Tensor
+from triton_openai.triton.tensors import (
+    INTEGER_RANGES,
+    MAX_OPEN_ANSWER,
+    InferRequest,
+    InferResponse,
+    ModelConfig,
+    Tensor,
+)
 
 PARAMETERS: tuple[Parameter, ...] = (
     *common.SHARED_PARAMETERS,
@@ -40,6 +47,8 @@ GENERATION, _CONTEXT = "generation_logits", "context_logits"
 _MOST_ALTERNATIVES = 20
 # Protocol buffers end at 2 GiB, and this process has to hold it.
 _MOST_BYTES = 2**30
+# Beside the logits, an answer has what it has without them.
+_MAX_LOGITS_ANSWER = _MOST_BYTES + MAX_OPEN_ANSWER
 _SIZES = {"FP32": 4, "FP16": 2, "BF16": 2}
 
 
@@ -121,6 +130,8 @@ class Trtllm(common.TrtllmAdapter):
         request = self.generation_request(generation, inputs, outputs)
         if needed_for is not None:
             request = msgspec.structs.replace(request, json_expressible=False, needed_for=needed_for)
+        if sampling.logprobs:
+            request = msgspec.structs.replace(request, max_answer=_MAX_LOGITS_ANSWER)
         return [request]
 
     def _switches(self, generation: Generation, vocabulary: Vocabulary) -> list[Tensor]:
@@ -154,7 +165,12 @@ class Trtllm(common.TrtllmAdapter):
         inputs += self.declared_tensors(**{"streaming": False, f"return_{_CONTEXT}": True})
         outputs = (*request.outputs, _CONTEXT)
         return msgspec.structs.replace(
-            request, id=f"{generation.id}-prompt", inputs=tuple(inputs), outputs=outputs, json_expressible=False
+            request,
+            id=f"{generation.id}-prompt",
+            inputs=tuple(inputs),
+            outputs=outputs,
+            json_expressible=False,
+            max_answer=_MAX_LOGITS_ANSWER,
         )
 
     def decode_prompt_logits(self, response: InferResponse) -> Logits | None:
@@ -191,14 +207,17 @@ class TokenDecoder:
 
     def feed(self, response: InferResponse) -> Delta:
         """Return the delta of one response; the last one often has no ids."""
-        ids = response.numbers("output_ids")
-        if lengths := response.numbers("sequence_length"):
+        # An engine may fill up with -1.
+        ids = response.integers("output_ids", least=-1)
+        if lengths := response.integers("sequence_length"):
             # One beam, so what follows the length is padding.
-            ids = ids[: int(lengths[0])]
+            ids = ids[: lengths[0]]
         if self._repeats and tuple(ids[: len(self._prompt_ids)]) == self._prompt_ids:
             ids = ids[len(self._prompt_ids) :]
         if self._padding:
             ids = ids[: next((place for place, number in enumerate(ids) if number in self._padding), len(ids))]
+        if len(ids) and min(ids) < 0:
+            raise response.invalid("the output 'output_ids' has a negative token id")
         delta = Delta(token_ids=ids, tokens=len(ids))
         if self._count is None:
             self._count, delta.prompt_tokens = 0, len(self._prompt_ids)
@@ -206,7 +225,7 @@ class TokenDecoder:
         if self._logprobs == GENERATION and len(ids):
             delta.logits = read_logits(response, GENERATION, count=len(ids), total=self._count)
         elif self._logprobs == common.LOGPROBS and len(ids):
-            values = common.newest(response.numbers(common.LOGPROBS), count=len(ids), total=self._count)
+            values = common.newest(response, count=len(ids), total=self._count)
             # Names are added where the tokenizer is.
             delta.logprobs = [TokenLogprob("", value, id=number) for number, value in zip(ids, values, strict=True)]
         for read in self._readers:
@@ -237,7 +256,7 @@ def read_logits(response: InferResponse, name: str, *, count: int, total: int) -
     """
     Return the logits of the *count* new tokens, of *total* so far.
 
-    Raises :class:`UnsupportedParameter` where there are none, :class:`UpstreamError` where they do not fit.
+    Raises :class:`UnsupportedParameter` where there are none, :class:`InvalidAnswer` where they do not fit.
     """
     tensor, what = response.tensor(name), name.replace("_", " ")
     if tensor is None or not tensor.data:
@@ -248,9 +267,9 @@ def read_logits(response: InferResponse, name: str, *, count: int, total: int) -
     width = tensor.shape[-1] if tensor.shape else 0
     rows = math.prod(tensor.shape[:-1])
     if width < 2 or len(tensor.data) != rows * width * _SIZES.get(tensor.datatype, 0):
-        raise UpstreamError(f"The model sent malformed {what}.")
+        raise response.invalid(f"its {what} have another type or shape")
     if rows != count and rows < total:
-        raise UpstreamError("The model sent logits that do not match its tokens.")
+        raise response.invalid("its logits do not match its tokens")
     first = 0 if rows == count else total - count
     return Logits(data=tensor.data, datatype=tensor.datatype, width=width, first=first)
 

@@ -225,7 +225,7 @@ class StepLogprobs:
 
     def __call__(self, response: InferResponse, delta: Delta) -> None:
         """Set the entry of *delta*'s token. Raises :class:`UpstreamError` for a step of several."""
-        new = self._new(response.numbers(common.LOGPROBS), delta)
+        new = self._new(response, delta)
         if not len(new):
             return
         if len(new) > 1:
@@ -238,10 +238,11 @@ class StepLogprobs:
         self._open = not text
         delta.logprobs = (TokenLogprob(text, float(new[0]), raw=text.encode() if whole else None),)
 
-    def _new(self, values: Sequence[float], delta: Delta) -> Sequence[float]:
+    def _new(self, response: InferResponse, delta: Delta) -> Sequence[float]:
         if delta.tokens is not None:
             self._total += delta.tokens
-            return common.newest(values, count=delta.tokens, total=self._total) if delta.tokens else ()
+            return common.newest(response, count=delta.tokens, total=self._total) if delta.tokens else ()
+        values = response.numbers(common.LOGPROBS)
         # A release that does not count tokens: the list grows, or shows that it does not.
         if not self._only_new and len(values) > self._total:
             new, self._total = values[self._total :], len(values)

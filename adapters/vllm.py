@@ -25,8 +25,14 @@ from triton_openai.adapters._common.base import (
     requires_only,
     with_engine_arguments,
 )
-from triton_openai.adapters._common.decoding import CumulativeText, Reader, TextDecoder, cumulative_logprob
-from triton_openai.errors import InvalidValue, UpstreamError
+from triton_openai.adapters._common.decoding import (
+    CumulativeText,
+    Reader,
+    TextDecoder,
+    checked_vectors,
+    cumulative_logprob,
+)
+from triton_openai.errors import InvalidValue
 from triton_openai.generation import Alternative, Delta, Generation, Guide, TokenLogprob
 from triton_openai.jobs import EmbeddingJob, EmbeddingResult, JobType
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
@@ -210,6 +216,9 @@ class Vllm(Adapter):
 
     def _embeddings(self, job: EmbeddingJob) -> Sequence[InferRequest]:
         """Return one request per input: the backend takes one text, or one list of token ids, at a time."""
+        if job.dimensions is not None:
+            # A larger number fails in the engine, and other requests with it.
+            check_range("dimensions", job.dimensions, "INT32")
         requests = []
         items: Sequence[Any] = job.inputs
         for index, item in enumerate(items):
@@ -229,16 +238,19 @@ class Vllm(Adapter):
 
     def decode(self, job: EmbeddingJob, responses: Sequence[InferResponse], /) -> EmbeddingResult:
         """Return the vectors, and the tokens of all inputs if every answer counted its own."""
-        vectors = []
+        vectors: list[bytes] = []
         counts: list[int] = []
         for response in responses:
             texts = response.texts("text_output")
             try:
                 vectors.append(array("f", _vector.decode(texts[0])).tobytes())
             except (IndexError, msgspec.MsgspecError) as error:
-                raise UpstreamError("The model sent an embedding that cannot be read.", detail=str(error)) from error
-            counts += [int(count) for count in response.numbers("num_input_tokens")]
-        return EmbeddingResult(vectors=vectors, prompt_tokens=sum(counts) if len(counts) == len(responses) else None)
+                raise response.invalid("its embedding cannot be read", detail=str(error)) from error
+            counts += response.integers("num_input_tokens")
+        return EmbeddingResult(
+            vectors=checked_vectors(vectors, len(job.inputs), self.config.name),
+            prompt_tokens=sum(counts) if len(counts) == len(responses) else None,
+        )
 
 
 def _lacking(runner: Any, task: Any) -> Iterator[JobType]:
@@ -286,7 +298,7 @@ def token_logprobs(count: int | None, *, ids: bool = False) -> Reader:
     """
     Return a reader of the tokens' log probabilities, each with *count* alternatives, and of their *ids*.
 
-    It raises :class:`UpstreamError` for JSON of another shape.
+    It raises :class:`InvalidAnswer` for JSON of another shape.
     """
 
     def read(response: InferResponse, delta: Delta) -> None:
@@ -296,7 +308,7 @@ def token_logprobs(count: int | None, *, ids: bool = False) -> Reader:
         try:
             positions = _read(texts[0])
         except (ValueError, RecursionError) as error:
-            raise UpstreamError("The model sent log probabilities that cannot be read.", detail=str(error)) from error
+            raise response.invalid("its log probabilities cannot be read", detail=str(error)) from error
         entries = [_entry(position, count or 0) for position in positions or () if position]
         if ids:
             delta.token_ids = [entry.id for entry in entries if entry.id is not None]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import structlog
@@ -12,10 +14,21 @@ import structlog
 from triton_openai.config.tree import EndpointSettings, Policy, RoutingSettings, TritonSettings
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
 from triton_openai.triton.fleet import Fleet
+from triton_openai.triton.routing import Pool, Target
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
 
 _CHOICES = 20_000
 _RUNNING = 64
+_REQUESTS, _AT_A_TIME = 1200, 12
+#: What chat templates put before a system prompt.
+TEMPLATES = {
+    "ChatML": "<|im_start|>system\n",
+    "Llama 3.1": (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
+        "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+    ),
+    "none": "",
+}
 
 
 class Instant:
@@ -76,8 +89,38 @@ async def _measure(count: int, policy: Policy) -> tuple[float, float]:
     return choice, fresh
 
 
+def share_at_one_triton(size: int, head: str, tenants: int) -> tuple[float, float]:
+    """
+    Send the prompts of *tenants*, each with a system prompt of 200 to 800 bytes, over three Tritons, 12 at a time.
+
+    *size* is the setting ``prefix_size``, *head* what the chat template begins with. Returns the part of a tenant's
+    requests that its busiest Triton got, and the most that a Triton ran, as a multiple of its share.
+    """
+    order, settings = random.Random(5), RoutingSettings()
+    beginnings = [f"You are an assistant for {order.random()} " for _ in range(tenants)]
+    systems = [beginning.ljust(order.randint(200, 800), "x") for beginning in beginnings]
+    pool = Pool("affinity", max_ejected=0.5, load_factor=settings.load_factor, seed=1)
+    pool.update([Target(f"t{number}", 1.0) for number in range(3)])
+    got: defaultdict[int, Counter[str]] = defaultdict(Counter)
+    running: list[Target] = []
+    busiest = 0.0
+    for _ in range(_REQUESTS):
+        if len(running) == _AT_A_TIME:
+            pool.count(running.pop(order.randrange(_AT_A_TIME)), -1)
+        tenant = order.randrange(tenants)
+        prompt = f"{head}{systems[tenant]}{order.random()}"
+        target = pool.choose(0.0, key=prompt[:size].encode())
+        assert target is not None
+        pool.count(target, 1)
+        running.append(target)
+        got[tenant][target.endpoint] += 1
+        # The bound is rounded up to a whole request.
+        busiest = max(busiest, (target.running - 1) / (pool.running / 3))
+    return sum(max(each.values()) for each in got.values()) / _REQUESTS, busiest
+
+
 def main() -> None:
-    """Print a table."""
+    """Print two tables."""
     # Not that each Triton answers.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     print("Tritons  policy           µs per request  % of a core for the lists")
@@ -85,6 +128,11 @@ def main() -> None:
         for count in (1, 3, 20, 1000):
             choice, fresh = asyncio.run(_measure(count, policy))
             print(f"{count:7}  {policy:15}  {choice:14.1f}  {fresh:25.2f}")
+    print("\nPart of the requests with one system prompt of 200 to 800 bytes that one of three Tritons gets")
+    print("prefix_size", *(f"{name:>12}" for name in TEMPLATES))
+    for size in (64, 128, 192, 256, 512, 1024):
+        shares = [share_at_one_triton(size, head, 30)[0] for head in TEMPLATES.values()]
+        print(f"{size:11}", *(f"{share:12.2f}" for share in shares))
 
 
 if __name__ == "__main__":

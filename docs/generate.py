@@ -24,7 +24,7 @@ from triton_openai.api import chat, completions
 from triton_openai.api.bodies import IGNORED_HEADER
 from triton_openai.api.parameters import SamplingRequest, ignorable, neutral_values
 from triton_openai.api.routes import OPERATIONS, RECORDED, prose
-from triton_openai.cli.aliases import ALIASES, ENGINE_ARGUMENTS, REFUSED, VARIABLES, WITHOUT_EFFECT
+from triton_openai.cli.aliases import ALIASES, REFUSED, VARIABLES, WITHOUT_EFFECT
 from triton_openai.config.options import Option, bare_type, options
 from triton_openai.config.tree import Settings
 from triton_openai.errors import ServiceError
@@ -318,7 +318,13 @@ def _attribute_names(function: Callable[..., Any]) -> Iterable[str]:
 
 
 #: Those of vLLM's engine that people write most.
-_ENGINE_ARGUMENTS = ("dtype", "enable-prefix-caching", "gpu-memory-utilization", "max-num-seqs", "tensor-parallel-size")
+ENGINE_ARGUMENTS = (
+    "--dtype",
+    "--enable-prefix-caching",
+    "--gpu-memory-utilization",
+    "--max-num-seqs",
+    "--tensor-parallel-size",
+)
 
 
 def flags_of(server: str) -> str:
@@ -329,8 +335,7 @@ def flags_of(server: str) -> str:
     ]
     rows += [[f"`{theirs}`", advice] for theirs, advice in REFUSED.get(server, {}).items()]
     if server == "vLLM's server":
-        shown = [f"--{name}" for name in _ENGINE_ARGUMENTS if name in ENGINE_ARGUMENTS]
-        rows.append([f"{_list(shown)} and all other arguments of the engine", "Write it into `model.json`."])
+        rows.append([f"{_list(ENGINE_ARGUMENTS)} and all other arguments of the engine", "Write it into `model.json`."])
     if server == "openai_trtllm":
         rows += [[f"`{variable}`", f"as `{flag}`"] for variable, flag in VARIABLES.items()]
     return "\n".join(_table(["There", "Here"], rows))

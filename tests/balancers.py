@@ -85,6 +85,7 @@ class Nginx:
                 location = /generation {{ return 200 "{generation}"; }}
                 location / {{
                     proxy_pass http://replicas; proxy_http_version 1.1; proxy_set_header Connection "";
+                    proxy_set_header Host $http_host;
                     proxy_buffering {buffering}; proxy_read_timeout 60s;
                 }}
             }}

@@ -20,6 +20,7 @@ PROGRAMS: Mapping[str, tuple[Sequence[str], str]] = {
     "dnsmasq": (("dnsmasq",), "dnsmasq-base"),
     "nginx": (("nginx",), "nginx"),
     "Node.js": (("node",), "nodejs"),
+    "PgBouncer": (("pgbouncer",), "pgbouncer"),
     "PostgreSQL": (("pg_ctl",), "postgresql"),
     "promtool": (("promtool",), "prometheus"),
     "Redis": (("redis-server",), "redis-server"),

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -47,8 +48,15 @@ def _free_port() -> int:
 def postgresql() -> Iterator[Server]:
     """A PostgreSQL of its own."""
     pytest.importorskip("asyncpg")
+    with running_postgresql(found("PostgreSQL")) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running_postgresql(control_program: str) -> Iterator[Server]:
+    """Run a PostgreSQL with the programs beside `pg_ctl`, whose path is *control_program*."""
     # Its other programs are beside it; a link to it may stand elsewhere.
-    programs = Path(found("PostgreSQL")).resolve().parent
+    programs = Path(control_program).resolve().parent
     port, numbers = _free_port(), count()
     # It does not run as root, who alone can enter pytest's own folders.
     user: dict[str, Any] = {"user": "nobody"} if os.geteuid() == 0 else {}
@@ -86,19 +94,45 @@ def postgresql() -> Iterator[Server]:
             stop()
 
 
+@pytest.fixture(scope="session", params=["refuses", "ignores"])
+def pgbouncer(request: pytest.FixtureRequest, postgresql: Server) -> Iterator[Callable[[], str]]:
+    """
+    What makes addresses of empty databases behind a PgBouncer in transaction mode.
+
+    It refuses or ignores what a client sets when it connects. More clients than it has connections share these.
+    """
+    program, port = found("PgBouncer"), _free_port()
+    direct = urlsplit(postgresql.url())
+    ignored = "ignore_startup_parameters = idle_in_transaction_session_timeout, search_path"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        Path(folder, "users").write_text('"t" ""\n')
+        Path(folder, "ini").write_text(
+            f"[databases]\n* = host=127.0.0.1 port={direct.port}\n[pgbouncer]\nlisten_addr = 127.0.0.1\n"
+            f"listen_port = {port}\nunix_socket_dir =\nauth_type = trust\nauth_file = {folder}/users\n"
+            f"pool_mode = transaction\ndefault_pool_size = 2\n"
+            f"{ignored if request.param == 'ignores' else ''}\n"
+        )
+        user: dict[str, Any] = {}
+        if os.geteuid() == 0:
+            user = {"user": "nobody"}
+            shutil.chown(folder, "nobody")
+        process = subprocess.Popen([program, f"{folder}/ini"], stderr=subprocess.DEVNULL, **user)
+        try:
+            _until_open(port, process)
+            yield lambda: f"postgresql://t@127.0.0.1:{port}{urlsplit(postgresql.url()).path}"
+        finally:
+            process.kill()
+            process.wait()
+
+
 @pytest.fixture(scope="session")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A Redis of its own."""
     pytest.importorskip("redis")
     found("Redis")
-    with running_redis(str(tmp_path_factory.mktemp("redis"))) as server:
-        yield server
-
-
-@contextlib.contextmanager
-def running_redis(folder: str) -> Iterator[Server]:
-    """Run a Redis, which keeps nothing in *folder*."""
     port, numbers = _free_port(), count()
+    # It writes nothing there.
+    folder = str(tmp_path_factory.mktemp("redis"))
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
     running: list[subprocess.Popen[bytes]] = []
 
@@ -202,7 +236,7 @@ def file(tmp_path: Path) -> Server:
     return Server(lambda: f"sqlite:{path}", path.rmdir, stop, send)
 
 
-@pytest.fixture(params=["memory", "file", "postgresql", "redis"])
+@pytest.fixture(params=["memory", "file", "postgresql"])
 def store_url(request: pytest.FixtureRequest) -> str:
     """The address of an empty store of each kind."""
     if request.param == "memory":

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import structlog
 from aiohttp import web
 
 from triton_openai.access.authorizer import AUTHORIZER, Authorizer
+from triton_openai.access.browsers import BROWSER_GUARD, BrowserGuard
 from triton_openai.access.cors import CORS, Cors
 from triton_openai.access.rate_limits import LimitStore, RateLimits
 from triton_openai.adapters._common.registry import Registry
@@ -39,6 +40,7 @@ from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSER
 from triton_openai.prompts import infill
 from triton_openai.prompts.history import HistoryTemplate
 from triton_openai.serving.admission import Admission
+from triton_openai.serving.client_address import CLIENT_ADDRESSES, ClientAddresses
 from triton_openai.serving.execution import Executor
 from triton_openai.serving.http_operations import HttpOperations
 from triton_openai.serving.middleware import ERROR_BODY, EXECUTOR, add_middleware
@@ -46,11 +48,11 @@ from triton_openai.serving.page import add_page
 from triton_openai.serving.workers.shared import SharedClient
 from triton_openai.storage import open_store
 from triton_openai.tasks import Background, cancel, wait_any
-from triton_openai.telemetry.access_log import AccessLog, ContentLog, UnknownFields
+from triton_openai.telemetry.access_log import AccessLog, ContentLog, InvalidAnswers, UnknownFields
 from triton_openai.telemetry.exposition import EXPOSITION, Exposition
 from triton_openai.telemetry.gauges import ServedName, State
 from triton_openai.telemetry.logging import count_lost_lines
-from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, LIMITS_STORE_UP, LOG_LINES_LOST, Metrics
+from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, LIMITS_STORE_UP, LOG_LINES_LOST, TRACES_LOST, Metrics
 from triton_openai.telemetry.process import LOOP_LAG, LoopLag
 from triton_openai.telemetry.request_record import OBSERVERS, Observer, Observers
 from triton_openai.telemetry.tracing import Tracing
@@ -89,9 +91,10 @@ def create_app(
         connect=None if client is None else lambda _: client,
         grace=settings.server.shutdown_grace,
         tell=metrics.tell,
+        lists=shared,
     )
     count_lost_lines(metrics.child(LOG_LINES_LOST).inc)
-    tracing, send_spans = _traces(settings)
+    tracing, send_spans = _traces(settings, metrics.child(TRACES_LOST).inc)
     characters = settings.server.log_content
     lag = LoopLag(metrics.child(EVENT_LOOP_LAG).observe)
     draining = Draining()
@@ -111,12 +114,13 @@ def create_app(
     fleet.watch(ask=ask_at)
     canary = Canary(models, ask, metrics)
     files, first_tokens = _files(settings, worker), FirstTokens()
-    observers = [AccessLog(), metrics, tracing, canary, UnknownFields(metrics)]
+    observers = [AccessLog(), metrics, tracing, canary, UnknownFields(metrics), InvalidAnswers()]
     if files is not None and settings.batches.live_first_token is not None:
         observers.append(first_tokens)
     if characters is not None:
         observers.insert(1, ContentLog(characters))
-    authorizer = Authorizer(settings.access, limits=_limits(settings.access, shared, metrics))
+    limits = _limits(settings.access, shared, metrics)
+    authorizer = Authorizer(settings.access, limits=limits, draining=draining, warns=worker.index == 0)
     all_observers = Observers(*observers)
     responses = ResponseStore(open_store(settings.responses), settings.responses)
     exposition = Exposition(
@@ -161,7 +165,9 @@ def create_app(
     app[OBSERVERS] = all_observers
     app[EXECUTOR] = service.executor
     app[CORS] = Cors(settings.access)
+    app[CLIENT_ADDRESSES] = ClientAddresses(settings.server.trusted_proxies)
     app[AUTHORIZER] = authorizer
+    app[BROWSER_GUARD] = BrowserGuard(settings.server, app[CORS])
     app[EXPOSITION] = exposition
     app[ERROR_BODY] = error_body
     if send_spans is not None:
@@ -221,8 +227,14 @@ def _open_files(settings: Settings) -> Files:
     return BucketFiles(settings.files, settings.batches)
 
 
-def _traces(settings: Settings) -> tuple[Observer, Callable[[web.Application], AsyncIterator[None]] | None]:
-    """Return the observer that makes or passes on spans, and a cleanup context that sends them, if they are sent."""
+def _traces(
+    settings: Settings, lost: Callable[[int], object]
+) -> tuple[Observer, Callable[[web.Application], AsyncIterator[None]] | None]:
+    """
+    Return the observer that makes or passes on spans, and a cleanup context that sends them, if they are sent.
+
+    *lost* is called with the number of requests whose spans were lost.
+    """
     traces = settings.traces
     if traces.otlp_endpoint is None:
         return Tracing(), None
@@ -239,7 +251,7 @@ def _traces(settings: Settings) -> tuple[Observer, Callable[[web.Application], A
 
     async def send(app: web.Application) -> AsyncIterator[None]:
         timeout = min(_LAST_SPANS_SECONDS, settings.server.shutdown_grace)
-        async with spans(traces, flush_timeout=timeout) as tracing.spans:
+        async with spans(traces, flush_timeout=timeout, lost=lost) as tracing.spans:
             yield
 
     return tracing, send
@@ -323,9 +335,36 @@ async def apply_settings(app: web.Application, settings: Settings, reload: bool)
     await take_endpoints()
     take_access()
     app[CORS].replace(settings.access)
+    app[BROWSER_GUARD].replace(settings.server)
     _limit(service.fleet, service.worker, settings.server)
     service.admission.replace(settings.server)
     service.settings = settings
+
+
+def _store_checks(service: Service) -> Sequence[Callable[[], Awaitable[None]]]:
+    """Return what makes sure that the stores are of this release, and sound."""
+    checks: list[Callable[[], Awaitable[None]]] = [service.responses.verify]
+    files = service.files
+    if files is not None:
+
+        async def check_files() -> None:
+            await files.store.verify()
+            await files.check()
+
+        checks.append(check_files)
+    return checks
+
+
+async def _usable(check: Callable[[], Awaitable[None]]) -> None:
+    """Raise :class:`ConfigurationError` if *check* does. A store that does not answer now may do so later."""
+    try:
+        async with asyncio.timeout(_STORE_SECONDS):
+            await check()
+    except ConfigurationError:
+        raise
+    except (ServiceError, TimeoutError):
+        # It is looked at again before anything is written, and the log says why batches wait.
+        pass
 
 
 async def _run_service(app: web.Application) -> AsyncIterator[None]:
@@ -341,15 +380,7 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
         if ":" in settings.responses.store:
             # The operator chose it. The file in the state folder is opened when the first response is stored.
             service.background.start(service.responses.check(), timeout=_STORE_SECONDS)
-    if service.files is not None:
-        try:
-            async with asyncio.timeout(_STORE_SECONDS):
-                await service.files.check()
-        except ConfigurationError:
-            raise
-        except (ServiceError, TimeoutError):
-            # It is looked at again before anything is written, and what runs batches says why it waits.
-            pass
+    await asyncio.gather(*(_usable(check) for check in _store_checks(service)))
     models = service.models
     work = [service.fleet.run(), keep_loaded(models), app[LOOP_LAG].run()]
     if service.batches is not None:

@@ -8,14 +8,15 @@ requests, and has its peers make the same changes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Literal, Protocol
 
 from aiohttp import web
 
-from triton_openai.errors import ModelConflict, ModelUnloading, ServiceError, UpstreamUnavailable
+from triton_openai.errors import InvalidApiKey, ModelConflict, ModelUnloading, ServiceError, UpstreamUnavailable
 from triton_openai.tasks import wait_any
+from triton_openai.telemetry.request_record import RequestRecord
 
 # Longest time that cancelled requests may take to answer their clients, and other processes to make a change.
 _ANSWER_SECONDS = 1.0
@@ -25,7 +26,7 @@ class Draining:
     """The requests that are being answered."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], RequestRecord | None] = {}
         self._reasons: dict[asyncio.Task[Any], ServiceError] = {}
         self._none = asyncio.Event()
         #: Whether the end has begun: the service goes on, but it is not ready any more, and closes every connection
@@ -38,16 +39,16 @@ class Draining:
         if self._ended:
             raise _stopping()
 
-    def enter(self) -> asyncio.Task[Any]:
-        """Count the current task's request in; returns what :meth:`leave` takes."""
+    def enter(self, record: RequestRecord | None = None) -> asyncio.Task[Any]:
+        """Count the current task's request in, which has this *record*; returns what :meth:`leave` takes."""
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
+        self._tasks[task] = record
         return task
 
     def leave(self, task: asyncio.Task[Any]) -> None:
         """Count a request out."""
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         self._reasons.pop(task, None)
         if not self._tasks:
             self._none.set()
@@ -57,6 +58,12 @@ class Draining:
         if task in self._tasks and task not in self._reasons:
             self._reasons[task] = error
             task.cancel()
+
+    def end_removed_keys(self, ring: Mapping[bytes, object]) -> None:
+        """Cancel the requests whose key is not in *ring*, which has the digests of all keys, any more."""
+        for task, record in self._tasks.items():
+            if record is not None and record.key_digest and record.key_digest not in ring:
+                self.cancel(task, InvalidApiKey("The API key was removed."))
 
     def reason(self) -> ServiceError | None:
         """Return the error for the client of the cancelled request; ``None`` when it is the client that left."""

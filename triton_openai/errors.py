@@ -149,9 +149,9 @@ class UnsupportedParameter(InvalidRequest, code="unsupported_parameter"):
 class RequestRefused(InvalidRequest):
     """The model's backend refused the request; the message has its reason, without server details."""
 
-    def __init__(self, said: str | None, *, detail: str | None = None) -> None:
+    def __init__(self, said: str | None, *, detail: str | None = None, param: str | None = None) -> None:
         message = f"The model refused the request: {said}" if said else "The model refused the request."
-        super().__init__(message, detail=detail)
+        super().__init__(message, detail=detail, param=param)
         self.said = said
 
 
@@ -195,6 +195,10 @@ class OriginNotAllowed(InvalidRequest, status=403, code="origin_not_allowed"):
     """A web page of an origin that is not allowed sent the request."""
 
 
+class HostNotAllowed(InvalidRequest, status=403, code="host_not_allowed"):
+    """The service asks for no API key, and the request's `Host` is neither this machine nor an allowed host."""
+
+
 class RequestTimeout(InvalidRequest, status=408, code="request_timeout"):
     """The request did not arrive in time."""
 
@@ -212,7 +216,11 @@ class KeyNotSufficient(InvalidRequest, status=403, code="key_not_sufficient"):
 
 
 class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
-    """No served model has this *name*. The message suggests a similar name, or lists those that the key may use."""
+    """
+    No served model has this *name*. The message suggests a similar name, or lists those that the key may use.
+
+    *hidden* is for a model that the key of the request may not use.
+    """
 
     def __init__(
         self,
@@ -224,6 +232,7 @@ class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
         detail: str | None = None,
     ) -> None:
         self.name = name[:200]
+        self.hidden = hidden
         what = "does not exist, or this key may not use it" if hidden else why
         super().__init__(f"The model '{self.name}' {what}.{hint}", param="model", detail=detail)
 
@@ -325,6 +334,24 @@ class ConversationBusy(InvalidRequest, status=409, code="conversation_locked"):
 
 class UpstreamError(ServiceError, status=502, code="upstream_error"):
     """Triton, or a model in it, failed in a way that is not the client's fault."""
+
+
+class InvalidAnswer(UpstreamError, code="upstream_invalid_answer"):
+    """
+    Triton's answer is not what its protocol and the model's configuration promise: a wrong type, length or shape.
+
+    *problem* is what is wrong, as the rest of a sentence. It is one of few texts, without contents of the answer: the
+    operator is informed once of each.
+    """
+
+    def __init__(self, problem: str, *, model: str = "", detail: str | None = None) -> None:
+        of_model = f" for the model '{model}'" if model else ""
+        super().__init__(f"Triton's answer{of_model} is invalid: {problem}.", detail=detail)
+        self.problem = problem
+
+
+class UpstreamLost(UpstreamError, code="upstream_disconnected"):
+    """The connection to Triton ended before the answer was complete: Triton has ended, or does not answer any more."""
 
 
 class UpstreamUnavailable(UpstreamError, status=503, code="upstream_unavailable"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
@@ -22,6 +23,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import msgspec
 
 from triton_openai.errors import ServiceOverloaded
+from triton_openai.shares import SHARING_KEY, may_take
 
 _T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")
@@ -35,32 +37,14 @@ _SHORT_THREADS = 4
 # Work that takes more has used memory that is worth giving back.
 _FRUGAL = 20_000
 
-#: What work takes, in microseconds. Measured at 2.5 GHz; typical input, and the upper end of what varies.
-#: For each character of a text: to tokenize it, without or with the tokens' places; to parse an answer in it; to have a
-#: template write it.
-TOKENIZE = 0.4
-TOKEN_PLACES = 1.1
-PARSE = 0.1
-RENDER = 0.01
-#: For each text, however short: to tokenize it.
-TEXT = 8.0
-#: For each item that a template reads: a message, a field, a tool.
-RENDER_ITEM = 5.0
-#: For each byte: to join pieces, to decode or encode JSON with many values.
-JOIN = 0.001
-JSON = 0.016
-#: For each token: to decode it, to look up how the vocabulary writes it.
-DETOKENIZE = 0.2
-TOKEN_STRING = 2.0
-#: For each log probability in an answer, alternatives counted: to write it as JSON. For each logit: to read it.
-LOGPROB = 2.0
-LOGIT = 0.01
-#: For each integer of a request to Triton.
-INTEGER = 0.02
-#: For each vector or row of an answer; for each of its numbers; for each product of two.
-VECTOR = 60.0
-NUMBER = 0.25
-PRODUCT = 0.03
+#: About what work takes, in microseconds, at 2.5 GHz. For each byte that is only copied.
+COPY = 0.001
+#: For each byte or number of JSON, of a tensor, or of what a template writes.
+BYTE = 0.016
+#: For each character or token that a tokenizer or a parser reads or writes.
+CHARACTER = 0.4
+#: For each object, however short: a message, a field, a tool, a text, a log probability.
+ITEM = 5.0
 
 
 async def run(function: Callable[[*_Args], _T], *arguments: *_Args, cost: float, refusable: bool = False) -> _T:
@@ -80,25 +64,32 @@ class Lane:
 
     def __init__(self, *, long: bool) -> None:
         self._threads = ThreadPoolExecutor(1 if long else _SHORT_THREADS, "long-work" if long else "work")
-        # Microseconds of work that runs or waits.
-        self._cost = 0.0
+        # Microseconds of work that runs or waits, by key.
+        self._costs: defaultdict[str | None, float] = defaultdict(float)
         self._lock = Lock()
 
     def submit(self, function: Callable[[], _T], cost: float, refusable: bool) -> Future[_T]:
         """Return the future of a call. Raises :class:`ServiceOverloaded`."""
+        key = SHARING_KEY.get()
         with self._lock:
-            if refusable and self._cost > INLINE and self._cost + cost > _MOST_WORK:
+            total = sum(self._costs.values())
+            # The first piece of work is done however long it takes.
+            free = _MOST_WORK - total if total > INLINE else math.inf
+            if refusable and not may_take(cost, own=self._costs.get(key, 0.0), free=free):
                 raise ServiceOverloaded(
-                    "Too many texts wait to be tokenized.", retry_after=math.ceil(self._cost / 1_000_000)
+                    "Too many texts wait to be tokenized.", retry_after=math.ceil(total / 1_000_000)
                 )
-            self._cost += cost
+            self._costs[key] += cost
         future = self._threads.submit(_frugal, function) if cost > _FRUGAL else self._threads.submit(function)
-        future.add_done_callback(lambda _: self._done(cost))
+        future.add_done_callback(lambda _: self._done(key, cost))
         return future
 
-    def _done(self, cost: float) -> None:
+    def _done(self, key: str | None, cost: float) -> None:
         with self._lock:
-            self._cost -= cost
+            self._costs[key] -= cost
+            # What is left of a sum of fractions is no work.
+            if self._costs[key] < 1:
+                del self._costs[key]
 
 
 @cache
@@ -130,7 +121,7 @@ def rendering_cost(*values: Any) -> float:
         item = pending.pop()
         kind = type(item)
         if kind is str:
-            cost += RENDER * len(item)
+            cost += BYTE * len(item)
             continue
         if kind is dict:
             item = item.values()
@@ -138,14 +129,14 @@ def rendering_cost(*values: Any) -> float:
             if not isinstance(item, msgspec.Struct):
                 continue
             item = list(filter(None, msgspec.structs.astuple(item)))
-        cost += RENDER_ITEM * len(item)
+        cost += ITEM * len(item)
         pending.extend(item)
     return cost
 
 
 def json_cost(size: int) -> float:
     """Return about how many microseconds it takes to read *size* bytes of a request, whose limits keep that short."""
-    return min(JSON * size, LONG)
+    return min(BYTE * size, LONG)
 
 
 @cache

@@ -86,11 +86,14 @@ class FormPart(Protocol):
 class Form(Protocol):
     """A form, as it arrives."""
 
-    def parts(self, max_size: int) -> AsyncIterator[FormPart]:
+    def parts(
+        self, max_size: int, on_arrival: Callable[[int], Awaitable[None]] | None = None
+    ) -> AsyncIterator[FormPart]:
         """
         Yield the parts of a form of *max_size* bytes at most, once. What is not read of a part is skipped.
 
-        Raises :class:`InvalidRequest`, and :class:`PayloadTooLarge` for one that says that it is larger.
+        *on_arrival* is awaited with the number of bytes that have arrived, before more of them is read. Raises
+        :class:`InvalidRequest`, and :class:`PayloadTooLarge` for one that says that it is larger.
         """
         ...
 
@@ -145,18 +148,6 @@ STREAMED = Streamed.STREAMED
 Reply: TypeAlias = Whole | LocalFile | RemoteFile | Streamed
 
 
-class EventSource(Protocol):
-    """Where events come from that are sent later, and more than once."""
-
-    async def next(self, seconds: float) -> bytes | None:
-        """Return further events, nothing if there are none for *seconds*, ``None`` at the end."""
-        ...
-
-    def stop(self, reason: ServiceError) -> None:
-        """End soon, because this process stops."""
-        ...
-
-
 class Output(Protocol):
     """
     Where the streams of one call go.
@@ -179,8 +170,15 @@ class Output(Protocol):
         """
         ...
 
-    async def send_events(self, source: EventSource) -> Streamed:
-        """Send the events of *source*, from the first moment as a stream."""
+    async def send_events(
+        self, following: Callable[[float], Awaitable[bytes | None]], stop: Callable[[ServiceError], None]
+    ) -> Streamed:
+        """
+        Send events that were made before, or elsewhere, from the first moment as a stream.
+
+        *following* returns further events, nothing if there are none for so many seconds, and ``None`` at the end.
+        *stop* is called with the reason why this process stops, and makes the end come soon.
+        """
         ...
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
-from triton_openai.errors import ServiceError, ServiceOverloaded
+from triton_openai.errors import ServiceError
 
 _log = structlog.get_logger(__name__)
+_Result = TypeVar("_Result")
+# Into how many steps the wait for another program is divided.
+_STEPS = 10
 
 
 def spawn(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
@@ -51,6 +54,30 @@ async def within(seconds: float) -> AsyncIterator[None]:
         raise asyncio.CancelledError
 
 
+async def answered_within(work: Awaitable[_Result], seconds: float) -> _Result:
+    """
+    Return the result of *work*, for which another program has to answer within *seconds*.
+
+    Time in which this event loop was busy with something else does not count: the wait is divided into short steps,
+    and each counts for its own length, however late it ends. Raises :class:`TimeoutError`.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        for _ in range(_STEPS):
+            await asyncio.wait([task], timeout=seconds / _STEPS)
+            if task.done():
+                return task.result()
+        # What arrived during the last step is read in the next turns.
+        for _ in range(_STEPS):
+            await asyncio.sleep(0)
+            if task.done():
+                return task.result()
+        raise TimeoutError
+    finally:
+        if not task.done():
+            await cancel(task)
+
+
 async def wait_any(*events: asyncio.Event, timeout: float) -> None:
     """Wait until one of *events* is set, for *timeout* seconds at most."""
     waiting = [asyncio.create_task(event.wait()) for event in events]
@@ -59,37 +86,6 @@ async def wait_any(*events: asyncio.Event, timeout: float) -> None:
     finally:
         for task in waiting:
             task.cancel()
-
-
-class Room:
-    """What several have together, such as bytes: each gets its share when those before it have theirs."""
-
-    def __init__(self) -> None:
-        #: The sum of the shares that are held.
-        self.held = 0
-        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
-
-    @asynccontextmanager
-    async def hold(self, size: int, *, most: int, patience: float) -> AsyncIterator[None]:
-        """
-        Hold *size* of *most*; what is larger waits until nothing else is held.
-
-        Raises :class:`ServiceOverloaded` after *patience* seconds.
-        """
-        try:
-            async with asyncio.timeout(patience), self._turn:
-                while self.held and self.held + size > most:
-                    self._freed.clear()
-                    await self._freed.wait()
-        except TimeoutError:
-            reason = f"The request waited {patience:g} seconds for others to end."
-            raise ServiceOverloaded(reason, retry_after=patience) from None
-        self.held += size
-        try:
-            yield
-        finally:
-            self.held -= size
-            self._freed.set()
 
 
 class Background:

@@ -18,7 +18,17 @@ import msgspec
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.generation import Delta, Generation, Logits, LoraFormat, Sampling, TensorMapping
 from triton_openai.jobs import JobType
-from triton_openai.triton.tensors import INTEGER_RANGES, InferRequest, InferResponse, ModelConfig, Tensor
+from triton_openai.triton.tensors import (
+    INTEGER_RANGES,
+    MAX_OPEN_ANSWER,
+    InferRequest,
+    InferResponse,
+    ModelConfig,
+    Tensor,
+)
+
+# Sizes of answers that are remembered: by the outputs and the rows of a request.
+_MAX_ANSWER_SIZES = 256
 
 
 class Rule(enum.StrEnum):
@@ -296,6 +306,7 @@ class Adapter:
         """
         self.config = config
         self.repository = repository
+        self._answer_sizes: dict[tuple[tuple[str, ...], int], int] = {}
         # Of an input with one value.
         self._shapes = {name: config.wire_shape(spec, 1) for name, spec in config.inputs.items()}
 
@@ -412,6 +423,14 @@ class Adapter:
             if row.name in given and row.target is not None and not row.special
         ]
 
+    def _max_answer(self, outputs: tuple[str, ...], rows: int) -> int:
+        """Return how many bytes an answer can have, and remember it."""
+        # Without a choice, all come.
+        size = self.config.max_answer(outputs or self.config.outputs, rows)
+        if len(self._answer_sizes) < _MAX_ANSWER_SIZES:
+            self._answer_sizes[outputs, rows] = size
+        return size
+
     def request(
         self,
         generation_id: str,
@@ -423,11 +442,18 @@ class Adapter:
     ) -> InferRequest:
         """Return the request to the adapter's own model, asking for those of *outputs* that it declares."""
         config, declared = self.config, self.config.outputs
+        asked = tuple([name for name in outputs if name in declared])
+        rows = inputs[0].shape[0] if inputs and inputs[0].shape else 1
+        max_answer = self._answer_sizes.get((asked, rows)) or self._max_answer(asked, rows)
+        if classification:
+            # Labels are texts, whatever the output is declared as.
+            max_answer = MAX_OPEN_ANSWER
         return InferRequest(
             model=config.name,
             id=generation_id,
             inputs=tuple(inputs),
-            outputs=tuple([name for name in outputs if name in declared]),
+            outputs=asked,
+            max_answer=max_answer,
             stream=config.decoupled,
             cancellable=cancellable,
             classification=classification,

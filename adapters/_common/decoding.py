@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from triton_openai.errors import UpstreamError
+from triton_openai.errors import InvalidAnswer, UpstreamError
 from triton_openai.generation import Delta, FinishReason
-from triton_openai.triton.tensors import InferResponse
+from triton_openai.triton.tensors import MAX_COUNT, InferResponse
 
 #: Adds to the delta of a response what a request asked for beside the text.
 Reader: TypeAlias = Callable[[InferResponse, Delta], None]
@@ -59,13 +59,15 @@ class TextDecoder:
         text, tokens, reason = response.first(self._outputs)
         if not text:
             text = ""
+        elif type(text) is not str:
+            raise response.invalid(f"the output '{self._outputs[0]}' has something else where a text is needed")
         if self._stage is not None:
             text = self._stage.feed(text)
-        if tokens is not None and type(tokens) is not int:
-            tokens = _count(tokens)
+        if tokens is not None and (type(tokens) is not int or not 0 <= tokens <= MAX_COUNT):
+            tokens = self._count(response)
         delta = Delta(text, tokens)
-        if self._prompt_count is not None and (counts := response.numbers(self._prompt_count)):
-            delta.prompt_tokens = int(counts[0])
+        if self._prompt_count is not None and (counts := response.integers(self._prompt_count)):
+            delta.prompt_tokens = counts[0]
             self._prompt_count = None
         if reason is not None and reason != "None":
             delta.finish_reason = _finish_reason(reason)
@@ -73,6 +75,14 @@ class TextDecoder:
         for read in self._readers:
             read(response, delta)
         return delta
+
+    def _count(self, response: InferResponse) -> int:
+        """Return the number of a step's tokens, which some backends send as text. Raises :class:`InvalidAnswer`."""
+        name = self._outputs[1]
+        counts = response.integers(name)
+        if len(counts) != 1:
+            raise response.invalid(f"the output '{name}' has several numbers")
+        return counts[0]
 
     def flush(self) -> str:
         """Return the text that was still held back. Raises :class:`UpstreamError` if the last response is missing."""
@@ -85,20 +95,27 @@ class TextDecoder:
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
 
-def _count(value: Any) -> int:
-    """Return a count, which some backends send as text. Raises :class:`UpstreamError`."""
-    try:
-        return int(value)
-    except (TypeError, ValueError) as error:
-        raise UpstreamError(f"The backend sent '{str(value)[:50]}' as the number of tokens.") from error
-
-
 def _finish_reason(reason: Any) -> FinishReason:
     found = _FINISH_REASONS.get(reason) if isinstance(reason, str) else None
     if found is None:
         # "abort" and the like: the generation did not end by itself, so there is no reason to report.
         raise UpstreamError(f"The backend ended the generation with '{str(reason)[:50]}'.", code="generation_aborted")
     return found
+
+
+def checked_vectors(vectors: Sequence[bytes], count: int, model: str) -> Sequence[bytes]:
+    """
+    Return *vectors* of *model*.
+
+    Raises :class:`InvalidAnswer` unless they are *count*, equally long and not empty.
+    """
+    if len(vectors) != count:
+        detail = f"{len(vectors)} embeddings for {count} inputs"
+        raise InvalidAnswer("it has more or fewer embeddings than the request has inputs", model=model, detail=detail)
+    lengths = set(map(len, vectors))
+    if len(lengths) > 1 or 0 in lengths:
+        raise InvalidAnswer("its embeddings have different lengths, or none", model=model)
+    return vectors
 
 
 def cumulative_logprob(output: str) -> Reader:

@@ -24,7 +24,7 @@ from triton_openai.adapters._common.base import (
     check_range,
 )
 from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, Reader, TextStage, cumulative_logprob
-from triton_openai.errors import ConfigurationError, UpstreamError
+from triton_openai.errors import ConfigurationError
 from triton_openai.generation import Delta, Generation, Guide, Lora, LoraFormat
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
 
@@ -248,17 +248,18 @@ def stop_request(engine: ModelConfig, generation_id: str) -> InferRequest | None
     )
 
 
-def newest(values: Sequence[float], *, count: int, total: int) -> Sequence[float]:
+def newest(response: InferResponse, *, count: int, total: int) -> Sequence[float]:
     """
-    Return the log probabilities of the *count* new tokens, of *total* so far.
+    Return the log probabilities of the *count* new tokens, of *total* so far, that *response* has.
 
     The executor repeats those of all tokens so far, maybe with padding after them; a list that is just as long as the
-    new tokens is taken for theirs. Raises :class:`UpstreamError` for a list that is neither.
+    new tokens is taken for theirs. Raises :class:`InvalidAnswer` for a list that is neither.
     """
+    values = response.numbers(LOGPROBS)
     if len(values) >= total:
         values = values[total - count : total]
     if len(values) != count:
-        raise UpstreamError("The model sent log probabilities that do not match its tokens.")
+        raise response.invalid("its log probabilities do not match its tokens")
     return values
 
 
@@ -267,11 +268,8 @@ def _cached_tokens(output: str, block_size: int) -> Reader:
 
     def read(response: InferResponse, delta: Delta) -> None:
         # Only the last response has it; from the LLM API's model, as text. A last block counts whole.
-        if blocks := response.numbers(output):
-            try:
-                delta.cached_tokens = int(blocks[0]) * block_size
-            except ValueError as error:
-                raise UpstreamError(f"The model sent a malformed '{output}' output.") from error
+        if blocks := response.integers(output):
+            delta.cached_tokens = blocks[0] * block_size
 
     return read
 

@@ -95,6 +95,31 @@ def test_files_and_cancelling(client: OpenAI) -> None:
     assert done.input_file_id not in [one.id for one in client.files.list()]
 
 
+BREAKS = "a\u0085b\u2028c\u2029d"
+
+
+def test_line_breaks_in_answers(client: OpenAI, connection: httpx2.Client) -> None:
+    """No text breaks a line where the client reads files and streams line by line."""
+    chat: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": steered(text=BREAKS, eos=True)}]}
+    wrong = {**chat, "messages": [{"role": BREAKS, "content": BREAKS}]}
+    done, output, failed = run(client, "/v1/chat/completions", chat, wrong)
+    assert (1, 1) == (len(output), len(failed))
+    for file_id, found in ((done.output_file_id, output), (done.error_file_id, failed)):
+        assert found == [json.loads(line) for line in client.files.content(file_id).iter_lines()]
+    assert BREAKS == output[0]["response"]["body"]["choices"][0]["message"]["content"]
+    bodies: dict[str, dict[str, Any]] = {
+        "/chat/completions": chat,
+        "/responses": {"model": MODEL, "input": steered(text=BREAKS)},
+        "/messages": {**chat, "max_tokens": 50},
+    }
+    for path, body in bodies.items():
+        url = f"{str(client.base_url).rstrip('/')}{path}"
+        with connection.stream("POST", url, json={**body, "stream": True}) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert all(line.startswith(("data: ", "event: ", ":")) for line in lines), lines
+        assert any("\\u2028" in line for line in lines)
+
+
 def test_messages(tooled: Service, connection: httpx2.Client) -> None:
     """Anthropic's client makes a batch, waits, and reads its results one by one."""
     anthropic = importlib.import_module("anthropic")

@@ -105,13 +105,13 @@ def test_log_probabilities(client: OpenAI) -> None:
 
 def test_mistakes(client: OpenAI) -> None:
     """A mistake names the field of the request, not that of the chat which it becomes."""
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "no JSON"}
+    call = {"type": "function_call", "call_id": "c", "name": 1, "arguments": "{}"}
     file = {"type": "input_file", "file_id": "f"}
     for param, fields in (
         ("input", {"input": "word " * 3000}),
         ("input", {"input": []}),
         ("input[0].type", {"input": [{"type": "nonsense"}]}),
-        ("input[1].arguments", {"input": [{"role": "user", "content": "Hello"}, call]}),
+        ("input[1].name", {"input": [{"role": "user", "content": "Hello"}, call]}),
         ("input[0].content[0].file_id", {"input": [{"role": "user", "content": [file]}]}),
         ("tools[0].parameters", {"input": "Hello", "tools": [{"type": "function", "name": "f", "parameters": 1}]}),
         ("tool_choice.name", {"input": "Hello", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "g"}}),

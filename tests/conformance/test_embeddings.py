@@ -14,9 +14,10 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from tests.conformance.calls import in_session_loop, recorded
+from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import TRANSPORTS, proxy_settings, serving
 from tests.triton_fixture import TestTriton
-from triton_openai.config.tree import ModelSettings
+from triton_openai.config.tree import ModelSettings, Settings, TritonSettings
 
 pytestmark = in_session_loop
 
@@ -146,6 +147,30 @@ async def test_dimensions_where_the_model_can(proxy):
     found = answer.json["data"][0]["embedding"]
     assert vector("one", 8) == found
     assert math.isclose(1.0, math.hypot(*found), rel_tol=1e-5)
+
+
+async def test_dimensions_out_of_range(proxy):
+    """A number that no engine can have does not reach it."""
+    for dimensions in (2**31, 2**63, 10**30):
+        answer = await proxy.post(PATH, {"model": "vllm_embedding", "input": "one", "dimensions": dimensions})
+        assert (400, "dimensions") == (answer.status, answer.error["param"])
+
+
+async def test_dimensions_that_the_engine_refuses():
+    """What vLLM says of them is the request's fault, whichever status Triton gives it."""
+    inputs = ("text_input BYTES 1", "sampling_parameters? BYTES 1", "embedding_request? BYTES 1", "stream? BOOL 1")
+    async with FakeTriton(config_of("m", inputs, ("text_output BYTES -1",))) as triton:
+        triton.failing = math.inf
+        async with serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy:
+            await proxy.ready()
+            for text in (
+                "Error generating stream: Model 'm' only supports [8] matryoshka dimensions, use other ones will fail.",
+                "Error generating stream: Dimensions must be greater than 0",
+            ):
+                triton.failure = text
+                answer = await proxy.post(PATH, {"model": "m", "input": "one", "dimensions": 9})
+                assert (400, "dimensions") == (answer.status, answer.error["param"])
+                assert text.partition(": ")[2] in answer.error["message"]
 
 
 async def test_dimensions_where_the_model_cannot(proxy):

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from openai import AsyncOpenAI
 
@@ -15,8 +16,9 @@ from tests.proxy_fixture import TRANSPORTS, Proxy, proxy_settings, serving
 from tests.standins.repository import CLASSES
 from tests.triton_fixture import TestTriton
 from triton_openai.api.moderations import CATEGORIES
+from triton_openai.app import SERVICE
 from triton_openai.config.sources import load_settings
-from triton_openai.config.tree import ModelSettings, ModerationSettings
+from triton_openai.config.tree import AccessSettings, ApiSettings, ModelSettings, ModerationSettings
 from triton_openai.errors import ConfigurationError
 
 pytestmark = in_session_loop
@@ -82,6 +84,52 @@ async def test_the_parts_of_one_input(triton: TestTriton) -> None:
         whole = await proxy.post(PATH, {"model": TEXT, "input": "\n".join(TEXTS[:2])})
     assert whole.json["results"] == by_parts.json["results"]
     assert 1 == len(by_parts.json["results"])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_without_a_model(triton: TestTriton, transport: str) -> None:
+    """Without a model, and by OpenAI's names, the only classifier that is set up for it moderates."""
+    settings = proxy_settings(triton, transport)
+    models = {TEXT: ModelSettings(moderation=ModerationSettings(labels={QUESTION: "sexual"}))}
+    only = type(settings)(triton=settings.triton, models=models, api=ApiSettings(default_model="ensemble"))
+    async with serving(only) as proxy, AsyncOpenAI(base_url=str(proxy.client.make_url("/v1")), api_key="x") as client:
+        made = [await client.moderations.create(input=TEXTS[0])]
+        names = ("omni-moderation-latest", "text-moderation-latest", "text-moderation-stable")
+        made += [await client.moderations.create(input=TEXTS[0], model=name) for name in names]
+    assert {(TEXT, True)} == {(one.model, one.results[0].flagged) for one in made}
+
+
+async def test_which_of_several_moderates(triton: TestTriton, tmp_path: Path) -> None:
+    """Of several classifiers, the default model or an alias says which is meant; else the error names them."""
+    body = {"input": TEXTS[0]}
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"keys: [{{name: ids, key: sk-ids, models: [{IDS}]}}]")
+    async with moderating(triton, labels={QUESTION: "sexual"}) as proxy:
+        answer = await proxy.post(PATH, body)
+        assert (404, "model") == (answer.status, answer.error["param"])
+        assert f"name one of them: {TEXT}, {IDS}." in answer.error["message"]
+        settings = proxy.client.app[SERVICE].settings
+    for changed in (
+        msgspec.structs.replace(settings, api=ApiSettings(default_model=IDS)),
+        msgspec.structs.replace(
+            settings,
+            models={
+                **settings.models,
+                IDS: msgspec.structs.replace(settings.models[IDS], aliases=("omni-moderation-latest",)),
+            },
+        ),
+        # Of those that the key may use.
+        msgspec.structs.replace(settings, access=AccessSettings(api_keys_file=keys)),
+    ):
+        async with serving(changed) as proxy:
+            made = (await proxy.post(PATH, body, **{"api-key": "sk-ids"})).json
+            assert made["model"] in (IDS, "omni-moderation-latest")
+            assert made["results"][0]["category_applied_input_types"]["hate"]
+    none = msgspec.structs.replace(settings, models={})
+    async with serving(none) as proxy:
+        answer = await proxy.post(PATH, body)
+    assert (404, "model") == (answer.status, answer.error["param"])
+    assert "('moderation'): there is none" in answer.error["message"]
 
 
 async def test_bad_requests(triton: TestTriton, proxy: Proxy) -> None:

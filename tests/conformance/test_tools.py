@@ -141,7 +141,7 @@ async def test_a_long_answer_is_read_in_a_thread(tooled, monkeypatch, size):
         return flush(parser, **ended)
 
     monkeypatch.setattr(AnswerParser, "flush", recording)
-    monkeypatch.setattr(offload, "PARSE", offload.INLINE / 250)
+    monkeypatch.setattr(offload, "CHARACTER", offload.INLINE / 250)
     text = "x" * size + CALL
     message, finish = await message_of(tooled, "vllm_model", False, text, tools=[WEATHER], max_tokens=1000)
 

@@ -25,7 +25,7 @@ from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, serving
 from tests.speech import RATE, SENTENCE, encoded, muxed, speak, wav
 from tests.standins.repository import RECOGNIZERS
 from tests.triton_fixture import TestTriton
-from triton_openai.api import bodies, transcriptions
+from triton_openai.api import bodies, chat, transcriptions
 from triton_openai.app import SERVICE
 from triton_openai.config.tree import (
     AccessSettings,
@@ -36,6 +36,7 @@ from triton_openai.config.tree import (
     Settings,
     TritonSettings,
 )
+from triton_openai.media import audio
 
 pytestmark = in_session_loop
 
@@ -421,13 +422,13 @@ async def test_a_hundred_uploads_at_once(recognizers: TestTriton, monkeypatch: p
     """The settings bound how many files are held at the same time; the others wait unread, and all are answered."""
     file = wav(speak(SENTENCE))
     held: list[int] = []
-    limits = AudioLimits(max_total_size=4 * len(file))
+    limits = AudioLimits(max_total_size=12 * len(file))
     async with serving(replace(settings_for(recognizers, "grpc"), audio=limits)) as proxy:
         await proxy.ready()
         reading = bodies.read_form
 
         async def watched(*arguments: Any, **options: Any) -> Any:
-            held.append(proxy.client.app[SERVICE].audio.held)
+            held.append(proxy.client.app[SERVICE].media.reserved)
             return await reading(*arguments, **options)
 
         monkeypatch.setattr(transcriptions, "read_form", watched)
@@ -435,7 +436,7 @@ async def test_a_hundred_uploads_at_once(recognizers: TestTriton, monkeypatch: p
         assert {(200, TEXT)} == {(answer.status, answer.json["text"]) for answer in answers}
         assert 100 == len(held)
         assert 2 * len(file) < max(held) <= limits.max_total_size
-        assert 0 == proxy.client.app[SERVICE].audio.held
+        assert 0 == proxy.client.app[SERVICE].media.reserved
 
 
 async def test_the_largest_upload(recognizers: TestTriton) -> None:
@@ -556,6 +557,35 @@ async def test_audio_in_chats(services: dict[str, Proxy]) -> None:
             answer = await proxy.post(path, body)
             place = f"messages[0].content[1].{param}".rstrip(".")
             assert (400, place, code) == (answer.status, answer.error["param"], answer.error["code"]), bad
+
+
+async def test_audio_in_chats_has_memory_together(recognizers: TestTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is decoded when there is memory for as much as it may become, which is given back however the request ends."""
+    limits = AudioLimits(max_duration=10.0, max_total_size=6_000_000)
+    reserved: list[int] = []
+    decoding = audio.load
+
+    async with serving(replace(settings_for(recognizers, "http"), audio=limits)) as proxy:
+        await proxy.ready()
+        media = proxy.client.app[SERVICE].media
+
+        async def watched(*arguments: Any, **options: Any) -> Any:
+            reserved.append(media.reserved)
+            return await decoding(*arguments, **options)
+
+        monkeypatch.setattr(chat, "load", watched)
+        quiet = encoded(np.zeros(9 * 8000), 8000, "FLAC")
+        assert len(quiet) < 2000
+        messages = [{"role": "user", "content": [part(quiet, "flac")]}]
+        chats = [{"model": "chatting", "messages": messages, "stream": number % 2 == 1} for number in range(8)]
+        answers = await asyncio.gather(*(proxy.post("/v1/chat/completions", body) for body in chats))
+        assert {200} == {answer.status for answer in answers}
+        assert 8 == len(reserved)
+        assert 1_000_000 < min(reserved) <= max(reserved) <= limits.max_total_size / 2
+        assert 0 == media.reserved
+        bad = [{"role": "user", "content": [part(b"no audio")]}]
+        assert 400 == (await proxy.post("/v1/chat/completions", {"model": "chatting", "messages": bad})).status
+        assert (9, 0) == (len(reserved), media.reserved)
 
 
 async def test_audio_in_chats_of_other_models(proxies: dict[str, Proxy]) -> None:

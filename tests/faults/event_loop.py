@@ -9,26 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import gc
 import json
 import logging
 import math
 import selectors
+import sqlite3
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import structlog
 
 from tests.conformance.calls import steered
+from tests.form_shapes import CONTENTS, OVERHEAD
 from tests.proxy_fixture import Proxy, proxy_settings, serving
+from tests.store_fixture import local
 from tests.triton_fixture import TestTriton, running_triton
-from triton_openai.config.tree import ModelSettings
+from triton_openai.app import SERVICE
+from triton_openai.batches.file_folder import Files
+from triton_openai.config.tree import BatchesSettings, FilesSettings, ModelSettings, Settings
+from triton_openai.storage.batch_store import Batch, BatchError
 
 # Seconds, on a machine that reads the numbers of the yardstick in a third of it; a slower one has so much more.
 LONGEST_TURN = 0.050
@@ -37,17 +44,43 @@ YARDSTICK = json.dumps([1000] * 262_144)
 ATTEMPTS = 8
 MIB = 1024 * 1024
 
-# Sends the file that each line names, and writes the status and the beginning of the answer.
+# Sends the file that each line names, and writes the status and the beginning of the answer. What is behind "batch:" is
+# where the lines of the file go, and "get:" reads.
 _CLIENT = """
-import http.client, json, sys
+import http.client, json, sys, time
+
+def send(port, method, path, body=None, kind="application/json"):
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=120)
+    connection.request(method, path, body, {"Content-Type": kind} if body is not None else {})
+    answer = connection.getresponse()
+    found = answer.status, answer.read()
+    connection.close()
+    return found
+
+def run(port, endpoint, lines):
+    parts = b'name="purpose"\\r\\n\\r\\nbatch', b'name="file"; filename="a"\\r\\n\\r\\n' + lines
+    form = b"".join(b"--limit\\r\\nContent-Disposition: form-data; " + part + b"\\r\\n" for part in parts)
+    _, file = send(port, "POST", "/v1/files", form + b"--limit--\\r\\n", "multipart/form-data; boundary=limit")
+    made = {"input_file_id": json.loads(file)["id"], "endpoint": endpoint, "completion_window": "24h"}
+    status, batch = send(port, "POST", "/v1/batches", json.dumps(made).encode())
+    while status == 200 and json.loads(batch)["status"] in ("validating", "in_progress", "finalizing"):
+        time.sleep(0.05)
+        status, batch = send(port, "GET", "/v1/batches/" + json.loads(batch)["id"])
+    return (200 if json.loads(batch).get("status") == "completed" else 400), batch
+
 for line in sys.stdin:
     port, path, file = line.split()
-    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=120)
-    with open(file, "rb") as body:
-        connection.request("POST", path, body.read(), {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    print(json.dumps([answer.status, answer.read()[:300].decode("utf-8", "replace")]), flush=True)
-    connection.close()
+    with open(file, "rb") as given:
+        body = given.read()
+    if path.startswith("batch:"):
+        status, answer = run(port, path[6:], body)
+    elif path.startswith("get:"):
+        status, answer = send(port, "GET", path[4:])
+    else:
+        form = path.startswith(("/v1/audio/", "/v1/files"))
+        kind = "multipart/form-data; boundary=xx" if form else "application/json"
+        status, answer = send(port, "POST", path, body, kind)
+    print(json.dumps([status, answer[:300].decode("utf-8", "replace")]), flush=True)
 """
 
 
@@ -323,6 +356,102 @@ LOGPROBS: Cases = {
 }
 
 
+_FORM_FIELD = b'--xx\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
+_FORM_FILE = b'--xx\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+
+
+def form(path: str, size: int, before: bytes, repeated: bytes) -> tuple[str, bytes]:
+    """Return a form of about *size* bytes, most of them *repeated*."""
+    return path, before + repeated * (size // len(repeated))
+
+
+#: Forms that are slow to parse, within the limits of their endpoints.
+FORMS: Cases = {
+    **{
+        f"a form of {name}": lambda before=before, repeated=repeated: form(  # type: ignore[misc]
+            "/v1/audio/transcriptions", 25 * MIB, before, repeated
+        )
+        for name, before, repeated in OVERHEAD
+    },
+    **{
+        f"a file of {repeated[:8]!r}": lambda repeated=repeated: form(  # type: ignore[misc]
+            "/v1/files", 60 * MIB, _FORM_FIELD % (b"purpose", b"user_data") + _FORM_FILE, repeated
+        )
+        for repeated in CONTENTS
+    },
+    "a file in a form, a translation": lambda: (
+        "/v1/audio/translations",
+        _FORM_FILE + b"\r\n--x" * (5 * MIB) + b"\r\n--xx--",
+    ),
+    "256 fields of a form": lambda: ("/v1/audio/transcriptions", _FORM_FIELD % (b"include", b"a" * 16_000) * 256),
+}
+
+
+def batch(*bodies: tuple[str, bytes], path: str = "/v1/chat/completions") -> tuple[str, bytes]:
+    """Return a batch whose lines have these requests, which go to *path*."""
+    lines = (
+        b'{"custom_id":"line-%d","method":"POST","url":"%b","body":%b}' % (number, path.encode(), body)
+        for number, (_, body) in enumerate(bodies)
+    )
+    return f"batch:{path}", b"\n".join(lines)
+
+
+def messages(*params: str) -> tuple[str, bytes]:
+    """Return a batch of messages with these parameters, in JSON."""
+    made = (f'{{"custom_id":"a-{number}","params":{one}}}' for number, one in enumerate(params))
+    return "/v1/messages/batches", f'{{"requests":[{",".join(made)}]}}'.encode()
+
+
+MESSAGE = json.dumps({"model": "vllm_model", "max_tokens": 1, "messages": [said(WORDS * 20)]})
+LARGE = json.dumps({"model": "vllm_model", "max_tokens": 1, "messages": [said(WORDS * 80_000)]})
+#: Lines of batches, and lists.
+BATCHED: Cases = {
+    "a line with 4 images of 8 MiB": lambda: batch(chat(messages=[said([image(8 * MIB) for _ in range(4)])])),
+    "4 lines of 4 MB": lambda: batch(*[chat(messages=[said(WORDS * 88_000)])] * 4),
+    "a line of 47 MiB of text": lambda: batch(chat(metadata="A" * (47 * MIB))),
+    "4 lines of 23,000,000 numbers": lambda: batch(*[chat(metadata=many("1", 23_000_000).encode())] * 4),
+    "a line of 15,000,000 empty objects": lambda: batch(chat(metadata=many("{}", 15_000_000).encode())),
+    "a line of 15,000,000 empty texts": lambda: batch(chat(metadata=many('""', 15_000_000).encode())),
+    "a line of 47 MiB of blanks": lambda: batch(chat(metadata=b" " * (47 * MIB) + b"1")),
+    "a line of 47 MiB of escapes": lambda: batch(chat(metadata=b'"%b"' % (b"\\n" * (47 * MIB // 2)))),
+    "2,048 texts to embed, in a line": lambda: batch(
+        other("/v1/embeddings", "text_embedding", input=[WORDS] * 2048), path="/v1/embeddings"
+    ),
+    "2,000 lines": lambda: batch(*[chat(messages=[said(WORDS)])] * 2000),
+    "40,000 messages": lambda: messages(*[MESSAGE] * 40_000),
+    "12 messages of 4 MB": lambda: messages(*[LARGE] * 12),
+    "a message of 15,000,000 empty objects": lambda: messages(many("{}", 15_000_000)),
+    "15,000,000 empty messages": lambda: ("/v1/messages/batches", f'{{"requests":{many("{}", 15_000_000)}}}'.encode()),
+    "a batch of 47 MiB of quotation marks": lambda: messages(f'"{chr(92)}""' + '\\"' * (47 * MIB // 2) + '"'),
+    "a batch of 47 MiB of backslashes": lambda: messages('"' + "\\" * (47 * MIB - 100) + '"'),
+    "a batch of 47 MiB of line breaks": lambda: messages("\n" * (47 * MIB) + MESSAGE),
+    "files": lambda: ("get:/v1/files", b""),
+    "10,000 files": lambda: ("get:/v1/files?limit=10000", b""),
+    "batches": lambda: ("get:/v1/batches?limit=100", b""),
+    "batches of messages": lambda: ("get:/v1/messages/batches?limit=1000", b""),
+    "models": lambda: ("get:/v1/models", b""),
+}
+_FILES = 10_000
+
+
+def fill(files: Files) -> None:
+    """Add files and batches, of which nothing but their rows is there."""
+    assert files._path is not None
+    with contextlib.closing(sqlite3.connect(files._path)) as database, database:
+        rows = [(f"file-{number:032x}", f"{number}.json", number) for number in range(_FILES)]
+        database.executemany("INSERT INTO file VALUES (?, '', 'user_data', ?, 1, ?, NULL, 'processed')", rows)
+        prefixes: Mapping[Literal["openai", "anthropic"], str] = {"openai": "batch", "anthropic": "msgbatch"}
+        for kind, prefix in prefixes.items():
+            for number in range(1000):
+                problems = [BatchError(code="a", message="b" * 60, param=None, line=line) for line in range(20)]
+                made = Batch(
+                    id=f"{prefix}_{number:032x}", owner="", kind=kind, endpoint="/v1/messages", input="",
+                    created=number, window="24h", expires=number + 1, status="failed", problems=problems,
+                )  # fmt: skip
+                row = made.id, kind, number, msgspec.json.encode(made)
+                database.execute("INSERT INTO batch VALUES (?, '', ?, '', 0, ?, '', 0, 0, ?)", row)
+
+
 class Stopwatch(selectors.DefaultSelector):
     """
     The selector of an event loop; it measures the CPU time, in seconds, that this process takes for a turn of the loop.
@@ -387,12 +516,16 @@ async def client_of(proxy: Proxy, stopwatch: Stopwatch) -> AsyncIterator[Client]
 
 
 @asynccontextmanager
-async def exposed(triton: TestTriton, transport: str = "http") -> AsyncIterator[Proxy]:
+async def exposed(triton: TestTriton, transport: str = "http", folder: Path | None = None) -> AsyncIterator[Proxy]:
     """
     Run the service for models that take tools, images and long prompts, with its long-lived objects set aside as a
-    worker does.
+    worker does. It has its files in *folder*, if there is one.
     """
     settings = proxy_settings(triton, transport)
+    if folder is not None:
+        files = FilesSettings(store=f"dir:{folder / 'files'}")
+        batches = BatchesSettings(store=f"sqlite:{folder / 'batches'}")
+        settings = msgspec.structs.replace(settings, files=files, batches=batches)
     template = str(Path(__file__).parents[1] / "fixtures" / "tools.jinja")
     models = {
         **settings.models,
@@ -406,7 +539,21 @@ async def exposed(triton: TestTriton, transport: str = "http") -> AsyncIterator[
         ),
         "tensorrt_llm": msgspec.structs.replace(settings.models["tensorrt_llm"], max_model_len=MIB),
     }
-    async with serving(msgspec.structs.replace(settings, models=models)) as proxy:
+    with tempfile.TemporaryDirectory(prefix="triton-openai-files-") as name:
+        place = local(Path(name))
+        settings = msgspec.structs.replace(
+            settings,
+            models=models,
+            files=FilesSettings(store=place.files),
+            batches=BatchesSettings(store=place.batches),
+        )
+        async with _frozen(settings) as proxy:
+            yield proxy
+
+
+@asynccontextmanager
+async def _frozen(settings: Settings) -> AsyncIterator[Proxy]:
+    async with serving(settings) as proxy:
         await proxy.ready()
         gc.collect()
         gc.freeze()
@@ -440,14 +587,18 @@ class Turn(msgspec.Struct):
             return f"status {self.status}: {self.told}"
         # The stand-ins have short contexts.
         refused = self.status != 200 and "maximum" not in self.told
-        return f"refused: {self.told}" if refused and self.name not in HOSTILE else ""
+        return f"refused: {self.told}" if refused and self.name not in {**HOSTILE, **FORMS, **BATCHED} else ""
 
 
 async def measured(
     triton: TestTriton, stopwatch: Stopwatch, folder: Path, cases: Cases, transport: str
 ) -> AsyncIterator[Turn]:
     """Measure each case."""
-    async with exposed(triton, transport) as proxy, client_of(proxy, stopwatch) as client:
+    async with exposed(triton, transport, folder) as proxy, client_of(proxy, stopwatch) as client:
+        if cases is BATCHED:
+            path, file = written(lambda: messages(MESSAGE), folder / "body")
+            await client.measure(path, file)
+            fill(proxy.client.app[SERVICE].files)
         for name, made in cases.items():
             path, file = written(made, folder / "body")
             slower, turn = 1.0, Turn(name, math.inf, 0, "")
@@ -468,7 +619,13 @@ def main() -> int:
 
     async def show(triton: TestTriton, stopwatch: Stopwatch, folder: Path) -> None:
         nonlocal failed
-        for cases, transport in ((USUAL, "http"), (HOSTILE, "http"), (LOGPROBS, "both")):
+        for cases, transport in (
+            (USUAL, "http"),
+            (HOSTILE, "http"),
+            (FORMS, "http"),
+            (BATCHED, "http"),
+            (LOGPROBS, "both"),
+        ):
             async for turn in measured(triton, stopwatch, folder, cases, transport):
                 failed += bool(turn.problem)
                 print(f"{1000 * turn.took:5.1f} ms  {turn.name}  {turn.problem}".rstrip(), flush=True)

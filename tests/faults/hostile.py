@@ -32,7 +32,17 @@ from typing import Any, cast
 from tests import described
 from tests.clients.service import serving, steered, until
 from tests.faults import probed
-from tests.faults.hostile_requests import GENERATING, KEYS, MANAGED, MODELS, Known, Request, check_complete, make
+from tests.faults.hostile_requests import (
+    GENERATING,
+    KEYS,
+    MANAGED,
+    MODELS,
+    Known,
+    Request,
+    check_complete,
+    make,
+    make_batch,
+)
 from tests.faults.surroundings import MEBIBYTE, Watched
 from tests.standins.repository import build_repository
 from tests.triton_fixture import embedded
@@ -45,6 +55,12 @@ _ANSWER_SECONDS = 60.0
 _SETTLE_SECONDS = 30.0
 _EXAMPLES = 3
 _MOST_TURNS = 20
+# One batch of so many lines for so many requests, and how long it may take.
+_LINES, _REQUESTS_OF_BATCH, _BATCH_SECONDS = 50, 1000, 300.0
+# Files of the key whose lists are read.
+_FILES = 120
+# A turn of the garbage collector in so many requests is no defect.
+_REQUESTS_OF_COLLECTION = 100_000
 # What eight clients may have in work at once: bodies of megabytes, and the texts of the store.
 _MOST_GROWTH = 1024 * MEBIBYTE
 _RECENT = 500
@@ -74,6 +90,10 @@ class Figures:
     turns: list[tuple[float, str, dict[int, float]]] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     long_turns: int = 0
+    # Turns that are long by what the collector does in them, in seconds
+    collector: list[float] = field(default_factory=list)
+    # Lines of batches, by what became of them
+    lines: Counter[str] = field(default_factory=Counter)
     # Before, at most, and in the end
     memory: tuple[int, int, int] = (0, 0, 0)
     endings: int = 0
@@ -89,7 +109,14 @@ class Figures:
     @property
     def passed(self) -> bool:
         """Whether nothing went wrong."""
-        return not (self.failures or self.held or self.left) and self.memory[1] - self.memory[0] <= _MOST_GROWTH
+        if self.failures or self.held or self.left or not self.collector_is_rare:
+            return False
+        return self.memory[1] - self.memory[0] <= _MOST_GROWTH
+
+    @property
+    def collector_is_rare(self) -> bool:
+        """Whether long turns of the collector are as seldom as they may be."""
+        return len(self.collector) <= max(1, self.requests // _REQUESTS_OF_COLLECTION)
 
 
 @dataclass
@@ -124,13 +151,15 @@ class Hostile:
         self._settle_in()
         before = self._service.usual_level()
         self._slow_turns()
-        with ThreadPoolExecutor(self._clients + 1) as threads:
+        with ThreadPoolExecutor(self._clients + 2) as threads:
             watching = threads.submit(self._watch)
+            batches = threads.submit(self._batches, max(1, len(numbers) // _REQUESTS_OF_BATCH))
             began = time.monotonic()
             remaining = iter(numbers)
             try:
                 for done in [threads.submit(self._client, remaining) for _ in range(self._clients)]:
                     done.result()
+                batches.result()
             finally:
                 self._over.set()
             figures.seconds = time.monotonic() - began
@@ -165,6 +194,70 @@ class Hostile:
         message = {"model": GENERATING[0], "messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
         self._note(KEYS[0], "/v1/messages/batches", {"requests": [{"custom_id": "a", "params": message}]})
         self._check_alive()
+
+        # Lists that are long.
+        for number in range(_FILES):
+            self._upload(b"{}", "user_data", f"{number}.json")
+
+    def _upload(self, content: bytes, purpose: str, name: str) -> str:
+        """Upload a file and return its id."""
+        head = 'Content-Disposition: form-data; name="{}"{}\r\n\r\n{}'
+        parts = [
+            head.format("purpose", "", purpose).encode(),
+            head.format("file", f'; filename="{name}"', "").encode() + content,
+        ]
+        body = b"".join(b"--limit\r\n" + part + b"\r\n" for part in parts) + b"--limit--\r\n"
+        headers = {"Content-Type": "multipart/form-data; boundary=limit", "Authorization": f"Bearer {KEYS[0]}"}
+        answer = self._service.send("POST", "/v1/files", body, headers)
+        assert answer.status == 200, answer.body
+        return str(answer.json["id"])
+
+    def _batches(self, count: int) -> None:
+        """Run *count* batches of hostile lines."""
+        for number in range(count):
+            if self._over.is_set():
+                return
+            try:
+                self._batch(number)
+            except AssertionError as error:
+                self._fail(-1, f"batch {number}: {str(error)[:300]}")
+
+    def _batch(self, number: int) -> None:
+        """Run a batch, and look at the answer to each line."""
+        batch = make_batch(self._seed, number, self._known, lines=_LINES)
+        key = {"Authorization": f"Bearer {KEYS[0]}"}
+        made = {"endpoint": batch.endpoint, "completion_window": "24h"}
+        file = self._upload(batch.content, "batch", "lines.jsonl")
+        answer = self._service.post("/v1/batches", {**made, "input_file_id": file}, **key)
+        assert answer.status == 200, answer.body
+        path = f"/v1/batches/{answer.json['id']}"
+        deadline = time.monotonic() + _BATCH_SECONDS
+        while (state := self._service.send("GET", path, headers=key).json)["status"] in (
+            "validating",
+            "in_progress",
+            "finalizing",
+        ):
+            assert time.monotonic() < deadline, f"it does not end: {state}"
+            time.sleep(0.2)
+        if state["status"] == "failed":
+            assert state["errors"]["data"], "it failed without a reason"
+            self.figures.lines["refused with their batch"] += len(batch.names)
+            assert not batch.whole, state["errors"]["data"][0]
+            return
+        assert state["status"] == "completed", state
+        seen: Counter[str] = Counter()
+        for name in filter(None, (state["output_file_id"], state["error_file_id"])):
+            content = self._service.send("GET", f"/v1/files/{name}/content", headers=key)
+            assert content.status == 200, content.body
+            for line in content.body.splitlines():
+                told = json.loads(line)
+                seen[told["custom_id"]] += 1
+                status = told["response"]["status_code"]
+                self.figures.lines[str(status)] += 1
+                failed = status == 502 and b"steer" in batch.content
+                if status >= 500 and status not in _EXCUSED and not failed:
+                    self._fail(-1, f"batch {number}, {told['custom_id']}: {status} {line[:300]!r}")
+        assert seen == Counter(batch.names), f"lines that are missing, or twice: {seen - Counter(batch.names)}"
 
     def _note(self, key: str, path: str, body: dict[str, Any]) -> None:
         answer = self._service.post(path, body, Authorization=f"Bearer {key}")
@@ -259,17 +352,24 @@ class Hostile:
         return most
 
     def _note_turns(self) -> None:
-        for began, ended, took, what in self._slow_turns():
+        for began, ended, took, collected, what in self._slow_turns():
+            if took - collected < _LONGEST_TURN:
+                self.figures.collector.append(took)
+                continue
             suspects = [sent for sent in list(self._recent) if sent.began < ended and began < sent.over]
             self._long = sorted([*self._long, (took, what, suspects)], key=lambda turn: -turn[0])[:_MOST_TURNS]
             self.figures.long_turns += 1
 
-    def _slow_turns(self) -> list[tuple[float, float, float, str]]:
-        """Return the turns since the last call, each with its beginning, its end, its seconds and its callback."""
+    def _slow_turns(self) -> list[tuple[float, float, float, float, str]]:
+        """
+        Return the turns since the last call.
+
+        Each has its beginning, its end, its seconds, those of the garbage collector in it, and its callback.
+        """
         lines = self._turns.read_text().splitlines() if self._turns.exists() else []
         self._turns.unlink(missing_ok=True)
-        split = (line.split(" ", 3) for line in lines)
-        return [(float(began), float(ended), float(took), what) for began, ended, took, what in split]
+        split = (line.split(" ", 4) for line in lines)
+        return [(*map(float, numbers), what) for *numbers, what in split]  # type: ignore[misc]
 
     def _look_at_turns(self) -> None:
         """Send what was on its way in the longest turns of the loop again, each request alone."""
@@ -298,7 +398,7 @@ class Hostile:
             # What it began may go on for some turns.
             for _ in range(5):
                 self._service.status("/health/live")
-            found.append(max((took for _, _, took, _ in self._slow_turns()), default=0.0))
+            found.append(max((took - collected for _, _, took, collected, _ in self._slow_turns()), default=0.0))
             if found[-1] < _LONGEST_TURN:
                 break
         return min(found)
@@ -416,6 +516,10 @@ def render(figures: Figures, seed: int) -> str:
     for took, what, alone in figures.turns:
         told = ", ".join(f"--only {number}: {seconds * 1000:.0f} ms" for number, seconds in alone.items())
         lines.append(f"  {took * 1000:.0f} ms  {told or 'no request by itself'}  {what[:150]}")
+    if figures.collector:
+        most_seconds = max(figures.collector) * 1000
+        lines.append(f"turns of the garbage collector: {len(figures.collector)}, {most_seconds:.0f} ms at most")
+    lines += [f"  {count:>8}  lines of batches: {what}" for what, count in figures.lines.most_common()]
     first, most, last = (memory / MEBIBYTE for memory in figures.memory)
     lines.append(f"memory: {first:.0f} MiB before, {most:.0f} MiB at most, {last:.0f} MiB at the end")
     lines.append(f"left behind: {', '.join(figures.left) or 'nothing'}")

@@ -11,7 +11,7 @@ import gzip
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain, islice
 from random import Random
@@ -21,9 +21,13 @@ from urllib.parse import quote
 import msgspec
 
 from tests.clients.service import steered
+from tests.form_shapes import CONTENTS, OVERHEAD
 from tests.speech import encoded, muxed, speak
-from triton_openai.api.bodies import FormRequest
+from triton_openai.api.bodies import FormRequest, JsonCheck
 from triton_openai.api.routes import OPERATIONS
+from triton_openai.api.uploaded_files import FileUpload
+from triton_openai.config.tree import LimitSettings
+from triton_openai.errors import InvalidRequest
 from triton_openai.jobs import ClassificationJob, EmbeddingJob, JobType
 from triton_openai.operations import Operation
 
@@ -93,6 +97,7 @@ _PLAUSIBLE: Mapping[str, tuple[Any, ...]] = {
     "top_n": (1, 0, 2**31),
     "use_activation": (True, False),
     "order": ("asc", "desc"),
+    "limit": (1, 20, 100, 1000, 10_000),
     "api-version": ("2024-10-21", "preview"),
 }
 _TEXTS = (
@@ -179,6 +184,57 @@ def make(seed: int, number: int, known: Known) -> Request:
     return _Maker(Random(f"{seed}/{number}"), known).request()
 
 
+class HostileBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """The file of a batch to *endpoint*, and the ids of its lines. One that is not *whole* may fail as a whole."""
+
+    endpoint: str
+    content: bytes
+    names: Sequence[str]
+    whole: bool
+
+
+def make_batch(seed: int, number: int, known: Known, *, lines: int) -> HostileBatch:
+    """Return a batch of so many *lines*: right ones that are changed, of which each is answered, or any."""
+    chance = Random(f"{seed}/batch/{number}")
+    maker = _Maker(chance, known)
+    operation = chance.choice(_BATCHED)
+    whole = chance.random() < 0.8
+    made: list[bytes] = []
+    while len(made) < lines:
+        name = f"line-{len(made)}"
+        body = maker.batched_body(operation)
+        line = _json({"custom_id": name, "method": "POST", "url": operation.path, "body": body})[:_MOST_BYTES]
+        if not whole:
+            made.append(maker.damaged(line))
+        elif _is_right_line(line):
+            made.append(line)
+    names = [f"line-{number}" for number in range(lines)]
+    return HostileBatch(endpoint=operation.path, content=b"\n".join(made), names=names, whole=whole)
+
+
+def _is_right_line(line: bytes) -> bool:
+    """Return whether the validation of a batch takes a line, whatever becomes of it when it runs."""
+    try:
+        JsonCheck(LimitSettings(), batched=True).check(line)
+        body = _decode_line(line).body
+    except (InvalidRequest, msgspec.DecodeError, RecursionError):
+        return False
+    return not body.stream and not body.background and body.model in MODELS
+
+
+class _LineBody(msgspec.Struct):
+    model: str = ""
+    stream: bool | None = None
+    background: bool | None = None
+
+
+class _Line(msgspec.Struct):
+    body: _LineBody
+
+
+_decode_line = msgspec.json.Decoder(_Line).decode
+
+
 class _Maker:
     def __init__(self, chance: Random, known: Known) -> None:
         self._chance = chance
@@ -199,7 +255,7 @@ class _Maker:
                 body = self._with_field(body, operation)
             for _ in range(chance.choice((0, 0, 0, 1, 1, 2, 3))):
                 body = self._changed(body)
-        form = operation.request is not None and issubclass(operation.request, FormRequest)
+        form = _takes_form(operation)
         data = b"" if body is None else self._form(body) if form else self._written(body)
         path = re.sub(r"\{(\w+):[^}]*\}", lambda found: quote(self._segment(found[1], operation.name), safe="/"), route)
         if operation.query or chance.random() < 0.03:
@@ -209,6 +265,30 @@ class _Maker:
         if chance.random() < 0.02:
             method, plain = chance.choice(("HEAD", "OPTIONS", "PUT", "PATCH", "TRACE", "DELETE", "GET", "POST")), False
         return self._sent(operation, method, path, data, plain)
+
+    # Lines of batches
+
+    def batched_body(self, operation: Operation) -> Any:
+        """Return the body of a line to *operation*: a right one with a few changes."""
+        chance = self._chance
+        body: Any = {name: value for name, value in (self.body(operation) or {}).items() if name != "stream"}
+        if chance.random() < 0.02:
+            heavy = HEAVY.get(operation.name, _Maker.heavy_inputs if _about_texts(operation) else _Maker.nothing)
+            body |= heavy(self)
+        for _ in range(chance.choice((0, 0, 0, 1, 2))):
+            body = self._with_field(body, operation)
+        for _ in range(chance.choice((0, 0, 0, 1, 2))):
+            body = self._changed(body)
+        return body
+
+    def damaged(self, line: bytes) -> bytes:
+        """Return *line*, or what is left of it."""
+        chance, place = self._chance, self._chance.randrange(len(line))
+        return chance.choice((
+            line, line[:place], line[:place] + chance.randbytes(3) + line[place:], line.replace(b"a", b"\xff", 1),
+            b"", b" " * 100_000, b"[" * 100_000, b'{"custom_id":"' + b"x" * 100_000, b"\0", b"[1,2]",
+            b'{"custom_id":"a","body":{"a":[' + b"{}," * 100_000 + b"{}]}}",
+        ))  # fmt: skip
 
     # Values
 
@@ -322,21 +402,30 @@ class _Maker:
         return data
 
     def _form(self, body: Any) -> bytes:
-        """Return *body* as a form, or nearly one."""
+        """Return *body* as a form, in the ways of clients, or nearly one, or a shape that is slow to parse."""
         chance = self._chance
+        if chance.random() < 0.1:
+            _, before, repeated = chance.choice(OVERHEAD)
+            return before + repeated * (int(10 ** chance.uniform(1, 7)) // len(repeated))
         parts = []
         for name, value in body.items() if isinstance(body, dict) else ():
-            content, file = value, ""
+            content, file = value, b""
             if value == _A_FILE:
-                content, file = bytearray(chance.choice(_files())), '; filename="a.wav"'
+                content, file = bytearray(chance.choice(_files())), chance.choice(_FILE_NAMES)
                 for _ in range(chance.choice((0, 0, 1, 30)) if content else 0):
                     content[chance.randrange(len(content))] = chance.randrange(256)
+                if chance.random() < 0.1:
+                    content = bytearray(chance.choice(CONTENTS) * chance.choice((1, 1000, 100_000)))
             elif not isinstance(value, str):
                 content = _json(value)[:_MOST_BYTES]
             content = content.encode("utf-8", "replace") if isinstance(content, str) else bytes(content)
-            head = f'--x\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'
-            parts.append(head.encode("utf-8", "replace") + content + b"\r\n")
-        data = b"".join([*parts, b"--x--\r\n"])
+            if chance.random() < 0.1 and not file:
+                content = b""
+            field = name.encode("utf-8", "replace") + chance.choice((b"", b"", b"", b"", b"[]", b"[0]"))
+            head = b'--xx\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n' % (field, file)
+            parts.append(head + content + b"\r\n")
+        before, behind = chance.choice(_AROUND_FORMS)
+        data = b"".join([before, *parts, b"--xx--", behind])
         kind, place = chance.randrange(30), chance.randrange(len(data))
         if kind == 0:
             return data[:place]
@@ -344,7 +433,9 @@ class _Maker:
             return data[:place] + chance.randbytes(chance.choice((1, 3, 40))) + data[place:]
         if kind == 2:
             return data.replace(b"form-data", chance.choice((b"attachment", b"form-data; name=a", b"")), 1)
-        return data.replace(b"\r\n\r\n", b"\r\nContent-Transfer-Encoding: base64\r\n\r\n", 1) if kind == 3 else data
+        if kind == 3:
+            return data.replace(b"\r\n\r\n", b"\r\nContent-Transfer-Encoding: base64\r\n\r\n", 1)
+        return data.replace(b"\r\n", b"\n") if kind == 4 else data
 
     # What is around the body
 
@@ -371,10 +462,9 @@ class _Maker:
     def _sent(self, operation: Operation, method: str, path: str, data: bytes, plain: bool) -> Request:
         chance = self._chance
         key = KEYS[chance.random() < 0.1]
-        head = {"Host": "x", "Authorization": f"Bearer {key}"}
+        head = {"Host": "localhost", "Authorization": f"Bearer {key}"}
         if data or method == "POST":
-            form = operation.request is not None and issubclass(operation.request, FormRequest)
-            kind_of_body = "multipart/form-data; boundary=x" if form else "application/json"
+            kind_of_body = "multipart/form-data; boundary=xx" if _takes_form(operation) else "application/json"
             head |= {"Content-Type": kind_of_body, "Content-Length": str(len(data))}
         if operation.anthropic or (operation.shared is not None and chance.random() < 0.5):
             head["anthropic-version"] = "2023-06-01"
@@ -678,7 +768,34 @@ def _json(value: Any) -> bytes:
 
 #: In the place of a file.
 _A_FILE = "a file of audio"
+#: What a part with a file has behind its name: names in the ways of clients, and none.
+_FILE_NAMES = (
+    b'; filename="a.wav"',
+    b"; filename=a.wav",
+    b'; filename="\xff"',
+    b'; filename=""',
+    b"",
+    b'; filename="a\\"b;.wav"',
+    b"; filename*=UTF-8''%ff%00",
+    b"; filename*=",
+    b'; filename="\0\xed\xa0\x80"',
+    b'; filename="' + b";" * 60 + b'"',
+)
+#: What precedes and follows the parts of a form.
+_AROUND_FORMS = (
+    (b"", b"\r\n"),
+    (b"", b"\r\n"),
+    (b"", b""),
+    (b"\r\n", b"\r\n\r\n"),
+    (b"A preamble.\r\n", b"\r\nAn epilogue.\r\n"),
+    (b"\n" * 5000, b""),
+    (b"", b"\r\n--xx" * 5000),
+)
 _FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
+
+
+def _takes_form(operation: Operation) -> bool:
+    return operation.request is not None and issubclass(operation.request, FormRequest | FileUpload)
 
 
 @cache
@@ -744,6 +861,11 @@ _RARE = (
     *("delete_conversation", "delete_response"),
 )
 _WEIGHTED = [each for each in OPERATIONS for _ in range(8 if each.name in _OFTEN else 1 if each.name in _RARE else 3)]
+_BATCHED = [
+    each
+    for each in OPERATIONS
+    if each.jobs and not each.media and each.request is not None and not issubclass(each.request, FormRequest)
+]
 _CONTENT_TYPES = (
     *("text/plain", "application/json; charset=utf-16", "application/json;charset=latin-1", "application/xml", ""),
     *(

@@ -65,11 +65,11 @@ def state(*, strict: bool) -> dict[str, Any]:
     streams = [*alive["HttpStream"], *alive.get("GrpcStream", ())]
     idle = [connection for pool in alive["ConnectionPool"] for _, connection in pool._idle if connection.usable]
     calls = [call for call in alive["HttpCall"] if not call._ended.done()]
-    # Those of a store, which is there if it is a Redis.
-    redis: Any = sys.modules.get("redis.asyncio.connection")
-    stores = [] if redis is None else [each for each in objects if type(each) is redis.ConnectionPool]
-    in_use = [connection for pool in stores for connection in pool._in_use_connections if connection.is_connected]
-    at_rest = [connection for pool in stores for connection in pool._available_connections if connection.is_connected]
+    # The connections to PostgreSQL, if responses are stored there.
+    pools: Any = sys.modules.get("asyncpg.pool")
+    holders = [] if pools is None else [each for each in objects if type(each) is pools.PoolConnectionHolder]
+    connected = [holder for holder in holders if holder._con is not None]
+    in_use = [holder for holder in connected if holder._in_use is not None]
     kept = [connection for pool in alive["TCPConnector"] for group in pool._conns.values() for connection in group]
     tasks = [str(getattr(task.get_coro(), "__qualname__", "")) for task in asyncio.all_tasks()]
     return {
@@ -78,7 +78,7 @@ def state(*, strict: bool) -> dict[str, Any]:
         "running": sum(sum(map(len, each.running.values())) + len(each.queue) for each in alive["Admission"]),
         "streams": sum(each._receiver is not None for each in streams),
         "used": sum(len(each._acquired) for each in alive["TCPConnector"]) + len(calls) + len(in_use),
-        "idle": len(idle) + len(kept) + len(at_rest),
+        "idle": len(idle) + len(kept) + len(connected) - len(in_use),
         "records": records + sum(COLLECTED),
         # Looked at in the same moment as the connections.
         "descriptors": _descriptors(),
@@ -119,8 +119,8 @@ def time_turns(file: Path, longest: float) -> None:
     """
     Run the service on asyncio's loop, and append to *file* each turn of it that takes longer than *longest*.
 
-    A line has the times at which the turn began and ended, the CPU time of the main thread, all in seconds, the
-    callback that took most of it, the collector's part, and the ids of requests in the callback's context.
+    A line has the times at which the turn began and ended, the CPU time of the main thread and the collector's part of
+    it, all in seconds, the callback that took most of it, and the ids of requests in the callback's context.
     """
     import uvloop
 
@@ -155,7 +155,7 @@ def time_turns(file: Path, longest: float) -> None:
                 # What a task does is to be found by the request of its context.
                 known = {key.name: found for key, found in context.items()}
                 what = f"{part:.3f} s of one, {collected:.3f} s of the collector: {known!r:.300}"
-                lines.write(f"{first} {time.monotonic()} {took} {what}\n")
+                lines.write(f"{first} {time.monotonic()} {took} {collected} {what}\n")
 
     gc.callbacks.append(collects)
     asyncio.BaseEventLoop._run_once = timed_turn  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ import aiohttp
 from tests.clients.service import steered, until
 from tests.faults.surroundings import MEBIBYTE, PATIENT, QUICK, WORDS, Level, Watched, watched
 from tests.programs import find
-from tests.store_fixture import Server, running_redis
+from tests.store_fixture import Server, running_postgresql
 from tests.triton_fixture import frozen
 from triton_openai.demo.repository import DemoRepository, build_repository
 from triton_openai.tritonserver.embedded import EmbeddedTriton
@@ -440,27 +440,30 @@ def render(figures: Figures, clients: int) -> str:
 
 
 class Store:
-    """Where responses are kept, and what can be done to it: a Redis, or a file where there is no Redis."""
+    """Where responses are kept, and what can be done to it: PostgreSQL, or a file where it is not installed."""
 
-    def __init__(self, redis: Server | None, file: Path) -> None:
-        self._redis = redis
+    def __init__(self, server: Server | None, file: Path) -> None:
+        self._server = server
         self._file = file
-        self.url = f"sqlite:{file}" if redis is None else redis.url()
-        self.faults: Mapping[str, Callable[[random.Random], None]] = (
-            {"locked": self._lock} if redis is None else {"frozen": self._freeze, "lost": self._lose}
-        )
+        self.faults: Mapping[str, Callable[[random.Random], None]]
+        if server is None:
+            self.url = f"sqlite:{file}"
+            self.faults = {"locked": self._lock}
+        else:
+            self.url = server.url()
+            self.faults = {"frozen": self._freeze, "lost": self._lose}
 
     def _freeze(self, chance: random.Random) -> None:
-        assert self._redis is not None
-        self._redis.freeze()
+        assert self._server is not None
+        self._server.freeze()
         time.sleep(chance.uniform(0.5, 8))
-        self._redis.thaw()
+        self._server.thaw()
 
     def _lose(self, chance: random.Random) -> None:
-        assert self._redis is not None
-        self._redis.stop()
+        assert self._server is not None
+        self._server.stop()
         time.sleep(chance.uniform(0, 4))
-        self._redis.start()
+        self._server.start()
 
     def _lock(self, chance: random.Random) -> None:
         with contextlib.closing(sqlite3.connect(self._file, timeout=60, isolation_level=None)) as connection:
@@ -554,9 +557,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             flags = ["--triton-url", tritons[0].http_url, "--triton-url", tritons[0].grpc_url]
         flags += ["--tokenizer", str(repository.tokenizer)]
-        has_redis = find("Redis") is not None and importlib.util.find_spec("redis") is not None
-        redis = opened.enter_context(running_redis(str(folder))) if has_redis else None
-        store = Store(redis, folder / "responses")
+        program = find("PostgreSQL") if importlib.util.find_spec("asyncpg") else None
+        server = None if program is None else opened.enter_context(running_postgresql(program))
+        store = Store(server, folder / "responses")
         flags += ["--responses-store", store.url]
         log = opened.enter_context(contextlib.closing(Log(folder, folder / "service.log")))
         # What the collector frees in an hour is much, and no leak.

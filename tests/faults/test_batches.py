@@ -18,6 +18,7 @@ import signal
 import socket
 import sqlite3
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -66,7 +67,7 @@ def request(number: int, delay: int = 2) -> bytes:
 def half_an_upload(service: Service) -> None:
     """Send a part of a file, whose rest never comes."""
     with socket.create_connection((service.host, service.port)) as sock:
-        head = "POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n"
+        head = "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n"
         sock.sendall(f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n".encode())
         sock.sendall(b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + b"x" * 300_000)
         files = Path(service.log).parent / "state" / "triton-openai" / "files"
@@ -110,12 +111,40 @@ def test_kills(own: Own, tmp_path: Path) -> None:
     names = Counter(one["custom_id"] for one in output + failed)
     assert {f"id-{number}": 1 for number in range(1, LINES + 1)} == names
     assert (len(output), len(failed)) == (done.request_counts.completed, done.request_counts.failed)
-    refused = {one["custom_id"] for one in failed if one["response"]["status_code"] == 400}
-    assert refused <= {f"id-{number}" for number in range(7, LINES + 1, 7)}
-    # The others ran when the service was killed for the third time.
-    assert len(failed) - LINES // 7 <= KILLS
+    # No line pays for the kills.
+    assert {f"id-{number}": 400 for number in range(7, LINES + 1, 7)} == {
+        one["custom_id"]: one["response"]["status_code"] for one in failed
+    }
     after = calls(own)
     assert {} == {number: (count, after[number]) for number, count in before.items() if after[number] != count}
+
+
+def change(own: Own, what: str) -> None:
+    """Have Triton load or unload the model of the lines."""
+    url = f"{own.url('http')}/v2/repository/models/{MODEL}/{what}"
+    with urllib.request.urlopen(urllib.request.Request(url, b"{}"), timeout=60) as response:
+        assert 200 == response.status
+
+
+def test_a_model_that_is_unloaded_for_a_while(own: Own, tmp_path: Path) -> None:
+    """Lines whose model is away wait, however many run at that moment, and all are answered when it is back."""
+    options = ("--triton-url", own.url("http"), "--tokenizer", str(own.repository.tokenizer))
+    # As by default: the list of models is older than what happens.
+    settings = {"triton": {"refresh_interval": 60}, "batches": {"max_running": 16}}
+    with (
+        serving(tmp_path, *options, settings=settings) as service,
+        OpenAI(base_url=service.base_url, api_key="none") as client,
+    ):
+        batch = started(client, 200_001, 60, 20)
+        until(lambda: _counted(client, batch.id))
+        change(own, "unload")
+        until(lambda: any("a model is away" in line for line in service.log_lines()))
+        change(own, "load")
+        done: Any = until(partial(_completed, client, batch.id), 120)
+        refused = sum(number % 7 == 0 for number in range(200_001, 200_061))
+        assert (60 - refused, refused) == (done.request_counts.completed, done.request_counts.failed)
+        assert {f"id-{number}": 1 for number in range(200_001, 200_061)} == results(client, done)
+        assert [] == service.complaints()
 
 
 def results(client: OpenAI, batch: Any) -> Counter[str]:

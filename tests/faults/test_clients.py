@@ -39,7 +39,7 @@ def flood(own: Own, service: Service, tokens: int) -> tuple[int, int, bytes]:
     prompt = steered(mark, text=" particular" * 20, eos=False, tokens_per_response=500)
     request = json.dumps(body("ensemble", prompt, stream=True, max_tokens=tokens)).encode()
     # The engine takes longer than the idle timeout: the time for which a client does not read is not held against it.
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nx-idle-timeout: 1\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nx-idle-timeout: 1\r\n"
     before = service.memory()
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

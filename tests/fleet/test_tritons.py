@@ -9,14 +9,16 @@ import os
 import signal
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 
+from tests.cases import every_case
 from tests.faults.surroundings import ENDS
 from tests.fleet.conftest import MODELS, NAMES, One, fleet, settings_of, write_endpoints
 from tests.proxy_fixture import Proxy
@@ -24,7 +26,7 @@ from tests.triton_fixture import frozen
 from triton_openai.api.service import Service
 from triton_openai.app import SERVICE
 from triton_openai.cli.inspect import inspect_models
-from triton_openai.config.tree import RoutingSettings
+from triton_openai.config.tree import BatchesSettings, FilesSettings, RoutingSettings
 
 COMPLETIONS = "/v1/completions"
 
@@ -134,6 +136,96 @@ async def test_a_session_stays_at_its_triton(three: dict[str, One]) -> None:
                 assert 200 == (await proxy.post(COMPLETIONS, body("vllm_model", prompt), **headers)).status
             got = [one.asked("vllm_model") - before[name] for name, one in three.items()]
             assert sorted(got) == [0, 0, 6]
+
+
+# What each API says who asks by, with a body that differs from request to request.
+_SESSIONS: dict[str, tuple[str, Callable[[str], dict[str, Any]], Sequence[dict[str, Any]]]] = {
+    "chat": (
+        "/v1/chat/completions",
+        lambda text: {"model": "vllm_model", "messages": [{"role": "user", "content": text}], "max_tokens": 4},
+        [{"prompt_cache_key": "k"}, {"safety_identifier": "k"}, {"user": "k"}, {"session_id": "k"}, {"user": 7}],
+    ),
+    "completions": (
+        COMPLETIONS,
+        lambda text: body("vllm_model", text),
+        [{"prompt_cache_key": "k"}, {"safety_identifier": "k"}, {"user": "k"}],
+    ),
+    "responses": (
+        "/v1/responses",
+        lambda text: {"model": "vllm_model", "input": text, "max_output_tokens": 16, "store": False},
+        [{"prompt_cache_key": "k"}, {"safety_identifier": "k"}, {"user": "k"}],
+    ),
+    "compact": (
+        "/v1/responses/compact",
+        lambda text: {"model": "vllm_model", "input": text},
+        [{"prompt_cache_key": "k"}],
+    ),
+    "messages": (
+        "/v1/messages",
+        lambda text: {"model": "vllm_model", "messages": [{"role": "user", "content": text}], "max_tokens": 4},
+        [{"metadata": {"user_id": "k"}}, {"metadata": {"user_id": '{"session_id": "k"}', "more": 1}}],
+    ),
+    "embeddings": (
+        "/v1/embeddings",
+        lambda text: {"model": "text_embedding", "input": text},
+        [{"user": "k"}],
+    ),
+}
+
+
+@every_case("api", _SESSIONS)
+async def test_what_a_request_is_part_of_keeps_it_at_its_triton(three: dict[str, One], api: str) -> None:
+    """With affinity, each field that names a session or a user keeps its requests together, whatever they ask."""
+    path, make, fields = _SESSIONS[api]
+    async with fleet(settings_of(three, routing=RoutingSettings(policy="affinity"))) as proxy:
+        for field in fields:
+            before = {name: sum(map(one.asked, MODELS)) for name, one in three.items()}
+            for number in range(9):
+                answer = await proxy.post(path, {**make(f"{number} is another beginning"), **field})
+                assert answer.status == 200, answer.json
+            got = [sum(map(one.asked, MODELS)) - before[name] for name, one in three.items()]
+            assert sorted(got) == [0, 0, 9], field
+
+
+async def test_lines_of_batches_stay_at_their_tritons(three: dict[str, One], tmp_path: Path) -> None:
+    """The field of a line counts as that of a live request does."""
+    routing = RoutingSettings(policy="affinity", load_factor=100)
+    settings = msgspec.structs.replace(
+        settings_of(three, routing=routing),
+        files=FilesSettings(store=f"dir:{tmp_path / 'files'}"),
+        batches=BatchesSettings(store=f"sqlite:{tmp_path / 'db'}"),
+    )
+    path, make, _ = _SESSIONS["chat"]
+    lines = [
+        {"custom_id": f"{number}", "method": "POST", "url": path, "body": {**make(f"{number} begins"), "user": "k"}}
+        for number in range(9)
+    ]
+    async with fleet(settings) as proxy:
+        before = {name: one.asked("vllm_model") for name, one in three.items()}
+        form = aiohttp.FormData({"purpose": "batch"})
+        form.add_field("file", "\n".join(map(json.dumps, lines)).encode(), filename="input.jsonl")
+        async with proxy.client.post("/v1/files", data=form) as response:
+            file = (await response.json())["id"]
+        wanted = {"input_file_id": file, "endpoint": path, "completion_window": "24h"}
+        batch = (await proxy.post("/v1/batches", wanted)).json
+        while batch["status"] in ("validating", "in_progress", "finalizing"):
+            await asyncio.sleep(0.01)
+            batch = (await proxy.get(f"/v1/batches/{batch['id']}")).json
+        assert batch["request_counts"] == {"total": 9, "completed": 9, "failed": 0}
+        got = [one.asked("vllm_model") - before[name] for name, one in three.items()]
+        assert sorted(got) == [0, 0, 9]
+
+
+async def test_fields_without_a_session_change_nothing(three: dict[str, One]) -> None:
+    """A field that is empty, no text, or too long, is accepted as before, and names no session."""
+    async with fleet(settings_of(three, routing=RoutingSettings(policy="affinity", affinity=("session",)))) as proxy:
+        for value in (None, "", {"a": 1}, [1], 1.5, True, "x" * 5000, "\ud800"):
+            before = {name: one.asked("vllm_model") for name, one in three.items()}
+            sent = [body("vllm_model", f"{number}", user=value) for number in range(9)]
+            answers = await asyncio.gather(*(proxy.post(COMPLETIONS, one) for one in sent))
+            assert {answer.status for answer in answers} <= {200, 400}, value
+            got = [one.asked("vllm_model") - before[name] for name, one in three.items()]
+            assert max(got) < 9 or answers[0].status == 400, (value, got)
 
 
 @pytest.mark.parametrize("kind", ["previous_response_id", "conversation"])

@@ -97,7 +97,7 @@ async def service(access: AccessSettings, *, control: Any = "none", **parts: Any
 async def raw(proxy: Proxy, method: str, target: str, *headers: str) -> tuple[int, dict[str, str], bytes]:
     """Send one request exactly as it is written, and return status, headers and body of the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", proxy.client.port)
-    lines = [f"{method} {target} HTTP/1.1", "Host: x", "Connection: close", "Content-Length: 2", *headers]
+    lines = [f"{method} {target} HTTP/1.1", "Host: localhost", "Connection: close", "Content-Length: 2", *headers]
     lines.append("Content-Type: application/json")
     writer.write("\r\n".join([*lines, "", "{}"]).encode())
     answer = await asyncio.wait_for(reader.read(), 10)
@@ -230,21 +230,25 @@ async def test_no_way_around_a_restriction(closed: set[Any]) -> None:
 async def test_a_restricted_group(group: Any) -> None:
     """
     A restricted group is closed on every alias of a path, to all that is not its header, and the other groups are
-    open.
+    open, but for batches whose lines need the restricted one.
     """
     restricted = RestrictedApi(apis=(group,), header="admin-key", value="secret")
     async with service(AccessSettings(openai_restricted_api=(restricted,))) as proxy:
         closed = {group, "embedding"} if group == "inference" else {group}
         for path, (of, methods) in paths().items():
             for method in methods:
-                assert (401 == (await raw(proxy, method, path))[0]) == (of in closed), (method, path)
+                makes_lines = method == "POST" and path.endswith("/messages/batches")
+                needs = {of, "inference"} if makes_lines else {of}
+                refused = 401 == (await raw(proxy, method, path))[0]
+                assert refused == bool(needs & closed), (method, path)
             method = sorted(methods)[-1]
+            is_closed = of in closed or (group == "inference" and path.endswith("/messages/batches"))
             wrong = (
                 *(("admin-key: x", "admin-key: secret"), ("admin-key: secret", "admin-key: x")),
                 *(("admin-key: Secret",), ("admin-key: secre",), ("admin-key:",), ("admin_key: secret",)),
             )
-            for headers in wrong if of in closed else wrong[:1]:
-                assert (401 == (await raw(proxy, method, path, *headers))[0]) == (of in closed)
+            for headers in wrong if is_closed else wrong[:1]:
+                assert (401 == (await raw(proxy, method, path, *headers))[0]) == is_closed
             assert 401 != (await raw(proxy, method, path, "Admin-Key: secret"))[0]
 
 
@@ -335,6 +339,20 @@ async def test_keys_that_may_not_manage(managing: Path) -> None:
                 assert 403 != (await proxy.post(path, b"", **{"api-key": "sk-admin"})).status
         assert 200 == (await raw(proxy, "GET", "/v1/models", "api-key: sk-user"))[0]
         assert 200 == (await proxy.post("/v1/completions", COMPLETION, **{"api-key": "sk-user"})).status
+
+
+async def test_keys_for_some_models_unload_no_others(tmp_path: Path) -> None:
+    """The models of an ensemble go with it only for a key that opens all models."""
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys: [{name: some, key: sk-some, models: [m]}, {name: all, key: sk-all}]")
+    async with service(AccessSettings(api_keys_file=file), control="explicit") as proxy:
+        statuses = {}
+        for key in ("sk-some", "sk-all"):
+            body = {"unload_dependents": True}
+            answer = await proxy.post("/v1/models/m/unload", body, **{"api-key": key})
+            statuses[key] = answer.status, answer.error["code"]
+        assert (403, "key_not_sufficient") == statuses["sk-some"]
+        assert 403 != statuses["sk-all"][0]
 
 
 async def test_limits_with_the_official_client(keys_file: Path) -> None:
@@ -447,8 +465,8 @@ async def test_one_at_a_time(keys_file: Path) -> None:
         headers = {"api-key": "sk-alone", "Content-Type": "application/json"}
         # A body that does not come: its request runs.
         reader, writer = await asyncio.open_connection("127.0.0.1", proxy.client.port)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\napi-key: {headers['api-key']}\r\n\r\n"
-        writer.write(head.encode())
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+        writer.write(f"{head}api-key: {headers['api-key']}\r\n\r\n".encode())
         await writer.drain()
         status = 200
         while status == 200:
@@ -668,8 +686,9 @@ async def test_all_pages_and_none() -> None:
         assert "*" == answer.headers["Access-Control-Allow-Origin"]
         assert "Vary" not in answer.headers
     async with service(AccessSettings()) as proxy:
-        answer = await proxy.post("/v1/completions", COMPLETION, Origin=ORIGIN)
-        assert not {"Vary", "Access-Control-Allow-Origin"} & set(answer.headers)
+        async with proxy.client.get("/v1/models", headers={"Origin": ORIGIN}) as response:
+            assert 200 == response.status
+        assert not {"Vary", "Access-Control-Allow-Origin"} & set(response.headers)
         assert 405 == (await raw(proxy, "OPTIONS", "/v1/models", f"Origin: {ORIGIN}", *PREFLIGHT))[0]
 
 

@@ -462,9 +462,9 @@ def test_request_ids(service: Service) -> None:
     "request_bytes",
     [
         # The client says more than it sends, and leaves.
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\n{\"m",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\nContent-Length: 99\r\n\r\n{",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n3\r\n{\"m",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le",
         b"GET /v1/mod",
         b"",
     ],

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -269,6 +270,32 @@ def test_files_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert ("m=" in str(arguments) or "{m:" in settings) == err.startswith("triton-openai: m: ")
 
 
+def test_templates_that_do_not_compile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A chat template that the operator names ends the start if it is wrong, as one that is not there does."""
+    template, own = tmp_path / "own.jinja", tmp_path / "settings.yaml"
+    nested = "{% for a in b %}" * 30 + "{% endfor %}" * 30
+    for source, problem in (
+        ("{{ a }}\n{% if %}", "is wrong in line 2: Expected an expression"),
+        ("{% for m in messages %}", "is wrong in line 1: Unexpected end of template"),
+        ("{{ a|nothing }}", "is wrong in line 1: No filter named 'nothing'"),
+        (nested, "cannot be compiled: SyntaxError"),
+        ("{{" + "(" * 5000 + "}}", "is nested too deeply"),
+    ):
+        template.write_text(source)
+        for arguments, settings in (
+            (("--chat-template", str(template)), "{}"),
+            (("--chat-template", f"m={template}"), "{}"),
+            ((), f"defaults: {{chat_template: {template}}}"),
+            ((), f"models: {{m: {{chat_template: {template}}}}}"),
+        ):
+            own.write_text(settings)
+            assert 2 == main(["serve", "--port", "0", "--config", str(own), *arguments])
+            out, err = capsys.readouterr()
+            assert ("", 1) == (out, err.count("\n"))
+            which = "m: " if "m=" in str(arguments) or "{m:" in settings else ""
+            assert err.startswith(f"triton-openai: {which}The chat template 'own.jinja' {problem}")
+
+
 def test_demo() -> None:
     """The demo builds its models, starts a Triton, asks its question over the API, and prints the answer."""
     status, out, err = _run("demo", "--scripted", "--port", "0", "--once")
@@ -325,6 +352,7 @@ def test_inspect(triton, capsys: pytest.CaptureFixture[str]) -> None:
     assert reports["preprocessing"]["adapter"] is None
     assert re.search(r"^  ensemble +\S+ +generate +yes +/\S+ +ready$", out, re.MULTILINE)
     assert re.search(r"^  preprocessing +serves others$", out, re.MULTILINE)
+    assert out.endswith(f"\nFor details: triton-openai inspect --triton-url {triton.http_url} MODEL\n")
     # Nobody has named its tokenizer.
     assert re.search(r"^  vllm_model +vllm +\S.* no +ready$", out, re.MULTILINE)
     assert re.search(r"^  vllm_model: .*--tokenizer", out, re.MULTILINE)
@@ -359,6 +387,19 @@ def test_inspect_shows_names_that_no_model_has(triton, tmp_path: Path, capsys: p
     assert "  ensembel: The settings are for a model that Triton does not have. Did you mean ensemble?\n" in out
     assert "  gpt: The settings are for an alias: give them to the model 'ensemble'.\n" in out
     assert named.startswith("ensemble\n")
+
+
+def test_the_hint_of_inspect_can_be_copied(triton, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It repeats the options, so that it reaches the same Triton, and shows no secret."""
+    settings = tmp_path / "my settings.yaml"
+    settings.write_text("{}")
+    given = ("--endpoint", f"a={triton.http_url}", "--config", str(settings), "--triton-header", "x: sk-a-secret")
+    _, out, _ = _inspect(capsys, *given, "--alias", "x=ensemble", "--alias", "y=ensemble", "--no-strict-tools")
+    hint = out.rstrip().rpartition("For details: ")[2]
+    assert hint.endswith(" MODEL")
+    assert "sk-a-secret" not in out
+    _, details, _ = _inspect(capsys, *shlex.split(hint.replace("...", "x:y"))[2:-1], "y")
+    assert details.startswith("ensemble\n")
 
 
 def test_inspect_without_a_triton(capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,6 +132,8 @@ async def after_traffic(triton: TestTriton, folder: Path) -> Scrape:
         await ask(proxy, "chat", "ensemble", steered(text="one two three"))
         await ask(proxy, "chat", "vllm_model", steered(text="one two three"), stream=True)
         await ask(proxy, "chat", "ensemble", "x", n=0)
+        # It is refused: clients may not manage models.
+        await proxy.post("/v1/models/ensemble/load", {})
         await ask(proxy, "chat", "ensemble", "x", no_such_field=1)
         await proxy.post("/v1/audio/speech", {"model": "file_tts", "input": "Hello."})
         await run_batch(proxy)
@@ -270,5 +272,6 @@ def test_alerts() -> None:
     assert len(alerts) == len({rule["alert"] for rule in alerts})
     for rule in alerts:
         assert rule["labels"]["severity"] in ("warning", "critical")
-        assert {"summary", "description"} == rule["annotations"].keys()
-        assert f"`{rule['alert']}`" in document
+        assert {"summary", "description", "runbook_url"} == rule["annotations"].keys()
+        assert f'<a id="{rule["alert"].lower()}"></a>`{rule["alert"]}`' in document
+        assert f"docs/guides/observability.md#{rule['alert'].lower()}" == rule["annotations"]["runbook_url"]

@@ -281,7 +281,7 @@ async def test_workers_add_up(triton: TestTriton, tmp_path: Path) -> None:
                 assert tokens <= seen.sum("triton_openai_tokens_total", type="output")
                 assert 1 == seen.sum("triton_openai_workers_replaced_total")
                 # One file of each kind for each worker, however often it was replaced.
-                assert 6 == len(list(tmp_path.glob("*.db")))  # noqa: ASYNC240 - six names
+                assert 10 == len(list(tmp_path.glob("*.db")))  # noqa: ASYNC240 - ten names
 
 
 def test_a_launched_triton(triton: TestTriton, tmp_path: Path) -> None:

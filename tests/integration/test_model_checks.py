@@ -125,6 +125,22 @@ async def test_a_model_that_cannot_chat(fake: FakeTriton, tmp_path: Path, wrong:
     assert remedy in problem
 
 
+async def test_models_that_cannot_chat_for_the_same_reason(tmp_path: Path) -> None:
+    """The log and the banner say it once, with the names of all; a model with a reason of its own has its own line."""
+    async with FakeTriton(*map(config_of, "abcdef")) as triton:
+        settings = Settings(
+            triton=TritonSettings(url=(triton.url,)), models={"c": ModelSettings(tokenizer=save(tmp_path))}
+        )
+        with structlog.testing.capture_logs() as lines:
+            async with checked(triton, settings) as proxy:
+                banner = await banner_of(Settings(), proxy.client.app, "http://here")
+    warned = [line for line in lines if line["event"] == "model cannot chat"]
+    assert [["a", "b", "d", "e", "f"], "c"] == [line.get("models") or line["model"] for line in warned]
+    assert [True, False] == ["--chat-template is not given" in line["detail"] for line in warned]
+    problems = [line for line in render_banner(banner, "console").splitlines() if "cannot chat" in line]
+    assert ["  a, b, d, e and f", "  c"] == [line.partition(" cannot")[0] for line in problems]
+
+
 async def test_a_model_that_can_chat(fake: FakeTriton, tmp_path: Path) -> None:
     """Nothing is warned of; what a client's messages do to a template stays the client's."""
     template = CHATML["chat_template"] + "{% if messages | length > 1 %}{{ nothing.at_all }}{% endif %}"

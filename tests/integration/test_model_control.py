@@ -383,7 +383,9 @@ async def test_names_are_shown_without_control_characters(proxy):
 async def raw(proxy: Proxy, path: str) -> tuple[int, str | None]:
     """Post to *path* exactly as it is written; return status and code."""
     reader, writer = await asyncio.open_connection(proxy.client.host, proxy.client.port)
-    writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode("latin-1"))
+    writer.write(
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode("latin-1")
+    )
     answer = await asyncio.wait_for(reader.read(), 20)
     writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")

@@ -267,6 +267,12 @@ async def test_batches_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
                 "(({max, value}) => [max, value])(document.querySelector('#batches progress'))"
             )
             assert "/v1/completions" in await tab.text("#batches .note")
+            # Ids have no place to break, and a phone has little room.
+            for width in (400, 250, 150):
+                fits = f"(list => (list.style.width = '{width}px', [...list.querySelectorAll('*')].every(one => "
+                fits += "one.scrollWidth <= list.clientWidth)))(document.querySelector('#batches'))"
+                assert await tab.run(fits), width
+            await tab.run("document.querySelector('#batches').style.width = ''")
 
             await tab.click("#batches button")
             assert "Cancel now?" == await tab.text("#batches button")

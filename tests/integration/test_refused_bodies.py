@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from tests.clock import Clock
 from tests.integration.test_slow_clients import BODY, WAIT, Client, connected, listening
 from tests.tls_fixture import Authority
 from triton_openai.config.tree import AccessSettings, LimitSettings, ServerSettings
@@ -48,7 +49,11 @@ def request(
     *headers: str, method: str = "POST", path: str = PATH, body: bytes = b"", length: int | None = None
 ) -> bytes:
     """Return a request; *length* is what it announces, if it is not that of *body*."""
-    lines = (f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body) if length is None else length}")
+    lines = (
+        f"{method} {path} HTTP/1.1",
+        "Host: localhost",
+        f"Content-Length: {len(body) if length is None else length}",
+    )
     return "\r\n".join([*lines, *headers, "", ""]).encode() + body
 
 
@@ -110,6 +115,27 @@ async def test_the_end_of_the_service_does_not_wait_for_a_refused_body() -> None
         assert (401, "close") == await leave_unread(client, bytes(5_000_000))
     await assert_cannot_send(client)
     writer.close()
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/audio/transcriptions", "/v1/files"])
+async def test_a_client_that_sends_for_long_before_it_reads(path: str, clock: Clock) -> None:
+    """The answer to what is too large reaches a client that sends for many seconds before it reads."""
+    form = "Content-Type: multipart/form-data; boundary=x"
+    kind = "Content-Type: application/json" if path == PATH else form
+    size = 2_000_000_000
+    async with guarded() as port, connected(port) as client:
+        client.writer.write(request(kind, "api-key: sk-right", path=path, length=size))
+        for _ in range(20):
+            client.writer.write(MEBIBYTE)
+            await client.writer.drain()
+            await clock.elapse(0.9)
+        status, headers, body = await client.answer()
+        assert (413, "request_too_large", "close") == (status, body["error"]["code"], headers["connection"])
+        # It does not go on for ever.
+        for _ in range(20):
+            await clock.elapse(0.9)
+            client.writer.write(b"x")
+        await assert_ends(client)
 
 
 async def test_a_body_that_has_arrived() -> None:
@@ -187,7 +213,9 @@ async def test_transfer_codings() -> None:
     chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
     for coding, status in (("chunked", 200), ("gzip, chunked", 415), ("gzip", 400), ("chunked, chunked", 400)):
         async with guarded() as port, connected(port) as client:
-            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\napi-key: sk-right\r\nTransfer-Encoding: {coding}\r\n\r\n"
+            head = (
+                f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\napi-key: sk-right\r\nTransfer-Encoding: {coding}\r\n\r\n"
+            )
             client.writer.write(head.encode() + chunks)
             assert status == (await client.answer())[0]
 

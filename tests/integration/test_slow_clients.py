@@ -32,7 +32,9 @@ from triton_openai.serving.server import HttpServer
 # The clock passes the first two in the tests; the last only where a test replaces it.
 LIMITS = LimitSettings(header_timeout=30, body_timeout=30, keepalive_timeout=10**6)
 BODY = json.dumps({"model": "m", "prompt": "a"}).encode()
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+)
 SLOW = b"GET /health/live HTTP/1.1\r\n" + b"X-A: b\r\n" * 1000
 # In seconds of the clock.
 WAIT = 10**5
@@ -129,7 +131,7 @@ async def test_a_second_head_that_dribbles(clock: Clock) -> None:
     """A connection that has been used has the same time again, from the first byte of the next head."""
     async with listening(LIMITS) as port, connected(port) as client:
         for _ in range(2):
-            client.writer.write(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            client.writer.write(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert 200 == (await client.answer())[0]
             # To be idle for longer than a head may take is well.
             await clock.elapse(2 * LIMITS.header_timeout)
@@ -141,7 +143,7 @@ async def test_an_idle_connection(clock: Clock) -> None:
     """An idle connection is closed after its own time."""
     limits = msgspec.structs.replace(LIMITS, keepalive_timeout=60)
     async with listening(limits) as port, connected(port) as client:
-        client.writer.write(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        client.writer.write(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert 200 == (await client.answer())[0]
         await clock.elapse(59, 10)
         assert not client.reader.at_eof()
@@ -194,12 +196,12 @@ async def test_an_answer_that_takes_longer(clock: Clock) -> None:
     [
         (b"GET / HTTP/9.9\r\n\r\n", 400, "invalid_http"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "invalid_http"),
-        (b"GET /secret path HTTP/1.1\r\nHost: x\r\n\r\n", 400, "invalid_http"),
+        (b"GET /secret path HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, "invalid_http"),
         (b"GET / HTTP/1.1\r\nBad Header\x00: secret\r\n\r\n", 400, "invalid_http"),
         (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", 400, "invalid_http"),
         (b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400, "invalid_http"),
         (b"GET / HTTP/1.1\r\nX: " + b"a" * 70_000 + b"\r\n\r\n", 431, "headers_too_large"),
-        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431, "headers_too_large"),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431, "headers_too_large"),
     ],
 )
 async def test_what_is_no_http(data: bytes, status: int, code: str) -> None:
@@ -224,7 +226,7 @@ async def test_what_is_no_request_is_seen() -> None:
                 client.writer.write(b"\x16\x03\x01 secret\r\n\r\n")
                 _, headers, _ = await client.answer()
         async with connected(port) as other:
-            other.writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            other.writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             found = Scrape((await other.rest()).partition(b"\r\n\r\n")[2].decode())
 
     (line,) = [line for line in captured if line["event"] == "request"]
@@ -248,7 +250,7 @@ async def test_many_headers() -> None:
     """The number of headers and the size of each are limited, so that all together are; a body is no part of a head."""
     async with listening(LimitSettings()) as port:
         async with connected(port) as client:
-            client.writer.write(b"GET /health/live HTTP/1.1\r\nHost: x\r\n" + b"X-A: b\r\n" * 200 + b"\r\n")
+            client.writer.write(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: b\r\n" * 200 + b"\r\n")
             status, _, refusal = await client.answer()
             assert (431, "headers_too_large") == (status, refusal["error"]["code"])
         async with connected(port) as client:

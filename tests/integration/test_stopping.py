@@ -213,7 +213,7 @@ def test_who_waits_to_be_accepted_is_answered(tmp_path: Path, workers: int) -> N
     """A service that has had no time for its clients when the signal comes resets none of them."""
     arguments = ("--triton-url", "http://127.0.0.1:9", "--workers", str(workers))
     # It takes the service some time to answer.
-    request = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
+    request = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with (
         serving(tmp_path, *arguments, XDG_RUNTIME_DIR=str(tmp_path)) as service,
         contextlib.ExitStack() as closing,
@@ -260,7 +260,7 @@ async def test_a_second_signal_resets_nobody() -> None:
             # Nothing is awaited in between, so that they are with the kernel when it ends.
             clients = [closing.enter_context(socket.create_connection(listener.getsockname())) for _ in range(40)]
             for client in clients:
-                client.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+                client.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answers = [client.recv(4096) for client in clients]
         assert all(answer.startswith(b"HTTP/1.1 200 ") and b"\r\nConnection: close" in answer for answer in answers)
 
@@ -280,7 +280,7 @@ async def test_who_has_not_asked_yet_is_waited_for(monkeypatch: pytest.MonkeyPat
         # Longer than it takes to close a connection that nobody waits for.
         for _ in range(100):
             await asyncio.sleep(0)
-        writer.write(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
         await asyncio.wait_for(ending, 20)
         writer.close()

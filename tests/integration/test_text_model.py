@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import yaml
 
@@ -26,7 +28,9 @@ async def test_the_example(triton: TestTriton) -> None:
                 body = {"model": "my_model", "prompt": "to be or not to be", "max_tokens": limit, "stop": "NO!"}
                 whole = (await proxy.post("/v1/completions", body)).json
                 assert (text, reason) == (whole["choices"][0]["text"], whole["choices"][0]["finish_reason"])
-                assert count == whole["usage"]["completion_tokens"]
+                assert (6, count) == (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"])
+                usage = json.dumps(whole["usage"], separators=(",", ":"))
+                assert (limit == 4) == (f'"usage":{usage},' in file.with_name("README.md").read_text())
                 answer = await proxy.post("/v1/completions", {**body, "stream": True})
                 pieces = [choice for chunk in answer.chunks for choice in chunk["choices"]]
                 assert (text, reason) == ("".join(one["text"] for one in pieces), pieces[-1]["finish_reason"])
@@ -37,6 +41,7 @@ async def test_the_example(triton: TestTriton) -> None:
 async def test_counts_without_a_tokenizer(triton: TestTriton) -> None:
     """A model that counts the tokens of its answers alone has a usage; no prompt has 0 tokens."""
     described = yaml.safe_load((EXAMPLES / "text-model" / "settings.yaml").read_text())["models"]["my_model"]
+    del described["outputs"]["prompt_tokens"]
     models = {"my_model": msgspec.convert({**described, "tokenizer": None}, ModelSettings)}
     usage = {"prompt_tokens": 0, "completion_tokens": 6, "total_tokens": 6}
     for transport in TRANSPORTS:

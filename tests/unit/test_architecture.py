@@ -208,7 +208,10 @@ NEVER: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "triton/": (("triton_openai.telemetry",), ()),
     "telemetry/": (
         ("triton_openai",),
-        ("triton_openai.generation", "triton_openai.errors", "triton_openai.config", "triton_openai.telemetry"),
+        (
+            *("triton_openai.generation", "triton_openai.errors", "triton_openai.json_lines", "triton_openai.config"),
+            "triton_openai.telemetry",
+        ),
     ),
 }
 

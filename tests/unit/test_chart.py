@@ -630,6 +630,19 @@ def test_notes_say_who_can_reach_it() -> None:
     assert [True, True, False] == [told(enabled=False), told(enabled=True), told(enabled=True, clients=clients)]
 
 
+def test_notes_with_keys() -> None:
+    """With a secret of keys, the notes name it and do not advise to set up keys."""
+    told = files.render({"apiKeys": {"existingSecret": "my-keys"}})["templates/NOTES.txt"]
+    assert "Requests need an API key of the secret my-keys." in told
+    assert "Every pod in the cluster can connect" in told
+    assert "Everybody" not in told
+    clients = {"enabled": True, "clients": [{"podSelector": {}}]}
+    both = files.render({"apiKeys": {"existingSecret": "my-keys"}, "networkPolicy": clients})["templates/NOTES.txt"]
+    assert "my-keys" in both
+    assert "in the cluster can" not in both
+    assert "API key of the secret" not in files.render({})["templates/NOTES.txt"]
+
+
 def test_the_values_in_the_guide() -> None:
     """What docs/guides/kubernetes.md shows is accepted."""
     text = (files.ROOT / "docs/guides/kubernetes.md").read_text(encoding="utf-8")

@@ -31,8 +31,9 @@ from tests.tls_fixture import Authority
 from triton_openai.app import create_app
 from triton_openai.cli.arguments import parse
 from triton_openai.config.options import ENVIRONMENT_PREFIX, options
-from triton_openai.config.sources import closest, load_settings
+from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import ServerSettings, Settings
+from triton_openai.config.validation import closest
 from triton_openai.telemetry.gauges import LOOKED_UP
 from triton_openai.telemetry.metrics import INSTRUMENTS
 
@@ -225,6 +226,18 @@ def test_compose_fits_together(name: str) -> None:
             if host != "localhost":
                 assert host in services, f"{path}: {host}"
                 assert int(port) in PORTS[host], f"{path}: {host}:{port}"
+
+
+def test_compose_guards_the_ports_of_this_machine() -> None:
+    """A service whose port is published on the loopback checks hosts, though requests arrive from Docker's network."""
+    published = []
+    for name in ("compose.yaml", "eight-gpus.yaml", "open-webui.yaml"):
+        service = files.load(DEPLOY / "compose" / name)["services"]["triton-openai"]
+        if any(port.startswith("127.0.0.1:") for port in service.get("ports", ())):
+            published.append(name)
+            # By this name, Prometheus asks it.
+            assert "triton-openai" == service["environment"]["TRITON_OPENAI_ALLOWED_HOST"]
+    assert ["compose.yaml", "eight-gpus.yaml"] == published
 
 
 def test_compose_knows_what_is_healthy() -> None:

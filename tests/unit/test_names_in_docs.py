@@ -12,11 +12,12 @@ from docs import generate
 from tests import deploy_files as files
 from tests.cases import every_case
 from triton_openai.app import create_app
-from triton_openai.cli.aliases import ALIASES, ENGINE_ARGUMENTS, REFUSED, WITHOUT_EFFECT
+from triton_openai.cli.aliases import ALIASES, REFUSED, WITHOUT_EFFECT
 from triton_openai.cli.arguments import parse
 from triton_openai.config.options import ENVIRONMENT_PREFIX, options
-from triton_openai.config.sources import closest, load_settings
+from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import AudioSettings, ServerSettings, Settings
+from triton_openai.config.validation import closest
 from triton_openai.telemetry.gauges import LOOKED_UP
 from triton_openai.telemetry.metrics import INSTRUMENTS
 
@@ -50,10 +51,12 @@ FOREIGN = {
     "docs/guides/kubernetes-gateway.md": {*_KUBERNETES, "--refresh-metrics-interval"},
     "docs/guides/migrating.md": {
         *(flag for flags in (*ALIASES.values(), *WITHOUT_EFFECT.values(), *REFUSED.values()) for flag in flags),
-        *(f"--{name}" for name in ENGINE_ARGUMENTS),
+        *generate.ENGINE_ARGUMENTS,
     },
     "docs/explanation/performance.md": {"--cases", "--quick", "--rounds", "--seconds", "--streams", "--subjects"},
-    "docs/explanation/reliability.md": {"--clients", "--only", "--requests", "--seconds", "--seed", "--tritons"},
+    "docs/explanation/reliability.md": {
+        *("--clients", "--faults", "--lines", "--only", "--poison", "--requests", "--seconds", "--seed", "--tritons"),
+    },
     "docs/guides/tracing.md": {"--cases", "--trace-config"},
     "docs/tutorials/tracing-on-kubernetes.md": _KUBERNETES,
     "examples/embeddings-onnx/README.md": {"--source"},

@@ -13,11 +13,13 @@ import structlog
 from aiohttp import web
 from multidict import CIMultiDictProxy
 
-from triton_openai.access.keys import ApiKey, Keys, Restrictions, RouteGroup, identify, sha256
+from triton_openai.access.keys import NO_KEY, ApiKey, Keys, Restrictions, RouteGroup, identify, sha256
 from triton_openai.access.rate_limits import LimitStore, RateLimit, RateLimits, Reservation
 from triton_openai.config.files import LOOK_SECONDS
-from triton_openai.config.tree import AccessSettings
+from triton_openai.config.tree import AccessSettings, GatewaySettings
+from triton_openai.draining import Draining
 from triton_openai.errors import InvalidRequest, holds_key
+from triton_openai.shares import SHARING_KEY
 from triton_openai.tasks import cancel
 
 _log = structlog.get_logger("triton_openai.access")
@@ -33,13 +35,24 @@ def gateway_header(headers: Mapping[str, str], what: Literal["objective", "fairn
 
 class Authorizer:
     """
-    Authenticates clients. *limits* counts the requests of keys.
+    Authenticates clients. *limits* counts the requests of keys, and *draining* ends those of keys that are removed.
+    Of all workers, one *warns* of files that others can read.
 
     Raises :class:`ConfigurationError` for keys that cannot be used.
     """
 
-    def __init__(self, settings: AccessSettings, *, limits: LimitStore | None = None) -> None:
+    def __init__(
+        self,
+        settings: AccessSettings,
+        *,
+        limits: LimitStore | None = None,
+        draining: Draining | None = None,
+        warns: bool = True,
+    ) -> None:
         self.limits: LimitStore = limits or RateLimits()
+        self._draining = draining or Draining()
+        self._may_warn = warns
+        self._warns = False
         self._take(settings, Keys(settings))
 
     def _take(self, settings: AccessSettings, keys: Keys) -> None:
@@ -47,6 +60,11 @@ class Authorizer:
         self.restrictions = Restrictions(settings.openai_restricted_api)
         #: ``None`` where the gateway is not trusted.
         self.gateway = settings.gateway if settings.trust_gateway else None
+        self._keys_changed()
+
+    def is_open(self, group: RouteGroup | None) -> bool:
+        """Return whether *group* (``None``: no such path) asks for neither a key nor the header of a restriction."""
+        return self.keys.ring is None and group not in self.restrictions.groups
 
     def authenticate(self, headers: CIMultiDictProxy[str], group: RouteGroup | None) -> ApiKey | None:
         """
@@ -81,23 +99,33 @@ class Authorizer:
             raise InvalidRequest("The gateway's fairness id must have 1 to 128 printable ASCII characters.")
         if holds_key(tenant):
             tenant = sha256(tenant).hex()[:16]
-        key = ApiKey(name=tenant) if key is None else msgspec.structs.replace(key, name=f"{key.name}/{tenant}")
-        if key.limit != RateLimit():
-            return key
-        limit = RateLimit(**{name: getattr(gateway, name) for name in RateLimit.__struct_fields__})
-        return msgspec.structs.replace(key, limit=limit)
+        return _of_tenant(key, tenant, gateway)
 
     def named(self, name: str) -> ApiKey | None:
-        """Return the key called *name*, or that of a tenant of the gateway; ``None`` if it is not there any more."""
+        """
+        Return the key called *name*, or that of a tenant of the gateway; ``None`` if it is not there any more.
+
+        It has the rights and limits that a request has with it.
+        """
         ring, gateway = self.keys.ring, self.gateway
         if ring is None:
-            return ApiKey(name=name) if gateway is not None or not name else None
+            if not name:
+                return NO_KEY
+            return None if gateway is None else _of_tenant(None, name, gateway)
         # No key has a slash in its name.
-        base, slash, _ = name.partition("/")
-        if slash and gateway is None:
+        base, slash, tenant = name.partition("/")
+        keys = [key for key in ring.values() if key.name == base]
+        if not keys:
             return None
-        found = next((key for key in ring.values() if key.name == base), None)
-        return None if found is None else msgspec.structs.replace(found, name=name)
+        # The file's entry, which is the one with limits, comes after the keys of the settings.
+        key = keys[-1]
+        if not slash:
+            return key
+        return None if gateway is None else _of_tenant(key, tenant, gateway)
+
+    def share(self, key: ApiKey | None) -> None:
+        """Have the current request count for *key* where keys share something, see :mod:`triton_openai.shares`."""
+        SHARING_KEY.set(key.name if key is not None and self.several_keys else None)
 
     async def admit(self, key: ApiKey) -> Reservation:
         """Count a request of *key* as running; the reservation's ``refusal`` is set if the key's limits forbid it."""
@@ -107,8 +135,20 @@ class Authorizer:
         """Return what puts new *settings* of keys and restrictions in force. Raises :class:`ConfigurationError`."""
         return partial(self._take, settings, Keys(settings, again=True))
 
+    def _keys_changed(self) -> None:
+        names = {key.name for key in (self.keys.ring or {}).values()}
+        #: Whether there are several keys or tenants, which share what they have together.
+        self.several_keys = len(names) > 1 or self.gateway is not None
+        if self._warns:
+            self.keys.warn_of_readers()
+        if self.keys.ring is not None:
+            self._draining.end_removed_keys(self.keys.ring)
+
     async def run(self, app: web.Application) -> AsyncIterator[None]:
         """Watch the file of keys while *app* runs."""
+        self._warns = self._may_warn
+        if self._warns:
+            self.keys.warn_of_readers()
         watching = asyncio.create_task(self.watch())
         yield
         await cancel(watching)
@@ -118,7 +158,17 @@ class Authorizer:
         """Read the file of keys again after each change, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            await self.keys.look()
+            if await self.keys.look():
+                self._keys_changed()
+
+
+def _of_tenant(key: ApiKey | None, tenant: str, gateway: GatewaySettings) -> ApiKey:
+    """Return the key of a *tenant* that *gateway* names, which sends *key* if the service asks for keys."""
+    key = ApiKey(name=tenant) if key is None else msgspec.structs.replace(key, name=f"{key.name}/{tenant}")
+    if key.limit != RateLimit():
+        return key
+    limit = RateLimit(**{name: getattr(gateway, name) for name in RateLimit.__struct_fields__})
+    return msgspec.structs.replace(key, limit=limit)
 
 
 AUTHORIZER: web.AppKey[Authorizer] = web.AppKey("authorizer", Authorizer)

@@ -23,6 +23,7 @@ EXPOSED = (
     "x-should-retry",
     "x-session-token",
     "x-triton-openai-ignored",
+    "x-triton-openai-repaired",
     *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
 )
 # The port of an origin, which has none where it is the default one.
@@ -42,8 +43,13 @@ class Cors:
         self._origins = frozenset(settings.cors_allow_origin)
         self._anybody = "*" in self._origins
 
-    def _allows(self, origin: str) -> bool:
-        return self._anybody or origin in self._origins or _PORT.sub(":*", origin, count=1) in self._origins
+    def allows(self, origin: str | None) -> bool:
+        """Return whether pages of *origin* may send requests; ``None``: the request does not name it."""
+        if self._anybody:
+            return True
+        if origin is None:
+            return False
+        return origin in self._origins or _PORT.sub(":*", origin, count=1) in self._origins
 
     def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Add the headers with which the browser lets the page read *response*, if the page may."""
@@ -53,7 +59,7 @@ class Cors:
         if not self._anybody:
             # Also without an origin: a cache must not give this answer to a page of another one.
             headers[hdrs.VARY] = f"{headers[hdrs.VARY]}, Origin" if hdrs.VARY in headers else "Origin"
-        if origin is not None and self._allows(origin):
+        if origin is not None and self.allows(origin):
             headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = "*" if self._anybody else origin
             headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = ", ".join(EXPOSED)
 
@@ -64,7 +70,7 @@ class Cors:
         origin = request.headers.get(hdrs.ORIGIN)
         if origin is None or hdrs.ACCESS_CONTROL_REQUEST_METHOD not in request.headers:
             return None
-        if not self._allows(origin):
+        if not self.allows(origin):
             raise OriginNotAllowed("Web pages of this origin may not call this service (--cors-allow-origin).")
         # What is asked for, because * is no answer for the header Authorization.
         allowed = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")

@@ -17,8 +17,9 @@ from msgspec import Meta
 from multidict import CIMultiDictProxy
 
 from triton_openai.access.rate_limits import RateLimit
-from triton_openai.config.files import FileWatch, read_yaml
+from triton_openai.config.files import FileWatch, read_yaml, warn_of_readers
 from triton_openai.config.tree import AccessSettings, Group, RestrictedApi
+from triton_openai.config.validation import explained
 from triton_openai.errors import ApiRestricted, ConfigurationError, InvalidApiKey, KeyNotSufficient, ManagementDisabled
 
 _log = structlog.get_logger(__name__)
@@ -40,6 +41,8 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     #: Whether it may use files and batches.
     batch: bool = True
     limit: RateLimit = RateLimit()
+    #: The SHA-256 digest of its text; empty for the tenants of a gateway that asks for no keys.
+    digest: bytes = b""
 
     def allows(self, model: str) -> bool:
         """Return whether the key opens the model that clients call *model*."""
@@ -53,7 +56,10 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     def check_may_batch(self) -> None:
         """Raise :class:`KeyNotSufficient` where the key is not for files and batches."""
         if not self.batch:
-            raise KeyNotSufficient(f"The key '{self.name}' may not use files and batches.")
+            raise KeyNotSufficient(
+                f"The key '{self.name}' may not use files and batches: its entry in the file of API keys does not say "
+                "'batch: true'."
+            )
 
     def check_opens_everything(self) -> None:
         """Raise :class:`KeyNotSufficient` where the key opens certain models: for it there are no others."""
@@ -67,7 +73,8 @@ class _Entry(RateLimit, frozen=True, forbid_unknown_fields=True, kw_only=True):
     sha256: _Digest | tuple[_Digest, ...] = ()
     models: tuple[Annotated[str, Meta(min_length=1)], ...] | None = None
     manage: bool = True
-    batch: bool = True
+    #: Without a value, only a limit of batches opens them: a file may be older than batches are.
+    batch: bool | None = None
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,7 +113,7 @@ def _from_settings(texts: Iterable[str]) -> Iterator[tuple[bytes, ApiKey]]:
         name, named, key = text.rpartition(":")
         digest = sha256(key)
         # Enough to distinguish keys, too little to guess one.
-        yield digest, ApiKey(name=name if named else f"key-{digest.hex()[:8]}")
+        yield digest, ApiKey(name=name if named else f"key-{digest.hex()[:8]}", digest=digest)
 
 
 def _from_file(file: Path | None) -> Iterator[tuple[bytes, ApiKey]]:
@@ -124,15 +131,23 @@ def _from_file(file: Path | None) -> Iterator[tuple[bytes, ApiKey]]:
         if not digests:
             raise ConfigurationError(f"{where} has neither a key nor a sha256.")
         limit = msgspec.convert(entry, RateLimit, from_attributes=True)
-        key = ApiKey(name=entry.name, models=entry.models, manage=entry.manage, batch=entry.batch, limit=limit)
-        yield from ((digest, key) for digest in digests)
+        batch = entry.batch
+        if batch is None:
+            batch = entry.batch_tokens_per_minute is not None
+        for digest in digests:
+            yield (
+                digest,
+                ApiKey(
+                    name=entry.name, models=entry.models, manage=entry.manage, batch=batch, limit=limit, digest=digest
+                ),
+            )
 
 
 def _read(file: Path) -> _File:
     try:
         return msgspec.convert(read_yaml(file, "file of API keys", secret=True), _File)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"The file of API keys {file} is not accepted: {error}.") from None
+        raise ConfigurationError(f"The file of API keys {file} is not accepted: {explained(error, _File)}") from None
 
 
 class Keys:
@@ -152,12 +167,23 @@ class Keys:
         self._file.check("file of API keys")
         return read_keys(self._settings)
 
-    async def look(self) -> None:
-        """Read the file again if it has changed. What is wrong with it is logged, and the keys stay in force."""
+    async def look(self) -> bool:
+        """
+        Read the file again if it has changed, and return whether other keys are in force now.
+
+        What is wrong with it is logged, and the keys stay in force.
+        """
+        changed = False
         if await self._file.look(settled=True):
             with self._file.reading():
                 self.ring = await asyncio.to_thread(self._read_again)
+                changed = True
                 _log.info("API keys are read again", names=len({key.name for key in (self.ring or {}).values()}))
+        return changed
+
+    def warn_of_readers(self) -> None:
+        """Log a warning if every user of this machine can read the file."""
+        warn_of_readers(self._settings.api_keys_file, "file of API keys")
 
 
 # Azure's and Anthropic's clients have headers of their own.
@@ -213,6 +239,28 @@ class Restrictions:
     def groups(self) -> Collection[Group]:
         """The groups that are restricted."""
         return self._headers.keys()
+
+    def proofs(self, groups: Iterable[Group], headers: CIMultiDictProxy[str], salt: str) -> dict[str, str]:
+        """
+        Return what shows later, to :meth:`opens`, that a request with *headers* was allowed to use *groups*.
+
+        It reveals neither header nor value. Raises :class:`ApiRestricted` for a group that the headers do not open.
+        """
+        proofs: dict[str, str] = {}
+        for group in groups:
+            self.check(group, headers)
+            if group in self._headers:
+                proofs[group] = self._proof(group, salt)
+        return proofs
+
+    def opens(self, groups: Iterable[Group], proofs: Mapping[str, str], salt: str) -> bool:
+        """Return whether the header that gave *proofs* still opens all *groups*."""
+        restricted = [group for group in groups if group in self._headers]
+        return all(hmac.compare_digest(proofs.get(group, ""), self._proof(group, salt)) for group in restricted)
+
+    def _proof(self, group: Group, salt: str) -> str:
+        name, digest = self._headers[group]
+        return hmac.new(digest, f"{salt}\n{name.lower()}".encode(), hashlib.sha256).hexdigest()
 
     def check(self, group: Group, headers: CIMultiDictProxy[str]) -> None:
         """Raise :class:`ApiRestricted` for a request without the header that opens *group*."""

@@ -130,6 +130,20 @@ class Account(msgspec.Struct):
         return not (self.running or self.requests.used(now) or self.tokens.used(now))
 
 
+def _spent(limit: RateLimit, now: float, account: Account) -> Iterator[tuple[str, int, int, Minute]]:
+    """
+    Yield the limits per minute that allow no further request: kind, limit, how much is used, and the minute.
+
+    A running request will use one token at least. Without that, a burst would have no limit of tokens at all.
+    """
+    for kind, most, minute in _minutes(limit, account):
+        used = minute.used(now)
+        if kind == "tokens":
+            used += account.running
+        if used >= most:
+            yield kind, most, used, minute
+
+
 def _minutes(limit: RateLimit, account: Account) -> Iterator[tuple[str, int, Minute]]:
     """Yield the limits per minute: what they limit, how much of it, and what was used."""
     if limit.requests_per_minute is not None:
@@ -140,17 +154,19 @@ def _minutes(limit: RateLimit, account: Account) -> Iterator[tuple[str, int, Min
 
 def refusal_of(name: str, limit: RateLimit, now: float, account: Account) -> Refusal | None:
     """Return why *limit* forbids another request of the key *name*, ``None`` if it does not."""
-    spent = [each for each in _minutes(limit, account) if each[2].used(now) >= each[1]]
+    spent = list(_spent(limit, now, account))
     # Until every limit allows it, whichever forbids it now.
-    wait = max((minute.below_in(most, now) for _, most, minute in spent), default=0.0)
+    wait = max((minute.below_in(most, now) for _, most, _, minute in spent), default=0.0)
     most = limit.concurrent_requests
     if most is not None and account.running >= most:
         text = f"'{name}' may have {most} requests at the same time."
         return Refusal(text, kind="requests", wait=max(1.0, wait))
     if not spent:
         return None
-    kind, most, minute = spent[0]
-    text = f"Rate limit reached for '{name}' on {kind} per minute: limit {most}, used {minute.used(now)}."
+    kind, most, used, _ = spent[0]
+    # Tokens of running requests are known when those have ended.
+    wait = max(1.0, wait)
+    text = f"Rate limit reached for '{name}' on {kind} per minute: limit {most}, used {used}."
     return Refusal(f"{text} Please try again in {_duration(wait)}.", kind=kind, wait=wait)
 
 
@@ -159,6 +175,8 @@ def headers_of(limit: RateLimit, now: float, account: Account, refusal: Refusal 
     headers = {}
     for kind, most, minute in _minutes(limit, account):
         left = max(0, most - minute.used(now))
+        if refusal is not None and refusal.kind == kind == "tokens":
+            left = max(0, left - account.running)
         headers[f"x-ratelimit-limit-{kind}"] = str(most)
         headers[f"x-ratelimit-remaining-{kind}"] = str(left)
         # Until something is left of it, or, while there is, until nothing is used; never longer than Retry-After.

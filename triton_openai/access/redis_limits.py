@@ -1,20 +1,22 @@
 """
 Rate limits that several services share, in Redis.
 
-An admission is one script, so it is exact for all services; the clock is the server's. A running request is a lease
-that its process renews, so those of a process that was killed vanish. Without Redis each service counts for itself.
+The admissions of one turn of the event loop go to Redis together, in one round trip, and those of a key in one script.
+So they are exact for all services, also in a burst, and no admission waits for a connection. The clock is the server's.
+A running request is a lease that its process renews, so those of a process that was killed vanish. Without Redis each
+service counts for itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
+import msgspec
 import structlog
 
 from triton_openai.access.rate_limits import (
@@ -28,29 +30,30 @@ from triton_openai.access.rate_limits import (
     refusal_of,
 )
 from triton_openai.errors import ConfigurationError, ServiceOverloaded
-from triton_openai.tasks import cancel, spawn, within
+from triton_openai.tasks import answered_within, cancel
 
 _log = structlog.get_logger(__name__)
 
-# Longest wait for Redis, and how long it is then left alone.
-_PATIENCE = 0.1
-# The same for the first answer, before which modules are imported, connections opened and scripts loaded.
+# Longest silence of Redis, and how long it is then left alone. To count alone costs exactness, to wait costs this once.
+_PATIENCE = 0.5
+# The same for the first answer, before which modules are imported and a connection is opened.
 _FIRST_PATIENCE = 2.0
 _PAUSE = 1.0
 # A lease ends after so many seconds unless it is renewed, which happens three times in between.
 _LEASE = 60
 _RENEWAL = 20.0
-_CONNECTIONS = 16
-# Leases in one command.
-_MANY = 1000
+# Leases in one command, and admissions in one round trip: their answers are read in one turn of the event loop.
+_MAX_LEASES = 1000
+_MAX_ADMISSIONS = 200
 _TIME = """
 local clock = redis.call('TIME')
 local now = clock[1] + clock[2] / 1000000
 local tick = math.floor(now)
 """
-# Returns whether the request is admitted, the time, the running requests, and the ticks of requests and tokens. A tick
-# counts as long as Minute.used counts it. A script that has begun to write, as this one does by removing what is old,
-# is not stopped by a limit of memory.
+# Admits as many of the requests as the limits allow; they come with their leases. Returns how many, the time, and what
+# there was before: the running requests, and the ticks of requests and tokens. A tick counts as long as Minute.used
+# counts it. A script that has begun to write, as this one does by removing what is old, is not stopped by a limit of
+# memory.
 _ADMIT = f"""{_TIME}
 local function minute(key)
   local counts, used, old = redis.call('HGETALL', key), 0, {{}}
@@ -65,27 +68,31 @@ local function minute(key)
   if #old > 0 then redis.call('HDEL', key, unpack(old)) end
   return kept, used
 end
-local requests, tokens, running = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local requests, tokens, running = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
 local count = redis.call('ZCARD', KEYS[3])
-local _, asked = minute(KEYS[1])
-local spent, used = minute(KEYS[2])
-local admitted = (running < 0 or count < running) and (requests < 0 or asked < requests)
-  and (tokens < 0 or used < tokens)
-if admitted then
-  redis.call('ZADD', KEYS[3], now + {_LEASE}, ARGV[1])
+local asked_ticks, asked = minute(KEYS[1])
+local used_ticks, used = minute(KEYS[2])
+local admitted = 0
+for i = 4, #ARGV do
+  if (running >= 0 and count + admitted >= running) or (requests >= 0 and asked + admitted >= requests)
+    or (tokens >= 0 and used + count + admitted >= tokens) then break end
+  redis.call('ZADD', KEYS[3], now + {_LEASE}, ARGV[i])
+  admitted = admitted + 1
+end
+if admitted > 0 then
   redis.call('EXPIRE', KEYS[3], {_LEASE + 1})
   if requests >= 0 then
-    redis.call('HINCRBY', KEYS[1], tick, 1)
+    redis.call('HINCRBY', KEYS[1], tick, admitted)
     redis.call('EXPIRE', KEYS[1], {WINDOW + 2})
   end
 end
-return {{admitted and 1 or 0, tostring(now), count, minute(KEYS[1]), spent}}
+return {{admitted, tostring(now), count, asked_ticks, used_ticks}}
 """
 _LEAVE = f"""{_TIME}
-redis.call('ZREM', KEYS[2], ARGV[1])
-if tonumber(ARGV[2]) > 0 then
-  redis.call('HINCRBY', KEYS[1], tick, ARGV[2])
+for i = 2, #ARGV do redis.call('ZREM', KEYS[2], ARGV[i]) end
+if tonumber(ARGV[1]) > 0 then
+  redis.call('HINCRBY', KEYS[1], tick, ARGV[1])
   redis.call('EXPIRE', KEYS[1], {WINDOW + 2})
 end
 """
@@ -93,6 +100,24 @@ _RENEW = f"""{_TIME}
 for _, lease in ipairs(ARGV) do redis.call('ZADD', KEYS[1], now + {_LEASE}, lease) end
 redis.call('EXPIRE', KEYS[1], {_LEASE + 1})
 """
+#: A script, its keys and its arguments.
+_Command: TypeAlias = tuple[str, Sequence[str], Sequence[Any]]
+
+
+class _Admission(msgspec.Struct, eq=False):
+    """A request that waits for its admission; ``None`` as its decision if Redis does not answer."""
+
+    name: str
+    limit: RateLimit
+    lease: str
+    decision: asyncio.Future[Decision | None]
+
+
+class _Left(msgspec.Struct):
+    """What Redis has to hear of the requests of a key that have ended."""
+
+    leases: list[str] = []
+    tokens: int = 0
 
 
 class RedisLimits:
@@ -100,7 +125,8 @@ class RedisLimits:
     Counts in the Redis at *url*, and by *local* while that does not answer; with *closed* nothing is admitted then.
 
     See :class:`triton_openai.access.rate_limits.LimitStore`. *answers* is called with whether Redis answers when that
-    changes, *patience* is how many seconds it has. Raises :class:`ConfigurationError` without the extra [redis].
+    changes, *patience* is how many seconds it may be silent. Raises :class:`ConfigurationError` without the extra
+    [redis].
     """
 
     def __init__(
@@ -115,6 +141,8 @@ class RedisLimits:
         try:
             # Imported here: it belongs to an extra.
             from redis import asyncio as redis
+            from redis.asyncio.retry import Retry
+            from redis.backoff import NoBackoff
         except ImportError as error:
             raise ConfigurationError(
                 "access.limits_store needs the extra [redis]: pip install 'triton-openai[redis]'."
@@ -125,104 +153,201 @@ class RedisLimits:
         self._patience = patience
         # Whether Redis has answered, or has not in time.
         self._called = False
-        # Requests that come at once share connections: to open one for each takes longer than to wait.
-        pool = redis.BlockingConnectionPool.from_url(url, max_connections=_CONNECTIONS, timeout=None)
-        self._client = redis.Redis.from_pool(pool)
+        # A script that is sent again would count again. Silence is judged here, not by the driver.
+        self._client = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=None)
         self._failures: tuple[type[Exception], ...] = (redis.RedisError, OSError, TimeoutError)
-        self._admit, self._leave, self._renew = map(self._client.register_script, (_ADMIT, _LEAVE, _RENEW))
         # By key: the leases of this process. Which of them a request has does not matter.
         self._leases: dict[str, list[str]] = {}
-        self._away_until = 0.0
+        # What Redis is to be told next.
+        self._waiting: list[_Admission] = []
+        self._left: dict[str, _Left] = {}
+        self._renewal_is_due = False
         self._away = False
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._talking: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
+        self._returning: asyncio.Task[None] | None = None
 
     async def admit(self, name: str, limit: RateLimit) -> Decision:
         """Count a request in. Raises :class:`ServiceOverloaded` where Redis is away and the service is *closed*."""
-        now = time.monotonic()
-        if now >= self._away_until:
-            if self._away:
-                # Until this request has its answer, the others do not wait for one.
-                self._away_until = now + _PAUSE
-            lease = secrets.token_hex(8)
-            limits = (limit.requests_per_minute, limit.tokens_per_minute, limit.concurrent_requests)
-            arguments = [lease, *(-1 if most is None else most for most in limits)]
+        decision = None
+        if not self._away:
+            admission = _Admission(name, limit, secrets.token_hex(8), asyncio.get_running_loop().create_future())
+            self._waiting.append(admission)
+            self._talk()
             try:
-                answer = await self._call(self._admit, _keys(name, "rtc"), arguments)
+                decision = await admission.decision
             except asyncio.CancelledError:
-                # Its client has left; it may have been counted.
-                spawn(self._gone(name, lease, 0), self._leaving)
+                # Its client has left. An answer that comes later finds the future cancelled.
+                if not admission.decision.cancelled():
+                    self._give_back(name, admission.decision.result())
                 raise
-            if answer is not None:
-                return self._decision(name, limit, lease, answer)
+        if decision is not None:
+            return decision
         if self._closed:
             raise ServiceOverloaded("The rate limits cannot be checked now.", retry_after=1)
         return await self._local.admit(name, limit)
-
-    def _decision(self, name: str, limit: RateLimit, lease: str, answer: Sequence[Any]) -> Decision:
-        admitted, now, running, requests, tokens = answer
-        account = Account(running, _minute(requests), _minute(tokens))
-        if not admitted:
-            refusal = refusal_of(name, limit, float(now), account)
-            return Decision(headers_of(limit, float(now), account, refusal), refusal)
-        self._leases.setdefault(name, []).append(lease)
-        if self._renewing is None:
-            self._renewing = asyncio.create_task(self._keep())
-        return Decision(headers_of(limit, float(now), account))
 
     def leave(self, name: str, tokens: int) -> None:
         leases = self._leases.get(name)
         if not leases:
             self._local.leave(name, tokens)
             return
-        lease = leases.pop()
+        left = self._left.setdefault(name, _Left())
+        left.leases.append(leases.pop())
         if not leases:
             del self._leases[name]
-        if time.monotonic() >= self._away_until:
-            spawn(self._gone(name, lease, tokens), self._leaving)
+        if self._away:
+            # Tokens of long ago would count for the minute in which Redis is back.
+            return
+        left.tokens += tokens
+        self._talk()
 
-    async def _gone(self, name: str, lease: str, tokens: int) -> None:
-        await self._call(self._leave, _keys(name, "tc"), [lease, tokens])
+    async def close(self) -> None:
+        """Tell Redis of the requests that have ended, and close the connections."""
+        for task in (self._renewing, self._returning):
+            if task is not None:
+                await cancel(task)
+        if self._talking is not None:
+            await asyncio.wait([self._talking], timeout=self._patience)
+            await cancel(self._talking)
+        with suppress(*self._failures):
+            await self._client.aclose()
+
+    def _give_back(self, name: str, decision: Decision | None) -> None:
+        if decision is not None and decision.refusal is None:
+            self.leave(name, 0)
+
+    def _talk(self) -> None:
+        """Tell Redis what there is to tell, in the next turn of the event loop and after what is on its way."""
+        if self._talking is None or self._talking.done():
+            self._talking = asyncio.create_task(self._tell_all())
+
+    async def _tell_all(self) -> None:
+        while not self._away and (self._waiting or self._left or self._renewal_is_due):
+            admissions = self._waiting[:_MAX_ADMISSIONS]
+            del self._waiting[:_MAX_ADMISSIONS]
+            try:
+                await self._tell(admissions)
+            except Exception:  # noqa: BLE001 - whatever it is, no request may wait for ever
+                _log.exception("the store of rate limits gives answers that cannot be read")
+                self._lose("its answer cannot be read")
+            finally:
+                _end_without_decision(admissions)
+
+    async def _tell(self, admissions: Sequence[_Admission]) -> None:
+        """Tell Redis in one round trip what there is to tell, and have it decide about *admissions*."""
+        groups: dict[tuple[str, RateLimit], list[_Admission]] = {}
+        for admission in admissions:
+            if not admission.decision.cancelled():
+                groups.setdefault((admission.name, admission.limit), []).append(admission)
+        commands = [*self._leave_commands(), *self._renew_commands()]
+        first = len(commands)
+        for (name, limit), group in groups.items():
+            limits = (limit.requests_per_minute, limit.tokens_per_minute, limit.concurrent_requests)
+            arguments: list[Any] = [-1 if most is None else most for most in limits]
+            arguments += [admission.lease for admission in group]
+            commands.append((_ADMIT, _keys(name, "rtc"), arguments))
+        answers = await self._ask(commands)
+        if answers is None:
+            # Redis may have counted them all the same.
+            for admission in admissions:
+                self._left.setdefault(admission.name, _Left()).leases.append(admission.lease)
+            return
+        for group, answer in zip(groups.values(), answers[first:], strict=True):
+            self._decide(group, answer)
+
+    def _leave_commands(self) -> list[_Command]:
+        left = self._left
+        self._left = {}
+        return [(_LEAVE, _keys(name, "tc"), [one.tokens, *one.leases]) for name, one in left.items()]
+
+    def _renew_commands(self) -> list[_Command]:
+        if not self._renewal_is_due:
+            return []
+        self._renewal_is_due = False
+        return [
+            (_RENEW, _keys(name, "c"), leases[start : start + _MAX_LEASES])
+            for name, leases in self._leases.items()
+            for start in range(0, len(leases), _MAX_LEASES)
+        ]
+
+    def _decide(self, group: Sequence[_Admission], answer: Sequence[Any]) -> None:
+        """Tell the requests of a *group*, which came in this order, whether they are admitted."""
+        count, time, running, requests, tokens = answer
+        now = float(time)
+        name, limit = group[0].name, group[0].limit
+        account = Account(running, _minute(requests), _minute(tokens))
+        for admission in group[:count]:
+            account.running += 1
+            account.requests.add(now, 1)
+            self._leases.setdefault(name, []).append(admission.lease)
+            decision = Decision(headers_of(limit, now, account))
+            if admission.decision.done():
+                # Its client has left meanwhile.
+                self._give_back(name, decision)
+            else:
+                admission.decision.set_result(decision)
+        if count and self._renewing is None:
+            self._renewing = asyncio.create_task(self._keep())
+        if count == len(group):
+            return
+        refusal = refusal_of(name, limit, now, account)
+        refused = Decision(headers_of(limit, now, account, refusal), refusal)
+        for admission in group[count:]:
+            if not admission.decision.done():
+                admission.decision.set_result(refused)
 
     async def _keep(self) -> None:
         """Renew the leases until cancelled."""
         while True:
             await asyncio.sleep(_RENEWAL)
-            for name, leases in list(self._leases.items()):
-                for start in range(0, len(leases), _MANY):
-                    if time.monotonic() >= self._away_until:
-                        await self._call(self._renew, _keys(name, "c"), leases[start : start + _MANY])
+            self._renewal_is_due = bool(self._leases)
+            self._talk()
 
-    async def _call(self, script: Any, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
-        """Return the answer of *script*, ``None`` where Redis does not give one in time."""
+    async def _ask(self, commands: Sequence[_Command]) -> Sequence[Any] | None:
+        """Return the answers to *commands*, ``None`` where Redis is silent or cannot give them."""
+        pipeline = self._client.pipeline(transaction=False)
+        for script, keys, arguments in commands:
+            pipeline.eval(script, len(keys), *keys, *arguments)
+        patience = self._patience if self._called else max(self._patience, _FIRST_PATIENCE)
         try:
-            async with within(self._patience if self._called else max(self._patience, _FIRST_PATIENCE)):
-                answer = await script(keys=keys, args=arguments)
+            answers: Sequence[Any] = await answered_within(pipeline.execute(), patience)
         except self._failures as error:
             self._called = True
-            self._away_until = time.monotonic() + _PAUSE
-            if not self._away:
-                self._away = True
-                reason = str(error) or "it did not answer in time"
-                _log.warning("the store of rate limits does not answer", reason=reason, closed=self._closed)
-                self._answers(False)
+            self._lose(str(error) or "it did not answer in time")
             return None
         self._called = True
-        if self._away:
-            self._away, self._away_until = False, 0.0
-            _log.info("the store of rate limits answers again")
-            self._answers(True)
-        return answer if answer is not None else ()
+        return answers
 
-    async def close(self) -> None:
-        """Tell Redis of the requests that have ended, and close the connections."""
-        if self._renewing is not None:
-            await cancel(self._renewing)
-        if self._leaving:
-            await asyncio.wait(self._leaving, timeout=self._patience)
-            await cancel(*self._leaving)
-        with suppress(*self._failures):
-            await self._client.aclose()
+    def _lose(self, reason: str) -> None:
+        """Count alone until Redis answers again."""
+        if self._away:
+            return
+        self._away = True
+        _end_without_decision(self._waiting)
+        self._waiting.clear()
+        _log.warning("the store of rate limits does not answer", reason=reason, closed=self._closed)
+        self._answers(False)
+        self._returning = asyncio.create_task(self._return())
+
+    async def _return(self) -> None:
+        """Ask Redis until it answers again: no request waits for that."""
+        while self._away:
+            await asyncio.sleep(_PAUSE)
+            with suppress(*self._failures):
+                await answered_within(self._client.ping(), self._patience)
+                self._away = False
+        _log.info("the store of rate limits answers again")
+        self._answers(True)
+        # Leases may have ended meanwhile.
+        self._renewal_is_due = bool(self._leases)
+        self._talk()
+
+
+def _end_without_decision(admissions: Sequence[_Admission]) -> None:
+    for admission in admissions:
+        if not admission.decision.done():
+            admission.decision.set_result(None)
 
 
 def _keys(name: str, kinds: str) -> list[str]:

@@ -50,13 +50,15 @@ async def rendered_chat(
     audio: Sequence[AudioReference] = (),
     reasoning_effort: str | None = None,
     trust_template: bool,
+    repaired: list[str] | None = None,
 ) -> tuple[str, str]:
     """
     Return *messages* as the template of *model*'s *prompter*, or the request's own, renders them; and its name.
 
     The template gets *tools*; *images* and *audio* are those in the messages; *trust_template* is whether requests may
-    have their own template. Raises :class:`InvalidRequest`, :class:`UnsupportedParameter`, and
-    :class:`ConfigurationError` if the model has no template.
+    have their own template. The names of functions whose past calls had broken arguments are added to *repaired*.
+    Raises :class:`InvalidRequest`, :class:`UnsupportedParameter`, and :class:`ConfigurationError` if the model has no
+    template.
     """
     if images and model.adapter.capabilities.images_as_turn:
         return _turn(request, messages, tools=tools, reasoning_effort=reasoning_effort), "the model's own"
@@ -74,6 +76,7 @@ async def rendered_chat(
         add_generation_prompt=not request.continue_final_message and request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
         variables=variables,
+        repaired=repaired,
     )
     template = prompter.template_for(rendering)
     if tools and "tools" not in template.variables:

@@ -20,7 +20,7 @@ from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.limits import check_size, too_many_tokens_error
 from triton_openai.answer.prepare import check_ids, no_tokenizer_error, tokenizer_of
 from triton_openai.answer.run import Sender
-from triton_openai.errors import InvalidValue, UnsupportedParameter, UpstreamError
+from triton_openai.errors import InvalidAnswer, InvalidValue, UnsupportedParameter
 from triton_openai.jobs import ClassificationResult, EmbeddingJob, Job, Result, ScoreJob, ScoreResult, TextJob
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer
@@ -55,16 +55,16 @@ async def run_job(
         if job.activate and model.settings.score_activation == "sigmoid":
             result = replace(result, scores=[sigmoid(score) for score in result.scores])
     if not all(map(math.isfinite, result.scores)):
-        raise UpstreamError("The model sent a score that is not a number.")
+        raise InvalidAnswer("it has a score that is not a number", model=model.triton_model)
     return cast(_R, result)
 
 
 async def _run(sender: Sender, model: ServedModel, job: Job[_R], cut: Truncation | None, timeout: float | None) -> _R:
     taken: Job[Any] = replace(job, **await _taken(model, job.inputs, cut)) if isinstance(job, TextJob) else job
     adapter, (rows, size) = model.adapter, taken.extent
-    requests = await offload.run(lambda: adapter.encode(taken), cost=offload.TEXT * rows + offload.JSON * size)
+    requests = await offload.run(lambda: adapter.encode(taken), cost=offload.ITEM * rows + offload.BYTE * size)
     answers = await _answers(sender, model, requests, timeout=timeout)
-    result: _R = await offload.run(lambda: adapter.decode(taken, answers), cost=offload.VECTOR * rows)
+    result: _R = await offload.run(lambda: adapter.decode(taken, answers), cost=10 * offload.ITEM * rows)
     if result.prompt_tokens is None:
         result = replace(result, prompt_tokens=await _count(model, taken))
     return result
@@ -203,7 +203,7 @@ async def _compared(sender: Sender, model: ServedModel, job: ScoreJob, timeout: 
     result = await run_job(sender, model, EmbeddingJob(id=job.id, inputs=texts), timeout=timeout)
     vectors = dict(zip(texts, result.vectors, strict=True))
     size = len(job.pairs) * len(result.vectors[0]) // 4
-    scores = await offload.run(lambda: _cosines(vectors, job.pairs), cost=offload.PRODUCT * size)
+    scores = await offload.run(lambda: _cosines(vectors, job.pairs), cost=2 * offload.BYTE * size)
     return ScoreResult(scores=scores, prompt_tokens=result.prompt_tokens)
 
 
@@ -233,7 +233,7 @@ def activation_of(model: ServedModel, tokenizer: Tokenizer | None) -> Activation
 
 
 def activated(values: Sequence[float], activation: Activation) -> Sequence[float]:
-    """Return the probabilities for logits; the softmax of one class is its sigmoid. Raises :class:`UpstreamError`."""
+    """Return the probabilities for logits; the softmax of one class is its sigmoid. Raises :class:`InvalidAnswer`."""
     highest = max(values)
     if activation == "sigmoid" or (activation == "softmax" and len(values) == 1):
         values = [sigmoid(value) for value in values]
@@ -242,7 +242,7 @@ def activated(values: Sequence[float], activation: Activation) -> Sequence[float
         total = sum(powers)
         values = [power / total for power in powers]
     if not all(map(math.isfinite, values)):
-        raise UpstreamError("The model sent a value that is not a number.")
+        raise InvalidAnswer("it has a value that is not a number")
     return values
 
 

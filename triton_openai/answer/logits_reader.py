@@ -12,7 +12,7 @@ import msgspec
 from triton_openai import offload
 from triton_openai.adapters._common.base import Adapter, Decoder
 from triton_openai.answer.stages import TokenNames
-from triton_openai.errors import InvalidRequest, UpstreamError, UpstreamTimeout
+from triton_openai.errors import InvalidAnswer, InvalidRequest, UpstreamTimeout
 from triton_openai.generation import IMPOSSIBLE, Alternative, Delta, Generation, Logits, TokenLogprob
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import cancel
@@ -27,11 +27,11 @@ def log_probabilities(logits: Logits, chosen: Sequence[int], count: int) -> tupl
     """
     Return an entry for each of the *chosen* ids, a row each, with the *count* most likely tokens; names are not added.
 
-    Raises :class:`UpstreamError` for fewer rows than ids, and for logits that are not numbers.
+    Raises :class:`InvalidAnswer` for fewer rows than ids, and for logits that are not numbers.
     """
     rows = _rows(logits)[logits.first : logits.first + len(chosen)]
     if len(rows) != len(chosen) or not all(0 <= number < logits.width for number in chosen):
-        raise UpstreamError("The model sent logits that do not match its tokens.")
+        raise InvalidAnswer("its logits do not match its tokens")
     return tuple([_entry(row, number, count) for row, number in zip(rows, chosen, strict=True)])
 
 
@@ -42,7 +42,7 @@ def _entry(scores: Any, chosen: int, count: int) -> TokenLogprob:
     row = np.asarray(scores, dtype=np.float32)
     highest = float(row.max())
     if not np.isfinite(highest):
-        raise UpstreamError("The model sent logits that are not numbers.")
+        raise InvalidAnswer("its logits are not numbers")
     # Shifted by the highest, so that nothing overflows; summed in double precision.
     total = highest + float(np.log(np.exp(row - highest).sum(dtype=np.float64)))
     count = min(count, len(row))
@@ -80,7 +80,7 @@ def _rows(logits: Logits) -> np.ndarray[Any, Any]:
     elif logits.datatype in ("FP32", "FP16"):
         values = np.frombuffer(logits.data, dtype="<f4" if logits.datatype == "FP32" else "<f2")
     else:
-        raise UpstreamError(f"The model sent logits as {logits.datatype}, which cannot be read.")
+        raise InvalidAnswer(f"its logits are {logits.datatype}, which cannot be read")
     return values.reshape(-1, logits.width)
 
 
@@ -159,7 +159,7 @@ class LogitsReader:
 
 
 def _cost(logits: Logits, chosen: Sequence[int]) -> float:
-    return offload.LOGIT * len(chosen) * logits.width
+    return offload.BYTE * len(chosen) * logits.width
 
 
 # A prompt's scores may be hundreds of megabytes.
@@ -208,12 +208,12 @@ async def score_prompts(
             responses = await ask(msgspec.structs.replace(request, needed_for=scoring.param))
             logits = next(filter(None, map(adapter.decode_prompt_logits, responses)), None)
             if logits is None:
-                raise UpstreamError("The model did not send the log probabilities of the prompt.")
+                raise InvalidAnswer("it has no log probabilities of the prompt", model=request.model)
 
             def scored() -> tuple[TokenLogprob, ...]:
                 return _named(tokenizer, generation, log_probabilities(logits, following, scoring.count))
 
-            cost = _cost(logits, following) + offload.LOGPROB * len(following) * (1 + scoring.count)
+            cost = _cost(logits, following) + offload.ITEM * len(following) * (1 + scoring.count)
             return await offload.run(scored, cost=cost)
 
     tasks = [asyncio.create_task(score(generation)) for generation in generations]

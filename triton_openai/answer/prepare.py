@@ -201,7 +201,7 @@ async def _text_fields(
     biases = template.sampling.logit_bias if capabilities.bias_words else ()
     words: Sequence[tuple[str, float]] = ()
     if biases:
-        words = await offload.run(bias_words, tokenizer, biases, cost=3 * offload.TEXT * len(biases))
+        words = await offload.run(bias_words, tokenizer, biases, cost=3 * offload.ITEM * len(biases))
     return {"prompt": prompt, "original_prompt": original, "prompt_echo": echo, "prompt_ids": ids, "bias_words": words}
 
 
@@ -228,7 +228,7 @@ async def _id_fields(model: ServedModel, tokenizer: Tokenizer, prompt: Prompt, s
     forms = [form for word in spec.template.sampling.bad_words for form in (word, f" {word}")]
     bad_word_ids = await offload.run(
         lambda: tuple(dict.fromkeys(tuple(tokenizer.encode(form)) for form in forms)),
-        cost=offload.TEXT * len(forms) + offload.TOKENIZE * sum(map(len, forms)),
+        cost=offload.ITEM * len(forms) + offload.CHARACTER * sum(map(len, forms)),
         refusable=True,
     )
     vocabulary = Vocabulary(

@@ -22,7 +22,14 @@ from triton_openai.adapters._common.base import Adapter, Decoder
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.logits_reader import LogitsReader
 from triton_openai.answer.stages import Pipeline
-from triton_openai.errors import InvalidRequest, Overloaded, ServiceError, UpstreamTimeout, UpstreamUnavailable
+from triton_openai.errors import (
+    InvalidAnswer,
+    InvalidRequest,
+    Overloaded,
+    ServiceError,
+    UpstreamTimeout,
+    UpstreamUnavailable,
+)
 from triton_openai.generation import AnswerState, Delta, FinishReason, Generation, Lora, TokenLogprob, Usage
 from triton_openai.models.lora.delivery import LoraAnswers, LoraDeliveries
 from triton_openai.prompts.tokenizer import Tokenizer, count_pieces
@@ -42,6 +49,8 @@ Push = Callable[[int, Sequence[Delta]], None]
 # A character has at most four tokens; of an incomplete one the first is counted.
 _UNSEEN_TOKENS = 2
 _REPLACEMENT = "\ufffd"
+# Responses of an answer: a backend may send parts of tokens, and some without any, but not without end.
+_STEPS_PER_TOKEN, _MORE_STEPS = 16, 1000
 # Tokens that a character may lack its last byte after: it has four at most.
 _MOST_HALVES = 3
 _STOP_REQUEST_TIMEOUT = 5.0
@@ -147,6 +156,7 @@ class Run:
         self._decoder: Decoder = adapter.decoder(generation)
         self._logits: LogitsReader | None = None
         self._pipeline = Pipeline(adapter.capabilities, generation, tokenizer, self.progress)
+        self._max_steps = _STEPS_PER_TOKEN * generation.sampling.max_tokens + _MORE_STEPS
         # Tokens of the steps with nothing to show since the last delta that was pushed.
         self._unshown = 0
         # What may be the beginning of a character, and is shown when the text goes on or has ended by itself.
@@ -224,7 +234,8 @@ class Run:
     def _lose(self, final: bool) -> None:
         """Take it that the Triton has stopped answering; what cannot go elsewhere waits or, if it is *final*, ends."""
         error = lost_error()
-        if not self.over and not self._begin_again(error) and final:
+        ends = final or not self._sender.route.resends_lost
+        if not self.over and not self._begin_again(error) and ends:
             self._abort(error)
 
     def _release(self, error: Exception | None) -> None:
@@ -265,6 +276,8 @@ class Run:
                         self._hold_flushed(shown, before)
                     break
             self._unshown = unshown
+            if progress.steps > self._max_steps:
+                raise InvalidAnswer("it does not end where its limit is", model=self._adapter.config.name)
             if shown and self._push is not None:
                 self._push(self._number, shown)
         except Exception as error:  # noqa: BLE001 - the waiting task raises any error

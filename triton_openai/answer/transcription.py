@@ -134,7 +134,7 @@ class Transcription:
             assert tell is not None, "nobody else listens"
             tell(lambda: str(adapter.decode(job, responses).text))
 
-        (request,) = await offload.run(adapter.encode, job, cost=offload.JSON * len(chunk.samples))
+        (request,) = await offload.run(adapter.encode, job, cost=offload.BYTE * len(chunk.samples))
         responses = await self._sender.ask(request, heard if tell is not None else None)
         if not responses:
             raise no_answer_error(self._model.name)

@@ -1,4 +1,4 @@
-"""What the APIs for agents share: reasoning that a client keeps, tools that run at a provider, counts and lists."""
+"""What the APIs for agents share: reasoning that a client keeps, tools that run at a provider, and counts."""
 
 from __future__ import annotations
 
@@ -92,4 +92,4 @@ async def render(renderer: Renderer, run: Run, *, timeout: float | None) -> None
             renderer.piece(0, delta)
         renderer.last(0)
 
-    await offload.run(rendered, cost=rendering_cost([answer], offload.PARSE))
+    await offload.run(rendered, cost=rendering_cost([answer], offload.CHARACTER))

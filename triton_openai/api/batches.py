@@ -12,11 +12,11 @@ from msgspec import Meta
 
 from triton_openai import errors
 from triton_openai.api.bodies import new_id, whole
-from triton_openai.api.lines import endpoints
-from triton_openai.api.paging import Page, page_limit
+from triton_openai.api.lines import endpoints, groups_of
+from triton_openai.api.paging import Page, fetch_page, page_limit
 from triton_openai.api.responses.objects import Metadata, ResponseUsage
 from triton_openai.api.service import Service
-from triton_openai.api.uploaded_files import ExpiresAfter, files_of, find_file, page_found, too_much
+from triton_openai.api.uploaded_files import ExpiresAfter, files_of, find_file, page_reply, too_much
 from triton_openai.operations import Call, Reply
 from triton_openai.storage.batch_store import Batch, Status
 from triton_openai.telemetry.request_record import RequestRecord
@@ -102,8 +102,10 @@ async def create(service: Service, call: Call[BatchRequest]) -> Reply:
     if file.bytes > files.settings.max_batch_size:
         raise errors.InvalidValue("The input file is too large for a batch.", "input_file_id")
     now = time.time()
+    batch_id = new_id("batch", "_")
     batch = Batch(
-        id=new_id("batch", "_"),
+        id=batch_id,
+        opened=proofs_of(service, call, body.endpoint, batch_id),
         owner=call.key.name,
         kind="openai",
         endpoint=body.endpoint,
@@ -116,6 +118,16 @@ async def create(service: Service, call: Call[BatchRequest]) -> Reply:
     )
     await add(service, call.record, batch, "input_file_id")
     return whole(batch_object(batch))
+
+
+def proofs_of(service: Service, call: Call[Any], endpoint: str, batch_id: str) -> dict[str, str]:
+    """
+    Return what shows that *call* may make the batch *batch_id*, whose lines ask *endpoint*.
+
+    Raises :class:`ApiRestricted` unless it has every header that its lines would need as requests of their own.
+    """
+    groups = groups_of(service.operations, endpoint)
+    return service.authorizer.restrictions.proofs(groups, call.headers, batch_id)
 
 
 async def add(service: Service, record: RequestRecord, batch: Batch, param: str) -> None:
@@ -185,10 +197,10 @@ async def cancel(service: Service, call: Call[None]) -> Reply:
 
 async def list_batches(service: Service, call: Call[None]) -> Reply:
     """List the batches of the request's key, newest first."""
-    find = partial(files_of(service).store.batches, call.key.name, "openai")
-    limit, after = page_limit(call.query, 100), call.query.get("after")
-    batches, more = await page_found(service, find, limit, after)
-    return whole(BatchList.of([batch_object(batch) for batch in batches], more=more))
+    files = files_of(service)
+    find = partial(files.store.batches, call.key.name, "openai") if files.exist else None
+    batches, more = await fetch_page(find, page_limit(call.query, 100), call.query.get("after"))
+    return await page_reply(BatchList, batches, batch_object, more=more)
 
 
 def batch_object(batch: Batch) -> BatchObject:

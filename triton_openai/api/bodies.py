@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from decimal import Decimal
+from functools import cache
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ import msgspec
 from triton_openai import offload
 from triton_openai.config.tree import LimitSettings, Settings
 from triton_openai.errors import InvalidRequest, InvalidValue, PayloadTooLarge, missing, printable
-from triton_openai.operations import Form, FormPart, Operation, Whole
+from triton_openai.operations import Form, Operation, Whole
 from triton_openai.prompts.messages import AssistantMessage
 from triton_openai.telemetry.request_record import RequestRecord
 
@@ -38,20 +39,32 @@ class ModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 #: The header of an answer that names what of its request had no effect: parameters, types of tools and of items.
 IGNORED_HEADER = "x-triton-openai-ignored"
+#: The header of an answer that names the functions whose past calls had arguments that were no object.
+REPAIRED_HEADER = "x-triton-openai-repaired"
 _MOST_IGNORED, _LONGEST_IGNORED = 16, 64
 # Others would end a name, or the header.
 _NOT_IN_NAMES = re.compile(r"[^!-+\--~]")
 
 
 def tell_ignored(record: RequestRecord, names: Iterable[str]) -> None:
-    """Add *names*, which clients choose, to the header of the answer, and an ellipsis if they are too many."""
-    told = record.headers.get(IGNORED_HEADER)
+    """Add *names* of what has no effect, which clients choose, to the header of the answer."""
+    _tell(record, IGNORED_HEADER, names)
+
+
+def tell_repaired(record: RequestRecord, names: Iterable[str]) -> None:
+    """Add the *names* of functions to the header of the answer: past calls of them had broken arguments."""
+    _tell(record, REPAIRED_HEADER, names)
+
+
+def _tell(record: RequestRecord, header: str, names: Iterable[str]) -> None:
+    """Add *names* to a *header* of the answer, and an ellipsis if they are too many."""
+    told = record.headers.get(header)
     known = dict.fromkeys([] if told is None else told.split(", "))
     for name in names:
         shown = _NOT_IN_NAMES.sub("?", printable(name, _LONGEST_IGNORED))
         known.setdefault(shown if len(known) < _MOST_IGNORED or shown in known else "...")
     if known:
-        record.headers = {**record.headers, IGNORED_HEADER: ", ".join(known)}
+        record.headers = {**record.headers, header: ", ".join(known)}
 
 
 async def decode_json(body: bytes, operation: Operation, record: RequestRecord, settings: Settings) -> Any:
@@ -108,46 +121,83 @@ class FormRequest(ModelRequest, kw_only=True):
 
 
 async def read_form(
-    form: Form, kind: type[_T], record: RequestRecord, limits: LimitSettings, *, strict: bool, max_size: int
+    form: Form,
+    kind: type[_T],
+    record: RequestRecord,
+    limits: LimitSettings,
+    *,
+    strict: bool,
+    max_size: int,
+    on_arrival: Callable[[int], Awaitable[None]] | None = None,
 ) -> _T:
     """
     Return *form*, of *max_size* bytes at most, as *kind*; *strict* refuses fields that *kind* does not know.
 
-    *record* gets the form's size, and the names of unknown fields. Raises :class:`InvalidRequest`.
+    The type of a field decides what a part is, whether the client gives it a file name or not. A text that is empty is
+    left out: clients write so what they do not set. Items of a list come with or without brackets. *record* gets the
+    form's size, and the names of unknown fields. *on_arrival* is that of :meth:`Form.parts`. Raises
+    :class:`InvalidRequest`.
     """
+    known = kind.__struct_encode_fields__
+    file_fields, list_fields = _form_fields(kind)
     fields: dict[str, Any] = {}
     ignored = record.unknown_fields = []
-    left = limits.max_text_size
-    async for part in form.parts(max_size):
-        name = part.name.removesuffix("[]")
-        if name not in kind.__struct_encode_fields__:
+    text_left = limits.max_text_size
+    async for part in form.parts(max_size, on_arrival):
+        name = part.name
+        is_item = name in list_fields
+        list_name = _LIST_ITEM.sub("", name)
+        if name not in known and list_name in known:
+            name = list_name
+            is_item = True
+        if name not in known:
             if strict:
                 raise unknown_field(name)
             if len(ignored) < _MOST_UNKNOWN:
                 ignored.append(name)
-        elif part.filename is not None:
-            _add(fields, part, FileField(part.filename, part.media_type, await part.read(max_size)))
+            continue
+        if name in file_fields:
+            content = await part.read(max_size)
+            value: str | FileField = FileField(part.filename or name, part.media_type, content)
         else:
-            content = await part.read(left)
-            left -= len(content)
+            content = await part.read(text_left)
+            text_left -= len(content)
+            if not content:
+                continue
             try:
-                _add(fields, part, content.decode())
+                value = content.decode()
             except UnicodeDecodeError as error:
                 raise InvalidValue(f"'{name}' is not UTF-8.", name) from error
+        if is_item and isinstance(items := fields.setdefault(name, []), list):
+            items.append(value)
+        elif name in fields:
+            raise InvalidValue(f"The request's form has '{name}' twice.", name)
+        else:
+            fields[name] = value
     record.body_size = form.size
     tell_ignored(record, ignored)
     return converted(fields, kind, strict=False)
 
 
-def _add(fields: dict[str, Any], part: FormPart, value: str | FileField) -> None:
-    """Add the *value* of *part* to *fields*. Raises :class:`InvalidRequest` for a second one of a field without []."""
-    name = part.name.removesuffix("[]")
-    if name != part.name and isinstance(items := fields.setdefault(name, []), list):
-        items.append(value)
-    elif name in fields:
-        raise InvalidValue(f"The request's form has '{name}' twice.", name)
-    else:
-        fields[name] = value
+# What follows the name of a list's field in the names of its items: "a[]", and "a[0]" of PHP and others.
+_LIST_ITEM = re.compile(r"\[\d{0,4}\]$")
+
+
+@cache
+def _form_fields(kind: type[msgspec.Struct]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of the fields of *kind* that are files, and of those that are lists."""
+    files = set()
+    lists = set()
+    described = msgspec.inspect.type_info(kind)
+    assert isinstance(described, msgspec.inspect.StructType)
+    for field in described.fields:
+        types = field.type.types if isinstance(field.type, msgspec.inspect.UnionType) else (field.type,)
+        for one in types:
+            if isinstance(one, msgspec.inspect.StructType) and one.cls is FileField:
+                files.add(field.encode_name)
+            elif isinstance(one, msgspec.inspect.CollectionType):
+                lists.add(field.encode_name)
+    return frozenset(files), frozenset(lists)
 
 
 _NORMALIZABLE = re.compile(r"got `float`|^Object contains unknown field `")
@@ -277,6 +327,8 @@ _MOST_DATA_URLS = 4096
 # Levels and values of a request's JSON; the limit of token ids is a setting.
 MAX_DEPTH = 100
 MAX_VALUES = 50_000
+# What is around a request in a batch: its id and its URL, and names; some clients have fields of their own there.
+_ENVELOPE_VALUES, _ENVELOPE_SIZE = 100, 16 * 1024
 
 
 class JsonCheck:
@@ -285,11 +337,19 @@ class JsonCheck:
 
     Every step is a pass of compiled code over the bytes. The decoder reports what is not JSON. *beside* is how many
     values the request has elsewhere, where that is known: only JSON that is clearly few with them needs no counting.
+    *batched* is for a request within the line of a batch, or the item of a list, that it comes in: those have a few
+    bytes and a level of their own.
     """
 
-    def __init__(self, limits: LimitSettings, beside: int = 0) -> None:
+    def __init__(self, limits: LimitSettings, beside: int = 0, *, batched: bool = False) -> None:
         self._limits = limits
         self._values = MAX_VALUES
+        self._max_depth = MAX_DEPTH
+        self._max_text_size = limits.max_text_size
+        if batched:
+            self._values += _ENVELOPE_VALUES
+            self._max_depth += 1
+            self._max_text_size += _ENVELOPE_SIZE
         self._ids = limits.max_token_ids
         #: The values that the request has at most, *beside* those of JSON that was not counted.
         self.most = beside
@@ -302,11 +362,11 @@ class JsonCheck:
         is known to be. Returns whether its strings need no check: the JSON that they may hold is clearly within the
         limits too.
         """
-        limits = self._limits
-        text = body if len(body) <= limits.max_text_size else _without_images(body, limits.max_text_size)
+        limits, max_size = self._limits, self._max_text_size
+        text = body if len(body) <= max_size else _without_images(body, max_size)
         opened = text.count(b"[") + text.count(b"{")
         values = self.most + opened + text.count(b",")
-        few = values < self._values and (nested or opened <= MAX_DEPTH)
+        few = values < self._values and (nested or opened <= self._max_depth)
         if few and not exactly and not _has_long_number(text):
             # It is within the limits, whatever its strings contain.
             self.most = values
@@ -336,7 +396,7 @@ class JsonCheck:
         brackets = bare.translate(_OPENS, _ALL_BUT_BRACKETS)
         # With more closing than opening brackets it is not JSON.
         depth = max(accumulate(kind - 1 for kind in brackets[: 2 * opened]), default=0)
-        if depth > MAX_DEPTH:
+        if depth > self._max_depth:
             raise InvalidRequest(
                 f"The request's JSON is nested too deeply: more than {MAX_DEPTH} levels.", code="invalid_json"
             )

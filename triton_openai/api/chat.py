@@ -19,7 +19,7 @@ from triton_openai.answer.chat_prompt import media_of, rendered_chat
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, encode, in_pieces, now
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, encode, in_pieces, now, tell_repaired
 from triton_openai.api.logprobs import (
     ChatLogprobs,
     PromptLogprobs,
@@ -30,14 +30,14 @@ from triton_openai.api.logprobs import (
     rendering_cost,
 )
 from triton_openai.api.parameters import SamplingRequest, Verbosity, accepting, refusing
-from triton_openai.api.service import RequestContext, runs_of, spec_of
+from triton_openai.api.service import RequestContext, media_reservation, runs_of, spec_of
 from triton_openai.api.sse import Chunks
 from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan, custom_input, plan_tools
 from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.errors import InvalidRequest, InvalidValue, ServiceError, UnsupportedParameter
 from triton_openai.generation import AnswerState, Delta, FinishReason
-from triton_openai.media.audio import AudioReference, load
-from triton_openai.media.images import ImageReference
+from triton_openai.media.audio import AudioReference, load, loaded_size, loading_size
+from triton_openai.media.images import ImageReference, images_size
 from triton_openai.operations import Reply, Whole
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
@@ -250,6 +250,7 @@ async def prompt_of(
     pictures, audio = media_of(model, body.messages)
     # Before they are rendered: each is looked for in all of its message's text.
     service.images.check_count(pictures, most=model.adapter.capabilities.images)
+    repaired: list[str] = []
     prompt, context.record.chat_template = await rendered_chat(
         model,
         prompter,
@@ -260,7 +261,10 @@ async def prompt_of(
         audio=audio,
         reasoning_effort=body.reasoning_effort,
         trust_template=service.settings.api.trust_request_chat_template,
+        repaired=repaired,
     )
+    if repaired:
+        tell_repaired(context.record, repaired)
     tokenizer = prompter.tokenizer
     if model.adapter.metadata.adds_bos and tokenizer is not None and tokenizer.adds_bos:
         # Else the prompt would begin with it twice.
@@ -275,7 +279,7 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
     With *fitting*, ``max_tokens`` may ask for more than the model's context has room for. Raises
     :class:`InvalidRequest` and its subclasses, and :class:`ConfigurationError` for a model that cannot chat.
     """
-    service, body, record = context.service, context.body, context.record
+    body, record = context.body, context.record
     plan = plan_of(body)
     prompter = await context.model.prompter()
     parsers = context.model.lazy_prompter.parsers
@@ -287,16 +291,42 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
         spec = msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
     with record.stage(RENDER):
         prompt, pictures, audio = await prompt_of(context, plan, prompter)
+    if pictures or audio:
+        spec = await _with_media(context, spec, pictures, audio)
+    runs = await runs_of(context, prompter.tokenizer, [prompt], spec)
+    answer_parsers = [make_parser(parsers, plan, prompt, streams=bool(body.stream)) for _ in runs]
+    record.reasoning_tokens = partial(reasoning_tokens, answer_parsers)
+    if plan.active:
+        record.tool_calls = partial(call_outcomes, answer_parsers)
+    return Turn(spec, plan, runs, answer_parsers)
+
+
+async def _with_media(
+    context: RequestContext[ChatRequest],
+    spec: GenerationSpec,
+    pictures: Sequence[ImageReference],
+    audio: Sequence[AudioReference],
+) -> GenerationSpec:
+    """Return *spec* with the media, for which memory is reserved until the request ends. Raises ServiceError."""
+    service, record = context.service, context.record
+    memory = record.memory = record.memory or media_reservation(service)
+    # Of an earlier attempt of the same request, if there was one.
+    before = memory.size
+    max_seconds = service.settings.audio.max_duration
+    await memory.grow(before + service.images.loading_size(pictures) + loading_size(audio, most=max_seconds))
+    kept = before
     if pictures:
         with record.stage("load images"):
-            spec = _with(spec, images=await service.images.load(pictures))
+            images = await service.images.load(pictures)
+        kept += images_size(images)
+        spec = _with(spec, images=images)
     if audio:
         with record.stage("load audio"):
-            spec = _with(spec, audio=await load(audio, most=service.settings.audio.max_duration))
-    runs = await runs_of(context, prompter.tokenizer, [prompt], spec)
-    answer_parsers = [make_parser(parsers, plan, prompt) for _ in runs]
-    record.reasoning_tokens = partial(reasoning_tokens, answer_parsers)
-    return Turn(spec, plan, runs, answer_parsers)
+            files = await load(audio, most=max_seconds)
+        kept += loaded_size(files)
+        spec = _with(spec, audio=files)
+    memory.shrink(kept)
+    return spec
 
 
 async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Keep | None = None) -> Reply:
@@ -315,7 +345,7 @@ async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Kee
         return await context.stream(runs, chunks)
     answers = await collect(runs, timeout=context.limits.total)
     choices = (chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers))
-    cost = rendering_cost(answers, offload.RENDER if turn.parsers[0].plain else offload.PARSE)
+    cost = rendering_cost(answers, offload.BYTE if turn.parsers[0].plain else offload.CHARACTER)
     if body.prompt_logprobs is not None:
         cost += cost_of(len(runs[0].prompt_logprobs), body.prompt_logprobs)
     # Nothing is awaited for most answers.
@@ -380,29 +410,36 @@ def _with(spec: GenerationSpec, **fields: Any) -> GenerationSpec:
     return msgspec.structs.replace(spec, template=msgspec.structs.replace(spec.template, **fields))
 
 
-def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str) -> AnswerParser:
-    """Return the parser of one choice."""
+def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str, *, streams: bool = False) -> AnswerParser:
+    """Return the parser of one choice; *streams* is whether a client sees what it finds while it comes."""
     if plan.forced:
         # These calls have ids of the model's family too: its template may take no others.
         new_id = ToolParser.new_id if parsers.tools is None else parsers.tools.new_id
         # The answer is calls and nothing else: no reasoning comes before it.
-        forced = GuidedCalls(plan.schemas, new_id=new_id) if plan.name is None else ForcedCall(plan.name, new_id=new_id)
+        forced: ToolParser = GuidedCalls(plan.schemas, new_id=new_id)
+        if plan.name is not None:
+            forced = ForcedCall(plan.name, plan.schemas, new_id=new_id)
         own = (parsers.tools or Llama3Json)(plan.schemas)
+        forced.may_wait = own.may_wait = not streams
         return AnswerParser(None, ConstrainedCalls(forced, own), parallel=plan.parallel)
     tools = parsers.tools(plan.schemas) if plan.mode == "auto" and parsers.tools is not None else None
+    if tools is not None:
+        tools.may_wait = not streams
     kind = parsers.reasoning
     reasoning = None if kind is None else kind(inside=kind.inside_after(prompt))
-    return AnswerParser(reasoning, tools, parallel=plan.parallel)
+    return AnswerParser(reasoning, tools, parallel=plan.parallel, streams=streams)
 
 
 def finish_reason(progress: AnswerState, parser: AnswerParser, plan: ToolPlan) -> ChatFinishReason | None:
     """
     Return why the choice ended, as OpenAI says it.
 
-    It is ``tool_calls`` only for complete calls that the model chose to make. A forced call ends with ``stop``, a call
-    cut by the length with ``length``, and a call cut by a stop string with ``stop``: its arguments are not JSON.
+    It is ``tool_calls`` only for complete calls that the model chose to make. A forced call ends with ``stop``. A call
+    whose arguments are not JSON ends with ``length``, whatever cut it, but with ``stop`` if that was a stop string.
     """
     reason = progress.finish_reason
+    if reason is not None and parser.cut and not progress.cut:
+        return "length"
     if reason is not FinishReason.LENGTH and parser.calls and not parser.cut and plan.mode != "named":
         return "function_call" if plan.legacy else "tool_calls"
     return None if reason is None else "length" if reason is FinishReason.LENGTH else "stop"
@@ -411,6 +448,11 @@ def finish_reason(progress: AnswerState, parser: AnswerParser, plan: ToolPlan) -
 def reasoning_tokens(parsers: Sequence[AnswerParser]) -> int | None:
     """Return the tokens of reasoning in all choices, ``None`` if there were none or they are not known."""
     return sum([parser.reasoning_tokens for parser in parsers]) or None
+
+
+def call_outcomes(parsers: Sequence[AnswerParser]) -> Sequence[tuple[str, str]]:
+    """Return what became of each call in all choices, and what was repaired in it."""
+    return [outcome for parser in parsers for outcome in parser.outcomes()]
 
 
 def message_of(events: Sequence[Event], plan: ToolPlan, fields: Sequence[str]) -> AnswerMessage:
@@ -584,7 +626,7 @@ class _KeptChunks(ChatChunks):
 
     async def ended(self, error: ServiceError | None) -> bytes:
         if error is None:
-            cost = offload.RENDER_ITEM * sum(map(len, self._found))
+            cost = offload.ITEM * sum(map(len, self._found))
             await self._keep(await offload.run(self._whole, cost=cost))
         return await super().ended(error)
 

@@ -62,7 +62,7 @@ async def handle(service: Service, call: Call[ClassifyRequest]) -> Reply:
         usage = input_usage(result.prompt_tokens)
         return ClassificationList(id=job.id, created=now(), model=body.model, data=data, usage=usage)
 
-    return await whole_of(answer, cost=offload.NUMBER * sum(map(len, result.values)))
+    return await whole_of(answer, cost=offload.CHARACTER * sum(map(len, result.values)))
 
 
 def _classes(index: int, values: Sequence[float], activation: Activation, labels: Mapping[int, str]) -> Classification:

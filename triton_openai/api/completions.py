@@ -135,7 +135,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> Reply:
             system_fingerprint=model.fingerprint,
         )
 
-    return await whole_of(completion, cost=offload.JSON * size + rendering_cost(answers))
+    return await whole_of(completion, cost=offload.BYTE * size + rendering_cost(answers))
 
 
 def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> GenerationSpec:
@@ -246,7 +246,7 @@ def _echo_cost(spec: GenerationSpec, runs: Sequence[Run]) -> float:
     """Return about how many microseconds :func:`_echoes` takes for *runs*."""
     ids = sum(len(run.generation.prompt_ids or ()) for run in runs) if spec.template.token_ids else 0
     alternatives = None if spec.prompt_scoring is None else spec.prompt_scoring.count
-    return offload.INTEGER * ids + cost_of(sum(len(run.prompt_logprobs) for run in runs), alternatives)
+    return offload.BYTE * ids + cost_of(sum(len(run.prompt_logprobs) for run in runs), alternatives)
 
 
 def _choice(body: CompletionRequest, echo: _Echo, index: int, answer: Collected) -> CompletionChoice:

@@ -85,7 +85,7 @@ async def handle(service: Service, call: Call[EmbeddingsRequest]) -> Reply:
         data = in_pieces(_embedding(index, vector, as_text) for index, vector in enumerate(result.vectors))
         return EmbeddingList(data=data, model=body.model, usage=input_usage(result.prompt_tokens))
 
-    return await whole_of(answer, cost=offload.JSON * sum(map(len, result.vectors)))
+    return await whole_of(answer, cost=offload.BYTE * sum(map(len, result.vectors)))
 
 
 def inputs_of(body: InputRequest) -> list[str] | list[list[int]]:
@@ -103,7 +103,7 @@ def inputs_of(body: InputRequest) -> list[str] | list[list[int]]:
 def _embedding(index: int, vector: bytes, as_text: bool) -> Embedding:
     values = array("f", vector)
     if not math.isfinite(sum(values)):
-        raise errors.UpstreamError("The model sent an embedding with values that are not numbers.")
+        raise errors.InvalidAnswer("its embedding has values that are not numbers")
     return Embedding(index=index, embedding=base64.b64encode(vector).decode() if as_text else values.tolist())
 
 

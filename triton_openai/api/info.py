@@ -196,7 +196,14 @@ async def load(service: Service, call: Call[LoadRequest]) -> Reply:
 
 
 async def unload(service: Service, call: Call[UnloadRequest]) -> Reply:
-    """Unload a model after its running requests have ended."""
+    """
+    Unload a model after its running requests have ended.
+
+    Raises :class:`KeyNotSufficient` for the models of an ensemble if the key is limited to certain models.
+    """
+    if call.body.unload_dependents:
+        # They have names that the key may not open, and may be parts of other models.
+        call.key.check_opens_everything()
     model = await service.control.unload(
         _named(call), dependents=call.body.unload_dependents, endpoint=call.query.get("endpoint")
     )

@@ -7,22 +7,26 @@ batches begins it where there is room, and tries again if there is none any more
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import NoReturn
 
 import msgspec
 
 from triton_openai import errors
 from triton_openai.access.keys import ApiKey
-from triton_openai.access.rate_limits import RateLimit, tokens_charged
+from triton_openai.access.rate_limits import RateLimit, Reservation
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import FormRequest, decode_json
+from triton_openai.api.bodies import FormRequest, JsonCheck, decode_json
+from triton_openai.api.info import probe
 from triton_openai.api.messages.message_events import error_body
-from triton_openai.api.service import Service
-from triton_openai.batches.batch_runner import Outcome
-from triton_openai.config.tree import BatchesSettings
-from triton_openai.operations import NO_HEADERS, Call, EventSource, Operation, Renderer, Streamed, Whole
-from triton_openai.storage.batch_store import Batch, BatchUsage
+from triton_openai.api.service import Service, job_not_taken_error
+from triton_openai.batches.results import Outcome
+from triton_openai.config.tree import BatchesSettings, Group
+from triton_openai.models.canary import PATIENCE
+from triton_openai.models.served import ServedModel
+from triton_openai.operations import NO_HEADERS, Call, Operation, Renderer, Streamed, Whole
+from triton_openai.prompts.messages import PromptTemplate
+from triton_openai.storage.batch_store import Batch, BatchError, BatchUsage
 from triton_openai.telemetry.request_record import RequestRecord, request_id
 
 # No key has such a name.
@@ -32,27 +36,21 @@ _POOL = "batches\n"
 class _NoStream:
     """The output of a line, whose answer is always whole."""
 
-    async def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> Streamed:
+    def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> NoReturn:
         self._refuse()
 
-    async def send_parts(
+    def send_parts(
         self, parts: AsyncGenerator[bytes, None], *, timeout: float | None, media_type: str | None = None
-    ) -> Streamed:
+    ) -> NoReturn:
         self._refuse()
 
-    async def send_events(self, source: EventSource) -> Streamed:
+    async def send_events(
+        self, following: Callable[[float], Awaitable[bytes | None]], stop: Callable[[errors.ServiceError], None]
+    ) -> Streamed:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
         raise AssertionError("a line was answered by a stream")
-
-
-class _Answer(msgspec.Struct):
-    #: As the APIs name it.
-    usage: dict[str, Any] | None = None
-
-
-_decode = msgspec.json.Decoder(_Answer).decode
 
 
 class LineHost:
@@ -82,9 +80,15 @@ class LineHost:
     def longest_line(self) -> int:
         return self._service.settings.server.max_body_size
 
-    def knows(self, owner: str) -> bool:
-        key = self._service.authorizer.named(owner)
-        return key is not None and key.batch
+    def problem(self, batch: Batch) -> BatchError | None:
+        try:
+            self._key(batch)
+        except errors.InvalidRequest as error:
+            return BatchError(code=error.code, message=error.message)
+        return None
+
+    def check_line(self, line: bytes) -> None:
+        JsonCheck(self._service.settings.limits, batched=True).check(line)
 
     def target(self, model: str) -> str | None:
         models = self._service.models
@@ -98,30 +102,51 @@ class LineHost:
     def room(self, target: str, running: int) -> bool:
         return self._service.admission.spare(target, running, self.settings.max_share)
 
-    async def check(self, batch: Batch, model: str) -> None:
-        await self._service.find_model(model, self._key(batch.owner))
+    async def check(self, batch: Batch, model: str, *, brings_template: bool) -> None:
+        served = await self._service.find_model(model, self._key(batch))
+        await check_model(self._service, batch.endpoint, served, brings_template=brings_template)
 
-    def _key(self, owner: str) -> ApiKey:
-        key = self._service.authorizer.named(owner)
+    async def probe(self, batch: Batch, model: str) -> None:
+        service = self._service
+        # Whatever the list says, a line has found otherwise.
+        await service.fleet.refresh_on_miss()
+        served = await service.find_model(model, self._key(batch))
+        await check_model(service, batch.endpoint, served, brings_template=True)
+        await probe(service, served, timeout=min(PATIENCE, service.settings.triton.first_token_timeout))
+
+    def _key(self, batch: Batch) -> ApiKey:
+        """
+        Return the key of *batch* as it is now.
+
+        Raises :class:`InvalidApiKey`, :class:`KeyNotSufficient` or :class:`ApiRestricted` if the key is not there any
+        more or has lost a right that the lines need.
+        """
+        authorizer = self._service.authorizer
+        key = authorizer.named(batch.owner)
         if key is None:
-            raise errors.InvalidApiKey("The API key of the batch was removed.")
+            raise errors.InvalidApiKey("The API key of the batch was removed.", code="key_revoked")
+        key.check_may_batch()
+        if not authorizer.restrictions.opens(
+            groups_of(self._service.operations, batch.endpoint), batch.opened, batch.id
+        ):
+            raise errors.ApiRestricted(
+                "The API that the batch asks was restricted after the batch was made, or its header has a new value."
+            )
         return key
 
-    async def wait(self, owner: str) -> float:
-        key = self._service.authorizer.named(owner)
-        most = None if key is None else key.limit.batch_tokens_per_minute
-        return 0.0 if most is None else await self._count(owner, 0, RateLimit(tokens_per_minute=most))
+    async def admit(self, owner: str) -> Reservation | None:
+        authorizer = self._service.authorizer
+        key = authorizer.named(owner)
+        if key is None:
+            # Its lines end with this error.
+            return None
+        tokens = key.limit.batch_tokens_per_minute
+        if tokens is not None:
+            limit = RateLimit(tokens_per_minute=tokens)
+            return await authorizer.admit(msgspec.structs.replace(key, name=_POOL + owner, limit=limit))
+        return await authorizer.admit(key) if key.limit.any else None
 
-    async def _count(self, owner: str, tokens: int, limit: RateLimit) -> float:
-        """Count *tokens* of batches, unless *owner* has to wait; return for how many seconds."""
-        limits = self._service.authorizer.limits
-        decision = await limits.admit(_POOL + owner, limit)
-        if decision.refusal is not None:
-            return decision.refusal.wait
-        limits.leave(_POOL + owner, tokens)
-        return 0.0
-
-    async def answer(self, batch: Batch, custom_id: str, body: bytes) -> Outcome:
+    async def answer(self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None) -> Outcome:
         service, operation = self._service, self._by_path[batch.endpoint]
         record = RequestRecord(
             request_id=request_id({}), method="POST", path=batch.endpoint, batch=batch.id, custom_id=custom_id
@@ -130,25 +155,23 @@ class LineHost:
         record.batch_trace = batch.trace
 
         async def work() -> Outcome:
-            key = self._key(batch.owner)
+            key = self._key(batch)
+            service.authorizer.share(key)
             request = await decode_json(body, operation, record, service.settings)
-            call = Call(operation, request, key, record, _NoStream())
-            reply = await operation.handler(service, call)
+            reply = await operation.handler(service, Call(operation, request, key, record, _NoStream()))
             assert isinstance(reply, Whole), "the answer of a line is whole"
             record.status = reply.status
-            if key.limit.batch_tokens_per_minute is not None:
-                # With a limit, so that there is an account.
-                unlimited = RateLimit(concurrent_requests=2**53)
-                await self._count(batch.owner, tokens_charged(record, served=True, cut_short=False), unlimited)
-            return Outcome(reply.status, reply.body, record.request_id, usage=_usage(reply.body))
+            return Outcome(reply.status, reply.body, record.request_id, usage=_usage(record))
 
         async def failed(error: errors.ServiceError) -> Outcome:
-            rendered = error_body(batch.endpoint, NO_HEADERS, record, error)
-            status, body = rendered or (error.status, error.envelope())
-            record.status = status
-            return Outcome(status, body, record.request_id, error=error)
+            outcome = _failed(batch, record, error)
+            record.status = outcome.status
+            return outcome
 
-        return await service.executor.run(record, work, failed=failed)
+        return await service.executor.run(record, work, failed=failed, reservation=lambda: reservation)
+
+    def refusal(self, batch: Batch, error: errors.ServiceError) -> Outcome:
+        return _failed(batch, RequestRecord(request_id=request_id({}), method="POST", path=batch.endpoint), error)
 
 
 def endpoints(operations: Iterable[Operation]) -> Mapping[str, Operation]:
@@ -163,13 +186,46 @@ def endpoints(operations: Iterable[Operation]) -> Mapping[str, Operation]:
     }
 
 
-def _usage(answer: bytes) -> BatchUsage:
-    usage = _decode(answer).usage or {}
-    given = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    made = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+def groups_of(operations: Iterable[Operation], endpoint: str) -> Sequence[Group]:
+    """Return the groups that a batch whose lines ask *endpoint* needs."""
+    return "batch", endpoints(operations)[endpoint].group
+
+
+async def check_model(service: Service, endpoint: str, model: ServedModel, *, brings_template: bool = False) -> None:
+    """
+    Raise what each line to *endpoint* would raise because of its *model*, whatever else it has.
+
+    That is :class:`InvalidRequest` if the model does something else, and :class:`ConfigurationError` if it lacks a
+    tokenizer, or a chat template that lines do not bring.
+    """
+    operation = endpoints(service.operations)[endpoint]
+    if set(model.jobs).isdisjoint(operation.jobs):
+        raise job_not_taken_error(service, model, operation.jobs[0])
+    if operation.label != "chat" or brings_template:
+        return
+    prompter = await model.prompter()
+    if not prompter.can_chat:
+        # Raises, and says what is missing.
+        prompter.template_for()
+    failures = [template.failure for template in prompter.templates.values() if isinstance(template, PromptTemplate)]
+    if all(failures):
+        raise errors.ConfigurationError(failures[0] or "")
+
+
+def _failed(batch: Batch, record: RequestRecord, error: errors.ServiceError) -> Outcome:
+    """Return *error* as the API of *batch* has it."""
+    rendered = error_body(batch.endpoint, NO_HEADERS, record, error)
+    status, body = rendered or (error.status, error.envelope())
+    return Outcome(status, body, record.request_id, error=error)
+
+
+def _usage(record: RequestRecord) -> BatchUsage:
+    usage = record.usage
+    if usage is None:
+        return BatchUsage()
     return BatchUsage(
-        input_tokens=usage.get("prompt_tokens") or usage.get("input_tokens") or 0,
-        cached_tokens=given.get("cached_tokens") or usage.get("cache_read_input_tokens") or 0,
-        output_tokens=usage.get("completion_tokens") or usage.get("output_tokens") or 0,
-        reasoning_tokens=made.get("reasoning_tokens") or 0,
+        input_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens or 0,
+        output_tokens=usage.completion_tokens,
+        reasoning_tokens=record.reasoning_tokens() or 0,
     )

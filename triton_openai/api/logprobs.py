@@ -12,7 +12,7 @@ from msgspec.structs import astuple
 from triton_openai import offload
 from triton_openai.answer.fan_out import Collected
 from triton_openai.answer.run import Run
-from triton_openai.errors import UpstreamError
+from triton_openai.errors import InvalidAnswer
 from triton_openai.generation import IMPOSSIBLE, TokenLogprob
 
 
@@ -66,10 +66,10 @@ _PIECE = 1000
 
 def cost_of(count: int, alternatives: int | None) -> float:
     """Return about how many microseconds it takes to render *count* tokens with so many *alternatives* each."""
-    return offload.LOGPROB * count * (1 + (alternatives or 0))
+    return offload.ITEM * count * (1 + (alternatives or 0))
 
 
-def rendering_cost(answers: Sequence[Collected], per_character: float = offload.RENDER) -> float:
+def rendering_cost(answers: Sequence[Collected], per_character: float = offload.BYTE) -> float:
     """Return about how many microseconds it takes to render *answers*, with so many for each character."""
     alternatives = answers[0].run.generation.sampling.logprobs if answers else None
     deltas = [delta for answer in answers for delta in answer.deltas]
@@ -158,9 +158,9 @@ def _chosen(entry: TokenLogprob) -> float | None:
 
 
 def _as_json(logprob: float) -> float:
-    """Return *logprob* within what JSON can hold. Raises :class:`UpstreamError` for NaN."""
-    if math.isnan(logprob):
-        raise UpstreamError("The model sent log probabilities that are not numbers.")
+    """Return *logprob* within what JSON can hold. Raises :class:`InvalidAnswer` for NaN and infinity."""
+    if math.isnan(logprob) or logprob == math.inf:
+        raise InvalidAnswer("its log probabilities are not numbers")
     return max(logprob, IMPOSSIBLE)
 
 

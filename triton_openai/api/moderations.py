@@ -17,10 +17,11 @@ from triton_openai import offload
 from triton_openai.answer.job_run import activated, activation_of, labels_of
 from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, new_id, whole_of
 from triton_openai.api.service import Service, begin
-from triton_openai.config.sources import closest
 from triton_openai.config.tree import Category, ModerationSettings
+from triton_openai.config.validation import closest
 from triton_openai.errors import ConfigurationError, InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.jobs import ClassificationJob
+from triton_openai.models.lookup import MODERATION_DEFAULT
 from triton_openai.models.served import ServedModel
 from triton_openai.operations import Call, Reply
 
@@ -47,8 +48,13 @@ Item: TypeAlias = str | TextInput | ImageInput
 
 
 class ModerationRequest(ModelRequest, kw_only=True):
-    """The request. ``input`` is a text, texts, or the parts of one input; no part can be an image."""
+    """
+    The request. ``input`` is a text, texts, or the parts of one input; no part can be an image.
 
+    Without a ``model``, it is for the only classifier that is set up for it, as it is under OpenAI's names.
+    """
+
+    model: str = MODERATION_DEFAULT
     input: str | Annotated[list[Item], Meta(min_length=1, max_length=MAX_ITEMS)]
 
 
@@ -120,7 +126,7 @@ async def handle(service: Service, call: Call[ModerationRequest]) -> Reply:
         results = [_rated(activated(values, activation), classes, rules) for values in result.values]
         return Moderation(id=job.id, model=context.body.model, results=results)
 
-    return await whole_of(answer, cost=offload.VECTOR * len(result.values))
+    return await whole_of(answer, cost=10 * offload.ITEM * len(result.values))
 
 
 def _inputs(given: str | Sequence[Item]) -> Sequence[str]:

@@ -1,15 +1,18 @@
-"""Pages of lists: what a query asks for, and what an answer says of the rest."""
+"""Pages of lists: what a query asks for, and what an answer has."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
 from triton_openai.errors import InvalidValue
 
+_T = TypeVar("_T")
 _Item = TypeVar("_Item")
+#: Characters of an id: more than any in use has, and few enough for the index of a database.
+MAX_ID = 512
 
 
 class Page(msgspec.Struct, Generic[_Item], kw_only=True):
@@ -27,6 +30,11 @@ class Page(msgspec.Struct, Generic[_Item], kw_only=True):
         return cls(data=data, first_id=first, last_id=last, has_more=more)
 
 
+def is_id(text: object) -> bool:
+    """Return whether an entry of a list can have the id *text*."""
+    return isinstance(text, str) and len(text) <= MAX_ID and text.isprintable()
+
+
 def page_limit(query: Mapping[str, str], most: int, *, default: int = 20) -> int:
     """Return the ``limit`` of a query, *most* at most. Raises :class:`InvalidValue`."""
     limit = query.get("limit", str(default))
@@ -35,6 +43,49 @@ def page_limit(query: Mapping[str, str], most: int, *, default: int = 20) -> int
     return int(limit)
 
 
-def unknown_place_error(after: str) -> InvalidValue:
+def page_query(
+    query: Mapping[str, str], order: str = "desc", *, most: int = 100, default: int = 20
+) -> tuple[int, str | None, bool]:
+    """
+    Return the ``limit`` of the page that a *query* of OpenAI's API asks for, the id that it follows, and whether the
+    last comes first.
+
+    *order* and *default* hold where the query has none. Raises :class:`InvalidValue`.
+    """
+    order, after = query.get("order", order), query.get("after")
+    if order not in ("asc", "desc"):
+        raise InvalidValue("'order' must be 'asc' or 'desc'.", "order")
+    if after is not None and not is_id(after):
+        raise unknown_place_error("after")
+    return page_limit(query, most, default=default), after, order == "desc"
+
+
+def message_page_query(query: Mapping[str, str]) -> tuple[int, str, str | None, bool]:
+    """
+    Return the ``limit`` of the page that a *query* of Anthropic's API asks for, the parameter with the id that the page
+    is next to, that id, and whether the page is before it. Raises :class:`InvalidValue`.
+    """
+    before = "before_id" in query
+    param = "before_id" if before else "after_id"
+    return page_limit(query, 1000), param, query.get(param), before
+
+
+async def fetch_page(
+    find: Callable[..., Awaitable[Sequence[_T] | None]] | None, limit: int, after: str | None, param: str = "after"
+) -> tuple[Sequence[_T], bool]:
+    """
+    Return *limit* entries that *find* finds behind *after*, and whether there are more. Without *find*, there are none.
+
+    Raises :class:`InvalidValue` if *after*, which the parameter *param* has, is the id of none of them.
+    """
+    rows: Sequence[_T] | None = [] if after is None else None
+    if find is not None:
+        rows = await find(after=after, limit=limit + 1)
+    if rows is None:
+        raise unknown_place_error(param)
+    return rows[:limit], len(rows) > limit
+
+
+def unknown_place_error(param: str) -> InvalidValue:
     """Return the error for a page that is to follow what is not in the list."""
-    return InvalidValue(f"'{after}' is the id of nothing in the list.", after)
+    return InvalidValue(f"'{param}' is the id of nothing in the list.", param)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from http import HTTPStatus
 from typing import Any, TypeAlias
@@ -33,8 +33,8 @@ from triton_openai.api import (
     uploaded_files,
 )
 from triton_openai.api.bodies import IGNORED_HEADER, FileField, FormRequest, ModelRequest
+from triton_openai.api.messages import batch_body, message_batches
 from triton_openai.api.messages import handlers as messages
-from triton_openai.api.messages import message_batches
 from triton_openai.api.messages import types as message_types
 from triton_openai.api.messages.message_events import OVERLOADED, AnthropicEnvelope, status_of, type_of
 from triton_openai.api.responses import conversations, retrieve
@@ -43,7 +43,7 @@ from triton_openai.api.responses import objects as response_types
 from triton_openai.api.service import Service
 from triton_openai.api.tools import ToolDefinition
 from triton_openai.api.uploaded_files import FileUpload
-from triton_openai.config.tree import Settings
+from triton_openai.config.tree import Group, Settings
 from triton_openai.generation import Generation
 from triton_openai.jobs import ClassificationJob, EmbeddingJob, ScoreJob, SynthesisJob, TranscriptionJob, TranslationJob
 from triton_openai.media.formats import MEDIA_TYPES
@@ -67,7 +67,9 @@ class ErrorEnvelope(msgspec.Struct, kw_only=True):
 
 _ABOUT = (
     "The OpenAI API in front of NVIDIA Triton Inference Server.\n\nWhat cannot be read as a request is answered with "
-    "errors of the form of those below: 400 (`invalid_http`), 408 (`request_timeout`) or 431 (`headers_too_large`)."
+    "errors of the form of those below: 400 (`invalid_http`), 408 (`request_timeout`) or 431 (`headers_too_large`). "
+    "Without API keys, requests for foreign hosts and from web pages of other sites are answered with 403 "
+    "(`host_not_allowed`, `origin_not_allowed`)."
 )
 _STREAM = (
     "With `stream`: server-sent events, each the JSON of one chunk; the last one is `[DONE]`. What goes wrong after "
@@ -127,13 +129,13 @@ def describe(settings: Settings) -> dict[str, Any]:
     """
     access = settings.access
     keys = bool(access.api_key) or access.api_keys_file is not None
-    restricted = Restrictions(access.openai_restricted_api).groups
+    restricted = frozenset(Restrictions(access.openai_restricted_api).groups)
     paths: dict[str, dict[str, Any]] = {}
     raised: dict[tuple[str, int], dict[type[errors.ServiceError], None]] = {}
     for operation in OPERATIONS:
         failures: dict[int, dict[str, Any]] = {}
         form = "Anthropic" if operation.anthropic else "Either" if operation.shared is not None else ""
-        for kind in _errors(operation, keys=keys, restricted=operation.group in restricted):
+        for kind in _errors(operation, keys=keys, restricted=not restricted.isdisjoint(_groups_needed(operation))):
             status = status_of(kind) if operation.anthropic else kind.status
             raised.setdefault((form, status), {})[kind] = None
             failures[status] = {"$ref": f"#/components/responses/{form}Error{status}"}
@@ -213,6 +215,13 @@ def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Sequence[t
         (True, operation.errors),
     )
     return [kind for applies, kinds in rules if applies for kind in kinds]
+
+
+def _groups_needed(operation: Operation) -> Collection[Group]:
+    """Return the groups that a request for *operation* may need: a batch also needs those of its lines."""
+    if operation.handler in (batches.create, message_batches.create):
+        return {operation.group, *COUNTED}
+    return {operation.group}
 
 
 def _schema(kind: type[msgspec.Struct]) -> dict[str, str]:
@@ -370,7 +379,7 @@ _INFERENCE = (
     *(*_TRITON, errors.UnsupportedParameter, errors.ContextLengthExceeded, errors.LoraNotLoaded),
     *(errors.Overloaded, errors.ServiceOverloaded),
 )
-_CONTROL = (*_TRITON, errors.ManagementDisabled, errors.ModelNotFound, errors.ModelConflict)
+_CONTROL = (*_TRITON, errors.ManagementDisabled, errors.KeyNotSufficient, errors.ModelNotFound, errors.ModelConflict)
 
 _PAGE: Query = {
     "limit": ("Most items that are wanted.", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
@@ -506,8 +515,9 @@ OPERATIONS = (
     _batch(batches.cancel, f"POST {_BATCH}/cancel", "cancel_batch", answer=batches.BatchObject,
            errors=(errors.InvalidRequest,)),
     _batch(message_batches.create, "POST /messages/batches", "create_message_batch",
-           message_batches.MessageBatchRequest, message_batches.MessageBatch, reads=BodyKind.BYTES,
-           check=uploaded_files.check_files, errors=(errors.ModelNotFound, errors.TooManyBatches)),
+           batch_body.MessageBatchRequest, message_batches.MessageBatch, reads=BodyKind.BYTES,
+           check=uploaded_files.check_files,
+           errors=(errors.ModelNotFound, errors.TooManyBatches, errors.ConfigurationError)),
     _batch(message_batches.list_batches, "GET /messages/batches", "list_message_batches",
            answer=message_batches.MessageBatchPage, query=_MESSAGE_PAGE, errors=(errors.InvalidRequest,)),
     _batch(message_batches.retrieve, f"GET {_MESSAGES}", "get_message_batch", answer=message_batches.MessageBatch),

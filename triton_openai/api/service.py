@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from triton_openai.access.authorizer import Authorizer, gateway_header
 from triton_openai.access.keys import ApiKey
@@ -21,6 +24,7 @@ from triton_openai.api.bodies import ModelRequest, tell_ignored
 from triton_openai.api.responses.stored import ResponseStore
 from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.batches.file_folder import Files
+from triton_openai.byte_budget import ByteBudget, Reservation
 from triton_openai.config.tree import Settings
 from triton_openai.config.worker import Worker
 from triton_openai.errors import (
@@ -45,15 +49,27 @@ from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 from triton_openai.serving.admission import Admission
 from triton_openai.serving.execution import Executor
-from triton_openai.tasks import Background, Room
+from triton_openai.shares import SHARING_KEY
+from triton_openai.tasks import Background
 from triton_openai.telemetry.exposition import Exposition
 from triton_openai.telemetry.request_record import TOKENIZE, RequestRecord
 from triton_openai.triton.fleet import Fleet, Route, Tried
+
+
+class _Metadata(msgspec.Struct):
+    """What is read of the ``metadata`` of Anthropic's API."""
+
+    user_id: str | int | None = None
+
 
 # The accounts of seconds of audio: no key has such a name.
 _AUDIO = "audio\n"
 # Bytes of a form beside its file.
 _FIELDS = 1024 * 1024
+# The fields that say what a request is part of, the narrowest first: the first is vLLM's, the others are OpenAI's.
+_SESSION_FIELDS = ("session_id", "prompt_cache_key", "safety_identifier", "user")
+# Bytes of the JSON of such a field. Longer ones are ignored: reading them would take too long.
+_MAX_SESSION_SIZE = 4096
 _Body = TypeVar("_Body", bound=ModelRequest)
 _Other = TypeVar("_Other", bound=ModelRequest)
 _Sampled = TypeVar("_Sampled", bound=parameters.SamplingRequest)
@@ -83,8 +99,8 @@ class Service:
     #: Files and what runs batches; ``None`` where they are off.
     files: Files | None = None
     batches: BatchRunner | None = None
-    #: Bytes of files of audio.
-    audio: Room = field(default_factory=Room)
+    #: Bytes of media in memory: files that are uploaded, and what is decoded of them and of chats.
+    media: ByteBudget = field(default_factory=ByteBudget)
 
     async def find_model(self, name: str, key: ApiKey) -> ServedModel:
         """
@@ -121,10 +137,53 @@ async def counting_audio(service: Service, call: Call[Any]) -> AsyncIterator[Non
         limits.leave(account, math.ceil(sum(record.audio_seconds.values())))
 
 
-@contextlib.asynccontextmanager
-async def receiving_audio(service: Service, call: Call[Form]) -> AsyncIterator[None]:
+# Seconds after which a file that has not arrived is counted by what has arrived of it.
+_FAST_UPLOAD_SECONDS = 5.0
+
+
+class Upload:
     """
-    Count the audio that *call* brings, as :func:`counting_audio` does, and wait until there is room for it.
+    The memory for a file of audio that is uploaded.
+
+    The whole file is reserved at first, so that those that arrive quickly do not wait for each other half-way. What
+    takes longer has only what has arrived: slow clients do not keep others out with what they promise to send.
+    """
+
+    def __init__(self, form: Form, reservation: Reservation) -> None:
+        #: The bytes of the file, and what is decoded of it.
+        self.reservation = reservation
+        self._form = form
+        self._slow = False
+        self._timer = asyncio.get_running_loop().call_later(_FAST_UPLOAD_SECONDS, self._count_arrived)
+
+    def _count_arrived(self) -> None:
+        """Give back what has not arrived yet."""
+        self._slow = True
+        self.reservation.shrink(self._form.size)
+
+    async def arrived(self, size: int) -> None:
+        """Wait until *size* bytes that have arrived are reserved. Raises :class:`ServiceOverloaded`."""
+        if self._slow:
+            await self.reservation.grow(size)
+
+    def end(self) -> None:
+        """Note that no more arrives, and give back what was reserved beyond it."""
+        self._timer.cancel()
+        self.reservation.shrink(self._form.size)
+
+    async def reserve_decoded(self, size: int) -> None:
+        """Reserve *size* bytes for what is decoded at the same time. Raises :class:`ServiceOverloaded`."""
+        await self.reservation.finish(size)
+
+    def decoded(self, size: int) -> None:
+        """Note that all that is decoded has *size* bytes, which may be less than was reserved."""
+        self.reservation.shrink(self._form.size + size)
+
+
+@contextlib.asynccontextmanager
+async def receiving_audio(service: Service, call: Call[Form]) -> AsyncIterator[Upload]:
+    """
+    Count the audio that *call* brings, as :func:`counting_audio` does, and wait until there is memory for it.
 
     Raises also :class:`PayloadTooLarge`, before anything is read, and :class:`ServiceOverloaded`.
     """
@@ -134,10 +193,23 @@ async def receiving_audio(service: Service, call: Call[Form]) -> AsyncIterator[N
     size = max_size if call.body.declared_size is None else call.body.declared_size
     if size > max_size:
         raise audio_too_large(limits.max_file_size)
-    patience = service.settings.server.queue_timeout
-    room = service.audio.hold(size, most=limits.max_total_size, patience=patience)
-    async with counting_audio(service, call), room:
-        yield
+    async with counting_audio(service, call):
+        with media_reservation(service) as reservation:
+            await reservation.grow(size)
+            upload = Upload(call.body, reservation)
+            try:
+                yield upload
+            finally:
+                upload.end()
+
+
+def media_reservation(service: Service) -> Reservation:
+    """Return a reservation for media of the current request; nothing is reserved yet."""
+    return service.media.open(
+        SHARING_KEY.get(),
+        max_total=service.settings.audio.max_total_size,
+        max_wait=service.settings.server.queue_timeout,
+    )
 
 
 def audio_too_large(max_size: int) -> PayloadTooLarge:
@@ -161,6 +233,8 @@ class RequestContext(Generic[_Body]):
     record: RequestRecord
     #: The time that is left after the wait for admission.
     limits: TimeLimits
+    #: What the client says that the request is part of, for the policy ``affinity``.
+    session: str | None = None
     #: The id of the conversation, or of the response with which a chain began, that the request goes on from.
     conversation: str | None = None
     #: The Tritons that have failed for the request, where it goes on with another variant of the model.
@@ -187,7 +261,16 @@ class RequestContext(Generic[_Body]):
         """Return what sends the work for the request to Triton; of several Tritons, the way is recorded from now on."""
         fleet, model = self.service.fleet, self.model
         key, lora = self._key() if fleet.several else None, "" if model.lora is None else model.lora.name
-        route = Route(fleet, model.triton_model, among=model.endpoints, key=key, lora=lora, before=self.tried)
+        route = Route(
+            fleet,
+            model.triton_model,
+            among=model.endpoints,
+            key=key,
+            lora=lora,
+            before=self.tried,
+            # What runs batches begins a line again, alone.
+            resends_lost=self.record.batch is None,
+        )
         if fleet.listed:
             self.record.route = route
         # Lines of batches come last.
@@ -199,10 +282,7 @@ class RequestContext(Generic[_Body]):
         fleet = self.service.fleet
         if fleet.policy(self.model.triton_model) != "affinity":
             return None
-        session = self.call.headers.get("x-session-id")
-        named = [getattr(self.body, name, None) for name in ("prompt_cache_key", "safety_identifier", "user")]
-        every = [("session", value) for value in (session, *named) if isinstance(value, str)]
-        return fleet.session_of(*every, ("conversation", self.conversation))
+        return fleet.session_of(("session", self.session), ("conversation", self.conversation))
 
     def stream(self, runs: Sequence[Run], renderer: Renderer) -> Awaitable[Reply]:
         """Stream *runs* to the caller, rendered by *renderer*. Raises as :meth:`Output.stream`."""
@@ -282,6 +362,41 @@ def job_not_taken_error(service: Service, model: ServedModel, job: JobType) -> I
     return InvalidRequest(f"The model '{model.name}' does not {job.does[1]}.{does}", param="model")
 
 
+def _session_of(call: Call[Any]) -> str | None:
+    """
+    Return what the client says that *call* is part of, ``None`` if it says nothing.
+
+    A session is narrower than a user: the header ``x-session-id`` comes first, then the fields of the API in
+    :data:`_SESSION_FIELDS`. Anthropic's API has ``metadata.user_id`` for this.
+    """
+    if session := call.headers.get("x-session-id"):
+        return session
+    for name in _SESSION_FIELDS:
+        if value := _text_of(getattr(call.body, name, None)):
+            return value
+    metadata = _decoded(getattr(call.body, "metadata", None), _Metadata) if call.operation.anthropic else None
+    return None if metadata is None else _text_of(metadata.user_id)
+
+
+def _text_of(value: Any) -> str | None:
+    """Return a text or a number, which may still be JSON, as a text; ``None`` for anything else."""
+    if isinstance(value, msgspec.Raw):
+        value = _decoded(value, str | int)
+    if not isinstance(value, str | int):
+        return None
+    return str(value)[:_MAX_SESSION_SIZE]
+
+
+def _decoded(raw: Any, kind: Any) -> Any:
+    """Return a field that the request does not check as *kind*; ``None`` if it is too long, or something else."""
+    if not isinstance(raw, msgspec.Raw) or memoryview(raw).nbytes > _MAX_SESSION_SIZE:
+        return None
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
 async def begin(service: Service, call: Call[_Body], *, read_as_chat: bool = False) -> RequestContext[_Body]:
     """
     Return the context of *call*, with the model that its body names.
@@ -310,7 +425,10 @@ async def begin(service: Service, call: Call[_Body], *, read_as_chat: bool = Fal
         record.parameters = body
     if ignored := parameters.check_unused(body):
         tell_ignored(record, ignored)
-    return RequestContext(call, service, body, model, record, limits)
+    context = RequestContext(call, service, body, model, record, limits)
+    if service.fleet.several:
+        context.session = _session_of(call)
+    return context
 
 
 def spec_of(

@@ -23,7 +23,7 @@ from triton_openai.api.bodies import ModelRequest, encode, new_id, tell_ignored,
 from triton_openai.api.parameters import accepting
 from triton_openai.api.service import RequestContext, Service, begin, counting_audio
 from triton_openai.api.sse import data_event
-from triton_openai.errors import ConfigurationError, InvalidValue, UpstreamError
+from triton_openai.errors import ConfigurationError, InvalidAnswer, InvalidValue
 from triton_openai.generation import AnswerState, Generation, Sampling
 from triton_openai.jobs import Speech, SynthesisJob
 from triton_openai.media.formats import MEDIA_TYPES, Format, cost
@@ -204,7 +204,7 @@ async def _samples(part: Speech, rate: int) -> tuple[Samples, int]:
     try:
         return await offload.run(read, cost=_READING)
     except ValueError as error:
-        raise UpstreamError("The model sent audio that cannot be read.", detail=str(error)) from error
+        raise InvalidAnswer("its audio cannot be read", detail=str(error)) from error
 
 
 async def list_voices(service: Service, call: Call[None]) -> Reply:

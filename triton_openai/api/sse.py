@@ -2,7 +2,8 @@
 Streams answers as server-sent events: the only place that writes them.
 
 Events are ``data: <json>`` and an empty line; a line that starts with a colon is a comment, which clients skip; the
-stream of a completion ends with ``data: [DONE]``. One that fails ends with an event that is named ``error``, and
+stream of a completion ends with ``data: [DONE]``. Lines end with line feeds alone, and clients that read text line by
+line find no other character that could end one. A stream that fails ends with an event that is named ``error``, and
 without the last chunk of its body, so that no client takes it for whole.
 """
 

@@ -20,9 +20,9 @@ import msgspec
 from triton_openai import errors, offload
 from triton_openai.api import chat
 from triton_openai.api.bodies import converted, new_id, tell_ignored, whole
-from triton_openai.api.paging import unknown_place_error
+from triton_openai.api.paging import page_query, unknown_place_error
 from triton_openai.api.responses.objects import Deleted, Metadata
-from triton_openai.api.responses.retrieve import list_of, page_of, page_query
+from triton_openai.api.responses.retrieve import list_of, page_of
 from triton_openai.api.responses.stored import is_key
 from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.operations import Call, Reply, Whole

@@ -96,7 +96,7 @@ async def tokenize(service: Service, call: Call[TokenizeRequest]) -> Reply:
             token_strs=_joined(strings) if texts else None,
         )
 
-    return await whole_of(answer, cost=(offload.INTEGER + texts * offload.TOKEN_STRING) * len(tokens))
+    return await whole_of(answer, cost=(offload.BYTE + texts * offload.ITEM) * len(tokens))
 
 
 def _joined(pieces: Iterable[Sequence[Any]]) -> Any:

@@ -7,7 +7,6 @@ Source of the shapes: OpenAI's ``tools``, ``tool_choice`` and their older forms 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -15,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai.api.bodies import converted
+from triton_openai.api.cut_json import read_cut_object
 from triton_openai.errors import InvalidRequest, InvalidValue, missing
 from triton_openai.generation import Guide
 
@@ -114,14 +114,6 @@ def custom_function(description: str | None, grammar: Grammar | None) -> dict[st
     return {"description": whole.strip(), "parameters": parameters}
 
 
-# The beginning of an object with one text, whose last character may be cut in its escape.
-_BEGUN = re.compile(
-    r"""\s*(?:\{[^:]*(?::\s*(?:"((?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[\da-fA-F]{4}|"""
-    r"""\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})*)"""
-    r"""(?:\\(?:u(?:[\da-fA-F]{0,3}|[dD][89abAB][\da-fA-F]{2}(?:\\(?:u[\da-fA-F]{0,3})?)?))?|"\s*)?)?)?)?"""
-)
-
-
 def custom_input(arguments: str) -> str:
     """
     Return the text for a custom tool: the argument ``input``, or the only one, or else what the model wrote.
@@ -131,8 +123,8 @@ def custom_input(arguments: str) -> str:
     try:
         given = msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        begun = _BEGUN.fullmatch(arguments)
-        return arguments if begun is None else msgspec.json.decode(f'"{begun[1] or ""}"', type=str)
+        cut = read_cut_object(arguments)
+        return arguments if cut.text is None or cut.members else cut.text
     text = given.get("input", next(iter(given.values())) if len(given) == 1 else None)
     return text if isinstance(text, str) else arguments
 

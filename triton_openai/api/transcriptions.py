@@ -25,6 +25,7 @@ from triton_openai.api.parameters import refusing
 from triton_openai.api.service import (
     RequestContext,
     Service,
+    Upload,
     audio_too_large,
     begin,
     max_form_size,
@@ -34,7 +35,7 @@ from triton_openai.api.sse import data_event
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.jobs import Segment, TranscriptionJob, TranslationJob
 from triton_openai.languages import LANGUAGES, code_of
-from triton_openai.media.audio import Pauses, Recording, require_audio
+from triton_openai.media.audio import Pauses, Recording, decoded_size, require_audio
 from triton_openai.operations import Call, Form, Reply, Whole
 
 _Request = TypeVar("_Request", bound=FormRequest)
@@ -142,25 +143,28 @@ async def transcribe(service: Service, call: Call[Form]) -> Reply:
 
     The formats are JSON, plain text and subtitles. With `stream`, the text comes piece by piece.
     """
-    async with receiving_audio(service, call):
-        body = await _read(service, call, TranscriptionRequest)
-        return await _transcribe(await begin(service, call.with_body(body)))
+    async with receiving_audio(service, call) as upload:
+        body = await _read(service, call, upload, TranscriptionRequest)
+        return await _transcribe(await begin(service, call.with_body(body)), upload)
 
 
-async def _read(service: Service, call: Call[Form], kind: type[_Request]) -> _Request:
-    """Return the form of *call* as *kind*. Raises :class:`InvalidRequest`."""
+async def _read(service: Service, call: Call[Form], upload: Upload, kind: type[_Request]) -> _Request:
+    """Return the form of *call* as *kind*, counted by *upload*. Raises :class:`InvalidRequest`."""
     settings = service.settings
-    return await read_form(
+    body = await read_form(
         call.body,
         kind,
         call.record,
         settings.limits,
         strict=settings.api.strict_parameters,
         max_size=max_form_size(settings),
+        on_arrival=upload.arrived,
     )
+    upload.end()
+    return body
 
 
-async def _transcribe(context: RequestContext[TranscriptionRequest]) -> Reply:
+async def _transcribe(context: RequestContext[TranscriptionRequest], upload: Upload) -> Reply:
     body = context.body
     if body.stream and body.response_format in _TIMED:
         raise InvalidValue(f"'stream' does not go with the format '{body.response_format}'.", "stream")
@@ -178,7 +182,7 @@ async def _transcribe(context: RequestContext[TranscriptionRequest]) -> Reply:
     if language is None and known and not context.model.adapter.capabilities.tokens:
         language = known[0]
     job = TranscriptionJob(id=new_id("transcr"), samples=b"", language=language, prompt=hint or None)
-    return await _answer(context, job, pauses=_pauses(body), languages=known)
+    return await _answer(context, upload, job, pauses=_pauses(body), languages=known)
 
 
 async def translate(service: Service, call: Call[Form]) -> Reply:
@@ -187,14 +191,19 @@ async def translate(service: Service, call: Call[Form]) -> Reply:
 
     The formats are JSON, plain text and subtitles.
     """
-    async with receiving_audio(service, call):
-        context = await begin(service, call.with_body(await _read(service, call, TranslationRequest)))
-        job = TranslationJob(id=new_id("transl"), samples=b"", prompt=context.body.prompt or None)
-        return await _answer(context, job)
+    async with receiving_audio(service, call) as upload:
+        body = await _read(service, call, upload, TranslationRequest)
+        job = TranslationJob(id=new_id("transl"), samples=b"", prompt=body.prompt or None)
+        return await _answer(await begin(service, call.with_body(body)), upload, job)
 
 
 async def _answer(
-    context: RequestContext[Any], job: TranscriptionJob, *, pauses: Pauses | None = None, languages: Sequence[str] = ()
+    context: RequestContext[Any],
+    upload: Upload,
+    job: TranscriptionJob,
+    *,
+    pauses: Pauses | None = None,
+    languages: Sequence[str] = (),
 ) -> Reply:
     """Return the answer to a request for *job*, whose recording is cut at *pauses*. Raises :class:`ServiceError`."""
     body, limits = context.body, context.service.settings.audio
@@ -208,19 +217,26 @@ async def _answer(
     if len(body.file.content) > limits.max_file_size:
         raise audio_too_large(limits.max_file_size)
     context.record.response_id = job.id
-    return await context.admitted(lambda each: _transcribed(each, job, pauses, languages), param="file")
+    return await context.admitted(lambda each: _transcribed(each, upload, job, pauses, languages), param="file")
 
 
 async def _transcribed(
-    context: RequestContext[Any], job: TranscriptionJob, pauses: Pauses | None, languages: Sequence[str]
+    context: RequestContext[Any],
+    upload: Upload,
+    job: TranscriptionJob,
+    pauses: Pauses | None,
+    languages: Sequence[str],
 ) -> Reply:
     body, limits, recognition = context.body, context.service.settings.audio, _recognition(context)
+    longest = recognition.max_seconds * limits.parallel_chunks
+    await upload.reserve_decoded(decoded_size(longest, recognition.sample_rate))
     recording = Recording(
         body.file.content,
         rate=recognition.sample_rate,
         longest=recognition.max_seconds,
         most=limits.max_duration,
         pauses=pauses,
+        on_decoded=lambda seconds: upload.decoded(decoded_size(seconds, recognition.sample_rate)),
     )
     stream = getattr(body, "stream", False)
     wish = Wish(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -13,14 +13,13 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Meta
 
-from triton_openai import errors
+from triton_openai import errors, offload
 from triton_openai.access.keys import ApiKey
-from triton_openai.api.bodies import FileField, converted, new_id, tell_ignored, unknown_field, whole
-from triton_openai.api.paging import Page, unknown_place_error
+from triton_openai.api.bodies import FileField, converted, new_id, tell_ignored, unknown_field, whole, whole_of
+from triton_openai.api.paging import Page, fetch_page, page_query
 from triton_openai.api.responses.objects import Deleted
-from triton_openai.api.responses.retrieve import page_query
 from triton_openai.api.service import Service
-from triton_openai.batches.file_folder import Files, Writing
+from triton_openai.batches.file_folder import UPLOAD_LEASE_SECONDS, UPLOAD_RENEWAL_SECONDS, Files, Writing
 from triton_openai.errors import ServiceError
 from triton_openai.operations import Call, Form, FormPart, LocalFile, RemoteFile, Reply
 from triton_openai.storage.batch_store import StoredFile
@@ -101,11 +100,13 @@ async def create(service: Service, call: Call[Form]) -> Reply:
         owner=call.key.name,
         bytes=call.body.declared_size or most,
         created=created,
+        expires=created + UPLOAD_LEASE_SECONDS,
         state="uploading",
     )
     if not await files.store.reserve(file, files.settings.max_total):
         raise too_much(files)
     writing: Writing | None = None
+    renewing = asyncio.create_task(_renew(files, file.id))
     try:
         writing = await files.write(file.id)
         upload = await _read(call, parts, writing, strict=service.settings.api.strict_parameters)
@@ -132,7 +133,18 @@ async def create(service: Service, call: Call[Form]) -> Reply:
         with suppress(ServiceError):
             await asyncio.shield(files.delete(file))
         raise
+    finally:
+        renewing.cancel()
     return whole(file_object(file))
+
+
+async def _renew(files: Files, file_id: str) -> None:
+    """Let an upload count for as long as this process works on it."""
+    while True:
+        await asyncio.sleep(UPLOAD_RENEWAL_SECONDS)
+        # What cannot be renewed now is renewed next time.
+        with suppress(ServiceError):
+            await files.store.renew_upload(file_id, time.time() + UPLOAD_LEASE_SECONDS)
 
 
 def too_much(files: Files) -> errors.PayloadTooLarge:
@@ -157,15 +169,16 @@ async def _read(call: Call[Form], parts: AsyncIterator[FormPart], writing: Writi
         elif key in into:
             raise errors.InvalidRequest(f"The form has '{name}' twice.", param=name, code="invalid_value")
         elif name == "file":
-            if part.filename is None:
-                raise errors.InvalidRequest("'file' must be a file.", param="file", code="invalid_type")
             # Databases have no texts with a NUL.
-            name = part.filename[:_LONGEST_NAME].replace("\0", "\N{REPLACEMENT CHARACTER}")
+            name = (part.filename or name)[:_LONGEST_NAME].replace("\0", "\N{REPLACEMENT CHARACTER}")
             into[key] = FileField(name, part.media_type, b"")
             async for piece in part.pieces():
                 await writing.add(piece)
         else:
             text = await part.read(_FIELD_SIZE)
+            if not text:
+                # Clients write so what they do not set.
+                continue
             try:
                 # Some clients send the object as JSON.
                 into[key] = msgspec.json.decode(text) if name == "expires_after" else text.decode()
@@ -195,31 +208,22 @@ def file_object(file: StoredFile) -> FileObject:
 
 async def list_files(service: Service, call: Call[None]) -> Reply:
     """List the files of the request's key."""
-    store, purpose = files_of(service).store, call.query.get("purpose")
-    limit, after, reverse = page_query(call.query, most=10_000, default=10_000)
-    find = partial(store.files, call.key.name, purpose=purpose, reverse=reverse)
-    files, more = await page_found(service, find, limit, after)
-    return whole(FileList.of([file_object(file) for file in files], more=more))
+    purpose = call.query.get("purpose")
+    # OpenAI's default is the most: clients that go through all pages notice no difference.
+    limit, after, reverse = page_query(call.query, most=10_000, default=100)
+    files = files_of(service)
+    find = partial(files.store.files, call.key.name, purpose=purpose, reverse=reverse) if files.exist else None
+    rows, more = await fetch_page(find, limit, after)
+    return await page_reply(FileList, rows, file_object, more=more)
 
 
-async def page_found(
-    service: Service,
-    find: Callable[..., Awaitable[Sequence[_T] | None]],
-    limit: int,
-    after: str | None,
-    place: str = "after",
-) -> tuple[Sequence[_T], bool]:
-    """
-    Return the files or batches that *find* finds behind *after*, *limit* of them, and whether there are more.
-
-    Raises :class:`InvalidValue` if *after* is none of them, for which it blames *place*.
-    """
-    found: Sequence[_T] | None = [] if after is None else None
-    if files_of(service).exist:
-        found = await find(after=after, limit=limit + 1)
-    if found is None:
-        raise unknown_place_error(place)
-    return found[:limit], len(found) > limit
+async def page_reply(
+    kind: type[Page[Any]], rows: Sequence[_T], describe: Callable[[_T], object], *, more: bool
+) -> Reply:
+    """Return a page of what is kept as *rows*, each as *describe* returns it; many of them take a thread."""
+    return await whole_of(
+        lambda: kind.of([describe(row) for row in rows], more=more), cost=2 * offload.ITEM * len(rows)
+    )
 
 
 async def retrieve(service: Service, call: Call[None]) -> Reply:
@@ -242,16 +246,16 @@ async def file_reply(
         "X-Content-Type-Options": "nosniff",
     }
     files = files_of(service)
-    if files.remote is None:
+    if files.read_remote is None:
         if not await files.has(file.id):
             await files.check()
             raise _gone(file)
         return LocalFile(files.folder / file.id, media_type, headers)
-    remote = files.remote
+    read_remote = files.read_remote
 
     async def read(start: int, end: int) -> bytes:
         try:
-            return await remote.read(file.id, start, end)
+            return await read_remote(file.id, start, end)
         except FileNotFoundError as error:
             raise _gone(file) from error
 

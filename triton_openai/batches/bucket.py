@@ -49,7 +49,7 @@ class BucketFiles(Files):
             retry_config={"max_retries": _RETRIES, "retry_timeout": _RETRY_TIME},
         )
         self.checkpoint = batches.checkpoint
-        self.remote = self
+        self.read_remote = self.read
 
     async def has(self, name: str) -> bool:
         try:
@@ -73,6 +73,11 @@ class BucketFiles(Files):
             await obstore.put_async(self.bucket, key, content, chunk_size=_PART, max_concurrency=_AT_ONCE)
 
     async def read(self, name: str, start: int, end: int) -> bytes:
+        """
+        Return bytes of the file *name* from *start* on, before *end*, and as many as are read at once.
+
+        Raises :class:`FileNotFoundError`, and :class:`StoreUnavailable`.
+        """
         return await self._fetch(file_key(name), start, end)
 
     async def _fetch(self, key: str, start: int, end: int) -> bytes:

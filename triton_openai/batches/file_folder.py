@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 import structlog
 
@@ -35,18 +35,15 @@ _T = TypeVar("_T")
 _PIECE = 256 * 1024
 #: Seconds after which an upload that has not ended never will.
 UPLOAD_SECONDS = 86_400.0
+#: Seconds for which an upload counts against the limit of its key, and after which that is renewed. Of an upload whose
+#: process was killed, the bytes are given back after the first.
+UPLOAD_LEASE_SECONDS = 180.0
+UPLOAD_RENEWAL_SECONDS = 45.0
 # Longest time that a scrape waits for the tables.
 _STATE_SECONDS = 2.0
 _SHARED = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "ceph", "glusterfs", "fuse.glusterfs", "fuse.sshfs", "9p", "lustre"}
 )
-
-
-class Remote(Protocol):
-    """Reads files that are elsewhere."""
-
-    async def read(self, name: str, start: int, end: int) -> bytes:
-        """Return the bytes of the file *name* from *start* to *end*. Raises :class:`ServiceError`."""
 
 
 class Files:
@@ -58,8 +55,8 @@ class Files:
 
     #: Seconds between the times when results that are here become safe from the loss of this machine; 0 if they are.
     checkpoint = 0.0
-    #: What reads files that are not in the folder.
-    remote: Remote | None = None
+    #: Reads a file that is not in the folder; see :meth:`BucketFiles.read`. None: they all are.
+    read_remote: Callable[[str, int, int], Awaitable[bytes]] | None = None
 
     def __init__(self, settings: FilesSettings, batches: BatchesSettings) -> None:
         self.settings = settings
@@ -157,6 +154,7 @@ class Files:
         gone = await self.store.expired(uploads_before=now - UPLOAD_SECONDS)
         # The tables have them until they are gone.
         await self.unlink(*gone)
+        await on_disk(self._unlink, [f"{one}.new" for one in gone])
         await self.store.drop(gone, batches_before=now - self.settings.max_age * 86_400)
         left = await on_disk(self._left, now - UPLOAD_SECONDS)
         batches = await self.store.open_batches()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from io import BufferedReader, FileIO
 
 import msgspec
 
+from triton_openai.errors import InvalidRequest
 from triton_openai.storage.batch_store import Batch, BatchError, Line
 
 #: Errors of an input that are reported.
@@ -33,6 +34,7 @@ class _Body(msgspec.Struct):
     messages: msgspec.Raw = _NOTHING
     prompt: msgspec.Raw = _NOTHING
     input: msgspec.Raw = _NOTHING
+    chat_template: msgspec.Raw = _NOTHING
 
 
 class _Request(msgspec.Struct):
@@ -55,13 +57,17 @@ class InputReader:
     """
     Reads the lines of a file for *batch*, of *longest* bytes at most each, and collects what is wrong with them.
 
-    The *descriptor* of the file stays open.
+    *check* raises :class:`InvalidRequest` for a line that exceeds the limits of a request's JSON: it is not decoded,
+    since that would take long, and hold the interpreter meanwhile. The *descriptor* of the file stays open.
     """
 
-    def __init__(self, descriptor: int, batch: Batch, *, most: int, longest: int) -> None:
+    def __init__(
+        self, descriptor: int, batch: Batch, *, most: int, longest: int, check: Callable[[bytes], None]
+    ) -> None:
         self._file = BufferedReader(FileIO(descriptor, closefd=False))
         self._file.seek(0)
         self._batch, self._most, self._longest = batch, most, longest
+        self._check = check
         self._seen: set[bytes] = set()
         self._number = 0
         #: What is wrong, in the order of the lines.
@@ -70,6 +76,8 @@ class InputReader:
         self.total = 0
         #: Each model, and the first line that names it.
         self.models: dict[str, int] = {}
+        #: The same for each model and whether lines bring a chat template of their own.
+        self.asked: dict[tuple[str, bool], int] = {}
 
     def close(self) -> None:
         """End reading."""
@@ -96,7 +104,14 @@ class InputReader:
                 continue
             if self._number == 1 and data.startswith(_BOM):
                 data, place = data[len(_BOM) :], len(_BOM)
-            if not data.strip():
+            try:
+                # First: nothing else takes as little time for a line of any length.
+                self._check(data)
+            except InvalidRequest as error:
+                self.total += 1
+                self.report(error.code, error.message, line=self._number)
+                continue
+            if not data or data.isspace():
                 continue
             self.total += 1
             if self.total > self._most:
@@ -105,6 +120,8 @@ class InputReader:
             if (request := self._request(data)) is not None:
                 body = request.body
                 self.models.setdefault(body.model, self._number)
+                brings_template = bytes(memoryview(body.chat_template)[:4]) not in (b"", b"null")
+                self.asked.setdefault((body.model, brings_template), self._number)
                 texts = next((one for one in (body.messages, body.prompt, body.input) if memoryview(one)), b"")
                 beginning = body.model.encode(errors="replace") + b"\0" + bytes(memoryview(texts)[:_PREFIX])
                 prefix = int.from_bytes(blake2b(beginning, digest_size=7).digest())

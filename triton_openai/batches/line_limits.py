@@ -7,7 +7,7 @@ from collections import deque
 
 from triton_openai.telemetry.request_record import Observer, RequestRecord
 
-# Seconds after which an unavailable model is tried again: the first ones, and the most.
+# Seconds after which a model that is away is looked for again: the first ones, and the most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 # What is known of first tokens is that of the last seconds, and of so many requests.
 _SECONDS, _MOST = 10.0, 1000
@@ -22,25 +22,23 @@ class Limit:
 
     def __init__(self, most: int) -> None:
         self.running = 0
-        #: Whether the one that runs may have ended processes: it runs alone.
-        self.suspect = False
         self.allowed = max(1, most // 2)
         self._well = 0
-        self._halved = self._until = 0.0
-        self._pause = _FIRST_PAUSE
+        self._halved = 0.0
+        # When the Triton ended last, and how many lines ran then.
+        self._died = 0.0
+        self._ran = 0
 
     def has_room(self, most: int) -> bool:
         """Return whether another line may run now, of *most*."""
-        return self.running < min(self.allowed, most) and time.monotonic() >= self._until
+        return self.running < min(self.allowed, most)
 
     def leave(self) -> None:
         """Count a line out."""
         self.running -= 1
-        self.suspect = False
 
     def ended(self, most: int) -> None:
         """Note a line that was answered."""
-        self._pause = _FIRST_PAUSE
         self._well += 1
         if self._well >= self.allowed:
             self._well = 0
@@ -51,11 +49,40 @@ class Limit:
         if began > self._halved:
             self.allowed, self._well, self._halved = max(1, self.allowed // 2), 0, time.monotonic()
 
-    def unavailable(self) -> None:
-        """Begin no lines for a while."""
-        if time.monotonic() >= self._until:
-            self._until = time.monotonic() + self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+    def died(self, began: float) -> int:
+        """
+        Note that the Triton ended while a line ran that *began* at some time; return how many lines ran then.
+
+        The lines that ran at that moment report it one after the other, and get the same number.
+        """
+        if began > self._died:
+            self._died = time.monotonic()
+            self._ran = self.running
+        return self._ran
+
+
+class Pause:
+    """A model that is away: none of its lines begins until it is found again. It is looked for at growing intervals."""
+
+    def __init__(self) -> None:
+        self._seconds = _FIRST_PAUSE
+        self._due = time.monotonic() + self._seconds
+        self._looking = False
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to look for the model."""
+        return not self._looking and time.monotonic() >= self._due
+
+    def look(self) -> None:
+        """Note that the model is looked for."""
+        self._looking = True
+
+    def go_on(self) -> None:
+        """Note that it was not found."""
+        self._looking = False
+        self._seconds = min(2 * self._seconds, _LONGEST_PAUSE)
+        self._due = time.monotonic() + self._seconds
 
 
 class FirstTokens(Observer):

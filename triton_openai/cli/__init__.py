@@ -14,7 +14,7 @@ from triton_openai.cli.arguments import DEFAULTS, parse
 from triton_openai.config.reload import Source
 from triton_openai.config.sources import config_file, load_settings
 from triton_openai.errors import ConfigurationError, ServiceError
-from triton_openai.telemetry.logging import configure_logging
+from triton_openai.telemetry.logging import configure_logging, log_native_output
 from triton_openai.telemetry.streams import drain
 
 __all__ = ["main"]
@@ -40,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         settings = source.load()
         configure_logging(settings.server)
+        if arguments is None and parsed.command != "inspect":
+            # The process is this command's own.
+            log_native_output()
         for warning in warnings:
             # Printed for people, because `inspect` logs errors only.
             if settings.server.log_format == "console":

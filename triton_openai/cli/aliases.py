@@ -1,8 +1,8 @@
 """
 Flags and variables of similar servers: each is taken with a warning, or an error that says what to do.
 
-``ALIASES``, ``WITHOUT_EFFECT`` and ``REFUSED`` are the whole list, by the server that has them, beside vLLM's
-``ENGINE_ARGUMENTS``; the guide to migrating is written from it.
+``ALIASES``, ``WITHOUT_EFFECT`` and ``REFUSED`` are the whole list, by the server that has them; the guide to migrating
+is written from it. The arguments of vLLM's engine are not listed: they are unknown flags like any other.
 """
 
 from __future__ import annotations
@@ -87,45 +87,11 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--disable-log-requests": "Leave it out: prompts are not logged.",
         "--disable-fastapi-docs": "Write --no-page.",
         "--root-path": "Let the proxy take the prefix away.",
+        # Of the engine's short arguments, those that begin like a short flag of openai_trtllm.
+        "-tp": "Write tensor_parallel_size into model.json, in the folder of the vLLM backend's model.",
+        "-pp": "Write pipeline_parallel_size into model.json, in the folder of the vLLM backend's model.",
         "--hf-token": "Set HF_TOKEN in the environment, here and where Triton runs.",
     },
-}
-#: Arguments of vLLM's engine: of Triton's vLLM backend, which has the engine, they are keys of a model's model.json.
-ENGINE_ARGUMENTS = frozenset(
-    """
-    additional-config all2all-backend allowed-local-media-path async-scheduling attention-backend block-size
-    calculate-kv-scales code-revision collect-detailed-traces compilation-config config-format convert cpu-offload-gb
-    cuda-graph-sizes cudagraph-capture-sizes cudagraph-metrics data-parallel-address data-parallel-backend
-    data-parallel-rank data-parallel-rpc-port data-parallel-size data-parallel-size-local dbo-decode-token-threshold
-    dbo-prefill-token-threshold decode-context-parallel-size default-mm-loras device disable-async-output-proc
-    disable-cascade-attn disable-chunked-mm-input disable-custom-all-reduce disable-hybrid-kv-cache-manager
-    disable-log-stats disable-mm-preprocessor-cache disable-sliding-window distributed-executor-backend download-dir
-    dtype ec-transfer-config enable-chunked-prefill enable-dbo enable-eplb enable-expert-parallel enable-lora
-    enable-lora-bias enable-mm-embeds enable-prefix-caching enable-prompt-embeds enable-sleep-mode enforce-eager
-    eplb-config fully-sharded-loras gpu-memory-utilization guided-decoding-backend hf-config-path hf-overrides
-    ignore-patterns interleave-mm-strings io-processor-plugin kv-cache-dtype kv-cache-memory-bytes kv-events-config
-    kv-offloading-size kv-sharing-fast-prefill kv-transfer-config language-model-only limit-mm-per-prompt load-format
-    logits-processor-pattern logits-processors logprobs-mode long-prefill-token-threshold lora-dtype
-    lora-extra-vocab-size mamba-cache-dtype mamba-ssm-cache-dtype master-addr master-port max-cpu-loras
-    max-cudagraph-capture-size max-logprobs max-long-partial-prefills max-lora-rank max-loras max-num-batched-tokens
-    max-num-partial-prefills max-num-seqs max-parallel-loading-workers max-seq-len-to-capture media-io-kwargs
-    mm-encoder-attn-backend mm-encoder-only mm-encoder-tp-mode mm-processor-cache-gb mm-processor-cache-type
-    mm-processor-kwargs mm-shm-cache-max-object-size-mb model model-impl model-loader-extra-config moe-backend nnodes
-    node-rank num-gpu-blocks-override num-lookahead-slots num-scheduler-steps optimization-level
-    override-attention-dtype override-pooler-config performance-mode pipeline-parallel-size pooler-config
-    preemption-mode prefix-caching-hash-algo pt-load-map-location quantization ray-workers-use-nsight revision
-    rope-scaling rope-theta runner safetensors-load-strategy scheduler-cls scheduler-delay-factor scheduling-policy seed
-    skip-mm-profiling skip-tokenizer-init specialize-active-lora speculative-config structured-outputs-config swap-space
-    task tensor-parallel-size tokenizer-mode tokenizer-pool-extra-config tokenizer-pool-size tokenizer-pool-type
-    tokenizer-revision trust-remote-code use-tqdm-on-load use-v2-block-manager video-pruning-rate worker-cls
-    worker-extension-cls
-    """.split()  # noqa: SIM905 - a hundred lines otherwise
-)
-_ENGINE_SHORT = {
-    **{"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size"},
-    **{"-dcp": "decode-context-parallel-size", "-q": "quantization", "-cc": "compilation-config"},
-    # -O3, too.
-    **{f"-O{level}": "optimization-level" for level in ("", *range(4))},
 }
 #: Variables of openai_trtllm and the flags of it or of ours that they stand for.
 VARIABLES: Mapping[str, str] = {
@@ -161,8 +127,7 @@ def translate(
             convert = None
             continue
         flag, equals, value = argument.partition("=")
-        _check_engine(flag)
-        if not argument.startswith("--") and len(argument) > 2:
+        if flag not in _REFUSED and not argument.startswith("--") and len(argument) > 2:
             # A short flag and its value in one word.
             flag, equals, value = argument[:2], "=", argument[2:].removeprefix("=")
         _check(flag, flag)
@@ -199,14 +164,3 @@ def _check(flag: str, origin: str) -> None:
     if flag in _REFUSED:
         advice, server = _REFUSED[flag]
         raise ConfigurationError(f"{origin}, known from {server}, has no counterpart here. {advice}")
-
-
-def _check_engine(flag: str) -> None:
-    """Refuse an argument of vLLM's engine in any of its forms: ``--no-x``, ``--a_b``, ``--a.key`` and the short one."""
-    name = _ENGINE_SHORT.get(flag) or flag.partition(".")[0].removeprefix("--").replace("_", "-")
-    name = name if name in ENGINE_ARGUMENTS else name.removeprefix("no-")
-    if flag.startswith("-") and name in ENGINE_ARGUMENTS:
-        raise ConfigurationError(
-            f"{flag}, known from vLLM's server, belongs to the engine: write it as {name.replace('-', '_')!r} into "
-            "model.json, in the folder of the vLLM backend's model."
-        )

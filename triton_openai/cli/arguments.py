@@ -14,8 +14,9 @@ import msgspec
 
 from triton_openai import __version__
 from triton_openai.config.options import Option, bare_type, options
-from triton_openai.config.sources import closest, refuse_if_file_only
+from triton_openai.config.sources import refuse_if_file_only
 from triton_openai.config.tree import Settings
+from triton_openai.config.validation import closest
 from triton_openai.errors import ConfigurationError
 
 _COMMANDS = {
@@ -38,7 +39,18 @@ _LEFT_OUT: Mapping[str, frozenset[str]] = {
     "demo": frozenset({"tls", "triton_access", "triton-url", "model-repository", "workers", "load-model"}),
     "inspect": frozenset(
         {
-            *("access", "metrics", "tls", "traces", "host", "port", "workers", "max-body-size", "shutdown-grace"),
+            *(
+                "access",
+                "metrics",
+                "tls",
+                "traces",
+                "host",
+                "port",
+                "allowed-host",
+                "workers",
+                "max-body-size",
+                "shutdown-grace",
+            ),
             *("max-running-requests", "max-running-requests-per-model", "max-queued-requests", "shutdown-delay"),
             *("enable-kserve-frontends", "kserve-http-port", "kserve-grpc-port", "request-timeout", "page"),
             *("model-repository", "model-control-mode", "load-model"),
@@ -223,7 +235,11 @@ def _unknown(argument: str, command: str) -> str:
     known = {option.flag: option for option in options()}
     option = known.get(flag) or known.get(flag.replace("--no-", "--", 1))
     if option is None:
-        hint = closest(flag, [one.flag for one in _usable(command)]) or f" See triton-openai {command} --help-all."
+        hint = closest(flag, [one.flag for one in _usable(command)])
+        if not hint:
+            hint = f" See triton-openai {command} --help-all."
+            if command == "serve":
+                hint += " Arguments of vLLM's engine belong in model.json, in the folder of the vLLM backend's model."
         return f"{flag} is not an option of `triton-openai {command}`.{hint}"
     refuse_if_file_only(option, flag)
     return f"`triton-openai {command}` has no {flag}. See triton-openai {command} --help."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 
 import msgspec
 import structlog
@@ -57,8 +58,13 @@ def render_banner(banner: Banner, log_format: str) -> str:
             ],
         )  # fmt: skip
         uses = {True: "chat", False: "be used"}
-        failing = [(model.name, uses["generate" in model.tasks], model.problem) for model in banner.models]
-        lines += problems([f"{name} cannot {use}: {problem}" for name, use, problem in failing if problem])
+        failing: dict[tuple[str, str], list[str]] = {}
+        for model in banner.models:
+            if model.problem:
+                failing.setdefault((uses["generate" in model.tasks], model.problem), []).append(model.name)
+        lines += problems(
+            [f"{_enumerated(names)} cannot {use}: {problem}" for (use, problem), names in failing.items()]
+        )
     elif banner.triton_answers:
         lines.append(
             "  No model that can be served yet; `triton-openai inspect` says why. New ones are found by themselves."
@@ -85,6 +91,12 @@ def show(banner: str) -> None:
 
 def _not_printed(reason: str) -> None:
     _log.warning("what is served cannot be printed", reason=reason)
+
+
+def _enumerated(names: Sequence[str]) -> str:
+    """Return *names* as a sentence lists them."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _chat(model: ModelLine) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,9 @@ from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.parameters import neutral_values
 from triton_openai.cli.arguments import Parsed
 from triton_openai.cli.table import problems, table
-from triton_openai.config.sources import closest
+from triton_openai.config.options import options
 from triton_openai.config.tree import DefaultParameters, Settings
+from triton_openai.config.validation import closest
 from triton_openai.errors import ConfigurationError
 from triton_openai.models.lookup import Models
 from triton_openai.models.served import ServedModel
@@ -103,9 +105,26 @@ def inspect(settings: Settings, parsed: Parsed) -> int:
     if parsed.json:
         print(msgspec.json.format(msgspec.json.encode(reports)).decode())
     else:
-        print(render(reports) if parsed.models else overview(reports))
+        print(render(reports) if parsed.models else overview(reports, _command(parsed.settings)))
     wrong = not any(one.adapter for one in reports) or any(one.problems for one in reports)
     return int(parsed.strict and wrong)
+
+
+def _command(written: Mapping[str, Any]) -> str:
+    """Return the command with the options that were *written*, for another model; without what may be a secret."""
+    words = ["triton-openai", "inspect"]
+    for name, value in written.items():
+        option = next((option for option in options() if option.name == name), None)
+        flag = f"--{name}"
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{name}")
+        elif option is not None and (option.secret or option.verbatim):
+            words += [flag, "..."]
+        elif isinstance(value, str):
+            words += [flag, value]
+        else:
+            words += [word for one in value for word in (flag, one)]
+    return f"{shlex.join(words)} MODEL"
 
 
 async def inspect_models(settings: Settings) -> list[ModelReport]:
@@ -265,8 +284,8 @@ def _suffix(model: ServedModel, tokenizer: Tokenizer | None) -> str | None:
     return None if known is None else f"refused (fim_template; the tokenizer has the tokens of '{known}')"
 
 
-def overview(reports: Sequence[ModelReport]) -> str:
-    """Return a table of all models and their problems, for a person."""
+def overview(reports: Sequence[ModelReport], command: str) -> str:
+    """Return a table of all models and their problems, for a person; *command* shows the details of one."""
     if not reports:
         return "Triton has no models."
     chat = {None: "", True: "yes", False: "no"}
@@ -278,7 +297,7 @@ def overview(reports: Sequence[ModelReport]) -> str:
     ]
     lines = table(["MODEL", "ADAPTER", "TASKS", "CHAT", "TOKENIZER", "STATE"], rows)
     lines += problems([f"{one.name}: {text}" for one in reports for text in one.problems])
-    return "\n".join([*lines, "", "For details: triton-openai inspect MODEL."])
+    return "\n".join([*lines, "", f"For details: {command}"])
 
 
 def _state(one: ModelReport) -> str:

@@ -27,6 +27,7 @@ from aiohttp import web
 
 from triton_openai.app import SERVICE, apply_settings, create_app
 from triton_openai.cli.banner import Banner, banner_of, render_banner, show
+from triton_openai.config.files import warn_of_readers
 from triton_openai.config.reload import ApplySettings, Reloader, Source
 from triton_openai.config.tls import server_context
 from triton_openai.config.tree import Settings
@@ -169,6 +170,9 @@ async def _serve(
     # Before Triton starts, so that wrong files are reported at once.
     server_context(settings.tls)
     check_files(settings)
+    warn_of_readers(settings.tls.key, "private key of --tls-key")
+    if source is not None and source.has_secrets():
+        warn_of_readers(source.file, "settings file, which holds secrets")
     for folder in settings.triton.repository:
         if not folder.is_dir():
             raise ConfigurationError(f"There is no folder {folder} given by --triton-repository.")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
+
+from triton_openai.config.terminal import shows_colours
 
 _BOLD, _GREEN, _YELLOW, _RED = "1", "32", "33", "31"
 # By the content of a cell.
@@ -33,8 +34,5 @@ def _colour(text: str) -> str | None:
 
 
 def _painted(text: str, colour: str | None) -> str:
-    """Return *text* in *colour* where stdout shows colours: a terminal that is not dumb, unless ``NO_COLOR`` is set."""
-    # A closed one is None.
-    terminal = sys.stdout is not None and sys.stdout.isatty()
-    shows = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return f"\033[{colour}m{text}\033[0m" if colour is not None and shows else text
+    """Return *text* in *colour* where stdout shows colours."""
+    return f"\033[{colour}m{text}\033[0m" if colour is not None and shows_colours(sys.stdout) else text

@@ -27,7 +27,8 @@ from triton_openai.serving.workers.channel import Channel, encode
 from triton_openai.serving.workers.pool import Start
 from triton_openai.serving.workers.shared import SharedClient
 from triton_openai.tasks import cancel
-from triton_openai.telemetry.logging import configure_logging
+from triton_openai.telemetry.logging import configure_logging, log_native_output
+from triton_openai.telemetry.streams import original_descriptor
 
 log = structlog.get_logger(__name__)
 
@@ -47,6 +48,9 @@ def main() -> int:
     except EOFError:
         return 1
     configure_logging(start.settings.server, worker=start.worker.index)
+    log_native_output()
+    # Where the log goes: what is written to descriptor 2 is read by a thread, which a process that hangs does not run.
+    faulthandler.register(signal.SIGQUIT, file=original_descriptor("stderr") or sys.stderr, all_threads=True)
     sockets = [socket.socket(fileno=number) for number in start.sockets]
     try:
         return run_loop(_serve(start, sockets, connection))

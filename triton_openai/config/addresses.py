@@ -11,9 +11,11 @@ import msgspec
 
 from triton_openai.config.files import read_yaml
 from triton_openai.config.tree import ENDPOINT_NAME, EndpointSettings, TritonSettings
+from triton_openai.config.validation import explained, path_of
 from triton_openai.errors import ConfigurationError
 
 _DNS = "dns+"
+_SEVERAL = "Several Tritons are entries of their own: --endpoint for each, or triton.endpoints"
 _Entry = str | EndpointSettings
 
 
@@ -21,9 +23,12 @@ def check_urls(urls: Sequence[str], origin: str) -> None:
     """Raise :class:`ConfigurationError` unless *urls* are an HTTP address, a gRPC address or one of each."""
     if not urls:
         raise ConfigurationError(f"{origin}: at least one address is needed.")
+    beginnings = "http://, https://, grpc:// or grpcs://"
+    if len(urls) > 1:
+        beginnings += f". {_SEVERAL}"
     taken: dict[str, str] = {}
     for url in urls:
-        parts = check_address(url, origin, ("http", "https", "grpc", "grpcs"), "http://, https://, grpc:// or grpcs://")
+        parts = check_address(url, origin, ("http", "https", "grpc", "grpcs"), beginnings)
         if not re.fullmatch(r"[!-~]+", url):
             raise ConfigurationError(
                 f"{origin}: {url!r} has spaces or characters that are not ASCII: write its path percent-encoded, and "
@@ -36,7 +41,7 @@ def check_urls(urls: Sequence[str], origin: str) -> None:
             raise ConfigurationError(f"{origin}: {url!r} has a path, which a gRPC address cannot have.")
         if kind in taken:
             raise ConfigurationError(
-                f"{origin}: {taken[kind]} and {url} are two {kind} addresses; at most one is possible."
+                f"{origin}: {taken[kind]} and {url} are two {kind} addresses; at most one is possible. {_SEVERAL}."
             )
         taken[kind] = url
 
@@ -111,9 +116,9 @@ def read_endpoints(file: Path) -> list[EndpointSettings]:
     what = "file of endpoints"
     content = read_yaml(file, what)
     try:
-        entries = msgspec.convert(content, list[_Entry], dec_hook=lambda _, value: Path(value))
-    except (msgspec.ValidationError, TypeError) as error:
-        raise ConfigurationError(f"The {what} {file} is not accepted: {error}.") from error
+        entries = msgspec.convert(content, list[_Entry], dec_hook=path_of)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"The {what} {file} is not accepted: {explained(error, list[_Entry])}") from None
     return check_endpoints(entries, f"The {what} {file}")
 
 

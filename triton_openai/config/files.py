@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from stat import S_ISFIFO
+from stat import S_IROTH, S_ISFIFO
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -130,6 +130,17 @@ class FromFiles(Generic[_Value]):
                 self._value = self._read()
                 _log.info("changed files in use", what=self._what)
         return self._value
+
+
+def warn_of_readers(path: Path | None, what: str) -> None:
+    """Log a warning if every user of this machine can read *path*, which is a *what* and holds secrets."""
+    if path is None:
+        return
+    with suppress(OSError):
+        if path.stat().st_mode & S_IROTH:
+            _log.warning(
+                f"every user of this machine can read the {what}", file=str(path), advice=f"chmod o-rwx {path}"
+            )
 
 
 def read_file(path: Path, origin: str) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from triton_openai.config.files import LOOK_SECONDS, FileWatch
+from triton_openai.config.files import LOOK_SECONDS, FileWatch, read_yaml
 from triton_openai.config.options import options
 from triton_openai.config.tree import AccessSettings, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError
@@ -66,6 +66,24 @@ class Source:
         self.load = load
         self.file = file
         self.watch = FileWatch([file], problem="new settings are not used, the old ones stay")
+
+    def has_secrets(self) -> bool:
+        """Return whether the file has a secret, such as an API key or a store's password."""
+        # A pipe can be read only once.
+        if self.file is None or not self.file.is_file():
+            return False
+        try:
+            settings = read_yaml(self.file, "settings file", secret=True)
+        except ConfigurationError:
+            # Whoever reads the settings reports it.
+            return False
+        for option in options():
+            group = settings.get(option.section) if isinstance(settings, dict) else None
+            value = group.get(option.path[-1]) if option.secret and isinstance(group, dict) else None
+            # The address of a store without a user has no password.
+            if value and (not isinstance(value, str) or "@" in value):
+                return True
+        return False
 
     def changes(self, settings: Settings) -> Changes:
         """

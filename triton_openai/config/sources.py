@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from triton_openai.config.addresses import check_address, check_endpoints, check
 from triton_openai.config.files import read_yaml
 from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, is_struct, options
 from triton_openai.config.tree import NAMED_KEY, OTLP_PATH, Group, LoraSettings, Protocol, Settings
+from triton_openai.config.validation import closest, explained, path_of, plain_words
 from triton_openai.errors import ConfigurationError
 
 # The path of a setting in the tree.
@@ -24,14 +24,6 @@ _Layer = dict[_Path, tuple[Any, str]]
 
 # Names the YAML file, so it is not in the tree.
 _CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
-# msgspec's names of types, in plain English.
-_PLAIN_WORDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "array": "a list",
-}
 
 
 def load_settings(
@@ -54,7 +46,7 @@ def load_settings(
     }
     _add_opentelemetry(found, environ)
     _check(found)
-    return msgspec.convert(_tree(found), Settings, dec_hook=_decode)
+    return msgspec.convert(_tree(found), Settings, dec_hook=path_of)
 
 
 def config_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
@@ -64,39 +56,6 @@ def config_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Path | 
         raise ConfigurationError("--config: '' is not accepted: expected a path.")
     named = named or environ.get(_CONFIG_VARIABLE)
     return Path(named) if named else None
-
-
-def closest(name: str, known: Iterable[str]) -> str:
-    """Return `` Did you mean X?`` when *name* is one of the *known* names with slips in its words, else nothing."""
-    words = _words(name)
-    likeness = {one: _likeness(words, _words(one)) for one in known}
-    best = max(likeness, key=likeness.__getitem__, default=None)
-    return "" if best is None or likeness[best] < _SAME_WORD else f" Did you mean {best}?"
-
-
-# Likeness from which a word is another with a slip: "prot" is 0.75 like "port". Whole names are not compared, since a
-# common beginning or a common word makes unrelated ones alike ("--load-format" and "--log-format").
-_SAME_WORD = 0.75
-
-
-def _words(name: str) -> list[str]:
-    return re.split(r"[-_./]+", name.strip("-").lower())
-
-
-def _likeness(left: list[str], right: list[str]) -> float:
-    """Return how alike the two words are that differ most; 0 for names of other lengths."""
-    if "".join(left) == "".join(right):
-        return 1.0
-    if len(left) != len(right):
-        return 0.0
-    return min(map(_word_likeness, left, right))
-
-
-def _word_likeness(left: str, right: str) -> float:
-    shorter, longer = sorted((left, right), key=len)
-    if len(shorter) > 2 and longer.startswith(shorter):
-        return 0.9
-    return difflib.SequenceMatcher(None, left, right).ratio()
 
 
 def refuse_if_file_only(option: Option, origin: str) -> None:
@@ -235,9 +194,13 @@ def _tree(found: _Layer) -> dict[str, Any]:
 def _converted(value: Any, annotation: Any, path: _Path, origin: str, *, strict: bool) -> Any:
     """Return *value* as *annotation* has it. Raises :class:`ConfigurationError` with its *origin*."""
     try:
-        return msgspec.convert(value, annotation, strict=strict, dec_hook=_decode)
+        return msgspec.convert(value, annotation, strict=strict, dec_hook=path_of)
     except msgspec.ValidationError as error:
         problem = str(error).partition(" - at `$")[0]
+        inside = explained(error, annotation)
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        # Which part is wrong is hard to see in all of it, which may also have secrets.
+        raise ConfigurationError(f"{origin} is not accepted: {inside}")
     # Raised here, without the cause, whose traceback could show a secret.
     like = ("defaults" if path[0] == "models" else path[0], path[-1])
     option = next((option for option in options() if option.path == like), None)
@@ -251,21 +214,8 @@ def _converted(value: Any, annotation: Any, path: _Path, origin: str, *, strict:
         reason = re.sub("`str` matching regex .*", lambda _: form, problem).replace("Invalid enum value", wanted)
         raise ConfigurationError(f"{origin} is not accepted: {reason[0].lower()}{reason[1:]}.")
     choices = next((get_args(kind) for kind in (annotation, *get_args(annotation)) if get_origin(kind) is Literal), ())
-    if choices:
-        reason = f"expected {', '.join(choices[:-1])} or {choices[-1]}"
-    else:
-        reason = re.sub(r", got .*|`| \| null", "", problem).replace(" | ", " or ")
-        reason = re.sub(r"\b(int|float|bool|str|array)\b", lambda word: _PLAIN_WORDS[word[0]], reason)
+    reason = f"expected {', '.join(choices[:-1])} or {choices[-1]}" if choices else plain_words(problem)
     raise ConfigurationError(f"{origin}: {value!r} is not accepted: {reason[0].lower()}{reason[1:]}.")
-
-
-def _decode(target: type, value: Any) -> Any:
-    """Return a path, the one type of a setting that msgspec does not know."""
-    if isinstance(value, Path):
-        return value
-    if isinstance(value, str) and value:
-        return Path(value).expanduser()
-    raise ValueError("Expected a path")
 
 
 # OpenTelemetry's own variables, and the addresses of collectors

@@ -78,6 +78,9 @@ OTLP_PATH = "/v1/traces"
 _HEADER = r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$"
 # An optional name, and a key that can follow "Bearer " in a header.
 NAMED_KEY = r"^([A-Za-z0-9._-]{1,64}:)?[!-+\x2d-9;-~]{1,4096}$"
+# An address, or a network; whether it is one is found out when it is used.
+_NETWORK = r"^[0-9a-fA-F.:]+(/[0-9]{1,3})?$"
+_ALLOWED_HOST = r"^(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|\[?[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*\]?)$"
 _ORIGIN = r"^(\*|null|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^][/?#\s,:*]+)(:([0-9]+|\*))?)$"
 
 
@@ -90,6 +93,17 @@ class ServerSettings(_Group, frozen=True):
 
     host: Annotated[Text, _common("Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1"
     port: Annotated[Port, _common("Port to listen on; 0 takes a free one.")] = 9000
+    allowed_hosts: Annotated[
+        tuple[Annotated[str, Meta(pattern=_ALLOWED_HOST)], ...],
+        _flag(
+            "Without API keys: also answer requests for this host (*.HOST: every name below it), beside localhost; * "
+            "alone is every host. Hosts are then checked at every address, and not only at those of the loopback.",
+            name="allowed-host",
+            metavar="HOST",
+            form="a host name or an address without a port, *.HOST, or * alone",
+            live=True,
+        ),
+    ] = ()
     workers: Annotated[Count, Meta(le=256), _common("Processes that serve together, one core each.")] = 1
     worker_timeout: Annotated[
         float,
@@ -113,6 +127,14 @@ class ServerSettings(_Group, frozen=True):
         Meta(ge=0, extra={"metavar": "N"}),
         _flag("Most waiting requests, divided among the workers; others get a 503.", live=True),
     ] = 1000
+    trusted_proxies: Annotated[
+        tuple[Annotated[str, Meta(pattern=_NETWORK)], ...],
+        _file_only(
+            "Address or network (10.0.0.0/8) of a proxy in front, whose X-Forwarded-For or Forwarded names the "
+            "client's address for log lines.",
+            form="an IP address, or a network such as 10.0.0.0/8",
+        ),
+    ] = ()
     queue_timeout: Annotated[
         Seconds, _file_only("Longest wait in the queue; then the request gets a 503.", live=True)
     ] = 30.0
@@ -186,8 +208,9 @@ class RoutingSettings(_Group, frozen=True):
     affinity: tuple[Literal["session", "conversation", "prompt"], ...] = ("session", "conversation", "prompt")
     #: With ``affinity``, the most that a Triton runs: this times its share of all requests.
     load_factor: Annotated[float, Meta(ge=1.01, le=100)] = 1.25
-    #: The bytes at the beginning of a prompt that count for ``prompt``.
-    prefix_size: Annotated[int, Meta(ge=1, le=1024 * 1024)] = 1024
+    #: The bytes at the beginning of a prompt that count for ``prompt``. `python -m bench.fleet` compares sizes: with
+    #: more than this, short system prompts keep no requests together; with less, all have the beginning of a template.
+    prefix_size: Annotated[int, Meta(ge=1, le=1024 * 1024)] = 192
     #: Policies of single models.
     overrides: Mapping[str, Policy] = msgspec.field(default_factory=dict)
 
@@ -324,10 +347,10 @@ class ResponsesSettings(_Group, frozen=True):
         str,
         Meta(pattern=r"^(none|memory|sqlite(:.+)?|[a-z][a-z0-9+.-]*://.+)$"),
         _flag(
-            "Where responses and conversations are kept: none, memory, sqlite[:PATH], redis://... or postgresql://...; "
+            "Where responses and conversations are kept: none, memory, sqlite[:PATH] or postgresql://...; "
             "by default a SQLite file in the user's state folder.",
             metavar="STORE",
-            form="none, memory, sqlite[:PATH], redis://... or postgresql://...",
+            form="none, memory, sqlite[:PATH] or postgresql://...",
             secret=True,
         ),
     ] = "sqlite"
@@ -464,7 +487,11 @@ class AudioLimits(_Group, frozen=True):
         25 * 1024 * 1024
     )
     max_total_size: Annotated[
-        Bytes, _file_only("Files of audio that a worker holds at the same time; further ones wait to be read.")
+        Bytes,
+        _file_only(
+            "Memory of a worker for media: uploaded files of audio, what is decoded of them and of chats, and images. "
+            "Each key has a fair part; what does not fit waits."
+        ),
     ] = 512 * 1024 * 1024
     max_duration: Annotated[Seconds, _file_only("Longest audio of a request.")] = 3600.0
     parallel_chunks: Annotated[
@@ -631,7 +658,7 @@ class LimitSettings(_Group, frozen=True):
     )
     header_timeout: Annotated[Seconds, _file_only("Longest time for a TLS handshake, and for a request's head.")] = 30.0
     body_timeout: Annotated[
-        Seconds, _file_only("Longest time for a request's body, plus a second for each 4096 bytes.")
+        Seconds, _file_only("Longest time for a request's body, plus a second for each 16 KiB that has arrived.")
     ] = 30.0
     keepalive_timeout: Annotated[
         Seconds,

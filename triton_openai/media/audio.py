@@ -16,7 +16,7 @@ import io
 import math
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, TypeAlias
@@ -105,10 +105,24 @@ class Recording:
     the file may have.
     """
 
-    def __init__(self, data: bytes, *, rate: int, longest: float, most: float, pauses: Pauses | None = None) -> None:
-        """Raises :class:`ConfigurationError` without the extra, and :class:`InvalidRequest` for other formats."""
+    def __init__(
+        self,
+        data: bytes,
+        *,
+        rate: int,
+        longest: float,
+        most: float,
+        pauses: Pauses | None = None,
+        on_decoded: Callable[[float], object] = lambda _: None,
+    ) -> None:
+        """
+        *on_decoded* is called with the seconds when all of it is decoded.
+
+        Raises :class:`ConfigurationError` without the extra, and :class:`InvalidRequest` for other formats.
+        """
         require_audio()
         self._blocks, self._most = _blocks(data, most), most
+        self._on_decoded = on_decoded
         self._cutter = _Cutter(rate, longest, pauses)
         # Frames that were decoded, and those of a second.
         self._frames, self._rate = 0, 1
@@ -124,6 +138,7 @@ class Recording:
         while (found := await loop.run_in_executor(_threads(), next, steps, end)) is not end:
             if isinstance(found, Chunk):
                 yield found
+        self._on_decoded(self.seconds)
 
     def _decoded(self) -> Iterator[Chunk | None]:
         """Yield the chunks, and ``None`` after a block that completes none."""
@@ -157,6 +172,32 @@ class AudioReference(msgspec.Struct, frozen=True):
     data: str
 
 
+# Bytes of a second of audio in a chat: samples of 16 bits, in base64.
+_CHAT_BASE64 = 2 * _CHAT_RATE * 4 // 3
+# Seconds of audio that a chat's file gets at once.
+_CHAT_CHUNK = 10.0
+# How often audio is in memory: as it was decoded, in a request to Triton, and in what the transport sends.
+_COPIES = 3
+
+
+def decoded_size(seconds: float, rate: int) -> int:
+    """Return how many bytes *seconds* of audio at *rate* samples a second take, on their way to Triton included."""
+    return int(seconds * rate * 4 * _COPIES)
+
+
+def loading_size(references: Sequence[AudioReference], *, most: float) -> int:
+    """Return how many bytes :func:`load` takes at most, whatever the audio of *references* is."""
+    if not references:
+        return 0
+    files = sum(len(one.data) for one in references)
+    return files + int(min(most, _LONGEST_IN_CHATS) * _CHAT_BASE64 * _COPIES)
+
+
+def loaded_size(files: Sequence[str]) -> int:
+    """Return how many bytes the result of :func:`load` takes, on its way to Triton included."""
+    return _COPIES * sum(map(len, files))
+
+
 async def load(references: Sequence[AudioReference], *, most: float) -> tuple[str, ...]:
     """
     Return the audio of *references*, of *most* seconds together, as WAV files of 16 kHz in base64.
@@ -164,32 +205,38 @@ async def load(references: Sequence[AudioReference], *, most: float) -> tuple[st
     Raises :class:`InvalidRequest` with its place, and :class:`ConfigurationError` without the extra.
     """
     await asyncio.to_thread(require_audio)
-    found = []
+    files = []
     left = min(most, _LONGEST_IN_CHATS)
     for one in references:
         try:
             data = await asyncio.to_thread(binascii.a2b_base64, one.data, strict_mode=True)
-            recording = Recording(data, rate=_CHAT_RATE, longest=left, most=left)
-            chunks = [chunk async for chunk in recording.chunks()]
-            found.append(await asyncio.to_thread(_wav, chunks))
+            recording = Recording(data, rate=_CHAT_RATE, longest=_CHAT_CHUNK, most=left)
+            del data
+            files.append(await _wav(recording))
             left -= recording.seconds
         except ValueError as error:
             raise InvalidRequest("The audio is not valid base64.", param=one.place, code="invalid_base64") from error
         except InvalidRequest as error:
             error.param = one.place
             raise
-    return tuple(found)
+    return tuple(files)
 
 
-def _wav(chunks: Sequence[Chunk]) -> str:
-    """Return a file with all of *chunks*, in base64."""
+async def _wav(recording: Recording) -> str:
+    """Return a file with all of *recording*, in base64."""
     import numpy as np
     import soundfile
 
     target = io.BytesIO()
-    samples = np.frombuffer(b"".join(chunk.samples for chunk in chunks), "<f4")
-    soundfile.write(target, samples, _CHAT_RATE, format="WAV", subtype="PCM_16")
-    return binascii.b2a_base64(target.getvalue(), newline=False).decode("ascii")
+    with soundfile.SoundFile(target, "w", _CHAT_RATE, 1, format="WAV", subtype="PCM_16") as file:
+        async for chunk in recording.chunks():
+            # The samples follow each other without a gap.
+            await asyncio.to_thread(file.write, np.frombuffer(chunk.samples, "<f4"))
+    return await asyncio.to_thread(_base64, target)
+
+
+def _base64(content: io.BytesIO) -> str:
+    return binascii.b2a_base64(content.getbuffer(), newline=False).decode("ascii")
 
 
 @cache

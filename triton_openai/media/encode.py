@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from triton_openai.errors import UnsupportedParameter, UpstreamError
+from triton_openai.errors import InvalidAnswer, UnsupportedParameter
 from triton_openai.media.formats import Format, rate_of
 
 Samples = npt.NDArray[np.float32]
@@ -201,16 +201,16 @@ def samples_of(data: bytes, datatype: str) -> Samples:
     """
     Return little-endian *data* of *datatype* as samples from -1 to 1.
 
-    Raises :class:`UpstreamError` for values that are not numbers.
+    Raises :class:`InvalidAnswer` for values that are not numbers.
     """
     kind = {"FP32": "<f4", "FP16": "<f2", "FP64": "<f8", "INT16": "<i2"}[datatype]
     if len(data) % np.dtype(kind).itemsize:
-        raise UpstreamError("Triton sent a malformed waveform.")
+        raise InvalidAnswer("its waveform is cut off")
     samples = np.frombuffer(data, kind).astype(np.float32)
     if datatype == "INT16":
         samples /= _FULL
     elif not np.isfinite(samples.sum(dtype=np.float64)):
-        raise UpstreamError("The model sent audio with values that are not numbers.")
+        raise InvalidAnswer("its audio has values that are not numbers")
     return samples
 
 

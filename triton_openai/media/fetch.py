@@ -219,12 +219,16 @@ class Fetcher:
                 raise _not_public()
         return parsed
 
-    async def fetch(self, url: str) -> bytes:
-        """Return the file at *url*. Raises :class:`InvalidRequest` with the reason."""
+    async def fetch(self, url: str, on_bytes: Callable[[int], object] = lambda _: None) -> bytes:
+        """
+        Return the file at *url*. Raises :class:`InvalidRequest` with the reason.
+
+        *on_bytes* is called with the number of bytes of each piece that arrives; what it raises ends the fetch.
+        """
         first = self.check(url)
         try:
             async with asyncio.timeout(self.timeout), self._slots:
-                return await self._follow(first)
+                return await self._follow(first, on_bytes)
         except TimeoutError as error:
             raise _refused(f"The image could not be fetched within {self.timeout:g} seconds.") from error
 
@@ -233,12 +237,12 @@ class Fetcher:
         if self._session is not None:
             await self._session.close()
 
-    async def _follow(self, url: URL) -> bytes:
+    async def _follow(self, url: URL, on_bytes: Callable[[int], object]) -> bytes:
         try:
             for _ in range(_MAX_REDIRECTS + 1):
                 async with self._client().get(url, allow_redirects=False, headers=_HEADERS) as response:
                     if response.status not in _REDIRECTS:
-                        return await self._read(response)
+                        return await self._read(response, on_bytes)
                     url = self._next(url, response.headers.get("Location", ""))
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, AddressRefusedError):
@@ -255,7 +259,7 @@ class Fetcher:
             raise _refused("The image's URL redirects from https to http.")
         return self.check(str(target))
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _read(self, response: aiohttp.ClientResponse, on_bytes: Callable[[int], object]) -> bytes:
         if response.status != 200:
             raise _refused(f"The image could not be fetched: its host answered with status {response.status}.")
         kind = response.content_type
@@ -264,6 +268,7 @@ class Fetcher:
         data = bytearray()
         async for piece in response.content.iter_chunked(64 * 1024):
             data += piece
+            on_bytes(len(piece))
             if len(data) > self.largest:
                 raise too_large(self.largest)
         return bytes(data)

@@ -12,7 +12,7 @@ import binascii
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -121,6 +121,15 @@ async def from_data_url(url: str, *, largest: int) -> Image:
     return await from_base64(data)
 
 
+# A fetched image is in memory as it came, as bytes, and in base64 as pieces and as a whole.
+_COPIES_OF_FETCHED = 5
+
+
+def images_size(images: Sequence[Image]) -> int:
+    """Return how many bytes *images* take."""
+    return sum(len(image.base64) for image in images)
+
+
 class ImageReference(msgspec.Struct, frozen=True):
     """An image in a request: its path, for an error's ``param``, and its URL."""
 
@@ -154,7 +163,15 @@ class ImageLoader:
 
         Raises :class:`InvalidRequest` with the place of the image. The first image that fails cancels all others.
         """
-        tasks = [asyncio.create_task(self._load(reference)) for reference in references]
+        left = self._together // 4 * 3
+
+        def count(size: int) -> None:
+            nonlocal left
+            left -= size
+            if left < 0:
+                raise self._too_large_together()
+
+        tasks = [asyncio.create_task(self._load(reference, count)) for reference in references]
         try:
             images = await asyncio.gather(*tasks)
         except BaseException:
@@ -164,18 +181,34 @@ class ImageLoader:
         for image, reference in zip(images, references, strict=True):
             total += len(image.base64)
             if total > self._together:
-                raise InvalidRequest(
-                    f"The request's images are larger than the limit of {self._together} bytes together.",
-                    param=reference.place,
-                    code="image_too_large",
-                )
+                error = self._too_large_together()
+                error.param = reference.place
+                raise error
         return tuple(images)
 
-    async def _load(self, reference: ImageReference) -> Image:
+    def loading_size(self, references: Sequence[ImageReference]) -> int:
+        """Return how many bytes :meth:`load` takes at most for *references*."""
+        fetched = 0
+        size = 0
+        for reference in references:
+            if is_data_url(reference.url):
+                # Its text is copied without the head.
+                size += len(reference.url)
+            else:
+                fetched += self._largest
+        return size + min(fetched, self._together // 4 * 3) * _COPIES_OF_FETCHED
+
+    def _too_large_together(self) -> InvalidRequest:
+        return InvalidRequest(
+            f"The request's images are larger than the limit of {self._together} bytes together.",
+            code="image_too_large",
+        )
+
+    async def _load(self, reference: ImageReference, count: Callable[[int], object]) -> Image:
         try:
             if is_data_url(reference.url):
                 return await from_data_url(reference.url, largest=self._largest)
-            return await from_bytes(await self._fetcher.fetch(reference.url))
+            return await from_bytes(await self._fetcher.fetch(reference.url, count))
         except InvalidRequest as error:
             error.param = reference.place
             raise

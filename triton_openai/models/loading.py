@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import Collection, Mapping
 from operator import attrgetter
+from typing import Any
 
+import msgspec
 import structlog
 
 from triton_openai.config.tree import ModelSettings, Settings
@@ -18,6 +20,26 @@ _log = structlog.get_logger(__name__)
 
 #: Longest wait in seconds for a tokenizer and a template; loading continues afterwards.
 LOAD_SECONDS = 60.0
+
+
+class CheckFailure(msgspec.Struct, frozen=True):
+    """Why requests to a model would fail: the event for the log, the reason with its remedy, and where was searched."""
+
+    event: str
+    reason: str
+    detail: str | None
+
+
+def warn_of(failures: Mapping[str, CheckFailure]) -> None:
+    """Log the *failures* of models by their names; models with the same failure share a line."""
+    models: dict[CheckFailure, list[str]] = {}
+    for model, failure in failures.items():
+        models.setdefault(failure, []).append(model)
+    for failure, names in models.items():
+        fields: dict[str, Any] = {"model": names[0]} if len(names) == 1 else {"models": names}
+        if failure.detail is not None:
+            fields["detail"] = failure.detail
+        _log.warning(failure.event, **fields, reason=failure.reason)
 
 
 class LazyPrompter:
@@ -70,9 +92,9 @@ class LazyPrompter:
         """Whether another :meth:`check` would have the same result."""
         return self.checked.is_set() and self.resolved is not None and not self.resolved.incomplete
 
-    async def check(self, model: str, *, chats: bool, needs_tokenizer: bool) -> None:
+    async def check(self, model: str, *, chats: bool, needs_tokenizer: bool) -> CheckFailure | None:
         """
-        Load what the *model* needs, and log a warning with the remedy if its requests would fail.
+        Load what the *model* needs, and return why its requests would fail, if that is new.
 
         *chats* is whether the model takes chats, *needs_tokenizer* whether it takes only token ids. Failed loads are
         tried again.
@@ -102,9 +124,11 @@ class LazyPrompter:
         if problem is None:
             if before is not None:
                 _log.info("model can chat now" if chats else "model can be used now", model=model)
-        elif before is None or before.message != problem.message:
-            what = "model cannot chat" if chats else "model cannot be used"
-            _log.warning(what, model=model, reason=problem.message, detail=problem.detail)
+            return None
+        if before is not None and before.message == problem.message:
+            return None
+        event = "model cannot chat" if chats else "model cannot be used"
+        return CheckFailure(event, problem.message, problem.detail)
 
 
 _prompting = attrgetter(

@@ -10,14 +10,14 @@ from fnmatch import fnmatchcase
 import msgspec
 import structlog
 
-from triton_openai.config.sources import closest
 from triton_openai.config.tree import Settings
+from triton_openai.config.validation import closest
 from triton_openai.errors import ConfigurationError, ModelNotFound, UpstreamUnavailable, missing
 from triton_openai.models.binding import Binder
-from triton_openai.models.loading import Prompters
+from triton_openai.models.loading import Prompters, warn_of
 from triton_openai.models.lora.names import LoraModels
 from triton_openai.models.served import ServedModel, Unserved
-from triton_openai.tasks import wait_any
+from triton_openai.tasks import cancel, wait_any
 from triton_openai.triton.catalog import Snapshot
 from triton_openai.triton.fleet import Fleet
 
@@ -25,6 +25,10 @@ _log = structlog.get_logger(__name__)
 
 # What a request that names no model has in its place.
 _DEFAULT_NAMES = frozenset({"", "default"})
+#: What OpenAI's moderation takes for a request without a model.
+MODERATION_DEFAULT = "omni-moderation-latest"
+# OpenAI's moderation models, which stand for the classifier whose settings map its labels to categories.
+_MODERATION_NAMES = frozenset({MODERATION_DEFAULT, "text-moderation-latest", "text-moderation-stable"})
 # Models that an unknown name is compared with and that its error lists, and the longest name that is compared: the time
 # for that grows with both (20 ms).
 _MOST_SUGGESTED = 20
@@ -33,6 +37,8 @@ _LONGEST_COMPARED = 100
 _NOT_LOADED = frozenset({"", "unloaded"})
 # How often what could not be loaded is tried again.
 _RECHECK_SECONDS = 60.0
+# How long the warning of a model may wait for those of others, which are often the same.
+_TOGETHER_SECONDS = 1.0
 
 
 class Models:
@@ -80,17 +86,37 @@ class Models:
     def _exists(self, name: str) -> bool:
         return any(entry.name == name for entry in self.fleet.snapshot.index)
 
-    def wanted(self, name: str) -> str:
-        """Return the name of the model that a request for *name* wants. Raises :class:`InvalidRequest` if none."""
+    def wanted(self, name: str, allows: Callable[[str], bool] = lambda _: True) -> str:
+        """
+        Return the name of the model that a request for *name* wants.
+
+        A name of OpenAI's moderation means the only classifier that can moderate, of those that *allows* says the
+        client may use, or the default model if it is one of several. Raises :class:`InvalidRequest` if there is none.
+        """
         if name in self.served or self._exists(name):
             return name
+        default = self._binder.settings.api.default_model
         if name not in _DEFAULT_NAMES:
             fitting = [alias for alias in self._binder.aliases if "*" in alias and fnmatchcase(name, alias)]
-            return self._binder.aliases[max(fitting, key=len)] if fitting else name
-        default = self._binder.settings.api.default_model
+            if fitting:
+                return self._binder.aliases[max(fitting, key=len)]
+            if name not in _MODERATION_NAMES:
+                return name
+            moderators = self._moderators(allows)
+            if default in moderators:
+                return default
+            return moderators[0] if len(moderators) == 1 else name
         if default is None and not name:
             raise missing("model")
         return default or name
+
+    def _moderators(self, allows: Callable[[str], bool]) -> list[str]:
+        """Return the served models whose settings map labels to OpenAI's categories."""
+        return [
+            name
+            for name, model in self.served.items()
+            if name == model.triton_model and model.settings.moderation.labels and allows(name)
+        ]
 
     async def find(self, name: str, allows: Callable[[str], bool] = lambda _: True) -> ServedModel:
         """
@@ -105,7 +131,7 @@ class Models:
             await self.fleet.reload()
             self._seen = version
         if name not in self.served:
-            name = self.wanted(name)
+            name = self.wanted(name, allows)
         if not allows(name):
             raise ModelNotFound(name, hidden=True, hint=self._suggestion(name, allows))
         unlisted = None if name in self.served else self.unlisted_lora(name)
@@ -131,6 +157,13 @@ class Models:
 
     def _suggestion(self, name: str, allows: Callable[[str], bool]) -> str:
         """Return a sentence with the name that the client may have meant, or with all that it may use."""
+        if name in _MODERATION_NAMES:
+            moderators = self._moderators(allows)
+            if moderators:
+                return f" Several models moderate, so name one of them: {', '.join(moderators[:_MOST_SUGGESTED])}."
+            return (
+                " It stands for a classifier whose settings map its labels to categories ('moderation'): there is none."
+            )
         names = [one for one in self.served if allows(one)]
         if len(names) > _MOST_SUGGESTED:
             return " GET /v1/models lists the models."
@@ -221,8 +254,22 @@ async def keep_loaded(models: Models) -> None:
     while True:
         models.changed.clear()
         by_triton_model = {model.triton_model: model for model in models.served.values() if model.lora is None}
-        await asyncio.gather(*(model.check() for model in by_triton_model.values() if not model.lazy_prompter.settled))
+        await _check([model for model in by_triton_model.values() if not model.lazy_prompter.settled])
         await wait_any(models.changed, timeout=_RECHECK_SECONDS)
+
+
+async def _check(models: Sequence[ServedModel]) -> None:
+    """Check *models*, and warn of those whose requests would fail, in one line where they are checked at once."""
+    checks = {asyncio.create_task(model.check()): model.triton_model for model in models}
+    pending = set(checks)
+    try:
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=_TOGETHER_SECONDS)
+            failures = {checks[task]: failure for task in done if (failure := task.result()) is not None}
+            # In the order of their names, and not in that of their ends.
+            warn_of(dict(sorted(failures.items())))
+    finally:
+        await cancel(*pending)
 
 
 def _misnamed(settings: Settings, known: Collection[str], served: Collection[str]) -> Mapping[str, str]:

@@ -13,7 +13,7 @@ from triton_openai.config.tree import DefaultParameters, ModelSettings
 from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.generation import Lora
 from triton_openai.jobs import JobType
-from triton_openai.models.loading import LazyPrompter
+from triton_openai.models.loading import CheckFailure, LazyPrompter
 from triton_openai.models.lora.delivery import LoraDeliveries
 from triton_openai.models.voices import Voices
 from triton_openai.prompts.messages import marks
@@ -158,11 +158,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         fitting = {name: value for name, value in recommended.items() if name in self.adapter.supported}
         return DefaultParameters(**{**fitting, **self.settings.default_parameters.given()})
 
-    async def check(self) -> None:
-        """Load its tokenizer and template, and warn of what its requests lack."""
+    async def check(self) -> CheckFailure | None:
+        """Load its tokenizer and template, and return why its requests would fail, if that is new."""
         # Another adapter stands in where the tokenizer turns out to be missing.
         needs_tokenizer = (self.text_level or self.adapter).capabilities.tokens
-        await self.lazy_prompter.check(
+        return await self.lazy_prompter.check(
             self.triton_model, chats="generate" in self.tasks, needs_tokenizer=needs_tokenizer
         )
 

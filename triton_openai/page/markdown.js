@@ -4,41 +4,217 @@ import { el } from "./common.js";
 
 // The line that has not ended is rendered with each frame, so a longer one is cut.
 const LONGEST = 4000;
-// What can stand in a line: a sticky pattern, and what it makes (null: nothing, it is text).
-const SPANS = [
-  [/\\([!-/:-@[-`{-~])/y, ([, character]) => character],
-  [/(`+)(?!`)(.*?[^`])\1(?!`)/y, ([, , text]) => el("code", text)],
-  [/!?\[([^[\]]*)\]\(\s*<?((?:[^\s<>()]|\([^\s<>()]*\))*)>?(?:\s+"[^"]*")?\s*\)/y, ([, label, url]) => link(inline(label), url)],
-  [/(?<!\w)https?:\/\/[^\s<>"'`()[\]]*[^\s<>"'`()[\].,:;!?*_~]/y, ([url]) => link([url], url)],
-  [/(\*\*|~~|(?<!\w)__)(?=\S)(.*?\S)\1(?![\w*])/y, ([, mark, text]) => el(mark === "~~" ? "del" : "strong", ...inline(text))],
-  [/(\*|(?<!\w)_)(?![\s*_])((?:(?!\1).)*)\1(?<!\s.)(?![\w*])/y, ([, , text]) => el("em", ...inline(text))],
-];
+// What a backslash takes its meaning from, what begins a span, and what a word is made of.
+const PUNCTUATION = /[!-/:-@[-`{-~]/, SPECIAL = /[\\`![h*_~]/g, WORD = /\w/, SPACE = /\s/;
+const ADDRESS = /https?:\/\/[^\s<>"'`()[\]]*[^\s<>"'`()[\].,:;!?*_~]/y;
+const TAGS = { "**": "strong", "__": "strong", "~~": "del", "*": "em", _: "em" };
+// A longer run of the same mark is text.
+const LONGEST_RUN = 3;
 
 /** Make a link, of these schemes only: one of a script would run with the page's rights, a relative one leads into it. */
 function link(label, address) {
   const url = URL.canParse(address) ? new URL(address) : null;
   if (!["http:", "https:", "mailto:"].includes(url?.protocol)) return null;
-  return Object.assign(el("a", ...label), { href: url.href, title: url.href, target: "_blank", rel: "noopener noreferrer" });
+  const made = filled(el("a"), label);
+  return Object.assign(made, { href: url.href, title: url.href, target: "_blank", rel: "noopener noreferrer" });
+}
+
+/** Append `parts` one by one: a call cannot have as many arguments as a long line has parts. */
+function filled(parent, parts) {
+  for (const part of parts) parent.append(part);
+  return parent;
+}
+
+/** Return `parts` without empty texts, and with texts that follow each other as one. */
+function joined(parts) {
+  const made = [];
+  let texts = [];
+  for (const part of [...parts, null]) {
+    if (typeof part === "string") {
+      texts.push(part);
+      continue;
+    }
+    const text = texts.join("");
+    texts = [];
+    if (text) made.push(text);
+    if (part) made.push(part);
+  }
+  return made;
+}
+
+/**
+ * The texts and elements of a line, in one pass: each character is looked at a few times, whatever stands around it.
+ * What may open an emphasis is a text until something closes it; then the parts behind it become one element.
+ */
+class Line {
+  #text; #at = 0; #parts = []; #openers = []; #places = new Map(); #fences = null;
+
+  constructor(text) { this.#text = text; }
+
+  parts() {
+    const text = this.#text;
+    while (this.#at < text.length) {
+      SPECIAL.lastIndex = this.#at;
+      const next = SPECIAL.exec(text)?.index ?? text.length;
+      this.#parts.push(text.slice(this.#at, next));
+      this.#at = next;
+      if (next < text.length) this.#special(text[next]);
+    }
+    return joined(this.#parts);
+  }
+
+  /** Add a part that ends at `end`. */
+  #take(part, end) {
+    this.#parts.push(part);
+    this.#at = end;
+  }
+
+  #special(mark) {
+    const at = this.#at, text = this.#text;
+    if (mark === "\\") {
+      const escaped = at + 1 < text.length && PUNCTUATION.test(text[at + 1]);
+      this.#take(escaped ? text[at + 1] : mark, at + (escaped ? 2 : 1));
+    } else if (mark === "`") {
+      this.#code();
+    } else if (mark === "h") {
+      this.#address();
+    } else if (mark === "[" || mark === "!") {
+      this.#link();
+    } else {
+      this.#emphasis(mark);
+    }
+  }
+
+  /** Return the place behind the run of `mark` at `at`. */
+  #run(mark, at) {
+    while (this.#text[at] === mark) at += 1;
+    return at;
+  }
+
+  #code() {
+    const at = this.#at, text = this.#text, end = this.#run("`", at), size = end - at;
+    this.#fences ??= this.#backticks();
+    // The places of the runs of this length, the last first; those behind us are of no use any more.
+    const places = this.#fences.get(size) ?? [];
+    while (places.length && places.at(-1) < end) places.pop();
+    const close = places.at(-1);
+    if (close === undefined) this.#take(text.slice(at, end), end);
+    else this.#take(el("code", text.slice(end, close)), close + size);
+  }
+
+  /** Return the places of all runs of backticks by their lengths, the last first. */
+  #backticks() {
+    const found = new Map();
+    for (const { 0: run, index } of this.#text.matchAll(/`+/g)) {
+      if (!found.has(run.length)) found.set(run.length, []);
+      found.get(run.length).push(index);
+    }
+    for (const places of found.values()) places.reverse();
+    return found;
+  }
+
+  #address() {
+    const at = this.#at, text = this.#text;
+    ADDRESS.lastIndex = at;
+    const url = at && WORD.test(text[at - 1]) ? null : ADDRESS.exec(text)?.[0];
+    const made = url ? link([url], url) : null;
+    if (made) this.#take(made, at + url.length);
+    else this.#take("h", at + 1);
+  }
+
+  #link() {
+    const at = this.#at, text = this.#text, begin = at + (text[at] === "!" ? 2 : 1);
+    let end = text[begin - 1] === "[" ? begin : text.length;
+    while (end < text.length && text[end] !== "[" && text[end] !== "]") end += 1;
+    const [address, after] = text[end] === "]" ? destination(text, end + 1) : [null, 0];
+    const made = address === null ? null : link(new Line(text.slice(begin, end)).parts(), address);
+    if (made) this.#take(made, after);
+    else this.#take(text[at], at + 1);
+  }
+
+  #emphasis(mark) {
+    const at = this.#at, text = this.#text, end = this.#run(mark, at), before = text[at - 1] ?? " ", after = text[end] ?? " ";
+    let left = end - at > LONGEST_RUN ? 0 : end - at;
+    if (!SPACE.test(before) && !WORD.test(after)) {
+      for (let size; (size = this.#nearest(mark, left)); left -= size) this.#close(mark.repeat(size));
+    }
+    const opens = !SPACE.test(after) && !(mark === "_" && WORD.test(before));
+    for (const size of opens ? [2, 1] : []) {
+      if (left >= size && !(mark === "~" && size === 1)) {
+        this.#open(mark.repeat(size));
+        left -= size;
+      }
+    }
+    this.#take(end - at > LONGEST_RUN ? text.slice(at, end) : mark.repeat(left), end);
+  }
+
+  /** Return the length of the marker that `most` characters close: as long as they are, or the one opened last; or 0. */
+  #nearest(mark, most) {
+    const last = (size) => (most >= size ? this.#places.get(mark.repeat(size))?.at(-1) ?? -1 : -1);
+    const one = last(1), two = last(2);
+    if (one < 0 && two < 0) return 0;
+    return two > one || (two >= 0 && most === 2) ? 2 : 1;
+  }
+
+  #open(marker) {
+    if (!this.#places.has(marker)) this.#places.set(marker, []);
+    this.#places.get(marker).push(this.#parts.length);
+    this.#openers.push(marker);
+    this.#parts.push(marker);
+  }
+
+  /** Make an element of what follows the last such marker. What was opened in between stays text. */
+  #close(marker) {
+    let opener;
+    let place;
+    do {
+      opener = this.#openers.pop();
+      place = this.#places.get(opener).pop();
+    } while (opener !== marker);
+    const inner = this.#parts.splice(place);
+    this.#parts.push(filled(el(TAGS[marker]), joined(inner.slice(1))));
+  }
+}
+
+/** Return the address in the parentheses at `at`, and the place behind them; null if there is none. */
+function destination(text, at) {
+  const none = [null, 0];
+  const spaces = () => {
+    const from = at;
+    while (at < text.length && SPACE.test(text[at])) at += 1;
+    return at > from;
+  };
+  if (text[at] !== "(") return none;
+  at += 1;
+  spaces();
+  if (text[at] === "<") at += 1;
+  const begin = at;
+  for (let depth = 0; at < text.length && !/[\s<>]/.test(text[at]); at += 1) {
+    if (text[at] === "(") depth += 1;
+    if (text[at] === ")") depth -= 1;
+    // One pair may be inside.
+    if (depth < 0 || depth > 1) break;
+  }
+  const address = text.slice(begin, at);
+  if (text[at] === ">") at += 1;
+  if (spaces() && text[at] === '"') {
+    const quote = text.indexOf('"', at + 1);
+    if (quote < 0) return none;
+    at = quote + 1;
+    spaces();
+  }
+  return text[at] === ")" ? [address, at + 1] : none;
+}
+
+/** Return whether a line is a rule: three or more of one mark, and blanks. */
+function isRule(text) {
+  if (!"-*_".includes(text[0])) return false;
+  const marks = text.replace(/[ \t]/g, "");
+  return marks.length > 2 && marks === text[0].repeat(marks.length);
 }
 
 /** Return the texts and elements of a line. */
-function inline(text) {
-  const made = [];
-  let from = 0;
-  for (let at = 0; at < text.length; at += 1) {
-    if (!"\\`![h*_~".includes(text[at])) continue;
-    for (const [pattern, make] of SPANS) {
-      pattern.lastIndex = at;
-      const found = pattern.exec(text), node = found && make(found);
-      if (!node) continue;
-      made.push(text.slice(from, at), node);
-      from = at + found[0].length;
-      at = from - 1;
-      break;
-    }
-  }
-  return [...made, text.slice(from)].filter((part) => part !== "");
-}
+const inline = (text) => new Line(text).parts();
 
 /** An answer as far as it has been written, shown in `place`. */
 export class Markdown {
@@ -63,19 +239,19 @@ export class Markdown {
     [this.#fence, this.#open, this.#lists] = state;
   }
 
-  #add(parent, ...children) {
+  #add(parent, children) {
     const nodes = children.map((child) => (typeof child === "string" ? document.createTextNode(child) : child));
-    parent.append(...nodes);
-    this.#made.push(...nodes);
+    filled(parent, nodes);
+    for (const node of nodes) this.#made.push(node);
     return nodes[0];
   }
 
   #line(line, end = "\n") {
     this.#made = [];
-    const fence = /^\s*(`{3,}|~{3,})[^`]*$/.exec(line)?.[1];
+    const fence = /^\s*(`{3,}(?!`)|~{3,}(?!~))[^`]*$/.exec(line)?.[1];
     if (this.#fence) {
       if (fence?.startsWith(this.#fence) && line.trim() === fence) this.#fence = "", this.#open = null;
-      else this.#add(this.#open, line + end);
+      else this.#add(this.#open, [line + end]);
       return;
     }
     const indent = /^\s*/.exec(line)[0].length, item = indent > 1 && this.#lists.at(-1)?.item, text = line.trim();
@@ -83,21 +259,21 @@ export class Markdown {
     if (fence) {
       this.#fence = fence;
       this.#open = el("code");
-      this.#add(item || this.#place, el("pre", this.#open));
+      this.#add(item || this.#place, [el("pre", this.#open)]);
     } else if (!text) {
       this.#open = null;
-    } else if ((found = /^(#{1,6})\s+(.*)$/.exec(text))) {
+    } else if ((found = /^(#{1,6})\s+(.*)$/s.exec(text))) {
       this.#block(`h${Math.min(found[1].length + 3, 6)}`, found[2], false);
-    } else if (/^([-*_])[ \t]*(\1[ \t]*){2,}$/.test(text)) {
+    } else if (isRule(text)) {
       this.#block("hr", "", false);
-    } else if ((found = /^(?:[-*+]|(\d{1,9})[.)])\s+(.*)$/.exec(text))) {
+    } else if ((found = /^(?:[-*+]|(\d{1,9})[.)])\s+(.*)$/s.exec(text))) {
       this.#item(indent, found[1], found[2]);
-    } else if ((found = /^> ?(.*)$/.exec(text)) && this.#open?.tagName !== "BLOCKQUOTE") {
+    } else if ((found = /^> ?(.*)$/s.exec(text)) && this.#open?.tagName !== "BLOCKQUOTE") {
       this.#block("blockquote", found[1]);
     } else if (this.#open) {
-      this.#add(this.#open, "\n", ...inline(found ? found[1] : text));
+      this.#add(this.#open, ["\n", ...inline(found ? found[1] : text)]);
     } else if (item) {
-      this.#open = this.#add(item, el("p", ...inline(text)));
+      this.#open = this.#add(item, [filled(el("p"), inline(text))]);
     } else {
       this.#block("p", text);
     }
@@ -105,7 +281,7 @@ export class Markdown {
 
   /** Begin what belongs to no list; the next line can go on with it if it stays open. */
   #block(kind, text, open = true) {
-    const made = this.#add(this.#place, el(kind, ...inline(text)));
+    const made = this.#add(this.#place, [filled(el(kind), inline(text))]);
     [this.#lists, this.#open] = [[], open ? made : null];
   }
 
@@ -114,8 +290,8 @@ export class Markdown {
     const last = this.#lists.at(-1), kind = number ? "OL" : "UL", deeper = indent > last?.indent + 1;
     if (last && !deeper) this.#lists.pop();
     const list = !deeper && last?.list.tagName === kind ? last.list
-      : this.#add(this.#lists.at(-1)?.item ?? this.#place, Object.assign(el(kind.toLowerCase()), number && { start: number }));
-    this.#open = this.#add(list, el("li", ...inline(text)));
+      : this.#add(this.#lists.at(-1)?.item ?? this.#place, [Object.assign(el(kind.toLowerCase()), number && { start: number })]);
+    this.#open = this.#add(list, [filled(el("li"), inline(text))]);
     this.#lists.push({ indent, list, item: this.#open });
   }
 }

@@ -37,6 +37,9 @@ class Output:
     White space before, between and after tool calls is markup and is dropped, unless text both precedes and follows
     the calls: then what stands between the last call and that text is kept. Hence white space at the end of content is
     held until it is known what comes next; text without calls passes as it is.
+
+    The start of a call, and the end of each value in its arguments, wait until what follows confirms them: the next
+    value, or the end of the call. Until then they can be dropped.
     """
 
     def __init__(self) -> None:
@@ -46,10 +49,32 @@ class Output:
         self._parts: list[str] = []
         # Stream state
         self._calls = 0
-        self._arguments: Callable[[str], Event]
+        self._arguments: Callable[[str], Event] = partial(ToolCallArguments, 0)
         self._space: list[str] = []
         self._shown = False
         self._after_call = False
+        # Whether something waits, and what: the start of a call, and text of its arguments
+        self._waits = False
+        self._waiting_start: tuple[Callable[[], str], str] | None = None
+        self._waiting: list[str] = []
+        self._waits_for_end = False
+        # The arguments of the latest call that were passed on
+        self._passed_on: list[str] = []
+
+    @property
+    def is_after_call(self) -> bool:
+        """Whether nothing but white space came since the latest call."""
+        return self._after_call
+
+    @property
+    def calls(self) -> int:
+        """How many calls were passed on."""
+        return self._calls
+
+    @property
+    def has_waiting_start(self) -> bool:
+        """Whether the latest call waits as a whole."""
+        return self._waiting_start is not None
 
     def content(self, text: str) -> None:
         """Add *text* of the answer."""
@@ -71,19 +96,79 @@ class Output:
         if text:
             self._add(Reasoning, text)
 
-    def start(self, id: str, name: str) -> None:
-        """Add the start of the next call."""
-        self._space.clear()
-        self._after_call = True
-        self._close()
-        self._events.append(ToolCallStart(self._calls, id, name))
-        self._arguments = partial(ToolCallArguments, self._calls)
-        self._calls += 1
+    def start(self, make_id: Callable[[], str], name: str, *, waits_for_end: bool = False) -> None:
+        """
+        Add the start of the next call, to which *make_id* gives its id.
+
+        With *waits_for_end*, the whole call waits for its end.
+        """
+        self._waits = True
+        self._waiting_start = make_id, name
+        self._waiting = []
+        self._waits_for_end = waits_for_end
 
     def arguments(self, text: str) -> None:
-        """Add *text* to the arguments of the latest call."""
+        """Add *text* to the arguments of the latest call; it confirms what waits."""
+        if self._waits:
+            if self._waits_for_end:
+                self._waiting.append(text)
+                return
+            self.confirm()
         if text:
             self._add(self._arguments, text)
+
+    def ending(self, text: str) -> None:
+        """Add *text* to the arguments of the latest call once something confirms it."""
+        self._waits = True
+        self._waiting.append(text)
+
+    def confirm(self) -> None:
+        """Pass on what waits of the latest call."""
+        if not self._waits:
+            return
+        self._waits = self._waits_for_end = False
+        if self._waiting_start is not None:
+            make_id, name = self._waiting_start
+            self._waiting_start = None
+            self._space.clear()
+            self._after_call = True
+            self._close()
+            self._passed_on = []
+            self._events.append(ToolCallStart(self._calls, make_id(), name))
+            self._arguments = partial(ToolCallArguments, self._calls)
+            self._calls += 1
+        waiting = "".join(self._waiting)
+        self._waiting = []
+        if waiting:
+            self._add(self._arguments, waiting)
+
+    @property
+    def waits_for_end(self) -> bool:
+        """Whether the latest call waits for its end."""
+        return self._waits_for_end
+
+    def replace_waiting(self, text: str, *, name: str | None = None) -> None:
+        """Let *text* wait for what waits of the arguments, and *name* for the name."""
+        self._waits = True
+        self._waiting = [text]
+        if name is not None and self._waiting_start is not None:
+            self._waiting_start = self._waiting_start[0], name
+
+    def waiting(self) -> str:
+        """Return the arguments that wait."""
+        return "".join(self._waiting)
+
+    def drop_waiting(self) -> None:
+        """Drop what waits of the latest call."""
+        self._waits = False
+        self._waiting_start = None
+        self._waiting = []
+        self._waits_for_end = False
+
+    def passed_on(self) -> str:
+        """Return the arguments of the latest call that were passed on."""
+        self._close()
+        return "".join(self._passed_on)
 
     def trim(self) -> None:
         """Drop white space at the end of the content so far: it is markup."""
@@ -109,7 +194,10 @@ class Output:
 
     def _close(self) -> None:
         if self._kind is not None:
-            self._events.append(self._kind("".join(self._parts)))
+            text = "".join(self._parts)
+            self._events.append(self._kind(text))
+            if self._kind is self._arguments:
+                self._passed_on.append(text)
             self._kind, self._parts = None, []
 
 

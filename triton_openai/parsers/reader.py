@@ -47,6 +47,8 @@ class Markers:
     """
 
     def __init__(self, *markers: str) -> None:
+        #: The markers themselves.
+        self.texts = markers
         self._whole = re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))))
         self._prefixes = frozenset(marker[:size] for marker in markers for size in range(1, len(marker)))
         self._whole_or_begun = re.compile(_branches(frozenset(markers)))
@@ -65,6 +67,16 @@ class Markers:
         if not ended and match.end() == len(text) and found in self._prefixes:
             found = ""
         return match.start(), match.end(), found
+
+    def at(self, text: str, start: int, *, ended: bool) -> str | None:
+        """Return the marker at *start*, nothing if there is none, and ``None`` if the text may still become one."""
+        match = (self._whole if ended else self._whole_or_begun).match(text, start)
+        if match is None:
+            return ""
+        marker = match.group()
+        if not ended and match.end() == len(text) and marker in self._prefixes:
+            return None
+        return marker
 
 
 @cache
@@ -95,7 +107,10 @@ class Reader:
         self._text = ""
         self._at = 0
         self._ended = False
-        self._kept: list[str] | None = None
+        # Since the last `keep`: the text that came, once more of it has come, and where what is kept begins in the text
+        # at hand before that.
+        self._pieces: list[str] | None = None
+        self._since: int | None = None
         #: Whether what the end of the text leaves of a marker, or of an attempt, is dropped.
         self.drops_rest = False
         #: How many characters were copied or looked at so far, those looked at twice counted twice.
@@ -103,6 +118,11 @@ class Reader:
 
     def add(self, piece: str) -> None:
         """Take the next piece of text."""
+        if self._pieces is not None:
+            if self._since is not None:
+                self._pieces.append(self._text[self._since :])
+                self._since = None
+            self._pieces.append(piece)
         self._text = self._text[self._at :] + piece
         self._at = 0
         self.examined += len(self._text)
@@ -111,14 +131,57 @@ class Reader:
         """Take the end of the text."""
         self._ended = True
 
+    @property
+    def ended(self) -> bool:
+        """Whether the text has ended."""
+        return self._ended
+
     def keep(self, already: str = "") -> None:
         """Remember what is read from here on, after *already*, in case that it has to be given back."""
-        self._kept = [already]
+        self._pieces = [already]
+        self._since = self._at
+
+    def kept(self) -> str:
+        """Return what was read since :meth:`keep`."""
+        if self._pieces is None:
+            return ""
+        text = "".join(self._pieces)
+        if self._since is not None:
+            return text + self._text[self._since : self._at]
+        return text[: len(text) - self._unread]
+
+    @property
+    def kept_size(self) -> int:
+        """How much was read since :meth:`keep`."""
+        size = sum(map(len, self._pieces or ()))
+        return size - self._unread if self._since is None else size + self._at - self._since
+
+    @property
+    def _unread(self) -> int:
+        return len(self._text) - self._at
+
+    def look_back(self, at: int) -> None:
+        """Go back to the place *at* in what was read since :meth:`keep`, and go on keeping."""
+        kept = self.kept()
+        self._text = kept[at:] + self.rest()
+        self._at = self._since = 0
+        self._pieces = [kept[:at]]
 
     def release(self) -> str:
         """Return what was read since :meth:`keep`, and forget it."""
-        kept, self._kept = self._kept, None
-        return "".join(kept or ())
+        kept = self.kept()
+        self._pieces = None
+        return kept
+
+    def go_back(self, at: int) -> None:
+        """Go back to the place *at* in what was read since :meth:`keep`, and forget what is before it."""
+        already = sum(map(len, self._pieces or ()))
+        if self._since is not None and at >= already:
+            self._at = self._since + at - already
+        else:
+            self._text = self.kept()[at:] + self.rest()
+            self._at = 0
+        self._pieces = None
 
     def attempt(self, step: Step[_Result], otherwise: Sink, already: str = "") -> Step[_Result | None]:
         """
@@ -141,8 +204,6 @@ class Reader:
         """Consume *size* characters that :meth:`peek` or another look has seen."""
         taken = self._text[self._at : self._at + size]
         self._at += size
-        if self._kept is not None:
-            self._kept.append(taken)
         return taken
 
     def rest(self) -> str:
@@ -232,6 +293,13 @@ class Reader:
                 raise Ended
             yield
 
+    def marker(self, markers: Markers) -> Step[str]:
+        """Consume and return the one of *markers* that stands here; return nothing if none does."""
+        while (marker := markers.at(self._text, self._at, ended=self._ended)) is None:
+            yield
+        self.examined += len(marker)
+        return self.take(len(marker)) if marker else ""
+
     def optional(self, character: str) -> Step[bool]:
         """Consume *character* if it is the next. Return whether it was."""
         if (yield from self.peek()) != character:
@@ -239,14 +307,15 @@ class Reader:
         self.take()
         return True
 
-    def until(self, markers: Markers, sink: Sink) -> Step[str]:
+    def until(self, markers: Markers, sink: Sink, *, drops_begun: bool = False) -> Step[str]:
         """
         Give the text up to the first of the *markers* to *sink*; consume and return the marker.
 
-        Returns nothing at the end of the text.
+        Returns nothing at the end of the text. What is there of a marker then goes to *sink*, but with *drops_begun*.
         """
         while True:
-            start, end, marker = markers.search(self._text, self._at, ended=self._ended and not self.drops_rest)
+            ended = self._ended and not (drops_begun or self.drops_rest)
+            start, end, marker = markers.search(self._text, self._at, ended=ended)
             self.examined += end - self._at
             if start > self._at:
                 sink(self.take(start - self._at))

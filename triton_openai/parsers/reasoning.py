@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import ClassVar
 
+from triton_openai.parsers.events import Event
 from triton_openai.parsers.grammar import Grammar, TextParser
 from triton_openai.parsers.reader import Step, markers
 
 _ANYTHING = re.compile(r"(?s:.*)")
+# In a stream, thinking that the prompt opened waits up to so many characters: a model may skip it and answer at once.
+_SHORT_ANSWER = 64
 
 
 class ReasoningParser(TextParser):
@@ -21,9 +25,25 @@ class ReasoningParser(TextParser):
     ``triton_openai.reasoning_parsers`` takes.
     """
 
+    #: What opens a call for the tool parser of the same answer. A call inside of the thinking is a call: from its
+    #: opening on, the tool parser reads the text first.
+    calls: Sequence[str] = ()
+    #: Whether a limit ended the text; known before the flush. ``None``: nobody said so.
+    was_cut: bool | None = None
+    #: Whether nobody reads the thinking while it comes, so that all of it may wait.
+    may_wait = False
+    #: Whether text waits, because it is open if it is thinking.
+    is_undecided = False
+    #: The text from the opening of a call inside of the thinking on, which the tool parser reads first.
+    handed_over = ""
+
     def __init__(self, *, inside: bool | None = None) -> None:
         """Begin an answer; *inside* is what :meth:`inside_after` says of its prompt."""
         self.inside = inside
+
+    def confirm(self) -> list[Event]:
+        """Return what waited as thinking: a call has begun in it, or it cannot be anything else."""
+        return []
 
     @classmethod
     def inside_after(cls, prompt: str) -> bool | None:  # noqa: ARG003
@@ -37,7 +57,9 @@ class Delimited(Grammar, ReasoningParser):
 
     An opening marker counts only as the first of the text, where the prompt did not bring it already. White space next
     to the markers is markup: templates put it there when they write a past answer back. Text that ends inside of the
-    thinking is all reasoning.
+    thinking is reasoning if the model opened it itself, if a limit cut it, or if a call came in it. Otherwise the model
+    has skipped the thinking that its prompt opened, and the text is content. Only the end shows that: what goes on as
+    reasoning before then comes again as content.
     """
 
     #: What opens and what closes the thinking; alternatives, none of which begins another.
@@ -56,6 +78,16 @@ class Delimited(Grammar, ReasoningParser):
         # Stream state
         self._space: list[str] = []
         self._has_reasoned = False
+        # All text since the beginning of a thinking that the model may have skipped, and its size while it waits
+        self._skippable: list[str] | None = None
+        self._size = 0
+        self._has_call = False
+
+    def confirm(self) -> list[Event]:
+        self._has_call = True
+        self._release()
+        self._skippable = None
+        return self._output.take()
 
     @classmethod
     def inside_after(cls, prompt: str) -> bool | None:
@@ -68,14 +100,32 @@ class Delimited(Grammar, ReasoningParser):
     def _text(self) -> Step[None]:
         reader = self._reader
         if (yield from self._opens()):
-            end = yield from reader.until(markers(*self.closings, *self.implied), self._think)
+            implied = [text for text in self.implied if not text.startswith(tuple(self.calls))]
+            end = yield from reader.until(markers(*self.closings, *implied, *self.calls), self._think)
+            if end in self.calls:
+                # What the tool parser leaves comes back, and goes on here.
+                self.handed_over = end + reader.take(len(reader.rest()))
+                end = yield from reader.until(markers(*self.closings), self._think)
+            if end:
+                self._release()
+                self._skippable = None
+            elif not self._is_skipped():
+                self._release()
             if end in self.implied:
                 self._output.content(end)
-            else:
+            elif end:
                 yield from reader.space()
         if self.frame is not None:
             yield from self._framed(*self.frame)
         yield from reader.run(_ANYTHING, self._output.content)
+
+    def _is_skipped(self) -> bool:
+        """End text without an end of its thinking; return whether that is content."""
+        if self._skippable is None or self.was_cut is not False or self._has_call:
+            return False
+        self.is_undecided = False
+        self._output.content("".join(self._skippable))
+        return True
 
     def _framed(self, opening: str, closing: str) -> Step[None]:
         """Read the answer without its frame. A *closing* that text follows is not the frame's."""
@@ -94,10 +144,34 @@ class Delimited(Grammar, ReasoningParser):
     def _opens(self) -> Step[bool]:
         """Read an opening marker, if one is there. Return whether the thinking has begun."""
         otherwise = self._think if self._inside else self._output.content
+        if self._inside:
+            self._skippable = []
+            self.is_undecided = True
         opening = yield from self._reader.attempt(self._reader.token(*self.openings), otherwise)
+        if opening is not None:
+            # The model has opened it itself.
+            self._skippable = None
+            self.is_undecided = False
         return opening is not None or self._inside
 
     def _think(self, text: str) -> None:
+        """Pass on reasoning, as soon as it is long enough not to be a short answer without thinking."""
+        if self._skippable is not None:
+            self._skippable.append(text)
+        if not self.is_undecided:
+            self._reason(text)
+            return
+        self._size += len(text)
+        if self._size > _SHORT_ANSWER and not self.may_wait:
+            self._release()
+
+    def _release(self) -> None:
+        """Pass on as reasoning what waited."""
+        if self.is_undecided:
+            self.is_undecided = False
+            self._reason("".join(self._skippable or ()))
+
+    def _reason(self, text: str) -> None:
         """Pass on reasoning without white space at its beginning and end."""
         visible = text.rstrip()
         tail = text[len(visible) :]

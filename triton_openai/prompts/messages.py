@@ -16,7 +16,7 @@ from msgspec import Meta
 from triton_openai.config.tree import AUTO, NONE
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.media import text_files as files
-from triton_openai.offload import json_decoder
+from triton_openai.prompts.past_calls import PastCalls
 
 
 # A request may have thousands of what follows. It has no reference cycles, so the garbage collector leaves it out.
@@ -64,10 +64,14 @@ Content: TypeAlias = str | Annotated[list[ContentPart | str], Meta(max_length=40
 
 
 class MessageFunctionCall(msgspec.Struct, gc=False, frozen=True, kw_only=True):
-    """The function that an assistant called. ``arguments`` is JSON text; some clients send it parsed."""
+    """
+    The function that an assistant called. ``arguments`` is JSON text; some clients send it parsed.
+
+    What is broken or no object is taken too, and becomes an object for the model.
+    """
 
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: str | dict[str, Any] | list[Any] | bool | int | float | None = None
 
 
 class MessageCustomCall(msgspec.Struct, gc=False, frozen=True, kw_only=True):
@@ -210,6 +214,8 @@ class Rendering(msgspec.Struct, frozen=True, kw_only=True):
     images: ImageMarks | None = None
     #: The same for audio.
     audio: ImageMarks | None = None
+    #: Collects the names of the functions whose past calls had arguments that were no object.
+    repaired: list[str] | None = None
 
 
 #: A chat without tools or options.
@@ -284,9 +290,12 @@ def prepare(
     template: PromptTemplate,
     images: ImageMarks | None = None,
     audio: ImageMarks | None = None,
+    past_calls: Callable[[], PastCalls] = PastCalls,
 ) -> list[dict[str, Any]]:
     """
     Return *messages* in the form that *template* takes; without *images* and *audio*, all parts but text are refused.
+
+    *past_calls* makes what reads the arguments of past calls.
 
     Developer messages become system messages, unless the template knows developers. System messages that the template
     does not take where they stand become part of the first one, or of the user's. Function results become tool results,
@@ -296,7 +305,9 @@ def prepare(
     if not messages:
         raise InvalidRequest("'messages' must hold at least one message.", param="messages")
     marks = (images, audio)
-    prepared = [_prepare(message, template, marks, f"messages[{index}]") for index, message in enumerate(messages)]
+    prepared = [
+        _prepare(message, template, marks, past_calls, f"messages[{index}]") for index, message in enumerate(messages)
+    ]
     if not template.takes_late_system and any(message["role"] in _SYSTEM for message in prepared[1:]):
         prepared = _merged(prepared)
     form = template.tool_form
@@ -310,10 +321,12 @@ _Marks: TypeAlias = tuple[ImageMarks | None, ImageMarks | None]
 _NO_MARKS: _Marks = (None, None)
 
 
-def _prepare(message: Message, template: PromptTemplate, marks: _Marks, place: str) -> dict[str, Any]:
+def _prepare(
+    message: Message, template: PromptTemplate, marks: _Marks, past_calls: Callable[[], PastCalls], place: str
+) -> dict[str, Any]:  # fmt: skip
     content = _content(message.content, template, marks, f"{place}.content")
     if isinstance(message, AssistantMessage):
-        prepared = _assistant(message, content, template, place)
+        prepared = _assistant(message, content, template, past_calls, place)
     elif isinstance(message, (ToolMessage, FunctionMessage)):
         prepared = {"role": "tool", "content": _empty(template) if content is None else content}
         if isinstance(message, ToolMessage) and message.tool_call_id is not None:
@@ -372,16 +385,20 @@ def _joined(contents: Sequence[str | list[dict[str, str]]]) -> str | list[dict[s
     return [*parts, _text_part(text)] if texts else parts
 
 
-def _assistant(message: AssistantMessage, content: Any, template: PromptTemplate, place: str) -> dict[str, Any]:
+def _assistant(
+    message: AssistantMessage, content: Any, template: PromptTemplate, past_calls: Callable[[], PastCalls], place: str
+) -> dict[str, Any]:
     if message.audio is not None:
         raise UnsupportedParameter("Audio is not supported by this model; only text is.", param=f"{place}.audio")
     if content is None and message.refusal is not None:
         content = _content(message.refusal, template, _NO_MARKS, f"{place}.refusal")
+    past = past_calls()
     calls = [
-        _call(call, template, f"{place}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())
+        _call(call, template, past, f"{place}.tool_calls[{index}]")
+        for index, call in enumerate(message.tool_calls or ())
     ]
     if message.function_call is not None:
-        function = _function(message.function_call, template, f"{place}.function_call")
+        function = _function(message.function_call, template, past)
         calls.append({"type": "function", "function": function})
     form = template.tool_form
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
@@ -403,7 +420,7 @@ def _assistant(message: AssistantMessage, content: Any, template: PromptTemplate
     return prepared
 
 
-def _call(call: MessageToolCall, template: PromptTemplate, place: str) -> dict[str, Any]:
+def _call(call: MessageToolCall, template: PromptTemplate, past: PastCalls, place: str) -> dict[str, Any]:
     function = call.function
     if call.type == "custom" and call.custom is not None:
         # To the model it is a function of one text.
@@ -417,39 +434,22 @@ def _call(call: MessageToolCall, template: PromptTemplate, place: str) -> dict[s
             f"Tool calls of type '{call.type[:100]}' are not supported by this model; functions and custom tools are.",
             param=f"{place}.type",
         )
-    prepared: dict[str, Any] = {"type": "function", "function": _function(function, template, f"{place}.function")}
+    prepared: dict[str, Any] = {"type": "function", "function": _function(function, template, past)}
     if call.id is not None:
         prepared["id"] = call.id
     return prepared
 
 
-def _function(function: MessageFunctionCall, template: PromptTemplate, place: str) -> dict[str, Any]:
+def _function(function: MessageFunctionCall, template: PromptTemplate, past: PastCalls) -> dict[str, Any]:
     """Return the call with its arguments in the template's form: an object, or JSON text."""
-    arguments = function.arguments or {}
-    if isinstance(arguments, str) and not arguments.strip():
-        # What several clients send for a call without arguments.
-        arguments = {}
-    parsed = _parse(arguments, f"{place}.arguments") if isinstance(arguments, str) else arguments
+    arguments = function.arguments
+    parsed, was_another = past.read(function.name, arguments)
     if not template.tool_form.text_arguments:
         return {"name": function.name, "arguments": parsed}
-    # The client returns the model's own text, so the prompt's prefix stays the same.
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"name": function.name, "arguments": text}
-
-
-_JSON: msgspec.json.Decoder[Any] = json_decoder(Any)
-
-
-def _parse(text: str, place: str) -> dict[str, Any]:
-    try:
-        value = _JSON.decode(text)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise InvalidRequest(
-            "The arguments of a tool call must be valid JSON.", param=place, detail=str(error)
-        ) from error
-    if not isinstance(value, dict):
-        raise InvalidRequest("The arguments of a tool call must be a JSON object.", param=place)
-    return value
+    if isinstance(arguments, str) and arguments.strip() and not was_another:
+        # The client returns the model's own text, so the prompt's prefix stays the same.
+        return {"name": function.name, "arguments": arguments}
+    return {"name": function.name, "arguments": json.dumps(parsed, ensure_ascii=False)}
 
 
 def _content(

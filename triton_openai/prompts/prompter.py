@@ -9,6 +9,7 @@ that names the flags, but serves completions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,7 +22,8 @@ from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.parsers.parser_registry import DetectionRule, detected
 from triton_openai.prompts.history import HistoryTemplate
 from triton_openai.prompts.messages import PLAIN, Message, PromptTemplate, Rendering, continued, prepare
-from triton_openai.prompts.template import ChatTemplate
+from triton_openai.prompts.past_calls import PastCalls
+from triton_openai.prompts.template import ChatTemplate, check_template
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.tokenizer_files import is_hub_name, locate, may_be_on_hub, recommended_sampling
 
@@ -162,7 +164,8 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
                     f"'{name}' cannot be set through chat_template_kwargs.", param=f"chat_template_kwargs.{name}"
                 )
         template = template or self.template_for(rendering)
-        prepared = prepare(messages, template, rendering.images, rendering.audio)
+        past_calls = partial(PastCalls, rendering.tools or (), rendering.repaired)
+        prepared = prepare(messages, template, rendering.images, rendering.audio, past_calls)
         try:
             if rendering.continue_final_message:
                 return continued(prepared, lambda marked: template.render(marked, rendering))
@@ -267,7 +270,11 @@ def _read_template(spec: str) -> tuple[str, str, str]:
 
 
 def check_files(settings: Settings) -> None:
-    """Raise :class:`ConfigurationError` if a tokenizer or template that *settings* name as a file is not there."""
+    """
+    Raise :class:`ConfigurationError` if a tokenizer or template that *settings* name as a file cannot be used.
+
+    A tokenizer has to be there, and a template has to compile. Blocks.
+    """
     _check_files(settings.defaults)
     for name, model in settings.models.items():
         try:
@@ -279,7 +286,8 @@ def check_files(settings: Settings) -> None:
 def _check_files(model: ModelDefaults) -> None:
     template, tokenizer = _given(model.chat_template), _given(model.tokenizer)
     if template is not None and template not in NAMES:
-        _read_template(template)
+        source, name, _ = _read_template(template)
+        check_template(source, name)
     # What the hub has turns out later: it may be unreachable for a while.
     if tokenizer is not None and (_exists(tokenizer) or not may_be_on_hub(tokenizer)):
         locate(tokenizer)

@@ -97,6 +97,40 @@ def _raise_exception(message: object) -> NoReturn:
 _LONGEST_REASON = 1_000
 
 
+def compiled(source: str) -> tuple[Template, frozenset[str]]:
+    """
+    Return *source* compiled, and the variables that a rendering has to have.
+
+    Nothing is rendered. Raises :class:`ValueError`, which says what is wrong as the end of a sentence.
+    """
+    environment = _environment()
+    try:
+        tree = environment.parse(source)
+        template: Template = environment.from_string(source)
+        variables = frozenset(meta.find_undeclared_variables(tree)) - frozenset(environment.globals)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"is wrong in line {error.lineno}: {(error.message or '').rstrip('.')}") from error
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except Exception as error:
+        # jinja2 computes constants, which fail in any way, and its parser accepts what Python's compiler refuses, such
+        # as too many nested blocks.
+        raise ValueError(f"cannot be compiled: {type(error).__name__}") from error
+    return template, variables
+
+
+def check_template(source: str, name: str) -> None:
+    """Raise :class:`ConfigurationError` if the chat template *source*, called *name*, does not compile."""
+    try:
+        compiled(source)
+    except ValueError as error:
+        raise _broken(name, error) from None
+
+
+def _broken(name: str, problem: ValueError) -> ConfigurationError:
+    return ConfigurationError(f"The chat template '{name}' {problem}. Give another with --chat-template.")
+
+
 class ChatTemplate(PromptTemplate):
     """
     A chat template, compiled. Immutable; safe in threads.
@@ -110,25 +144,14 @@ class ChatTemplate(PromptTemplate):
     def __init__(
         self, source: str, *, name: str, special_tokens: Mapping[str, str] | None = None, param: str | None = None
     ) -> None:
-        environment = _environment()
-        why = ""
         try:
-            tree = environment.parse(source)
-            self._template: Template = environment.from_string(source)
-            # Each rendering copies it, which is much faster for a plain dict than for jinja2's own type.
-            self._template.globals = {**environment.globals, **(special_tokens or {})}
-            self.variables = frozenset(meta.find_undeclared_variables(tree)) - frozenset(environment.globals)
-        except TemplateSyntaxError as error:
-            why = f"is wrong in line {error.lineno}: {(error.message or '').rstrip('.')}"
-        except RecursionError:
-            why = "is nested too deeply"
-        except Exception as error:  # noqa: BLE001 - jinja2 computes constants, which fail in any way
-            # Jinja's parser accepts what Python's compiler refuses, such as too many nested blocks.
-            why = f"cannot be compiled: {type(error).__name__}"
-        if why and param is not None:
-            raise InvalidRequest(f"The chat template '{name}' {why}", param=param)
-        if why:
-            raise ConfigurationError(f"The chat template '{name}' {why}. Give another with --chat-template.")
+            self._template, self.variables = compiled(source)
+        except ValueError as error:
+            if param is None:
+                raise _broken(name, error) from None
+            raise InvalidRequest(f"The chat template '{name}' {error}", param=param) from None
+        # Each rendering copies it, which is much faster for a plain dict than for jinja2's own type.
+        self._template.globals = {**_environment().globals, **(special_tokens or {})}
         self.name = name
         self.source = source
         self._probe()

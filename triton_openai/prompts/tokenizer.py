@@ -19,7 +19,7 @@ from triton_openai.prompts.detokenizer import TokenPieces
 from triton_openai.prompts.tokenizer_files import TokenizerFiles, locate
 
 #: Texts longer than this are encoded in a thread.
-INLINE_CHARACTERS = int((offload.INLINE - offload.TEXT) / offload.TOKENIZE)
+INLINE_CHARACTERS = int((offload.INLINE - offload.ITEM) / offload.CHARACTER)
 
 # How a part of a text is found in which the tokens are those of the whole text. It is so many characters long for each
 # token, twice as many as usual, and is cut between words. Behind the cut, some words are left before the tokens count:
@@ -167,7 +167,7 @@ class Tokenizer:
     async def part_async(self, text: str, count: int, side: Literal["left", "right"]) -> str:
         """Do :meth:`part` without holding the event loop for long. Raises as :meth:`encode_async`."""
         size = min(len(text), count * _CHARACTERS_PER_TOKEN + _NEAR + _SEARCHED)
-        cost = offload.TOKENIZE * size if size < len(text) else 0
+        cost = offload.CHARACTER * size if size < len(text) else 0
         return await offload.run(self.part, text, count, side, cost=cost, refusable=True)
 
     def joined(self, *texts: Sequence[int]) -> TokenPair:
@@ -233,7 +233,7 @@ class Tokenizer:
 
     async def decode_async(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Do :meth:`decode` without holding the event loop for many ids. Raises the same."""
-        return await offload.run(self.decode, ids, skip_special_tokens, cost=offload.DETOKENIZE * len(ids))
+        return await offload.run(self.decode, ids, skip_special_tokens, cost=offload.CHARACTER * len(ids))
 
     async def count_async(
         self, text: str | Sequence[str], add_special_tokens: bool = False, *, refusable: bool = True
@@ -325,7 +325,7 @@ def _max_length(value: Any) -> int | None:
 
 def tokenizing_cost(texts: Iterable[str]) -> float:
     """Return about how many microseconds it takes to tokenize *texts*."""
-    return sum(offload.TEXT + offload.TOKENIZE * len(text) for text in texts)
+    return sum(offload.ITEM + offload.CHARACTER * len(text) for text in texts)
 
 
 async def count_pieces(tokenizer: Tokenizer, pieces: Sequence[str], dropped: int = 0) -> int:

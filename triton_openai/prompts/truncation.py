@@ -77,7 +77,7 @@ async def cut_encoded(tokenizer: Tokenizer, text: str, truncation: Truncation) -
         return cut_ids(ids, truncation)
 
     text = await tokenizer.part_async(text, truncation.tokens, truncation.side)
-    return await offload.run(cut, cost=offload.TOKENIZE * len(text), refusable=True)
+    return await offload.run(cut, cost=offload.CHARACTER * len(text), refusable=True)
 
 
 async def cut_text(tokenizer: Tokenizer, text: str, truncation: Truncation, *, special: bool) -> str:
@@ -87,7 +87,7 @@ async def cut_text(tokenizer: Tokenizer, text: str, truncation: Truncation, *, s
     Raises :class:`InvalidRequest` if nothing is left.
     """
     text = await tokenizer.part_async(text, truncation.tokens, truncation.side)
-    cost = offload.TOKEN_PLACES * len(text)
+    cost = 3 * offload.CHARACTER * len(text)
     return await offload.run(_cut, tokenizer, text, truncation, special, cost=cost, refusable=True)
 
 

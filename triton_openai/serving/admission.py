@@ -19,6 +19,7 @@ from triton_openai.config.tree import ServerSettings
 from triton_openai.config.worker import Worker
 from triton_openai.draining import Draining, ModelDraining
 from triton_openai.errors import ModelUnloading, ServiceOverloaded
+from triton_openai.shares import SHARING_KEY, may_take
 from triton_openai.telemetry.request_record import Observer, RequestRecord
 
 # Event loop lag in seconds, five times in a row, above which the process refuses new requests.
@@ -54,8 +55,8 @@ class Admission:
         self._observer = observer or Observer()
         #: The tasks of the requests that run in this process, by model.
         self.running = self._model_draining.running
-        #: The waiting requests, in the order in which they came: each with its model and its task.
-        self.queue: OrderedDict[asyncio.Future[None], tuple[str, _Task]] = OrderedDict()
+        #: The waiting requests, in the order in which they came: each with its model, its task and its key.
+        self.queue: OrderedDict[asyncio.Future[None], tuple[str, _Task, str | None]] = OrderedDict()
         # The lines of batches that run, with their models.
         self._lines: dict[_Task, str] = {}
         self.replace(settings)
@@ -105,7 +106,7 @@ class Admission:
         live = len(self.running.get(model, ())) - own
         limit = min(self._model_limit, self._capacity(model))
         free = min(limit - live, self._limit - (self._total() - own))
-        waits = any(waiting_for == model for waiting_for, _ in self.queue.values())
+        waits = any(waiting_for == model for waiting_for, _, _ in self.queue.values())
         room = lines < min(share * free, free - (live > 0)) and lines + 1 <= max(1, share * limit)
         return room and not waits and self._lag() <= _MAX_LOOP_LAG
 
@@ -114,9 +115,15 @@ class Admission:
         self._model_draining.check(model)
         if self._lag() > _MAX_LOOP_LAG:
             raise ServiceOverloaded("The service is overloaded.", retry_after=1)
-        if len(self.queue) >= self._queue_limit and (self._total() >= self._limit or not self._has_room(model)):
+        if self._total() < self._limit and self._has_room(model):
+            return
+        key = SHARING_KEY.get()
+        own = sum(waiting == key for _, _, waiting in self.queue.values())
+        free = self._queue_limit - len(self.queue)
+        if not may_take(1, own=own, free=free):
+            whose = "Too many requests" if free <= 0 else "Too many requests of this key"
             raise ServiceOverloaded(
-                "Too many requests are running and waiting already.", retry_after=self._settings.queue_timeout
+                f"{whose} are running and waiting already.", retry_after=self._settings.queue_timeout
             )
 
     def leave(self, model: str, task: _Task) -> None:
@@ -128,7 +135,7 @@ class Admission:
     async def _wait(self, model: str, task: _Task, record: RequestRecord, patience: float | None) -> None:
         seconds = min(self._settings.queue_timeout, math.inf if patience is None else patience)
         turn = asyncio.get_running_loop().create_future()
-        self.queue[turn] = model, task
+        self.queue[turn] = model, task, SHARING_KEY.get()
         stage = record.stage("wait in queue")
         self._observer.queued(record)
         try:
@@ -150,17 +157,17 @@ class Admission:
 
     def reject_queued(self, model: str) -> None:
         """Refuse the requests that wait here for *model*, which is being unloaded."""
-        for turn, (waiting_for, _) in self.queue.items():
+        for turn, (waiting_for, _, _) in self.queue.items():
             if waiting_for == model and not turn.done():
                 turn.set_exception(ModelUnloading(model))
 
     def admit(self) -> None:
         """Admit waiting requests that have room, longest wait first."""
         while self.queue and self._total() < self._limit:
-            turn = next((one for one, (model, _) in self.queue.items() if self._has_room(model)), None)
+            turn = next((one for one, (model, _, _) in self.queue.items() if self._has_room(model)), None)
             if turn is None:
                 return
-            model, task = self.queue.pop(turn)
+            model, task, _ = self.queue.pop(turn)
             # One that has given up may not have left the queue yet.
             if not turn.done():
                 # Counted now and not when it wakes up, so that no other request takes the place.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from email.utils import formatdate
@@ -19,6 +20,9 @@ from triton_openai.telemetry.request_record import Observer, RequestRecord
 
 # Longest single header, or request line. A request may have 128 headers.
 _MAX_HEADER_SIZE = 16 * 1024
+# How long the rest of a refused body is read, and how long a client may pause meanwhile.
+_MAX_REST_SECONDS = 30.0
+_MAX_PAUSE_SECONDS = 1.0
 
 
 class Connection(web.RequestHandler):
@@ -35,9 +39,8 @@ class Connection(web.RequestHandler):
             max_line_size=_MAX_HEADER_SIZE,
             # Only a request that is authorized may cost more than its bytes.
             auto_decompress=False,
-            # The rest of a refused body is read for a second. A connection that is closed while something is unread is
-            # reset, and then its client may never see the answer (RFC 9112, section 9.6).
-            lingering_time=1.0,
+            # The rest of a refused body is read by finish_response, for as long as the client sends.
+            lingering_time=0.0,
         )
         self._header_timeout, self._observer = limits.header_timeout, observer
         # When the first byte of a head came that is not complete.
@@ -101,9 +104,12 @@ class Connection(web.RequestHandler):
         if self.closes or self._unread is not None:
             resp.force_close()
         try:
-            return await super().finish_response(request, resp, start_time)
+            finished = await super().finish_response(request, resp, start_time)
         finally:
             self._answering = False
+        if self._unread is not None:
+            await _read_rest(self._unread)
+        return finished
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
@@ -123,7 +129,8 @@ class Connection(web.RequestHandler):
                 error = HeadersTooLarge(
                     f"The request line or a header is too long, or it has more than {self.max_headers} headers."
                 )
-            record = RequestRecord(request_id=request_id, method="", path="")
+            # What is not HTTP has no headers that say more.
+            record = RequestRecord(request_id=request_id, method="", path="", client=request.remote)
             record.status, record.error, record.ended = error.status, error, time.monotonic()
             self._observer.started(record)
             self._observer.ended(record)
@@ -151,6 +158,21 @@ class Connection(web.RequestHandler):
         """Close the connection, unless a request has begun."""
         if not self._answering and self._head_began is None:
             self.force_close()
+
+
+async def _read_rest(body: StreamReader) -> None:
+    """
+    Read what a client still sends of a *body* that was refused, and drop it.
+
+    A connection that is closed while something is unread is reset, and then its client may never see the answer (RFC
+    9112, section 9.6). Many clients, such as Python's http.client, send all of a body before they read.
+    """
+    loop = asyncio.get_running_loop()
+    end = loop.time() + _MAX_REST_SECONDS
+    with contextlib.suppress(TimeoutError, web.RequestPayloadError):
+        while not body.is_eof():
+            async with asyncio.timeout(min(_MAX_PAUSE_SECONDS, end - loop.time())):
+                await body.readany()
 
 
 class WholeResponse(web.Response):

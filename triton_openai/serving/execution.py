@@ -44,7 +44,7 @@ class Executor:
         *record* describes the call; both functions set its status. *reservation* returns what is closed at the end.
         Work that is cancelled because its caller has left raises ``CancelledError`` or ``ConnectionError``.
         """
-        task = self.draining.enter()
+        task = self.draining.enter(record)
         self.observer.started(record)
         # The task of a call, and with it the context, is its own.
         LOG_FIELDS.set(record.log_fields)

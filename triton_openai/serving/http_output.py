@@ -20,7 +20,8 @@ from triton_openai.answer.run import Run
 from triton_openai.draining import Draining
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
-from triton_openai.operations import STREAMED, EventSource, Renderer, Streamed
+from triton_openai.json_lines import escape_line_breaks
+from triton_openai.operations import STREAMED, Renderer, Streamed
 from triton_openai.serving.connections import WholeResponse
 from triton_openai.tasks import cancel
 from triton_openai.telemetry.logging import warn
@@ -186,6 +187,7 @@ class EventStream:
             # The task sees that the client has disconnected.
             self._group.wake()
             return
+        events = escape_line_breaks(events)
         if self._chunked:
             size = len(events)
             events = b"".join((_SIZES[size] if size < 1024 else b"%x\r\n" % size, events, b"\r\n"))
@@ -202,6 +204,7 @@ class EventStream:
         if transport is None or transport.is_closing():
             raise ConnectionResetError("The client has left.")
         self.complete = True
+        events = escape_line_breaks(events)
         if broken:
             await self._send_head()
             self._write(events)
@@ -269,22 +272,24 @@ class HttpOutput:
         sender = _PartStream(self._request, parts, media_type, None if media_type else self._error_event)
         return self._send(sender, timeout)
 
-    async def send_events(self, source: EventSource) -> Streamed:
+    async def send_events(
+        self, following: Callable[[float], Awaitable[bytes | None]], stop: Callable[[ServiceError], None]
+    ) -> Streamed:
         response = web.StreamResponse(headers=_HEADERS)
         self.response = response
         await response.prepare(self._request)
         while True:
             try:
-                events = await source.next(self._heartbeat)
+                events = await following(self._heartbeat)
                 if events is None:
                     break
                 # An event would have a number of its own.
-                await response.write(events or self._comment)
+                await response.write(escape_line_breaks(events) or self._comment)
             except asyncio.CancelledError:
                 reason = self._draining.reason()
                 if reason is None:
                     raise
-                source.stop(reason)
+                stop(reason)
         await response.write_eof()
         return STREAMED
 
@@ -370,7 +375,7 @@ class _PartStream:
             else:
                 response.force_close()
             await response.prepare(self._request)
-        await response.write(part)
+        await response.write(part if self._error_event is None else escape_line_breaks(part))
 
     async def fail(self, error: ServiceError) -> None:
         """Send *error* as the last event, if there are events, and break the body off."""
@@ -378,7 +383,7 @@ class _PartStream:
         self.response.broken = self._chunked
         self.response.force_close()
         if self._error_event is not None:
-            await self.response.write(self._error_event(error))
+            await self.response.write(escape_line_breaks(self._error_event(error)))
 
 
 async def _with_comments(

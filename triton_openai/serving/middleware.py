@@ -19,11 +19,13 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from triton_openai.access.authorizer import AUTHORIZER
+from triton_openai.access.browsers import BROWSER_GUARD
 from triton_openai.access.cors import CORS
 from triton_openai.access.keys import COUNTED, KEY, NO_KEY, ROUTE_GROUPS, ApiKey
 from triton_openai.access.rate_limits import RESERVATION
 from triton_openai.draining import DRAINING
 from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, ServiceError
+from triton_openai.serving.client_address import CLIENT_ADDRESSES
 from triton_openai.serving.execution import Executor
 from triton_openai.telemetry.exposition import EXPOSITION
 from triton_openai.telemetry.logging import warn
@@ -48,24 +50,34 @@ def add_middleware(app: web.Application, *, reports_load: bool) -> None:
 
 def _middleware(app: web.Application) -> Middleware:
     executor, authorizer, cors, groups = app[EXECUTOR], app[AUTHORIZER], app[CORS], app[ROUTE_GROUPS]
+    addresses, guard = app[CLIENT_ADDRESSES], app[BROWSER_GUARD]
     draining = executor.draining
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         record = request[RECORD] = RequestRecord(
-            request_id=request_id(request.headers), method=request.method, path=request.path, request=request
+            request_id=request_id(request.headers),
+            method=request.method,
+            path=request.path,
+            request=request,
+            client=addresses.address_of(request),
         )
 
         async def work() -> web.StreamResponse:
             draining.check()
+            # None when there is no such path or method.
+            group = groups.get(request.match_info.route)
+            # Load balancers ask for the health by names of their own.
+            if group != "health" and authorizer.is_open(group):
+                guard.check(request)
             response: web.StreamResponse | None = cors.preflight(request)
             if response is None:
-                # None when there is no such path or method.
-                group = groups.get(request.match_info.route)
                 key = authorizer.authenticate(request.headers, group)
                 request[KEY] = key or NO_KEY
+                authorizer.share(key)
                 if key is not None:
                     record.key = key.name
+                    record.key_digest = key.digest
                     if key.limit.any and group in COUNTED and request.method == "POST":
                         await reserve(key)
                 try:

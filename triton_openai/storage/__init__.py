@@ -1,5 +1,5 @@
 """
-Storage: entries with rows, in memory, SQLite, PostgreSQL or Redis; files and batches in SQLite or PostgreSQL.
+Storage: entries with rows, in memory, SQLite or PostgreSQL; files and batches in SQLite or PostgreSQL.
 
 All SQL is here.
 """
@@ -18,8 +18,10 @@ from triton_openai.storage.batch_store import BatchStore, lacking
 from triton_openai.storage.sqlite import SqliteDatabase, SqliteStore
 from triton_openai.storage.store import Store
 
-#: The stores by the schemes of their URLs, PostgreSQL and Redis as well as those of other packages.
+#: The stores by the schemes of their URLs, PostgreSQL as well as those of other packages.
 ENTRY_POINT_GROUP = "triton_openai.stores"
+#: The schemes of the store in Redis, which earlier releases had.
+_REDIS = frozenset(("redis", "rediss", "unix"))
 
 
 def open_store(settings: ResponsesSettings) -> Store | None:
@@ -32,6 +34,11 @@ def open_store(settings: ResponsesSettings) -> Store | None:
     if kind == "sqlite":
         return SqliteStore(Path(rest or state_folder() / "responses.sqlite"), settings, or_memory=not rest)
     points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if kind in _REDIS and kind not in points:
+        raise ConfigurationError(
+            f"--responses-store: '{kind}' is not supported any more: responses are no longer kept in Redis. "
+            "Use sqlite:PATH for one machine, or postgresql://... for several replicas."
+        )
     if kind not in points:
         known = ", ".join(("none", "memory", "sqlite", *sorted(points)))
         raise ConfigurationError(f"--responses-store: there is no store '{kind}'. Known stores: {known}.")

@@ -21,8 +21,9 @@ from triton_openai import errors
 from triton_openai.storage.sql import Database, Steps, missing, operation
 
 _T = TypeVar("_T")
-# Longest time for one operation, in seconds: to insert or to drop many lines takes a while.
-_TIMEOUT = 30.0
+# Longest time for one operation, in seconds, and for one that inserts, changes or drops many lines.
+_TIMEOUT = 5.0
+_LONG_TIMEOUT = 30.0
 #: The states of a line. One that waits or runs when its batch has ended never ran.
 WAITING, RUNNING, SUCCEEDED, FAILED = range(4)
 
@@ -44,10 +45,28 @@ MIGRATIONS: Sequence[Sequence[str]] = (
         "CREATE INDEX line_running ON line (batch, number) WHERE state = 1",
     ),
     ("CREATE TABLE place (number INTEGER PRIMARY KEY, id TEXT NOT NULL)",),
+    (
+        # `running` is 1 while the line runs. `attempts`, which had another meaning, are process deaths from now on.
+        "ALTER TABLE line ADD COLUMN running INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE line ADD COLUMN max_group INTEGER NOT NULL DEFAULT 0",
+        "UPDATE line SET attempts = 0",
+        "ALTER TABLE line ADD COLUMN triton_deaths INTEGER NOT NULL DEFAULT 0",
+        # The process that runs quarantined lines.
+        "CREATE TABLE quarantine (number INTEGER PRIMARY KEY, holder TEXT NOT NULL, until DOUBLE PRECISION NOT NULL)",
+    ),
 )
+# What ran when something ended runs again in groups of this part of it.
+_GROUP_DIVISOR = 8
 
 
 lacking = partial(missing, "batches", MIGRATIONS)
+#: The columns of each table that the statements use.
+TABLES: Mapping[str, str] = {
+    "file": "id, owner, purpose, filename, bytes, created, expires, state",
+    "batch": "id, owner, kind, input, open, created, holder, generation, until, detail",
+    "line": "batch, number, place, length, model, prefix, state, attempts, part, part_place, part_length",
+    "place": "number, id",
+}
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +134,8 @@ class Batch(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None = None
     #: The ``traceparent`` of the request that made it, if that was traced.
     trace: str = ""
+    #: By restricted group: what shows that the request that made it was allowed to use the group.
+    opened: dict[str, str] = {}
     #: Seconds that its files are kept; ``None`` for the usual time.
     output_seconds: int | None = None
     #: That of all lines, if they have the same.
@@ -125,6 +146,8 @@ class Batch(msgspec.Struct, kw_only=True):
     total: int = 0
     succeeded: int = 0
     failed: int = 0
+    #: Lines that were answered although a process or a Triton had ended while they ran alone: they do not end it.
+    exonerated: int = 0
     usage: BatchUsage = msgspec.field(default_factory=BatchUsage)
     generation: int = 0
 
@@ -147,7 +170,23 @@ class Line(NamedTuple):
     length: int
     model: str
     prefix: int
-    attempts: int = 0
+    #: How often a process of the service ended while the line ran alone.
+    process_deaths: int = 0
+    #: How often a Triton did.
+    triton_deaths: int = 0
+    #: The number of lines that may run at a time when this one does; 0 for any number. A line that ran when a process
+    #: or a Triton ended is quarantined: it has such a limit.
+    max_group: int = 0
+
+    @property
+    def deaths(self) -> int:
+        """How often something ended while the line ran alone."""
+        return self.process_deaths + self.triton_deaths
+
+
+def next_group(size: int) -> int:
+    """Return the largest group in which lines may run that ran in a group of *size* when something ended."""
+    return max(1, size // _GROUP_DIVISOR)
 
 
 class Done(NamedTuple):
@@ -158,6 +197,8 @@ class Done(NamedTuple):
     place: int
     length: int
     usage: BatchUsage
+    #: Whether it was answered although something had ended while it ran alone.
+    exonerated: bool = False
 
 
 class Result(NamedTuple):
@@ -200,9 +241,16 @@ class BatchStore:
         """Disconnect."""
         await self._database.close()
 
-    async def _run(self, steps: Steps[_T], *, write: bool = False) -> _T:
+    async def verify(self) -> None:
+        """Raise :class:`ConfigurationError` for a database that this release cannot use."""
         try:
-            return await self._database.run(steps, timeout=_TIMEOUT, write=write)
+            await self._database.verify(TABLES, timeout=_TIMEOUT)
+        except (OSError, sqlite3.Error) as error:
+            raise failed_write(error) from error
+
+    async def _run(self, steps: Steps[_T], *, write: bool = False, long: bool = False) -> _T:
+        try:
+            return await self._database.run(steps, timeout=_LONG_TIMEOUT if long else _TIMEOUT, write=write)
         except (OSError, sqlite3.Error) as error:
             raise failed_write(error) from error
 
@@ -221,13 +269,18 @@ class BatchStore:
         """
         Add a *file* that is to be written, unless its owner's files would have more than *most* bytes with it.
 
-        Returns whether it was added.
+        It counts until it expires, unless :meth:`renew_upload` is called before. Returns whether it was added.
         """
         yield (_ALONE,)
         if (yield from _kept(file.owner)) + file.bytes > most:
             return False
         yield from _insert_file(file)
         return True
+
+    @operation(write=True)
+    def renew_upload(self, file_id: str, until: float) -> Steps[None]:
+        """Let a file that is still being written count *until* a time; nothing happens if it is not."""
+        yield "UPDATE file SET expires = $2 WHERE id = $1 AND state = 'uploading'", file_id, until
 
     @operation(write=True)
     def written(self, file: StoredFile) -> Steps[None]:
@@ -266,7 +319,7 @@ class BatchStore:
 
     @operation()
     def expired(self, *, uploads_before: float) -> Steps[Sequence[str]]:
-        """Return the files that have expired, and uploads that began before a time and never ended."""
+        """Return files and uploads that have expired, and uploads that began before a time and never ended."""
         files = yield (
             "SELECT id FROM file WHERE (expires < $1 OR (state = 'uploading' AND created < $2))"
             " AND id NOT IN (SELECT input FROM batch WHERE open = 1)",
@@ -274,7 +327,7 @@ class BatchStore:
         )
         return [row[0] for row in files]
 
-    @operation(write=True)
+    @operation(write=True, long=True)
     def drop(self, files: Sequence[str], *, batches_before: float = 0.0) -> Steps[None]:
         """Drop *files*, whose contents are gone, and batches that were made before a time, and have ended."""
         yield "DELETE FROM file WHERE id IN EACH($1)", json.dumps(files)
@@ -351,13 +404,16 @@ class BatchStore:
         """Drop a batch that has ended."""
         yield "DELETE FROM batch WHERE id = $1 AND open = 0", batch_id
 
-    @operation(write=True)
-    def claim(self, holder: str, seconds: float, *, full: Collection[str] = ()) -> Steps[Batch | None]:
+    @operation(write=True, long=True)
+    def claim(
+        self, holder: str, seconds: float, *, max_running: int, full: Collection[str] = ()
+    ) -> Steps[Batch | None]:
         """
         Give *holder* the lease of a batch that nobody runs, for *seconds*; ``None`` if there is none.
 
         Owners of whom less runs come first, then older batches; those in *full* have to wait. Lines that ran when the
-        last holder was lost wait again, with an attempt counted.
+        last holder was lost wait again, quarantined. A death is counted for one that ran alone. Of a model,
+        *max_running* lines run at a time: others among them had an answer that was not kept yet.
         """
         found = yield (
             "SELECT b.id FROM batch b LEFT JOIN (SELECT owner, COUNT(*) AS number FROM batch WHERE open = 1"
@@ -374,6 +430,12 @@ class BatchStore:
             *(found[0][0], holder, seconds),
         )
         batch = _batch(claimed[0])
+        ran = yield "SELECT COUNT(*) FROM line WHERE batch = $1 AND state = 1 AND running = 1", batch.id
+        yield (
+            "UPDATE line SET running = 0, max_group = $2, attempts = attempts + CASE WHEN max_group = 1 THEN 1 ELSE 0"
+            " END WHERE batch = $1 AND state = 1 AND running = 1",
+            *(batch.id, next_group(min(ran[0][0], max_running))),
+        )
         yield "UPDATE line SET state = 0 WHERE batch = $1 AND state = 1", batch.id
         return batch
 
@@ -387,6 +449,7 @@ class BatchStore:
     def renew(self, holder: str, seconds: float) -> Steps[None]:
         """Let the leases of *holder* last *seconds* from now."""
         yield "UPDATE batch SET until = CLOCK() + $2 WHERE open = 1 AND holder = $1", holder, seconds
+        yield "UPDATE quarantine SET until = CLOCK() + $2 WHERE holder = $1 AND until >= CLOCK()", holder, seconds
 
     @operation()
     def holders(self) -> Steps[Collection[str]]:
@@ -398,25 +461,44 @@ class BatchStore:
     def bury(self, holder: str) -> Steps[None]:
         """End all leases of *holder*, who has died."""
         yield "UPDATE batch SET until = 0 WHERE open = 1 AND holder = $1", holder
+        yield "UPDATE quarantine SET until = 0 WHERE holder = $1", holder
 
     @operation(write=True)
+    def enter_quarantine(self, holder: str, seconds: float) -> Steps[bool]:
+        """
+        Give *holder* the lease to run quarantined lines, for *seconds*; return whether it has it.
+
+        One process has it at a time: lines that run alone in two processes could ask the same Triton.
+        """
+        entered = yield (
+            "INSERT INTO quarantine (number, holder, until) VALUES (1, $1, CLOCK() + $2) ON CONFLICT (number) DO UPDATE"
+            " SET holder = $1, until = CLOCK() + $2 WHERE quarantine.until < CLOCK() OR quarantine.holder = $1"
+            " RETURNING holder",
+            *(holder, seconds),
+        )
+        return bool(entered)
+
+    @operation(write=True)
+    def leave_quarantine(self, holder: str) -> Steps[None]:
+        """End that lease of *holder*."""
+        yield "UPDATE quarantine SET until = 0 WHERE holder = $1", holder
+
+    @operation(write=True, long=True)
     def release(self, batch: Batch) -> Steps[None]:
-        """End the lease of *batch*; lines that still run wait again, without an attempt counted."""
+        """End the lease of *batch*; lines that still run wait again."""
         yield from _locked(batch.id, batch.generation)
-        # Of those that wait for another attempt it was not counted.
-        attempts = "CASE WHEN attempts > 0 THEN attempts - 1 ELSE 0 END"
-        yield f"UPDATE line SET state = 0, attempts = {attempts} WHERE batch = $1 AND state = 1", batch.id
+        yield "UPDATE line SET state = 0, running = 0 WHERE batch = $1 AND state = 1", batch.id
         yield "UPDATE batch SET until = 0, holder = '' WHERE id = $1", batch.id
 
     # Lines
 
-    @operation(write=True)
+    @operation(write=True, long=True)
     def clear_lines(self, batch: Batch) -> Steps[None]:
         """Drop all lines of *batch*."""
         yield from _locked(batch.id, batch.generation)
         yield "DELETE FROM line WHERE batch = $1", batch.id
 
-    @operation(write=True)
+    @operation(write=True, long=True)
     def add_lines(self, batch: Batch, lines: Sequence[Line]) -> Steps[None]:
         """Add lines that wait."""
         yield from _locked(batch.id, batch.generation)
@@ -437,29 +519,39 @@ class BatchStore:
     @operation()
     def _lines(self, batch: Batch, condition: str, after: int, limit: int) -> Steps[Sequence[Line]]:
         found = yield (
-            f"SELECT number, place, length, model, prefix, attempts FROM line WHERE batch = $1 AND {condition}"
-            " AND number > $2 ORDER BY number LIMIT $3",
+            "SELECT number, place, length, model, prefix, attempts, triton_deaths, max_group FROM line"
+            f" WHERE batch = $1 AND {condition} AND number > $2 ORDER BY number LIMIT $3",
             *(batch.id, after, limit),
         )
         return [Line(*row) for row in found]
 
     async def begin(self, batch: Batch, lines: Collection[int]) -> None:
-        """Note that *lines* run from now on: an attempt is counted, which stays if the process dies."""
-        await self._count(batch, lines, 1)
+        """Note that *lines* run from now on: they are quarantined if the process dies."""
+        await self._set_running(batch, lines, 1)
 
     async def stopped(self, batch: Batch, lines: Collection[int]) -> None:
         """Note that *lines* have no result yet, and do not run: if the process dies, they are not to blame."""
-        await self._count(batch, lines, -1)
+        await self._set_running(batch, lines, 0)
 
-    @operation(write=True)
-    def _count(self, batch: Batch, lines: Collection[int], attempts: int) -> Steps[None]:
+    @operation(write=True, long=True)
+    def _set_running(self, batch: Batch, lines: Collection[int], running: int) -> Steps[None]:
         yield from _locked(batch.id, batch.generation)
         yield (
-            "UPDATE line SET state = 1, attempts = attempts + $3 WHERE batch = $1 AND number = $2 AND state < 2",
-            [(batch.id, number, attempts) for number in lines],
+            "UPDATE line SET state = 1, running = $3 WHERE batch = $1 AND number = $2 AND state < 2",
+            [(batch.id, number, running) for number in lines],
         )
 
     @operation(write=True)
+    def quarantine(self, batch: Batch, lines: Collection[Line]) -> Steps[None]:
+        """Note that *lines* do not run, their deaths, and their largest groups: their Triton ended while they ran."""
+        yield from _locked(batch.id, batch.generation)
+        yield (
+            "UPDATE line SET state = 1, running = 0, triton_deaths = $3, max_group = $4 WHERE batch = $1"
+            " AND number = $2 AND state < 2",
+            [(batch.id, line.number, line.triton_deaths, line.max_group) for line in lines],
+        )
+
+    @operation(write=True, long=True)
     def end(self, batch: Batch, done: Sequence[Done]) -> Steps[Batch]:
         """Note that lines are *done*, once if it is called again; return the batch with its new counts."""
         found = yield from _locked(batch.id, batch.generation)
@@ -474,6 +566,7 @@ class BatchStore:
             found.usage.add(one.usage)
         found.succeeded += sum(one.state == SUCCEEDED for one in new)
         found.failed += sum(one.state == FAILED for one in new)
+        found.exonerated += sum(one.exonerated for one in new)
         yield from _replace(found)
         return found
 
@@ -487,7 +580,7 @@ class BatchStore:
         )
         return [Result(*row) for row in found]
 
-    @operation(write=True)
+    @operation(write=True, long=True)
     def finish(self, batch: Batch, files: Sequence[StoredFile], change: Callable[[Batch], None]) -> Steps[Batch]:
         """End *batch* with its *files* by a *change*, and drop its lines, all or nothing; return it."""
         found = yield from _locked(batch.id, batch.generation)
@@ -501,11 +594,16 @@ class BatchStore:
 
 
 def _kept(owner: str) -> Steps[int]:
-    """Return the bytes that count for *owner*: of files, but for those that are being deleted, and of batches."""
+    """
+    Return the bytes that count for *owner*: of files and of batches.
+
+    Files that are being deleted do not count, nor do uploads that nobody renews: their process has ended.
+    """
     found = yield (
-        f"SELECT (SELECT COALESCE(SUM(bytes + {ROW_SIZE}), 0) FROM file WHERE owner = $1 AND COALESCE(expires, 1) > 0)"
+        f"SELECT (SELECT COALESCE(SUM(bytes + {ROW_SIZE}), 0) FROM file WHERE owner = $1 AND COALESCE(expires, 1) > 0"
+        " AND (state <> 'uploading' OR expires IS NULL OR expires > $2))"
         f" + {ROW_SIZE} * (SELECT COUNT(*) FROM batch WHERE owner = $1)",
-        owner,
+        *(owner, time.time()),
     )
     return int(found[0][0])
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any, TypeVar
 
 import asyncpg
 
 from triton_openai.config.tree import ResponsesSettings
-from triton_openai.storage.sql import SqlStore, Steps, pending, translated
+from triton_openai.storage.sql import SqlStore, Steps, damaged_error, pending, translated
 from triton_openai.tasks import within
 
 _T = TypeVar("_T")
+# Connections of a process to one database.
+_MAX_CONNECTIONS = 4
 # After these seconds the server ends a transaction whose client is silent, such as a process that is frozen: others
 # wait for the rows that it has locked.
 _SILENT_SECONDS = 15
@@ -25,9 +27,28 @@ _DIALECT = (
 )
 
 
+# How a pooler in transaction mode, such as PgBouncer, shows that it keeps neither settings nor prepared statements.
+_POOLER_ERRORS = (
+    asyncpg.ProtocolViolationError,
+    asyncpg.DuplicatePreparedStatementError,
+    asyncpg.InvalidSQLStatementNameError,
+)
+_DAMAGES = (
+    asyncpg.UndefinedTableError,
+    asyncpg.UndefinedColumnError,
+    asyncpg.InsufficientPrivilegeError,
+    asyncpg.DataCorruptedError,
+    asyncpg.IndexCorruptedError,
+)
+
+
+class _Pooled(Exception):
+    """A pooler has dropped the settings of the session."""
+
+
 class PostgresDatabase:
     """
-    The database of *url*, which several machines may share.
+    The database of *url*, which several machines may share. A pooler in transaction mode may stand between.
 
     *lacking* returns the migrations that a schema of some version lacks. The tables are in the *namespace*, which
     PostgreSQL calls a schema too; without one, in that of the user.
@@ -41,16 +62,33 @@ class PostgresDatabase:
         self._namespace = namespace
         self._connecting = asyncio.Lock()
         self._pool: Any = None
+        # What each transaction has to set, where a pooler between keeps no settings of sessions; else empty.
+        self._pooled_settings = ""
 
-    async def _connect(self, timeout: float) -> Any:
+    async def _connect(self) -> Any:
+        """Return a pool of connections to a database that has all tables."""
         options = {"idle_in_transaction_session_timeout": f"{_SILENT_SECONDS}s"}
         if self._namespace is not None:
             options["search_path"] = self._namespace
-        pool = await asyncpg.create_pool(
-            self._url, min_size=0, max_size=4, command_timeout=timeout, server_settings=options
-        )
         try:
-            async with pool.acquire() as connection, connection.transaction():
+            return await self._open(server_settings=options)
+        except (_Pooled, *_POOLER_ERRORS) as error:
+            # The words of PgBouncer.
+            refused = "unsupported startup parameter" in str(error)
+            if isinstance(error, asyncpg.ProtocolViolationError) and not refused:
+                raise
+        # What a session has set, or prepared, is gone or another client's after the transaction.
+        self._pooled_settings = ";".join(f"SET LOCAL {name} = '{value}'" for name, value in options.items())
+        return await self._open(statement_cache_size=0)
+
+    async def _open(self, **options: Any) -> Any:
+        """Return a pool as :meth:`_connect` does. Raises :class:`_Pooled` if a pooler drops the settings."""
+        pool = await asyncpg.create_pool(self._url, min_size=0, max_size=_MAX_CONNECTIONS, **options)
+        try:
+            async with pool.acquire() as connection, self._transaction(connection):
+                setting = "SELECT current_setting('idle_in_transaction_session_timeout')"
+                if await connection.fetchval(setting) != f"{_SILENT_SECONDS}s":
+                    raise _Pooled
                 # One process at a time.
                 await connection.execute("SELECT pg_advisory_xact_lock(7461834517)")
                 there = "SELECT $1::text IS NULL OR EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)"
@@ -78,18 +116,42 @@ class PostgresDatabase:
         try:
             async with within(timeout):
                 async with self._connecting:
-                    self._pool = self._pool or await self._connect(timeout)
+                    self._pool = self._pool or await self._connect()
                 async with self._pool.acquire() as connection:
                     # A server that hangs does not answer to the end of the transaction either.
                     timer = asyncio.get_running_loop().call_later(timeout, connection.terminate)
                     try:
-                        async with connection.transaction() if write else nullcontext():
+                        # Outside a transaction, a pooler may use another session for the next statement.
+                        whole = self._transaction(connection) if write or self._pooled_settings else nullcontext()
+                        async with whole:
                             return await _execute(connection, steps)
                     finally:
                         timer.cancel()
         except (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError) as error:
             full = isinstance(error, asyncpg.DiskFullError)
             raise OSError(errno.ENOSPC if full else errno.EIO, f"{type(error).__name__}: {error}") from error
+
+    @asynccontextmanager
+    async def _transaction(self, connection: Any) -> AsyncIterator[None]:
+        async with connection.transaction():
+            if self._pooled_settings:
+                await connection.execute(self._pooled_settings)
+            yield
+
+    async def verify(self, tables: Mapping[str, str], *, timeout: float) -> None:
+        """See :class:`triton_openai.storage.sql.Database`."""
+
+        def look() -> Steps[None]:
+            for table, columns in tables.items():
+                yield (f"SELECT {columns} FROM {table} LIMIT 1",)
+
+        try:
+            await self.run(look(), timeout=timeout)
+        except OSError as error:
+            if isinstance(error.__cause__, _DAMAGES):
+                # The address may have a password.
+                raise damaged_error("in PostgreSQL", error.__cause__) from error
+            raise
 
     async def close(self) -> None:
         """Close all connections, after what was asked for before."""

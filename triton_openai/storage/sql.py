@@ -70,11 +70,27 @@ def missing(of: str, migrations: Sequence[Sequence[str]], version: int) -> Seque
     Raises :class:`ConfigurationError` for a newer one.
     """
     if version > len(migrations):
-        raise ConfigurationError(f"The store of {of} was made by a newer version of this service.")
+        raise ConfigurationError(
+            f"The store of {of} was made by a newer version of this service: its schema has version {version}, and this"
+            f" release knows {len(migrations)}. Use the newer release, or another database."
+        )
     return list(enumerate(migrations, 1))[version:]
 
 
 pending = partial(missing, "responses", MIGRATIONS)
+#: The columns of each table that the statements use.
+TABLES: Mapping[str, str] = {
+    "triton_openai_entry": "key, owner, parent, version, used, holder, until, size, rows, next, head",
+    "triton_openai_row": "key, list, position, id, data",
+}
+
+
+def damaged_error(what: str, reason: object) -> ConfigurationError:
+    """Return the error for the database *what*, which this service cannot use for this *reason*."""
+    return ConfigurationError(
+        f"The database {what} is damaged, or is not one of this service: {reason}. Restore it from a backup, or name"
+        " another one."
+    )
 
 
 class Database(Protocol):
@@ -82,6 +98,14 @@ class Database(Protocol):
 
     async def run(self, steps: Steps[_T], *, timeout: float, write: bool = False) -> _T:
         """Return the result of *steps*, in a transaction if they *write*."""
+
+    async def verify(self, tables: Mapping[str, str], *, timeout: float) -> None:
+        """
+        Make sure that the database has *tables* with these columns, and is sound as far as that is seen in time.
+
+        Raises :class:`ConfigurationError` if it has not, is damaged, or belongs to a newer release; any other
+        exception if it cannot be asked.
+        """
 
     async def close(self) -> None:
         """Disconnect."""
@@ -115,6 +139,10 @@ class SqlStore(Store):
 
     async def _disconnect(self) -> None:
         await self._database.close()
+
+    async def verify(self) -> None:
+        async with self._operation(inner=True):
+            await self._database.verify(TABLES, timeout=self.timeout)
 
     def _before(self) -> float:
         return time.time() - self._settings.max_age_seconds

@@ -25,6 +25,7 @@ import structlog
 
 from triton_openai.config.tree import ResponsesSettings
 from triton_openai.errors import ServiceError, StoreUnavailable
+from triton_openai.shares import may_take
 from triton_openai.tasks import within
 
 _log = structlog.get_logger(__name__)
@@ -156,6 +157,10 @@ class Store(ABC):
     def available(self) -> bool:
         """Whether the store answers, as far as is known."""
         return self._probing is None
+
+    async def verify(self) -> None:
+        """Raise :class:`ConfigurationError` for a store that this release cannot use; ask whether it answers."""
+        await self._ping()
 
     @abstractmethod
     async def get(self, key: str) -> Entry | None:
@@ -341,7 +346,8 @@ class Store(ABC):
             part = max(own / self._share, whole / self._settings.max_size)
             if part > _SWEEP_PART:
                 self._next_sweep = 0.0
-            if part > _MOST_PART:
+            free = _MOST_PART * self._settings.max_size - self._written.total()
+            if part > _MOST_PART or not may_take(size, own=self._written[owner], free=free):
                 raise _unavailable("more is written than can be dropped, or than may be kept at all")
             self._written[owner] = own
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import msgspec
 import structlog
 
-from triton_openai.errors import ModelNotFound, printable
+from triton_openai.errors import InvalidAnswer, ModelNotFound, printable
 from triton_openai.generation import AnswerState
 from triton_openai.telemetry.metrics import UNKNOWN_FIELDS, Metrics
 from triton_openai.telemetry.request_record import Observer, RequestRecord
@@ -132,6 +132,7 @@ _log = structlog.get_logger("triton_openai.access")
 # Loggers of their own, so that their lines can be sent elsewhere.
 _content_log = structlog.get_logger("triton_openai.content")
 _fields_log = structlog.get_logger("triton_openai.telemetry.unknown_fields")
+_answers_log = structlog.get_logger("triton_openai.telemetry.invalid_answers")
 # Longest part of an unknown model's name that is logged.
 _MAX_NAME_CHARS = 64
 
@@ -145,6 +146,8 @@ class AccessLog(Observer):
         if record.method:
             fields["method"], fields["path"] = record.method, record.path
         fields["status"], fields["seconds"] = record.status, _rounded(record.duration)
+        if record.client is not None:
+            fields["client"] = record.client
         if record.key is not None:
             fields["key"] = record.key
         if record.batch is not None:
@@ -236,6 +239,28 @@ class UnknownFields(Observer):
                 return _OTHER_NAMES
             self._names.add(name)
         return name
+
+
+# Models and problems that are remembered.
+_MAX_PROBLEMS = 1000
+
+
+class InvalidAnswers(Observer):
+    """Warns once for each model and each problem of Triton's answers, which only the operator can mend."""
+
+    def __init__(self) -> None:
+        self._warned: set[tuple[str, str]] = set()
+
+    def ended(self, record: RequestRecord) -> None:
+        """Look at the error of a request."""
+        error = record.error
+        if not isinstance(error, InvalidAnswer):
+            return
+        model = record.model or ""
+        if (model, error.problem) in self._warned or len(self._warned) >= _MAX_PROBLEMS:
+            return
+        self._warned.add((model, error.problem))
+        _answers_log.warning("Triton's answer is invalid", model=model, problem=error.problem, reason=error.reason)
 
 
 def _similar(name: str, body: object) -> dict[str, str]:

@@ -24,9 +24,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 from structlog.dev import plain_traceback
 from structlog.typing import EventDict, FilteringBoundLogger, Processor
 
+from triton_openai.config.terminal import shows_colours
 from triton_openai.config.tree import ServerSettings
 from triton_openai.errors import ServiceError
-from triton_openai.telemetry.streams import BackgroundWriter, background_writer, in_background
+from triton_openai.json_lines import escape_line_breaks
+from triton_openai.telemetry.streams import BackgroundWriter, background_writer, in_background, redirect_native_output
 
 # Fields that could hold a client's text or a credential: their values are not shown.
 _REDACTED = frozenset((
@@ -106,7 +108,7 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
     level = logging.getLevelName(settings.log_level.upper())
     stderr = in_background("stderr")
     render = _json if settings.log_format == "json" else _plain
-    if render is _plain and stderr.isatty():
+    if render is _plain and shows_colours(stderr):
         render = partial(_console, structlog.dev.ConsoleRenderer(exception_formatter=plain_traceback, pad_event_to=0))
     line = partial(_line, {} if worker is None else {"worker": worker}, render)
 
@@ -135,6 +137,16 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+
+
+def log_native_output() -> None:
+    """
+    Log what native libraries print, see :func:`redirect_native_output`. Only for a process that is a service.
+
+    Call it after :func:`configure_logging`.
+    """
+    log = structlog.get_logger(__name__)
+    redirect_native_output(lambda line: log.warning("a native library printed a line", line=line))
 
 
 def count_lost_lines(count: Callable[[int], object]) -> None:
@@ -176,21 +188,22 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 def _json(event: EventDict) -> bytes:
     try:
-        return _encode(event)
+        return escape_line_breaks(_encode(event))
     except UnicodeEncodeError:  # a lone surrogate
         return json.dumps(event, default=str).encode()
 
 
 def _plain(event: EventDict) -> bytes:
-    """Return a line as the console has it, without its colours."""
+    """Return a line as the console has it, without its colours, and without fields that have no value."""
     head = f"{event.pop('timestamp')} [{event.pop('level'):<9}] {event.pop('event')} [{event.pop('logger')}]"
     trace = event.pop("exception", None)
-    line = " ".join([head, *[f"{name}={_shown(str(value))}" for name, value in event.items()]])
+    line = " ".join([head, *[f"{name}={_shown(str(value))}" for name, value in event.items() if value is not None]])
     return (line if trace is None else f"{line}\n{trace}").encode("utf-8", "backslashreplace")
 
 
 def _console(renderer: structlog.dev.ConsoleRenderer, event: EventDict) -> bytes:
-    return str(renderer(None, "", event)).encode("utf-8", "backslashreplace")
+    shown = {name: value for name, value in event.items() if value is not None}
+    return str(renderer(None, "", shown)).encode("utf-8", "backslashreplace")
 
 
 def _shown(text: str) -> str:

@@ -12,25 +12,30 @@ multiprocess mode; the worker that answers a scrape adds them up.
 from __future__ import annotations
 
 import collections
+import json
 import os
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
+import structlog
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from prometheus_client.values import MultiProcessValue
 
 from triton_openai.config.worker import Worker
-from triton_openai.errors import ConfigurationError, ServiceError, UpstreamError
+from triton_openai.errors import ConfigurationError, RateLimited, ServiceError, UpstreamError
 from triton_openai.telemetry.request_record import CLIENT_CLOSED_REQUEST, Observer, RequestRecord
+
+_log = structlog.get_logger(__name__)
 
 #: How a request ended; alerts are built on it.
 Outcome: TypeAlias = Literal["answered", "invalid", "refused", "failed", "cancelled"]
@@ -38,6 +43,8 @@ Outcome: TypeAlias = Literal["answered", "invalid", "refused", "failed", "cancel
 OTHER = "other"
 #: ``gen_ai.provider.name``; the conventions have no name for Triton, and allow others.
 PROVIDER = "triton"
+# Keys with a label of their own, and the one for requests without a key.
+_MAX_KEYS = 101
 
 _DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
@@ -131,6 +138,12 @@ AUDIO_SECONDS = Instrument(
     "triton_openai_audio_seconds_total", (*_MODEL, "direction"),
     "Seconds of audio in requests (input) and in answers (output), as far as they were sent.",
 )  # fmt: skip
+TOOL_CALLS = Instrument(
+    "triton_openai_tool_calls_total", (*_MODEL, "outcome", "repair"),
+    "Calls of tools in answers, by outcome: strict (as the format has it), repaired (repair says what: brackets, "
+    "commas, escapes, literals, name, notation, quotes, tags, types), unknown_tool, cut (its arguments are not whole), "
+    "text (what began like a call and could not be read as one).",
+)  # fmt: skip
 UNKNOWN_FIELDS = Instrument(
     "triton_openai_unknown_fields_total", (*_MODEL, "field"),
     "Requests with an unknown field that was ignored, by its name; 'other' stands for names beyond the first hundred, "
@@ -153,15 +166,34 @@ LOG_LINES_LOST = Instrument(
     "triton_openai_log_lines_lost_total", (),
     "Log lines that could not be written: stderr failed, or was not read fast enough.",
 )  # fmt: skip
+KEY_TOKENS = Instrument(
+    "triton_openai_key_tokens_total", ("key", "type"),
+    "Tokens of prompts (input) and answers (output) by the name of the API key or of the gateway's tenant, batches "
+    "included, where known. Empty for requests without a key; beyond 100 names, 'other' stands for the rest.",
+)  # fmt: skip
+KEY_REFUSALS = Instrument(
+    "triton_openai_key_refusals_total", ("key", "reason"),
+    "Refused requests by key, as above, and by reason: the limit of the key that was reached (requests, tokens, "
+    "audio_seconds), else the error's code.",
+)  # fmt: skip
+TRACES_LOST = Instrument(
+    "triton_openai_traces_lost_total", (),
+    "Requests whose spans were lost: the collector did not take them, or too many waited.",
+)  # fmt: skip
 
+# The name of a Triton is the first label.
 _ENDPOINT = ("endpoint", "model")
+# Room for the series of 64 Tritons with three models each, in either file.
+_ENDPOINT_BYTES = 256 * 1024
+# The place of the labels in the key of a number: JSON of the metric, the sample, the labels and the help text.
+_LABELS = 2
 ENDPOINT_UP = Instrument(
     "triton_openai_endpoint_up", ("endpoint",), "Processes of this service to which one of several Tritons answers."
 )
 ENDPOINT_REQUESTS = Instrument(
     "triton_openai_endpoint_requests_total", (*_ENDPOINT, "outcome"),
     "Requests that one of several Tritons has got, by outcome: answered, failed, cancelled. One that was sent to two "
-    "Tritons counts for both. Beyond 64 names, 'other' stands for the rest.",
+    "Tritons counts for both. 'other' stands for those beyond 64 at a time. The series of a Triton end when it leaves.",
 )  # fmt: skip
 ENDPOINT_RUNNING = Instrument(
     "triton_openai_endpoint_requests_running", _ENDPOINT, "Running requests of a model at one of several Tritons."
@@ -213,6 +245,15 @@ BATCHES_PAUSED = Instrument(
     "Batches that wait because the disk is full or the database fails, at least 1 in each process where it does.",
 )  # fmt: skip
 
+BATCH_MODELS_AWAY = Instrument(
+    "triton_openai_batch_models_away", (),
+    "Models for which lines of batches wait because they are not served or do not answer.",
+)  # fmt: skip
+BATCH_QUARANTINED = Instrument(
+    "triton_openai_batch_quarantined", (),
+    "Lines of batches that wait to run alone because they ran when a process or Triton ended.",
+)  # fmt: skip
+
 # By the event of a fleet of several Tritons.
 _OF_FLEETS = {
     "up": ENDPOINT_UP,
@@ -240,11 +281,12 @@ def share_between_workers(folder: Path, index: int) -> bool:
     files = [folder / f"{kind}_{index}.db" for kind in ("counter", "gauge_livesum", "histogram")]
     replaces = files[0].exists()
     try:
-        mark_process_dead(index, str(folder))
+        forget_worker(folder, index)
         for path in files:
-            with path.open("ab") as file:
-                # Room for some hundred histograms. On a full disk, a write into a sparse file would kill the process.
-                os.posix_fallocate(file.fileno(), 0, 1024 * 1024)
+            # Room for some hundred histograms.
+            _allocate(path, 1024 * 1024)
+        for path in _endpoint_files(folder, index).values():
+            _allocate(path, _ENDPOINT_BYTES)
     except OSError as error:
         raise ConfigurationError(f"Metrics cannot be kept in {folder}: {error.strerror or error}.") from error
     return replaces
@@ -253,6 +295,73 @@ def share_between_workers(folder: Path, index: int) -> bool:
 def forget_worker(folder: Path, index: int) -> None:
     """Drop the gauges of a dead worker; its counters stay. Called by the process that supervises it."""
     mark_process_dead(index, str(folder))
+    mark_process_dead(f"endpoints_{index}", str(folder))
+
+
+def _endpoint_files(folder: Path, index: int) -> Mapping[str, Path]:
+    """Return where worker *index* keeps the series of Tritons, by the kind of metric."""
+    return {
+        "counter": folder / f"counter_endpoints_{index}.db",
+        "gauge": folder / f"gauge_livesum_endpoints_{index}.db",
+    }
+
+
+def _allocate(path: Path, size: int) -> None:
+    """Make a file of *size* bytes at least. On a full disk, a write into a sparse file would kill the process."""
+    with path.open("ab") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+
+
+class _EndpointFile:
+    """The series of Tritons in a file like those of ``prometheus_client``, which drop nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._numbers = MmapedDict(str(path))
+
+    def __del__(self) -> None:
+        self._numbers.close()
+
+    def get(self, key: str) -> float:
+        """Return the number of *key*, 0 for a new one."""
+        return float(self._numbers.read_value(key)[0])
+
+    def set(self, key: str, number: float) -> None:
+        """Set the number of *key*."""
+        self._numbers.write_value(key, number, 0.0)
+
+    def retain(self, endpoints: Collection[str]) -> None:
+        """Drop the series of all Tritons but *endpoints*. Whoever reads the file sees it before or after that."""
+        entries = [(key, value) for key, value, _ in self._numbers.read_all_values()]
+        kept = [entry for entry in entries if json.loads(entry[0])[_LABELS]["endpoint"] in endpoints]
+        if len(kept) == len(entries):
+            return
+        new = self._path.with_suffix(".new")
+        try:
+            new.unlink(missing_ok=True)
+            _allocate(new, _ENDPOINT_BYTES)
+        except OSError as error:
+            _log.warning("series of Tritons that have left stay in the metrics", reason=str(error))
+            return
+        numbers = MmapedDict(str(new))
+        for key, value in kept:
+            numbers.write_value(key, value, 0.0)
+        new.replace(self._path)
+        self._numbers.close()
+        self._numbers = numbers
+
+
+class _EndpointCell(NamedTuple):
+    """One number in a file."""
+
+    file: _EndpointFile
+    key: str
+
+    def get(self) -> float:
+        return self.file.get(self.key)
+
+    def set(self, number: float) -> None:
+        self.file.set(self.key, number)
 
 
 class _Shared(list[float]):
@@ -310,15 +419,23 @@ class Metrics(Observer, Collector):
     """
     The metrics of this process.
 
-    Only names of served models become labels, so a client cannot create series. ``folder`` is where all workers keep
-    their metrics, ``None`` for a single process.
+    Only names of served models and of keys become labels, so a client cannot create series. ``folder`` is where all
+    workers keep their metrics, ``None`` for a single process.
     """
 
     def __init__(self, worker: Worker) -> None:
         self.folder = worker.directory
         replaces = self.folder is not None and share_between_workers(self.folder, worker.index)
         self._cell = None if self.folder is None else MultiProcessValue(lambda: worker.index)
+        # The kinds of repairs that the log has named, with their models
+        self._repairs: set[tuple[str, str]] = set()
         self._made: list[tuple[Instrument, Sequence[str], Series]] = []
+        # The keys that have a label of their own.
+        self._keys = {""}
+        # Those of Tritons, which come and go.
+        self._of_endpoints: dict[tuple[Instrument, Sequence[str]], Series] = {}
+        files = {} if self.folder is None else _endpoint_files(self.folder, worker.index)
+        self._endpoint_files = {kind: _EndpointFile(path) for kind, path in files.items()}
         #: Returns the series of an instrument with these values of its labels.
         self.child = cache(self._make)
         for one in INSTRUMENTS:
@@ -349,7 +466,8 @@ class Metrics(Observer, Collector):
         families: dict[Instrument, Any] = {
             one: _FAMILIES[one.kind](one.name, one.help, labels=one.labels) for one in INSTRUMENTS
         }
-        for one, labels, series in list(self._made):
+        of_endpoints = [(*made, series) for made, series in self._of_endpoints.items()]
+        for one, labels, series in [*self._made, *of_endpoints]:
             *counts, total = series.numbers
             buckets = list(zip(one.bounds, accumulate(counts), strict=True))
             families[one].add_metric(labels, *([buckets] if buckets else ()), total)
@@ -359,10 +477,42 @@ class Metrics(Observer, Collector):
         """Create the gauges of a served name, with 0: an autoscaler must find them before the first request."""
         for gauge in (RUNNING, QUEUED) if alias else (RUNNING, QUEUED, NOT_ANSWERING):
             self.child(gauge, model, adapter)
+        if not alias:
+            self.child(TOOL_CALLS, model, adapter, "strict", "")
 
     def tell(self, event: str, *labels: str, by: int = 1) -> None:
-        """Count what happens among several Tritons."""
-        self.child(_OF_FLEETS[event], *labels).inc(by)
+        """
+        Count what happens among several Tritons.
+
+        The event ``endpoints`` has the labels of all that there are: the series of others are dropped.
+        """
+        if event == "endpoints":
+            self._retain(labels)
+            return
+        instrument = _OF_FLEETS[event]
+        if "endpoint" in instrument.labels:
+            self._endpoint_child(instrument, labels).inc(by)
+        else:
+            self.child(instrument, *labels).inc(by)
+
+    def _endpoint_child(self, instrument: Instrument, labels: Sequence[str]) -> Series:
+        series = self._of_endpoints.get((instrument, labels))
+        if series is None:
+            numbers = [0.0]
+            if self._endpoint_files:
+                name = instrument.name
+                key = mmap_key(name.removesuffix("_total"), name, [*instrument.labels], [*labels], instrument.help)
+                numbers = _Shared([_EndpointCell(self._endpoint_files[instrument.kind], key)])
+            series = self._of_endpoints[instrument, labels] = Series((), numbers)
+        return series
+
+    def _retain(self, endpoints: Collection[str]) -> None:
+        """Drop the series of all Tritons but *endpoints*."""
+        for instrument, labels in list(self._of_endpoints):
+            if labels[0] not in endpoints:
+                del self._of_endpoints[instrument, labels]
+        for file in self._endpoint_files.values():
+            file.retain(endpoints)
 
     def identified(self, record: RequestRecord) -> None:
         self.child(RUNNING, *_model(record)).inc()
@@ -375,6 +525,15 @@ class Metrics(Observer, Collector):
         self.child(QUEUED, *_model(record)).inc(-1)
         self.child(RUNNING, *_model(record)).inc()
 
+    def _key(self, record: RequestRecord) -> str:
+        """Return the label of the key of *record*: tenants of a gateway have names without end."""
+        key = record.key or ""
+        if key not in self._keys:
+            if len(self._keys) >= _MAX_KEYS:
+                return OTHER
+            self._keys.add(key)
+        return key
+
     def ended(self, record: RequestRecord) -> None:
         child, left, error = self.child, record.client_left, record.error
         model, adapter = _model(record)
@@ -385,6 +544,9 @@ class Metrics(Observer, Collector):
         code = "cancelled" if left else "" if error is None else error.code
         if error is not None and not left:
             child(ERRORS, operation, model, adapter, outcome, code).inc()
+            if outcome == "refused":
+                reason = error.kind if isinstance(error, RateLimited) else code
+                child(KEY_REFUSALS, self._key(record), reason).inc()
         if record.operation is None:
             return
         child(RUNNING, model, adapter).inc(-1)
@@ -410,16 +572,27 @@ class Metrics(Observer, Collector):
             if number % record.n == 0:
                 prompt_tokens = (prompt_tokens or 0) + usage.prompt_tokens
             child(TOKENS, model, adapter, "output").inc(usage.completion_tokens)
+            child(KEY_TOKENS, self._key(record), "output").inc(usage.completion_tokens)
             if answer.usage is not None:
                 child(OUTPUT_TOKENS, model, adapter).observe(usage.completion_tokens)
             if answer.first is not None and answer.ended is not None and answer.steps > 1 < usage.completion_tokens:
                 mean = (answer.ended - answer.first) / (usage.completion_tokens - 1)
                 child(PER_TOKEN, operation, PROVIDER, model, adapter).observe(mean)
+        for outcome_of_call, repair in record.tool_calls():
+            self._count_call(model, adapter, outcome_of_call, repair)
         for direction, seconds in record.audio_seconds.items():
             child(AUDIO_SECONDS, model, adapter, direction).inc(seconds)
         if prompt_tokens is not None:
             child(TOKENS, model, adapter, "input").inc(prompt_tokens)
+            child(KEY_TOKENS, self._key(record), "input").inc(prompt_tokens)
             child(INPUT_TOKENS, model, adapter).observe(prompt_tokens)
+
+    def _count_call(self, model: str, adapter: str, outcome: str, repair: str) -> None:
+        """Count a call of a tool; the first repair of each kind is in the log."""
+        self.child(TOOL_CALLS, model, adapter, outcome, repair).inc()
+        if repair and (model, repair) not in self._repairs:
+            self._repairs.add((model, repair))
+            _log.warning("a tool call of the model is repaired", model=model, repair=repair)
 
 
 _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}

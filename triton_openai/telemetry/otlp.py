@@ -42,7 +42,9 @@ from triton_openai.telemetry.tracing import FIRST_TOKEN, SCHEMA_URL, Attributes,
 
 _log = structlog.get_logger(__name__)
 # Of a message: those of as many requests as the SDK exports at once by default.
-_MOST_SPANS = 1024
+_MAX_SPANS = 1024
+# Where the SDK says that its queue is full.
+_QUEUE_LOGGER = "opentelemetry.sdk._shared_internal"
 # More than our spans have, with those of a sampler: the SDK's own limit.
 _MOST_ATTRIBUTES = 128
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -54,8 +56,6 @@ def exporter_class(settings: TracesSettings) -> type[SpanExporter]:
     try:
         protocol = "grpc" if settings.protocol == "grpc" else "http"
         module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter")
-        # The exporter's own takes most of what traces cost. Where a release does not ask for this name, it is used.
-        vars(module)["encode_spans"] = importlib.import_module("triton_openai.telemetry.span_encoder").encode_spans
     except ImportError as error:
         raise ConfigurationError(
             f"Traces are to be sent to {settings.otlp_endpoint}, but the exporter is not installed ({error.name}): "
@@ -80,32 +80,24 @@ class Ended(msgspec.Struct, gc=False):
     context: ClassVar = SpanContext(1, 1, False, _SAMPLED)
 
 
-class Batch(Sequence[ReadableSpan]):
-    """*spans* with the ids of their requests, which exporters read as the SDK's, made from each by *made*."""
-
-    def __init__(self, spans: Sequence[tuple[SpanIds, Span]], made: Callable[[SpanIds, Span], ReadableSpan]) -> None:
-        self.spans, self._made = spans, made
-
-    def __len__(self) -> int:
-        return len(self.spans)
-
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return [self._made(*one) for one in self.spans[place]]
-        return self._made(*self.spans[place])
-
-
 class SdkSpans(Spans, SpanExporter):
     """
     Queues the spans of each request, and sends them by *exporter*.
 
+    *lost* is called with the number of requests whose spans the collector did not take, in the thread that sends.
+
     The sampler, the ids, the limits and the resource are those of *provider*. The SDK's own way checks and locks for
-    every attribute while the event loop waits. Encoded in batches, in the thread that sends them, they cost a fraction.
+    every attribute while the event loop waits. Here the SDK's spans are made in the thread that sends them.
     """
 
     def __init__(
-        self, provider: TracerProvider, exporter: SpanExporter, processor: Callable[[SpanExporter], SpanProcessor]
+        self,
+        provider: TracerProvider,
+        exporter: SpanExporter,
+        processor: Callable[[SpanExporter], SpanProcessor],
+        lost: Callable[[int], object] = lambda _: None,
     ) -> None:
+        self._lost = lost
         self._sampler, self._ids, self._resource = provider.sampler, provider.id_generator, provider.resource
         self.new_id = self._ids.generate_span_id
         self._exporter = exporter
@@ -138,12 +130,12 @@ class SdkSpans(Spans, SpanExporter):
 
     def export(self, spans: Sequence[Any]) -> SpanExportResult:
         """Send what :meth:`end` has queued, in messages that collectors take."""
-        every = [(each.ids, span) for each in spans for span in each.spans]
-        results = []
-        for at in range(0, len(every), _MOST_SPANS):
-            batch = Batch(every[at : at + _MOST_SPANS], self._made)
-            results.append(self._exporter.export(batch if self._unlimited else batch[:]))
-        return next((result for result in results if result is not SpanExportResult.SUCCESS), SpanExportResult.SUCCESS)
+        made = [self._made(request.ids, span) for request in spans for span in request.spans]
+        results = [self._exporter.export(made[at : at + _MAX_SPANS]) for at in range(0, len(made), _MAX_SPANS)]
+        if SpanExportResult.FAILURE in results:
+            self._lost(len(spans))
+            return SpanExportResult.FAILURE
+        return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
         """Give up what is not sent."""
@@ -190,23 +182,51 @@ class _SpeaksGrpc(logging.Filter):
         return not hidden
 
 
+class _QueueFull(logging.Filter):
+    """Calls *lost* for each request whose spans found no room in the queue, which the SDK says in its log only."""
+
+    def __init__(self, lost: Callable[[int], object]) -> None:
+        super().__init__()
+        self._lost = lost
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Count what the line tells, and let it pass."""
+        if record.getMessage().startswith("Queue full, dropping Span"):
+            self._lost(1)
+        return True
+
+
 @contextlib.asynccontextmanager
-async def spans(settings: TracesSettings, *, flush_timeout: float) -> AsyncIterator[Spans]:
+async def spans(
+    settings: TracesSettings, *, flush_timeout: float, lost: Callable[[int], object] = lambda _: None
+) -> AsyncIterator[Spans]:
     """
     Yield what takes spans, which are sent as *settings* say; the last ones have *flush_timeout* seconds at the end.
+
+    *lost* is called in the event loop with the number of requests whose spans were lost.
 
     Enter it in the process that serves: its thread does not survive a fork. Raises :class:`ConfigurationError` for
     variables that the SDK refuses.
     """
+    loop = asyncio.get_running_loop()
+
+    def lost_later(number: int) -> None:
+        # The loop may have ended before the last spans.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(lost, number)
+
     try:
         provider = TracerProvider(resource=resource(), shutdown_on_exit=False)
         exporter = exporter_class(settings)(endpoint=settings.exporter_url)  # type: ignore[call-arg]
-        made = SdkSpans(provider, exporter, BatchSpanProcessor)
+        made = SdkSpans(provider, exporter, BatchSpanProcessor, lost=lost_later)
     except Exception as error:
         # Any exception: only the SDK's own variables can still be wrong.
         raise ConfigurationError(f"{SDK_REFUSES}: {error}") from error
     log, speaks_grpc = logging.getLogger(type(exporter).__module__), _SpeaksGrpc()
     log.addFilter(speaks_grpc)
+    # First: the SDK's own filter drops lines that are alike.
+    queue_log, queue_full = logging.getLogger(_QUEUE_LOGGER), _QueueFull(lost)
+    queue_log.filters.insert(0, queue_full)
     try:
         yield made
     finally:
@@ -219,3 +239,4 @@ async def spans(settings: TracesSettings, *, flush_timeout: float) -> AsyncItera
             # Stops the attempts to reach a collector.
             threading.Thread(target=exporter.shutdown, daemon=True).start()
         log.removeFilter(speaks_grpc)
+        queue_log.removeFilter(queue_full)

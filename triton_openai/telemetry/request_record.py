@@ -102,6 +102,19 @@ def _shown(method: str, path: str) -> tuple[str, str]:
     return printable(method, _MAX_METHOD_CHARS), printable(path, _MAX_PATH_CHARS)
 
 
+class ReservedMemory(Protocol):
+    """Memory that is reserved; see :class:`triton_openai.byte_budget.Reservation`."""
+
+    #: The number of bytes.
+    size: int
+
+    async def grow(self, size: int) -> None:
+        """Wait until it has *size* bytes. Raises :class:`ServiceOverloaded`."""
+
+    def shrink(self, size: int) -> None:
+        """Give back what it has beyond *size* bytes."""
+
+
 class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     """One request."""
 
@@ -111,8 +124,12 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     method: str
     path: str
     began: float = msgspec.field(default_factory=time.monotonic)
+    #: The client's address.
+    client: str | None = None
     #: The name of the API key.
     key: str | None = None
+    #: The SHA-256 digest of its text, which no log has.
+    key_digest: bytes = b""
     #: The batch that the request is a line of, and the name that the client gave it.
     batch: str | None = None
     custom_id: str | None = None
@@ -150,6 +167,8 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     response_model: str | None = None
     #: Counts those of the answers; most models have none.
     reasoning_tokens: Callable[[], int | None] = lambda: None
+    #: What became of the calls of tools in the answers, and what was repaired in each.
+    tool_calls: Callable[[], Sequence[tuple[str, str]]] = tuple
     stages: list[Stage] = []
     #: :attr:`n` answers for each prompt.
     answers: Sequence[AnswerState] = ()
@@ -163,6 +182,8 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     error: ServiceError | None = None
     client_left: bool = False
     ended: float | None = None
+    #: The memory for its media, which is given back at the end.
+    memory: ReservedMemory | None = None
 
     def __post_init__(self) -> None:
         self.method, self.path = _shown(self.method, self.path)
@@ -187,11 +208,17 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         does in a process with many long-lived objects.
         """
         self.request, self.upstream = None, _NO_HEADERS
+        self.free_memory()
         for known in [self.error, *[answer.error for answer in self.answers]]:
             error: BaseException | None = known
             while error is not None:
                 error.__traceback__ = None
                 error = error.__context__
+
+    def free_memory(self) -> None:
+        """Give back the memory for its media."""
+        if self.memory is not None:
+            self.memory.shrink(0)
 
     @property
     def duration(self) -> float:

@@ -1,5 +1,5 @@
 """
-Standard streams that never hold up or fail who writes.
+Standard streams that never block or fail who writes, Python or native libraries.
 
 Whoever reads them may leave, stop reading, or run out of disk. So a thread writes, and what it cannot write is dropped
 and counted.
@@ -8,6 +8,7 @@ and counted.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import io
 import os
 import select
@@ -18,13 +19,19 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 
 # What waits at most; only its last line may go beyond the bytes.
 _MAX_LINES = 10_000
 _MAX_BYTES = 16 * 1024 * 1024
 # Lines gather this long after each write: a thread that wakes for every line costs more than the line.
 _GATHER_SECONDS = 0.02
+
+
+#: Lines a minute of native libraries that are logged.
+MAX_NATIVE_LINES = 20
+# Bytes of each of them.
+_MAX_NATIVE_LINE = 500
 
 
 class BackgroundWriter(io.RawIOBase):
@@ -84,6 +91,13 @@ class BackgroundWriter(io.RawIOBase):
         """Write what waits, and end the thread."""
         super().close()
         self._wake.put(None)
+
+    def use_duplicate(self) -> int:
+        """Write to a duplicate of the stream's descriptor from now on, and return it."""
+        descriptor = os.dup(self._stream.fileno())
+        self._stream = os.fdopen(descriptor, "w", encoding=self._stream.encoding)
+        self._output = getattr(self._stream.buffer, "raw", self._stream.buffer)
+        return descriptor
 
     def _run(self) -> None:
         while not self.closed:
@@ -149,6 +163,57 @@ def in_background(name: Literal["stdout", "stderr"]) -> BackgroundWriter:
         buffer = io.BufferedWriter(writer)
         setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True))
     return writer
+
+
+# The descriptors of the standard streams as they were before :func:`redirect_native_output`.
+_originals: dict[str, int] = {}
+
+
+def original_descriptor(name: Literal["stdout", "stderr"]) -> int | None:
+    """Return the descriptor of a standard stream for a child process; ``None`` if it inherits the right one."""
+    return _originals.get(name)
+
+
+def redirect_native_output(log: Callable[[str], object]) -> None:
+    """
+    Call *log* with the lines that libraries write to the standard streams themselves, without Python.
+
+    Libraries in C write to descriptors 1 and 2, and wait there if nobody reads: libmpg123 prints for each damaged file,
+    while it holds what decoding needs. Those descriptors become a pipe that refuses what does not fit, and a thread
+    reads it. A few lines a minute are logged, since clients can cause many. Tracebacks of crashes go to the original
+    standard error.
+    """
+    if _originals:
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        writer = in_background(cast(Literal["stdout", "stderr"], name))
+        drain()
+        _originals[name] = writer.use_duplicate()
+        os.dup2(writing, number)
+    os.close(writing)
+    faulthandler.enable(file=_originals["stderr"])
+    threading.Thread(target=_log_lines, args=(reading, log), name="native-output", daemon=True).start()
+
+
+def _log_lines(reading: int, log: Callable[[str], object]) -> None:
+    """Log what can be read, and drop lines beyond the limit of a minute."""
+    rest = b""
+    logged = 0
+    minute = 0
+    while data := os.read(reading, select.PIPE_BUF):
+        *lines, rest = (rest + data).split(b"\n")
+        rest = rest[-_MAX_NATIVE_LINE:]
+        now = int(time.monotonic() // 60)
+        if now != minute:
+            logged = 0
+            minute = now
+        for line in lines:
+            text = line[:_MAX_NATIVE_LINE].decode("utf-8", "replace").strip()
+            if text and logged < MAX_NATIVE_LINES:
+                logged += 1
+                log(text)
 
 
 def background_writer(stream: TextIO) -> BackgroundWriter | None:

@@ -72,13 +72,6 @@ _OUTPUT_TYPES = {"text": "text", "json_object": "json", "json_schema": "json"}
 _propagator = TraceContextTextMapPropagator()
 
 
-class SharedAttributes(msgspec.Struct, gc=False, eq=False):
-    """Attributes that many spans have alike, and how they are sent once they were."""
-
-    values: Attributes
-    encoded: bytes = b""
-
-
 class SpanIds(msgspec.Struct, gc=False, frozen=True):
     """The ids of a request's span. The SDK's own type takes ten calls to make and to read."""
 
@@ -103,7 +96,7 @@ class Span(msgspec.Struct, gc=False, kw_only=True):
     kind: Literal["INTERNAL", "SERVER", "CLIENT"] = "INTERNAL"
     began: int
     ended: int = 0
-    shared: Sequence[SharedAttributes] = ()
+    shared: Sequence[Attributes] = ()
     #: Those of this span alone.
     attributes: Attributes
     #: When the first token came: an event in it.
@@ -115,7 +108,7 @@ class Span(msgspec.Struct, gc=False, kw_only=True):
         """The attributes that it shares with others, and its own."""
         found = {**self.attributes}
         for shared in self.shared:
-            found |= shared.values
+            found |= shared
         return found
 
 
@@ -305,7 +298,7 @@ def span_name(record: RequestRecord) -> str:
     return record.method if route is None else f"{record.method} {route}"
 
 
-def shared_attributes(record: RequestRecord) -> Sequence[SharedAttributes]:
+def shared_attributes(record: RequestRecord) -> Sequence[Attributes]:
     """Return what a request's span has in common with others: of its head, its model, and the answer."""
     found, request, left, error = [], record.request, record.client_left, record.error
     if request is not None:
@@ -322,9 +315,9 @@ def shared_attributes(record: RequestRecord) -> Sequence[SharedAttributes]:
 
 
 @lru_cache(128)
-def head_attributes(route: str | None, scheme: str, version: HttpVersion, host: str, agent: str) -> SharedAttributes:
+def head_attributes(route: str | None, scheme: str, version: HttpVersion, host: str, agent: str) -> Attributes:
     """Return what the heads of many requests have alike."""
-    return _shared(
+    return _known(
         {
             **_server(f"//{host}"),
             "http.route": route,
@@ -338,9 +331,9 @@ def head_attributes(route: str | None, scheme: str, version: HttpVersion, host: 
 @lru_cache(128)
 def model_attributes(
     operation: str, model: str, adapter: str | None, answered_as: str | None, template: str | None
-) -> SharedAttributes:
+) -> Attributes:
     """Return what requests for a model have alike."""
-    return _shared(
+    return _known(
         {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": PROVIDER,
@@ -355,9 +348,9 @@ def model_attributes(
 @lru_cache(128)
 def answer_attributes(
     status: int, failure: str | None, left: bool, stream: bool, finish_reasons: tuple[str, ...]
-) -> SharedAttributes:
+) -> Attributes:
     """Return what answers have alike."""
-    return _shared(
+    return _known(
         {
             "http.response.status_code": None if status == CLIENT_CLOSED_REQUEST else status,
             "error.type": failure,
@@ -433,7 +426,7 @@ def content_attributes(record: RequestRecord, max_chars: int) -> Attributes:
 
 
 @lru_cache(64)
-def call_attributes(model: str, url: str | None, endpoint: str | None, lora: str | None) -> SharedAttributes:
+def call_attributes(model: str, url: str | None, endpoint: str | None, lora: str | None) -> Attributes:
     """Return what requests for *model* to the Triton at *url* have alike; *lora* is the name of their LoRA adapter."""
     found: _Found = {
         "triton.model_name": model,
@@ -442,11 +435,7 @@ def call_attributes(model: str, url: str | None, endpoint: str | None, lora: str
     }
     if url is not None:
         found |= {"network.protocol.name": "grpc" if url.startswith("grpc") else "http", **_server(url)}
-    return _shared(found)
-
-
-def _shared(found: _Found) -> SharedAttributes:
-    return SharedAttributes(_known(found))
+    return _known(found)
 
 
 def _known(found: _Found) -> Attributes:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -172,13 +173,28 @@ def kind_of(model: str, configs: Mapping[str, ModelConfig]) -> bytes:
     return hashlib.sha256(msgspec.json.encode(list(found.values()), order="deterministic")).digest()
 
 
+class SharedList(Protocol):
+    """The list of one Triton that several processes share, of which one looks."""
+
+    @property
+    def newest(self) -> Snapshot | None:
+        """What the process that looks has published, if it is another one."""
+
+    async def ask(self, *, reload: bool) -> bool:
+        """Have that process look now; return whether :attr:`newest` is what it has seen."""
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Give the others a new snapshot, if this is the process that looks."""
+
+
 class Catalog:
     """
     Keeps the newest snapshot of a Triton, and calls *changed* when it differs from the one before.
 
     *changed* is awaited before the snapshot counts as current, so its effect is there when :meth:`refresh` returns.
     A Triton that *starts* with the service does not answer at first, which the log need not say. *phase*, a part of the
-    *interval*, moves the looks at several Tritons apart; *name* is what the log calls one of several.
+    *interval*, moves the looks at several Tritons apart; *name* is what the log calls one of several. With a *shared*
+    list, another process may look at this Triton.
     """
 
     def __init__(
@@ -190,8 +206,10 @@ class Catalog:
         starts: bool = False,
         phase: float = 0.0,
         name: str | None = None,
+        shared: SharedList | None = None,
     ) -> None:
         self._client = client
+        self._shared = shared
         self._interval = interval
         self._changed = changed
         self._starts = starts
@@ -201,6 +219,8 @@ class Catalog:
         self._last_miss = float("-inf")
         self._doubted = False
         self._configs_read = float("-inf")
+        # Whether the next look reads all configs.
+        self._reloads = False
         self.snapshot = Snapshot(error=UpstreamUnavailable("Triton has not been asked yet.", retry_after=1))
         self.first = asyncio.Event()
 
@@ -209,7 +229,12 @@ class Catalog:
         wait = self._interval * (1 + self._phase)
         while True:
             try:
-                await self.refresh()
+                newest = None if self._shared is None else self._shared.newest
+                if newest is None:
+                    await self.refresh()
+                elif newest is not self.snapshot:
+                    # It is the first, or this process has looked for itself while the other one was silent.
+                    await self.follow()
             except Exception:  # noqa: BLE001 - a mistake of one look must not end discovery
                 self._log.exception("discovery failed")
             await asyncio.sleep(wait)
@@ -223,6 +248,15 @@ class Catalog:
         # Shielded: a cancelled request must not cancel the refresh for all others.
         await asyncio.shield(self._refreshing)
 
+    async def follow(self) -> None:
+        """Take what another process has published."""
+        if self._busy:
+            # It may have read what was published before.
+            await self.refresh()
+        if not self._busy:
+            self._refreshing = asyncio.create_task(self._refresh(asks=False))
+        await self.refresh()
+
     @property
     def _busy(self) -> bool:
         return self._refreshing is not None and not self._refreshing.done()
@@ -232,7 +266,7 @@ class Catalog:
         if self._busy:
             # It may have read the index before the change.
             await self.refresh()
-        self._configs_read = float("-inf")
+        self._reloads = True
         await self.refresh()
 
     async def refresh_on_miss(self) -> None:
@@ -262,14 +296,25 @@ class Catalog:
         if self._refreshing is not None:
             await cancel(self._refreshing)
 
-    async def _refresh(self) -> None:
+    async def _look(self, *, asks: bool) -> Snapshot:
+        """Return a new snapshot, taken here or, unless this process alone can, by another one that *asks* has look."""
+        reloads, self._reloads = self._reloads, False
+        shared = self._shared
+        if shared is not None and shared.newest is not None and (not asks or await shared.ask(reload=reloads)):
+            newest = shared.newest
+            if newest is not None:
+                return newest
         now = asyncio.get_running_loop().time()
+        reuse = not reloads and now - self._configs_read < _CONFIGS_FRESH
+        snapshot = await take_snapshot(self._client, previous=self.snapshot if reuse else None)
+        if snapshot is not self.snapshot:
+            self._configs_read = now
+        return snapshot
+
+    async def _refresh(self, *, asks: bool = True) -> None:
         before = self.snapshot
         doubted, self._doubted = self._doubted, False
-        reuse = now - self._configs_read < _CONFIGS_FRESH
-        snapshot = await take_snapshot(self._client, previous=before if reuse else None)
-        if snapshot is not before:
-            self._configs_read = now
+        snapshot = await self._look(asks=asks)
         if snapshot.reachable != before.reachable or not (self.first.is_set() or self._starts):
             if snapshot.reachable:
                 version = None if snapshot.server is None else snapshot.server.version
@@ -279,11 +324,10 @@ class Catalog:
                 self._log.warning("Triton does not answer", reason=snapshot.error.reason)
         # The kinds depend on what adapters have read so far.
         parts = ("configs", "waiting", "index", "reachable", "kinds")
-        if (
-            doubted
-            or not self.first.is_set()
-            or any(getattr(snapshot, part) != getattr(before, part) for part in parts)
-        ):
+        changed = not self.first.is_set() or any(getattr(snapshot, part) != getattr(before, part) for part in parts)
+        if self._shared is not None and (changed or snapshot.server != before.server):
+            self._shared.publish(snapshot)
+        if doubted or changed:
             try:
                 await self._changed(snapshot)
             except Exception:  # noqa: BLE001 - an adapter's mistake about one model must not end all discovery

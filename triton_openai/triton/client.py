@@ -19,6 +19,8 @@ from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfi
 
 # The longest name of a folder on the usual file systems.
 _LONGEST = 255
+# Bytes that a response takes at least.
+_LEAST = 256
 _FORBIDDEN = re.compile(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -56,6 +58,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     #: ``triton`` unless it was started with another ``--id``.
     name: str
     version: str
+    #: Whether it answers at its gRPC address too, if it has one beside that of HTTP and this is known.
+    grpc_answers: bool | None = None
 
 
 class Receiver(Protocol):
@@ -165,15 +169,20 @@ Heard: TypeAlias = Callable[[Sequence[InferResponse]], None]
 
 
 class _Gathering:
-    """Receives the responses of one stream."""
+    """Receives the responses of one stream, of *max_size* bytes together."""
 
-    def __init__(self, heard: Heard | None) -> None:
+    def __init__(self, heard: Heard | None, max_size: int) -> None:
         self.responses: list[InferResponse] = []
         self._heard = heard
+        self._left = max_size
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
         self.responses += responses
+        self._left -= sum([max(response.size, _LEAST) for response in responses])
+        if self._left < 0:
+            self.end(responses[0].invalid("its responses are too long together"))
+            return
         if self._heard is not None:
             self._heard(self.responses)
 
@@ -189,7 +198,7 @@ async def gather(client: TritonClient, request: InferRequest, heard: Heard | Non
     """Return all responses to *request*; *heard* gets those of a stream so far. Raises :class:`ServiceError`."""
     if not request.stream:
         return (await client.infer(request),)
-    gathering = _Gathering(heard)
+    gathering = _Gathering(heard, request.max_answer)
     stream = client.stream(request, gathering)
     try:
         await gathering.ended

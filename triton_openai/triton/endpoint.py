@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+import msgspec
 import structlog
 
 from triton_openai.config.tree import TritonAccess
@@ -48,12 +49,12 @@ class Endpoint:
         assert control is not None, "there is an address"
         self._control: TritonClient = control
         self.model_config, self.unload_model = control.model_config, control.unload_model
-        # Whether the gRPC address answered last time. With an HTTP address, discovery does not use it.
-        self._grpc_answers: bool | None = None
+        #: Whether the gRPC address answered last time. With an HTTP address, discovery does not use it.
+        self.grpc_answers: bool | None = None
         self._checking: asyncio.Task[None] | None = None
 
     def _for(self, request: InferRequest) -> TritonClient:
-        preferred = (request.prefers_grpc or request.priority) and self._grpc_answers is not False
+        preferred = (request.prefers_grpc or request.priority) and self.grpc_answers is not False
         if self._grpc is not None and (preferred or self._http is None or not request.json_expressible):
             return self._grpc
         if request.json_expressible:
@@ -73,23 +74,27 @@ class Endpoint:
         grpc = self._grpc
         if grpc is not None and grpc is not self._control and (self._checking is None or self._checking.done()):
             self._checking = asyncio.create_task(self._check_grpc(grpc))
-        return info
+        return msgspec.structs.replace(info, grpc_answers=self.grpc_answers)
 
     async def _check_grpc(self, client: TritonClient) -> None:
         try:
             await client.server_info()
         except ServiceError as error:
-            if self._grpc_answers is not False:
-                reason = self._explained(client, error).reason
+            if self.grpc_answers is not False:
+                reason = (await self._explained(client, error)).reason
                 _log.warning("Triton does not answer at its gRPC address", reason=reason)
-            self._grpc_answers = False
+            self.grpc_answers = False
         else:
-            self._grpc_answers = True
+            self.grpc_answers = True
 
-    def _explained(self, client: TritonClient, error: ServiceError) -> ServiceError:
+    async def _explained(self, client: TritonClient, error: ServiceError) -> ServiceError:
         """Return *error*. If no Triton seems to listen at the address of *client*, its detail says what does."""
-        if explanation := mistake(self._addresses[client], error.reason):
-            error.detail = f"{explanation} ({error.reason})"
+        url, reason = self._addresses[client], error.reason
+        explanation = mistake(url, reason)
+        if not url.startswith("http://") and _UNCLEAR.search(reason) and await _answers_http(url):
+            explanation = _advice(url, *_HTTP_PORT)
+        if explanation is not None:
+            error.detail = f"{explanation} ({reason})"
         return error
 
     async def repository_index(self) -> Sequence[IndexEntry]:
@@ -97,11 +102,11 @@ class Endpoint:
         try:
             return await self._control.repository_index()
         except ServiceError as error:
-            raise self._explained(self._control, error) from error.__cause__
+            raise await self._explained(self._control, error) from error.__cause__
 
     async def load_model(self, model: str) -> None:
         """Load a model: over gRPC if that answers. Over HTTP, one of Triton's threads serves no streams meanwhile."""
-        await (self._grpc if self._grpc is not None and self._grpc_answers else self._control).load_model(model)
+        await (self._grpc if self._grpc is not None and self.grpc_answers else self._control).load_model(model)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run a model that answers once: over gRPC if configured, because it can be cancelled there, else over HTTP."""
@@ -121,18 +126,19 @@ class Endpoint:
 _PORTS = "Triton's HTTP port is 8000 by default; 8001 is for gRPC, and 8002 for metrics only."
 # Mixed-up ports are the most common mistake: the scheme of an address, what the reason of a failed call has in it then,
 # what that looks like, and the scheme to write.
+_HTTP_PORT = ("looks like an HTTP port", "http")
 _MISTAKES = (
     ("https?", r"speaks HTTP/2", "looks like a gRPC port", "grpc"),
     ("http", r"speaks TLS|to (an )?HTTPS (port|server)", "wants TLS", "https"),
     ("http", r"connection without an answer", "perhaps wants TLS", "https"),
     ("https", r"wrong version number", "does not use TLS", "http"),
     # The words of gRPC's library.
-    ("grpc", r"http1\.x server", "looks like an HTTP port", "http"),
+    ("grpc", r"http1\.x server", *_HTTP_PORT),
     ("grpc", r"Socket closed", "perhaps wants TLS", "grpcs"),
     ("grpcs", r"WRONG_VERSION_NUMBER", "does not use TLS", "grpc"),
     # Triton's own errors are texts.
     ("https?", r'^\{"message": ', "looks like another triton-openai, not like a Triton", None),
-    ("https?", r"HTTP status 404", "answers HTTP, but does not look like a Triton", None),
+    ("https?", r"HTTP status ([23]|40[1345])", "answers HTTP, but does not look like a Triton", None),
 )
 
 
@@ -141,7 +147,39 @@ def mistake(url: str, reason: str) -> str | None:
     parts = urlsplit(url)
     for scheme, pattern, looks, right in _MISTAKES:
         if re.fullmatch(scheme, parts.scheme) and re.search(pattern, reason):
-            place = parts.netloc if parts.port else f"{parts.netloc}:{443 if parts.scheme == 'https' else 8000}"
-            advice = f"write the address of the Triton. {_PORTS}" if right is None else f"write {right}://{place}."
-            return f"{url} {looks}: {advice}"
+            return _advice(url, looks, right)
     return None
+
+
+def _advice(url: str, looks: str, right: str | None) -> str:
+    """Return the sentence that *url* *looks* like something else, and what to write: the scheme *right*, if known."""
+    if right is None:
+        return f"{url} {looks}: write the address of the Triton. {_PORTS}"
+    parts = urlsplit(url)
+    address = parts.netloc
+    if parts.port is None:
+        address += ":443" if parts.scheme == "https" else ":8000"
+    return f"{url} {looks}: write {right}://{address}."
+
+
+# A connection that ends at once: Triton's HTTP server closes one that begins with HTTP/2 or TLS without a word.
+_UNCLEAR = re.compile(r"Socket closed|Handshake|WRONG_VERSION_NUMBER|ConnectionResetError|Connection reset|EOF")
+_LOOK_SECONDS = 1.0
+_HTTP_ANSWER = b"HTTP/1."
+
+
+async def _answers_http(url: str) -> bool:
+    """Return whether what listens at *url* answers plain HTTP; it is sent no credentials."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or 443
+    try:
+        async with asyncio.timeout(_LOOK_SECONDS):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                head = f"GET /v2/health/live HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n"
+                writer.write(head.encode())
+                return (await reader.readexactly(len(_HTTP_ANSWER))) == _HTTP_ANSWER
+            finally:
+                writer.close()
+    except (OSError, EOFError, TimeoutError):
+        return False

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from copy import copy
 from functools import partial
@@ -28,6 +29,7 @@ from triton_openai.errors import (
     Overloaded,
     ServiceError,
     UpstreamError,
+    UpstreamLost,
     UpstreamTimeout,
     UpstreamUnavailable,
 )
@@ -37,7 +39,8 @@ from triton_openai.triton.client import TritonClient
 from triton_openai.triton.connection import OPEN_ACCESS
 from triton_openai.triton.discovery import Discovery
 from triton_openai.triton.endpoint import Endpoint
-from triton_openai.triton.routing import Pool, RetryBudget, Target
+from triton_openai.triton.routing import Pool, RetryBudget, Ring, Target
+from triton_openai.triton.shared_lists import ListChannel, SharedLists
 from triton_openai.triton.status import cut_off_error
 from triton_openai.triton.tensors import InferRequest
 
@@ -46,20 +49,23 @@ _T = TypeVar("_T")
 
 # Longest wait for the answer to the request that shows whether an ejected Triton answers again.
 _PROBE_SECONDS = 30.0
-# Names of Tritons that become labels of metrics.
-_MOST_LABELS = 64
+# Names of Tritons that are labels of metrics at a time.
+_MAX_LABELS = 64
 # Multiples of it are spread evenly over 0 to 1.
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _CREDIT_SECONDS = 10.0
+# A model that one of more Tritons has gets a hash ring of its own.
+_SPARSE = 16
 # So many models that are ejected on a Triton eject it for all.
 _EJECTED_MODELS = 3
 
 
 #: What is counted among several Tritons, with the labels that stand beside it: the names that the settings give them,
-#: models, and the outcome or the code of an error.
+#: models, and the outcome or the code of an error. With ``endpoints``, they are the names of all that there are.
 Event = Literal[
-    "up", "running", "ended", "ejected", "ejections", "panics", "failovers", "budget_exhausted", "lookup_failures"
-]
+    "up", "running", "ended", "ejected", "ejections", "panics", "failovers", "budget_exhausted", "lookup_failures",
+    "endpoints",
+]  # fmt: skip
 
 
 class Tell(Protocol):
@@ -81,8 +87,8 @@ class Member:
         self.name = settings.name
         self.settings = settings
         self.client = client
-        #: The name in metrics.
-        self.label = label
+        #: The name in metrics; ``None`` once its series are dropped.
+        self.label: str | None = label
         self.snapshot = Snapshot(error=UpstreamUnavailable("Triton has not been asked yet.", retry_after=1))
         self.catalog: Catalog
         #: By Triton model.
@@ -120,6 +126,34 @@ class Member:
     def ejected(self) -> bool:
         """Whether so many of its models fail that it gets no requests at all."""
         return sum(target.ejected_until is not None for target in self.targets.values()) >= _EJECTED_MODELS
+
+
+class MemberList:
+    """The list of *member* among those that the processes of a service share; see :class:`SharedList`."""
+
+    def __init__(self, lists: SharedLists, member: Member) -> None:
+        self._lists = lists
+        self._member = member
+
+    @property
+    def newest(self) -> Snapshot | None:
+        """What the process that looks has published, if it is another one."""
+        if not self._lists.follows:
+            return None
+        newest = self._lists.newest.get(self._member.name)
+        client = self._member.client
+        if newest is not None and newest.server is not None and isinstance(client, Endpoint):
+            client.grpc_answers = newest.server.grpc_answers
+        return newest
+
+    async def ask(self, *, reload: bool) -> bool:
+        """Have that process look now; return whether :attr:`newest` is what it has seen."""
+        return await self._lists.ask(self._member.name, reload)
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Give the others a new snapshot, if this is the process that looks."""
+        if not self._member.draining:
+            self._lists.publish(self._member.name, snapshot)
 
 
 class Tried(list[str]):
@@ -177,7 +211,8 @@ class Route:
 
     *among* are the names of those that have the wanted variant of the model, all if empty. *key* is what should stay at
     one Triton; without one, the beginning of the prompt and the *lora* adapter may be it. *at* names the only one.
-    *before* are those of another variant that the request has been sent to.
+    *before* are those of another variant that the request has been sent to. Without *resends_lost*, a request that
+    runs when its Triton ends is not sent to another one: it may be what ended the first.
     """
 
     def __init__(
@@ -190,10 +225,12 @@ class Route:
         lora: str = "",
         at: str | None = None,
         before: Tried | None = None,
+        resends_lost: bool = True,
     ) -> None:
         self._fleet = fleet
         self.model = model
         self.before = before
+        self.resends_lost = resends_lost
         self._among = among
         self._key = None if key is None else key.encode("utf-8", "surrogatepass")
         self._lora = lora
@@ -245,7 +282,9 @@ class Route:
 
         Ask before the lease is closed.
         """
-        if self._at is not None or not self._fleet.again(lease, error, tried):
+        if self._at is not None or (ended_midway(error) and not self.resends_lost):
+            return False
+        if not self._fleet.again(lease, error, tried):
             return False
         if self._fleet.has(self.model, self._among, tried):
             return True
@@ -264,7 +303,8 @@ class Route:
         def lose(final: bool) -> None:
             nonlocal again
             again = again or self.again(lease, lost_error(), tried)
-            if (again or final) and not limit.expired():
+            ends = again or final or not self.resends_lost
+            if ends and not limit.expired():
                 limit.reschedule(-math.inf)
 
         try:
@@ -294,7 +334,8 @@ class Fleet:
     The Tritons of a service.
 
     *connect* makes the connection to one, by default to its addresses. *grace* is how many seconds the requests of one
-    that is taken away may still run. Raises :class:`ConfigurationError` for endpoints that cannot be used.
+    that is taken away may still run. *lists* leads to the other processes of the service, one of which looks at the
+    models of all. Raises :class:`ConfigurationError` for endpoints that cannot be used.
     """
 
     def __init__(
@@ -305,8 +346,10 @@ class Fleet:
         connect: Callable[[EndpointSettings], TritonClient] | None = None,
         grace: float = 10.0,
         tell: Tell = _untold,
+        lists: ListChannel | None = None,
     ) -> None:
         self._settings = settings
+        self._lists = None if lists is None else SharedLists(lists, settings.refresh_interval)
         self._access = access
         self._connect = connect or self._endpoint
         self._grace = grace
@@ -328,6 +371,7 @@ class Fleet:
         #: Set once every Triton has been asked.
         self.first = asyncio.Event()
         self._pools: dict[str, Pool] = {}
+        self._ring = Ring()
         # Of a model that no Triton has.
         self._empty = Pool("least_requests", max_ejected=0.0, load_factor=1.0)
         self._budget = RetryBudget(settings.failover.budget)
@@ -338,7 +382,9 @@ class Fleet:
         self._stale: set[str] = set()
         self._looks: dict[Member, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._labels: set[str] = set()
+        # By name in metrics, how many Tritons have it, and of how many that leave the requests still run.
+        self._labels: Counter[str] = Counter()
+        self._leaving: Counter[str] = Counter()
         self._running = False
         self._discovery = Discovery(settings, access, self._apply, failed=lambda: self._tell("lookup_failures"))
         # Names are looked up when there is a loop.
@@ -346,6 +392,7 @@ class Fleet:
         for each in self._discovery.listed:
             if not each.dns:
                 self._add(each, self._connect(each))
+        self._count_members()
 
     def _endpoint(self, settings: EndpointSettings) -> Endpoint:
         return Endpoint(settings.url, access=settings.access or self._access)
@@ -377,6 +424,9 @@ class Fleet:
 
     async def run(self) -> None:
         """Look for Tritons, and at the models of each, until cancelled."""
+        if self._lists is not None:
+            await self._lists.join(self)
+            spawn(self._lists.run(), self._tasks)
         self._running = True
         for member in self.members.values():
             self._looks[member] = asyncio.create_task(member.catalog.run())
@@ -384,6 +434,8 @@ class Fleet:
         try:
             await self._find()
             await asyncio.gather(*[member.catalog.first.wait() for member in self.members.values()])
+            # A process that replaces another one goes on with its series.
+            self._tell_endpoints()
             self.first.set()
             await asyncio.Event().wait()
         finally:
@@ -409,6 +461,21 @@ class Fleet:
 
         return apply_settings
 
+    # What the processes of a service share
+
+    async def look(self, name: str, reload: bool) -> bool:
+        """Look at the models of the Triton *name* for another process; return whether it is known here."""
+        member = self.members.get(name)
+        if member is None or self._lists is None or not self._lists.leads:
+            return False
+        await (member.catalog.reload() if reload else member.catalog.refresh())
+        return True
+
+    def follow(self, name: str) -> None:
+        """Take the list of the Triton *name* that another process has published."""
+        if (member := self.members.get(name)) is not None:
+            spawn(member.catalog.follow(), member.probes)
+
     async def refresh(self) -> None:
         """Look at the models of all now."""
         await self._find()
@@ -433,8 +500,8 @@ class Fleet:
 
     def _add(self, settings: EndpointSettings, client: TritonClient) -> None:
         name = settings.name or ""
-        label = name if name in self._labels or len(self._labels) < _MOST_LABELS else "other"
-        self._labels.add(label)
+        label = name if name in self._labels or len(self._labels) < _MAX_LABELS else "other"
+        self._labels[label] += 1
         member = Member(settings, client, label)
         member.catalog = Catalog(
             client,
@@ -443,13 +510,18 @@ class Fleet:
             starts=bool(self._settings.model_repository),
             phase=len(self.members) * _GOLDEN % 1,
             name=name if self.listed else None,
+            shared=None if self._lists is None else MemberList(self._lists, member),
         )
         self.members[name] = member
-        self.several = len(self.members) > 1
         if not self.listed:
             self.alone = Lease(self, member, None, "")
         if self._running:
             self._looks[member] = asyncio.create_task(member.catalog.run())
+
+    def _count_members(self) -> None:
+        """Learn that the Tritons, or their weights, are others."""
+        self.several = len(self.members) > 1
+        self._ring.update({name: each.settings.weight for name, each in self.members.items() if each.settings.weight})
 
     async def _take(self, member: Member, snapshot: Snapshot) -> None:
         """Take the new *snapshot* of a Triton."""
@@ -457,7 +529,7 @@ class Fleet:
             return
         lost = member.snapshot.reachable and not snapshot.reachable
         if member.snapshot.reachable != snapshot.reachable:
-            self._tell("up", member.label, by=-1 if lost else 1)
+            self._count("up", member, by=-1 if lost else 1)
         member.snapshot = snapshot
         now = time.monotonic()
         was, member.targets = member.targets, {}
@@ -509,7 +581,9 @@ class Fleet:
             pool.policy, pool.load_factor = self.policy(model), routing.load_factor
             pool.max_ejected = self._settings.ejection.max_share if self.several else 0.0
             pool.most_running = self._most_running
-            pool.update(targets, ejected=[each.name for each in members if each.ejected])
+            # A pool of few would pass over too many others.
+            ring = self._ring if len(targets) * _SPARSE >= len(self.members) else None
+            pool.update(targets, ejected=[each.name for each in members if each.ejected], ring=ring)
             if pool.panics != panicked:
                 self._tell("panics", model, by=1 if pool.panics else -1)
                 if pool.panics:
@@ -595,7 +669,7 @@ class Fleet:
         lease = Lease(self, member, target, model)
         self._pools.get(model, self._empty).count(target, 1)
         member.leases.add(lease)
-        self._tell("running", member.label, model)
+        self._count("running", member, model)
         if first:
             self._budget.count(time.monotonic())
         return lease
@@ -626,10 +700,10 @@ class Fleet:
         if not member.leases:
             member.idle.set()
         failed = isinstance(error, UpstreamError) and not isinstance(error, ModelUnloading)
-        self._tell("running", member.label, lease.model, by=-1)
+        self._count("running", member, lease.model, by=-1)
         # Whoever refuses a request has answered.
         outcome = "failed" if failed else "answered" if answered or error is not None else "cancelled"
-        self._tell("ended", member.label, lease.model, outcome)
+        self._count("ended", member, lease.model, outcome)
         if not self.several or member.draining:
             return
         if not failed and (answered or error is not None):
@@ -663,7 +737,7 @@ class Fleet:
         settings = self._settings.failover
         if not self.listed or len(tried) >= settings.attempts or not _passes(error, settings.on_timeout):
             return False
-        lost = isinstance(error, ModelCrashed) or getattr(error, "code", "") == "upstream_disconnected"
+        lost = ended_midway(error)
         if (lost and tried.lost) or not self.has(lease.model, (), tried):
             return False
         now = time.monotonic()
@@ -679,8 +753,8 @@ class Fleet:
 
     def _eject(self, member: Member, model: str, target: Target, error: ServiceError) -> None:
         _log.warning("a Triton is ejected", endpoint=member.name, model=model, reason=error.reason)
-        self._tell("ejected", member.label, model)
-        self._tell("ejections", member.label, model, error.code)
+        self._count("ejected", member, model)
+        self._count("ejections", member, model, error.code)
         self._update_pools(member.targets if member.ejected else [model])
         spawn(self._bring_back(member, model, target), member.probes)
 
@@ -697,7 +771,7 @@ class Fleet:
                 _log.info("a Triton takes requests again", endpoint=member.name, model=model)
                 self._update_pools(member.targets if was_out else [model])
         finally:
-            self._tell("ejected", member.label, model, by=-1)
+            self._count("ejected", member, model, by=-1)
 
     async def _answers(self, member: Member, model: str) -> bool:
         """Return whether *model* answers a small request at *member*. Whoever refuses one is there."""
@@ -723,6 +797,12 @@ class Fleet:
         for name, member in list(self.members.items()):
             if name in clients or name not in wanted:
                 del self.members[name]
+                member.draining = True
+                assert member.label is not None, "it leaves once"
+                self._labels -= Counter([member.label])
+                self._leaving[member.label] += 1
+                if self._lists is not None:
+                    self._lists.publish(name, None)
                 spawn(self._remove(member), self._tasks)
             elif wanted[name] != member.settings:
                 member.settings = wanted[name]
@@ -730,7 +810,7 @@ class Fleet:
                     target.weight = member.settings.weight
         for name, client in clients.items():
             self._add(wanted[name], client)
-        self.several = len(self.members) > 1
+        self._count_members()
         models = {*self._pools, *(model for one in self.members.values() for model in one.targets)}
         # At once: no request may choose a Triton that has gone.
         self._update_pools(models)
@@ -738,9 +818,8 @@ class Fleet:
 
     async def _remove(self, member: Member) -> None:
         """Let the requests of *member* finish, for a time, and close its connections."""
-        member.draining = True
         if member.snapshot.reachable:
-            self._tell("up", member.label, by=-1)
+            self._count("up", member, by=-1)
         try:
             look = self._looks.pop(member, None)
             await cancel(*member.probes, *([] if look is None else [look]))
@@ -754,7 +833,26 @@ class Fleet:
             await member.catalog.close()
             # Whoever waits for the first look need not wait for this one.
             member.catalog.first.set()
+            self._drop_label(member)
             await member.client.close()
+
+    def _count(self, event: Event, member: Member, *labels: str, by: int = 1) -> None:
+        """Count an *event* of *member*, unless its series are dropped."""
+        if member.label is not None:
+            self._tell(event, member.label, *labels, by=by)
+
+    def _tell_endpoints(self) -> None:
+        self._tell("endpoints", *sorted(self._labels.keys() | self._leaving.keys()))
+
+    def _drop_label(self, member: Member) -> None:
+        """Drop the series of a Triton that has left. One that came in its place may have the same name."""
+        label, member.label = member.label, None
+        assert label is not None, "it leaves once"
+        for lease in member.leases:
+            self._tell("running", label, lease.model, by=-1)
+        self._leaving -= Counter([label])
+        if label not in self._labels and label not in self._leaving:
+            self._tell_endpoints()
 
 
 def not_there(error: Exception | None) -> bool:
@@ -762,6 +860,11 @@ def not_there(error: Exception | None) -> bool:
     return isinstance(error, ModelNotFound) or (
         isinstance(error, UpstreamUnavailable) and not isinstance(error, ModelUnloading)
     )
+
+
+def ended_midway(error: Exception) -> bool:
+    """Return whether *error* says that a Triton, or a model in it, ended while it worked for the request."""
+    return isinstance(error, UpstreamLost | ModelCrashed)
 
 
 def lost_error() -> ServiceError:
@@ -773,4 +876,4 @@ def _passes(error: Exception, on_timeout: bool) -> bool:
     """Return whether another Triton may do better: the request did not reach a model, or its connection was lost."""
     if isinstance(error, UpstreamTimeout):
         return on_timeout and error.code == "upstream_silent"
-    return not_there(error) or isinstance(error, Overloaded) or getattr(error, "code", "") == "upstream_disconnected"
+    return not_there(error) or isinstance(error, Overloaded | UpstreamLost)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
@@ -25,14 +26,15 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from triton_openai import offload
-from triton_openai.errors import ServiceError, UpstreamError
+from triton_openai.errors import InvalidAnswer, ServiceError
 from triton_openai.tasks import cancel, spawn
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
 from triton_openai.triton.connection import ConnectionSettings, GrpcFiles
-from triton_openai.triton.http2 import LOST, UNREACHABLE, Call, Channel, varint
-from triton_openai.triton.status import classify, cut_off_error, no_answer_error, unreachable
+from triton_openai.triton.http2 import FOREIGN, LOST, TOO_LONG, UNREACHABLE, Call, Channel, varint
+from triton_openai.triton.status import classify, cut_off_error, foreign_error, no_answer_error, unreachable
 from triton_openai.triton.tensors import (
     LARGE,
+    MAX_OPEN_ANSWER,
     BinaryResponse,
     Buffer,
     InferRequest,
@@ -46,8 +48,6 @@ _SERVICE = "/inference.GRPCInferenceService"
 # The longest time that calls on a replaced channel may go on.
 _OLD_CHANNEL_SECONDS = 24 * 3600.0
 _OPTIONS: tuple[tuple[str, Any], ...] = (
-    # The default limit of 4 MiB is smaller than a long answer or a batch of embeddings.
-    ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     # A dead peer behind a live route is noticed although nothing is being sent. Servers end a connection for pings that
     # follow closer than 5 minutes, and loading a model may take longer.
@@ -60,6 +60,14 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     # Two clients in one process must not share a connection: their Tritons may be restarted on the same port.
     ("grpc.use_local_subchannel_pool", 1),
 )
+_HTTP_STATUS = re.compile(r"Received http2 header with status: (\d+)")
+# gRPC's own text for an answer that is longer than the channel takes.
+_RECEIVED = "Received message larger than max"
+# The bytes of an answer besides the contents of its outputs.
+_ENVELOPE = 64 * 1024
+# The limits of answers, in bytes: of nearly all, and of the few that may be larger. gRPC has one for each channel.
+_MAX_ANSWER = MAX_OPEN_ANSWER + 4 * LARGE
+_MAX_LARGE_ANSWER = 2**31 - 1
 _STREAM_METHOD = f"{_SERVICE}/ModelStreamInfer"
 _Response = service_pb2.ModelInferResponse
 _RESPONSE = service_pb2.ModelStreamInferResponse.DESCRIPTOR.fields_by_name["infer_response"].number
@@ -143,22 +151,26 @@ async def message_of(request: InferRequest) -> bytes:
     return await offload.run(encode_large if cost > offload.INLINE else encode_request, request, cost=cost)
 
 
-def decode_response(message: Any) -> BinaryResponse:
-    """Return the outputs of a ``ModelInferResponse``. Raises :class:`UpstreamError` if their contents are not raw."""
-    return BinaryResponse(*_outputs(message))
+def decode_response(message: Any, model: str = "") -> BinaryResponse:
+    """
+    Return the outputs of a ``ModelInferResponse`` of *model*.
+
+    Raises :class:`InvalidAnswer` if their contents are not raw.
+    """
+    return BinaryResponse(*_outputs(message, model))
 
 
 @lru_cache(maxsize=256)
-def _layout(outputs: Sequence[bytes]) -> Layout:
+def _layout(model: str, outputs: Sequence[bytes]) -> Layout:
     tensors = map(_Response.InferOutputTensor.FromString, outputs)
-    return Layout((tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in tensors)
+    return Layout([(tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in tensors], model)
 
 
-def _outputs(message: Any, contents: Sequence[Buffer] | None = None) -> tuple[Layout, Sequence[Buffer]]:
-    layout = _layout(tuple([output.SerializeToString() for output in message.outputs]))
+def _outputs(message: Any, model: str, contents: Sequence[Buffer] | None = None) -> tuple[Layout, Sequence[Buffer]]:
+    layout = _layout(model, tuple([output.SerializeToString() for output in message.outputs]))
     contents = message.raw_output_contents[:] if contents is None else contents
     if len(layout.outputs) != len(contents):
-        raise UpstreamError("Triton sent an answer that cannot be read.", detail="outputs without raw contents")
+        raise InvalidAnswer("it has outputs without raw contents", model=model)
     return layout, contents
 
 
@@ -200,6 +212,15 @@ def translate(code: str, details: str, model: str) -> ServiceError:
         return unreachable(details)
     if code == LOST:
         return cut_off_error(details)
+    if code.startswith(FOREIGN):
+        return foreign_error(code.removeprefix(FOREIGN), details)
+    # The words of grpc.aio: what answers is no gRPC server, with a status of HTTP or with none.
+    if (status := _HTTP_STATUS.fullmatch(details)) is not None:
+        return foreign_error(status[1], details)
+    if code == "UNKNOWN" and details.startswith(("No status received", "Stream removed")):
+        return cut_off_error(details)
+    if code == TOO_LONG or (code == "RESOURCE_EXHAUSTED" and _RECEIVED in details):
+        return InvalidAnswer("its body is too long", model=model, detail=details)
     if code == "UNAVAILABLE":
         # grpc.aio's own texts, the more specific first: "failed to connect … Connection reset by peer" is the former.
         if "failed to connect" in details or "resolution" in details.lower():
@@ -220,6 +241,7 @@ class GrpcStream(Call):
         self, channel: Channel, request: InferRequest, receiver: Receiver, reconnect: Callable[[], None]
     ) -> None:
         super().__init__()
+        self.max_message = request.max_answer + _ENVELOPE
         self._receiver: Receiver | None = receiver
         self._model = request.model
         self._cancellable = request.cancellable
@@ -257,7 +279,7 @@ class GrpcStream(Call):
                 else:
                     responses += self._read(data)
         except (DecodeError, IndexError) as problem:
-            error = UpstreamError("Triton sent an answer that cannot be read.", detail=str(problem))
+            error = InvalidAnswer("it cannot be read", model=self._model, detail=str(problem))
         except ServiceError as problem:
             error = problem
         if responses and self._receiver is not None:
@@ -286,7 +308,7 @@ class GrpcStream(Call):
             raise classify(message.error_message, self._model)
         if not message.infer_response.outputs:
             return ()
-        layout, contents = _outputs(message.infer_response, contents)
+        layout, contents = _outputs(message.infer_response, self._model, contents)
         if not responses and isinstance(data, bytes):
             tail = _Response(raw_output_contents=contents).SerializeToString()
             self._layout, self._head = layout, data[3 : -len(tail)] if data.endswith(tail) else b""
@@ -330,27 +352,37 @@ class GrpcClient:
         self._settings = settings
         self._files = settings.grpc_files() if parts.scheme == "grpcs" else None
         self._used: GrpcFiles | None = None
-        self._channel: grpc.aio.Channel | None = None
-        self._reconnects = False
+        # By the most bytes of an answer.
+        self._channels: dict[int, grpc.aio.Channel] = {}
         self._streams = Channel(url, _STREAM_METHOD, settings)
         # Older channels that are closing.
         self._tasks: set[asyncio.Task[None]] = set()
 
-    @property
-    def channel(self) -> grpc.aio.Channel:
-        """The channel to begin calls on."""
-        # Created on first use: a channel belongs to the running loop.
+    def channel(self, max_answer: int) -> grpc.aio.Channel:
+        """Return the channel to begin calls on whose answers have *max_answer* bytes at most."""
         files = self._files.current() if self._files is not None else None
-        if self._channel is None or self._reconnects or files is not self._used:
-            if self._channel is not None:
-                spawn(self._channel.close(_OLD_CHANNEL_SECONDS), self._tasks)
-            self._used, self._reconnects = files, False
-            self._channel = self._connect(files)
-        return self._channel
+        if files is not self._used:
+            self._replace_channels()
+            self._used = files
+        limit = _MAX_ANSWER if max_answer <= _MAX_ANSWER else _MAX_LARGE_ANSWER
+        # Created on first use: a channel belongs to the running loop.
+        if limit not in self._channels:
+            self._channels[limit] = self._connect(files, limit)
+        return self._channels[limit]
 
-    def _connect(self, files: GrpcFiles | None) -> grpc.aio.Channel:
-        # The timeout of an attempt to connect, despite its name.
-        options = [*_OPTIONS, ("grpc.min_reconnect_backoff_ms", int(self._settings.connect_timeout * 1000))]
+    def _replace_channels(self) -> None:
+        """Let calls in flight end on their channels, and further ones begin on new channels."""
+        for channel in self._channels.values():
+            spawn(channel.close(_OLD_CHANNEL_SECONDS), self._tasks)
+        self._channels.clear()
+
+    def _connect(self, files: GrpcFiles | None, max_answer: int) -> grpc.aio.Channel:
+        options = [
+            *_OPTIONS,
+            ("grpc.max_receive_message_length", max_answer),
+            # The timeout of an attempt to connect, despite its name.
+            ("grpc.min_reconnect_backoff_ms", int(self._settings.connect_timeout * 1000)),
+        ]
         if files is None:
             return grpc.aio.insecure_channel(self._target, options=options)
         if self._settings.access.server_name is not None:
@@ -359,7 +391,7 @@ class GrpcClient:
 
     def reconnect(self) -> None:
         """Use new connections for further calls: one was silent, and may be dead."""
-        self._reconnects = True
+        self._replace_channels()
         self._streams.reconnect()
 
     async def _unary(
@@ -370,17 +402,17 @@ class GrpcClient:
         model: str = "",
         limited: bool = True,
         headers: Mapping[str, str] = MappingProxyType({}),
+        max_answer: int = 0,
     ) -> Any:
         timeout = self._settings.control_timeout if limited else None
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            call: Any = self.channel.unary_unary(
-                f"{_SERVICE}/{method}",
-                request_serializer=serialize,
-                response_deserializer=getattr(service_pb2, f"{method}Response").FromString,
-            )
-            return await call(message, timeout=timeout, metadata=(*self._settings.headers(), *headers.items()))
+            call: Any = self.channel(max_answer).unary_unary(f"{_SERVICE}/{method}", request_serializer=serialize)
+            answer = await call(message, timeout=timeout, metadata=(*self._settings.headers(), *headers.items()))
+            return getattr(service_pb2, f"{method}Response").FromString(answer)
+        except DecodeError as error:
+            raise InvalidAnswer("it cannot be read", model=model, detail=str(error)) from error
         except asyncio.CancelledError:
             # The caller gave up on a silent connection. Further calls must not wait for it too.
             if loop.time() - began >= self._settings.connect_timeout:
@@ -404,7 +436,7 @@ class GrpcClient:
 
     async def model_config(self, model: str) -> ModelConfig:
         answer = await self._unary("ModelConfig", service_pb2.ModelConfigRequest(name=model), model=model)
-        return read_model_config(MessageToDict(answer.config, preserving_proto_field_name=True))
+        return read_model_config(MessageToDict(answer.config, preserving_proto_field_name=True), model)
 
     async def load_model(self, model: str) -> None:
         message = service_pb2.RepositoryModelLoadRequest(model_name=model)
@@ -417,11 +449,18 @@ class GrpcClient:
 
     async def infer(self, request: InferRequest) -> InferResponse:
         message = await message_of(request)
-        answer = await self._unary("ModelInfer", message, model=request.model, limited=False, headers=request.headers)
+        answer = await self._unary(
+            "ModelInfer",
+            message,
+            model=request.model,
+            limited=False,
+            headers=request.headers,
+            max_answer=request.max_answer,
+        )
         if not answer.outputs:
             # Triton's status is OK even if the model ended without a response.
             raise no_answer_error(request.model)
-        return decode_response(answer)
+        return decode_response(answer, request.model)
 
     def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
         return GrpcStream(self._streams, request, receiver, self.reconnect)
@@ -430,5 +469,5 @@ class GrpcClient:
         """Close every connection; calls in flight are cancelled."""
         await cancel(*self._tasks)
         await self._streams.close()
-        if self._channel is not None:
-            await self._channel.close(None)
+        for channel in self._channels.values():
+            await channel.close(None)

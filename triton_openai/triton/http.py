@@ -7,21 +7,31 @@ Source of the facts: the KServe v2 HTTP protocol with Triton's binary data, mode
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from time import monotonic
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import msgspec
+from msgspec import Meta
 
 from triton_openai import offload
-from triton_openai.errors import UpstreamError, UpstreamTimeout
+from triton_openai.errors import InvalidAnswer, ServiceError, UpstreamTimeout
 from triton_openai.triton.client import IndexEntry, Receiver, ServerInfo
 from triton_openai.triton.connection import ConnectionSettings, Header
-from triton_openai.triton.http_stream import ConnectionPool, HttpCall, HttpStream, refusal
-from triton_openai.triton.status import no_answer_error
+from triton_openai.triton.http_stream import (
+    MAX_HEAD_BYTES,
+    UNREADABLE,
+    ConnectionPool,
+    HttpCall,
+    HttpStream,
+    refusal,
+    too_long,
+)
+from triton_openai.triton.status import foreign_error, no_answer_error
 from triton_openai.triton.tensors import (
     LARGE,
     BinaryResponse,
@@ -33,12 +43,16 @@ from triton_openai.triton.tensors import (
     read_model_config,
 )
 
+# An index of ten thousand models has a few megabytes, and so has a configuration with long parameters.
+MAX_CONTROL_BYTES = 64 * 1024 * 1024
+# The digits of any length of a body.
+_LONGEST_LENGTH = 15
 _quoted = lru_cache(256)(partial(quote, safe=""))
 _Decoded = TypeVar("_Decoded")
 
 
 class _TensorParameters(msgspec.Struct, frozen=True):
-    binary_data_size: int = 0
+    binary_data_size: Annotated[int, Meta(ge=0)] = 0
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -52,6 +66,8 @@ class _InferHeader(msgspec.Struct, frozen=True):
     outputs: list[_Tensor] = []
 
 
+# What begins the JSON of every answer to an infer call.
+_NAME_OR_OUTPUTS, _START = re.compile(rb'\A\s*\{.*"(?:model_name|outputs)"', re.DOTALL), 4096
 _header_decoder = msgspec.json.Decoder(_InferHeader)
 
 
@@ -98,8 +114,8 @@ def parse_infer(body: bytes, header_length: int, model: str) -> BinaryResponse:
     """Return the outputs of an infer answer. Raises :class:`UpstreamError` for none, and for sizes that do not fit."""
     try:
         header = _header_decoder.decode(body[:header_length])
-    except msgspec.MsgspecError as error:
-        raise UpstreamError("Triton sent an answer that cannot be read.", detail=str(error)) from error
+    except UNREADABLE as error:
+        raise InvalidAnswer("it cannot be read", model=model, detail=str(error)) from error
     if not header.outputs:
         raise no_answer_error(model)
     contents: list[Buffer] = []
@@ -107,11 +123,12 @@ def parse_infer(body: bytes, header_length: int, model: str) -> BinaryResponse:
     for output in header.outputs:
         end = offset + output.parameters.binary_data_size
         if end > len(body):
-            raise UpstreamError(f"Triton sent a malformed '{output.name}' output.")
+            raise InvalidAnswer("it has fewer bytes than it says", model=model)
         # Hundreds of megabytes are not copied: that would hold the event loop.
         contents.append(body[offset:end] if end - offset <= LARGE else memoryview(body)[offset:end])
         offset = end
-    return BinaryResponse(Layout((output.name, output.datatype, output.shape) for output in header.outputs), contents)
+    outputs = [(output.name, output.datatype, output.shape) for output in header.outputs]
+    return BinaryResponse(Layout(outputs, model), contents)
 
 
 class HttpClient:
@@ -127,12 +144,18 @@ class HttpClient:
         self._headers: tuple[Header, ...] = ()
         self._header_lines = ""
 
-    async def _call(self, message: bytes, *, model: str = "", limited: bool = True) -> HttpCall:
-        """Send the request *message* and return the answer, if *limited* within the control timeout."""
+    async def _call(
+        self, message: bytes, *, model: str = "", limited: bool = True, max_size: int = MAX_CONTROL_BYTES
+    ) -> HttpCall:
+        """
+        Send the request *message* and return the answer, if *limited* within the control timeout.
+
+        Raises :class:`ServiceError`, also for an answer of more than *max_size* bytes.
+        """
         began = monotonic()
         try:
             async with asyncio.timeout(self._settings.control_timeout if limited else None):
-                answer = await HttpCall.send(self._pool, message)
+                answer = await HttpCall.send(self._pool, message, too_long("body", model), max_size=max_size)
         except TimeoutError as error:
             self._pool.close_idle()
             raise UpstreamTimeout("Triton did not answer in time.") from error
@@ -146,15 +169,18 @@ class HttpClient:
         return answer
 
     async def server_info(self) -> ServerInfo:
-        return _decoded(ServerInfo, await self._call(self._request("GET", "/v2")), "server metadata")
+        return _decoded(ServerInfo, await self._call(self._request("GET", "/v2")))
 
     async def repository_index(self) -> Sequence[IndexEntry]:
         answer = await self._call(self._request("POST", "/v2/repository/index"))
-        return _decoded(list[IndexEntry], answer, "a repository index")
+        return _decoded(list[IndexEntry], answer)
 
     async def model_config(self, model: str) -> ModelConfig:
         answer = await self._call(self._request("GET", f"/v2/models/{quote(model, safe='')}/config"), model=model)
-        return read_model_config(_decoded(dict[str, Any], answer, "a model configuration"))
+        config = _decoded(dict[str, Any], answer)
+        if "name" not in config:
+            raise _foreign(b"".join(answer.parts), answer.status)
+        return read_model_config(config, model)
 
     async def load_model(self, model: str) -> None:
         await self._control(model, "load", b"{}", limited=False)
@@ -164,7 +190,10 @@ class HttpClient:
 
     async def _control(self, model: str, action: str, body: bytes, *, limited: bool = True) -> None:
         path = f"/v2/repository/models/{quote(model, safe='')}/{action}"
-        await self._call(self._request("POST", path, body), model=model, limited=limited)
+        answer = await self._call(self._request("POST", path, body), model=model, limited=limited)
+        # Triton's own has no body.
+        if b"".join(answer.parts).strip():
+            _decoded(Any, answer)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         def message() -> bytes:
@@ -174,10 +203,16 @@ class HttpClient:
             return self._request("POST", path, body, request.headers, fixed)
 
         made = await offload.run(message, cost=request.cost)
-        answer = await self._call(made, model=request.model, limited=False)
+        max_size = request.max_answer + MAX_HEAD_BYTES
+        answer = await self._call(made, model=request.model, limited=False, max_size=max_size)
         length = answer.json_length
-        content = await offload.run(b"".join, answer.parts, cost=offload.JOIN * sum(map(len, answer.parts)))
-        return parse_infer(content, int(length) if length.isdigit() else len(content), request.model)
+        content = await offload.run(b"".join, answer.parts, cost=offload.COPY * sum(map(len, answer.parts)))
+        if length.isdigit() and len(length) <= _LONGEST_LENGTH:
+            return parse_infer(content, int(length), request.model)
+        if not length and _NAME_OR_OUTPUTS.search(content[:_START]) is None:
+            # A Triton's answer without tensors is JSON with these.
+            raise _foreign(content)
+        return parse_infer(content, len(content), request.model)
 
     def stream(self, request: InferRequest, receiver: Receiver) -> HttpStream:
         def message() -> bytes:
@@ -211,8 +246,14 @@ class HttpClient:
         self._pool.close()
 
 
-def _decoded(kind: type[_Decoded], answer: HttpCall, what: str) -> _Decoded:
+def _decoded(kind: type[_Decoded], answer: HttpCall) -> _Decoded:
+    """Return the body of *answer* as *kind*. Raises :class:`ServiceError` for what no Triton sends."""
+    body = b"".join(answer.parts)
     try:
-        return msgspec.json.decode(b"".join(answer.parts), type=kind)
-    except msgspec.MsgspecError as error:
-        raise UpstreamError(f"Triton sent {what} that cannot be read.", detail=str(error)) from error
+        return msgspec.json.decode(body, type=kind)
+    except UNREADABLE as error:
+        raise _foreign(body, answer.status) from error
+
+
+def _foreign(body: bytes, status: int = 200) -> ServiceError:
+    return foreign_error(str(status), body[:500].decode("utf-8", "replace"))

@@ -68,10 +68,12 @@ PING_SECONDS = 10.0
 _NEXT_PING_SECONDS = 310.0
 
 _CODES = {str(code.value[0]).encode(): code.name for code in grpc.StatusCode}
-_BY_HTTP_STATUS = {b"404": "UNIMPLEMENTED", **dict.fromkeys((b"429", b"502", b"503", b"504"), "UNAVAILABLE")}
 _BY_RESET = {REFUSED_STREAM: "UNAVAILABLE", CANCEL: "CANCELLED"}
-#: Two codes of our own: no connection could be made, and the connection broke. All others are gRPC's.
-UNREACHABLE, LOST = "UNREACHABLE", "LOST"
+#: Codes of our own: no connection could be made, the connection broke, and a message was longer than the call takes.
+#: All others are gRPC's.
+UNREACHABLE, LOST, TOO_LONG = "UNREACHABLE", "LOST", "TOO_LONG"
+#: Before the HTTP status of an answer that is not gRPC's: also a code of our own.
+FOREIGN = "HTTP_"
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: Buffer = b"") -> bytes:
@@ -109,6 +111,10 @@ def _decoded(block: bytes) -> Mapping[bytes, bytes]:
     return dict(hpack.Decoder(max_header_list_size=_MAX_HEADERS).decode(block, raw=True))
 
 
+class _TooLong(ValueError):
+    """A message is longer than the call takes."""
+
+
 class Call:
     """
     One call. Subclasses implement :meth:`messages_received` and :meth:`call_ended`.
@@ -117,6 +123,8 @@ class Call:
     """
 
     def __init__(self) -> None:
+        #: The most bytes of a message that is received.
+        self.max_message = _MAX_MESSAGE
         # Encoded; known from :meth:`Channel.start` on.
         self.headers = b""
         # The channel while the call waits for a connection, the connection while it runs.
@@ -140,7 +148,7 @@ class Call:
         raise NotImplementedError
 
     def call_ended(self, code: str, details: str) -> None:
-        """Take the end: gRPC's status, ``UNREACHABLE`` or ``LOST``, and its text."""
+        """Take the end: gRPC's status, or a code of our own, and its text."""
         raise NotImplementedError
 
     def pause(self) -> None:
@@ -194,8 +202,8 @@ class Call:
             compressed, size = _MESSAGE.unpack_from(partial)
             if compressed:
                 raise ValueError("the server sent a compressed message, which was not offered")
-            if size > _MAX_MESSAGE:
-                raise ValueError(f"the server sent a message of {size} bytes")
+            if size > self.max_message:
+                raise _TooLong(f"the server sent a message of {size} bytes")
             end = _MESSAGE.size + size
             if len(partial) < end:
                 return
@@ -336,6 +344,8 @@ class Connection(asyncio.Protocol):
     def _on_data(self, call: Call, flags: int, payload: bytes) -> None:
         try:
             call.feed(_unpadded(flags, payload))
+        except _TooLong as problem:
+            self._finish(call, TOO_LONG, str(problem))
         except ValueError as problem:
             self._finish(call, "INTERNAL", str(problem))
         else:
@@ -377,9 +387,9 @@ class Connection(asyncio.Protocol):
             pass
         elif status is not None and status != b"200":
             details = f"the server answered with HTTP status {status.decode('latin-1')}"
-            self._finish(call, _BY_HTTP_STATUS.get(status, "UNKNOWN"), details, ended=ended)
+            self._finish(call, f"{FOREIGN}{status.decode('latin-1')}", details, ended=ended)
         elif status is not None and not fields.get(b"content-type", b"").startswith(b"application/grpc"):
-            self._finish(call, "UNKNOWN", "the server's answer is not gRPC", ended=ended)
+            self._finish(call, f"{FOREIGN}200", "the server's answer is not gRPC", ended=ended)
         elif ended or status is None:
             self._finish(call, "INTERNAL", "the server ended the call without a status", ended=ended)
 

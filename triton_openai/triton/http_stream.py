@@ -27,17 +27,22 @@ import msgspec
 
 from triton_openai import offload
 from triton_openai.config.tls import PERHAPS_REFUSED, failure_reason
-from triton_openai.errors import ServiceError, UpstreamError
+from triton_openai.errors import InvalidAnswer, ServiceError
 from triton_openai.triton.client import Receiver
 from triton_openai.triton.connection import ConnectionSettings, detect_dead_peer
-from triton_openai.triton.status import classify, cut_off_error, unreachable
-from triton_openai.triton.tensors import InferRequest, InferResponse, JsonOutputs, JsonResponse
+from triton_openai.triton.status import classify, cut_off_error, foreign_error, unreachable
+from triton_openai.triton.tensors import InferRequest, InferResponse, JsonOutputs, JsonResponse, json_size
 
 # The most that is read of an error that does not come from Triton.
 MAX_ERROR_BYTES = 256 * 1024
 # The most that is read of an answer's head, or between two pieces of its body, and of an event.
 MAX_HEAD_BYTES = 64 * 1024
 MAX_EVENT_BYTES = 64 * 1024 * 1024
+#: What is raised for JSON that cannot be read, or is nested too deeply.
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+# What an output of the generate extension can be. Anything else is read leniently, and refused by who needs the output.
+_Scalar = str | int | float | bool | None
+_Output = _Scalar | list[_Scalar]
 # Idle connections are closed well before the server or a load balancer would do it.
 IDLE_SECONDS = 30.0
 MAX_IDLE = 512
@@ -54,6 +59,8 @@ class Event(JsonOutputs, msgspec.Struct, gc=False):
 
     error: Any = None
     model_name: Any = None
+    #: The Triton model that answered.
+    model: ClassVar[str] = ""
     #: The names of the fields by those of the outputs.
     fields: ClassVar[Mapping[str, str]] = {}
     #: The first output; nearly every event has it.
@@ -63,10 +70,14 @@ class Event(JsonOutputs, msgspec.Struct, gc=False):
     def value(self, name: str) -> Any:
         return getattr(self, self.fields.get(name, "absent"))
 
+    @property
+    def size(self) -> int:
+        return json_size([getattr(self, field) for field in self.fields.values()])
+
 
 @lru_cache(256)
-def _decoder(outputs: Sequence[str]) -> Callable[[bytes], Event]:
-    """Return what decodes events with these *outputs*."""
+def _decoder(model: str, outputs: Sequence[str]) -> Callable[[bytes], Event]:
+    """Return what decodes events of *model* with these *outputs*."""
     own = ("error", "model_name")
     fields = {name: name if name in own else f"output_{number}" for number, name in enumerate(outputs)}
     getters: dict[tuple[str, ...], Callable[[Event], Sequence[Any]]] = {}
@@ -81,43 +92,51 @@ def _decoder(outputs: Sequence[str]) -> Callable[[bytes], Event]:
 
     kind = msgspec.defstruct(
         "Event",
-        [(field, Any, None) for field in fields.values() if field not in own],
+        [(field, _Output, None) for field in fields.values() if field not in own],
         bases=(Event,),
         rename={field: name for name, field in fields.items()},
-        namespace={"fields": fields, "first": first},
+        namespace={"fields": fields, "first": first, "model": model},
         gc=False,
     )
     return cast(Callable[[bytes], Event], msgspec.json.Decoder(kind).decode)
 
 
-def decode_leniently(data: bytes) -> dict[str, Any]:
+def decode_leniently(data: bytes, model: str = "") -> dict[str, Any]:
     """
     Return the JSON object of an event, or of a body, that a strict decoder may refuse; an empty one if there is none.
 
     Triton copies BYTES outputs into the JSON unchecked (invalid UTF-8 is possible) and writes ``NaN`` for a float that
-    is not a number. Raises :class:`UpstreamError`.
+    is not a number. Half a surrogate pair, which no UTF-8 can hold, becomes U+FFFD. Raises :class:`InvalidAnswer`.
     """
     start = data.find(b"{")
     if start < 0:
         return {}
     try:
         values = json.loads(data[start:].decode("utf-8", "replace"))
-    except ValueError as error:
-        raise _unreadable(data) from error
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(data, model) from error
     if not isinstance(values, dict):
-        raise _unreadable(data)
-    return values
+        raise _unreadable(data, model)
+    return {name: _without_surrogates(value) for name, value in values.items()}
 
 
-def _unreadable(data: bytes) -> UpstreamError:
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [_without_surrogates(item) if isinstance(item, str) else item for item in value]
+    return value
+
+
+def _unreadable(data: bytes, model: str) -> InvalidAnswer:
     # Only its size: its content may be a part of an answer, and those are not logged.
-    return UpstreamError(
-        "Triton sent an answer that cannot be read.", detail=f"An event of {len(data)} bytes is no JSON object."
-    )
+    detail = f"An event of {len(data)} bytes is no JSON object."
+    return InvalidAnswer("it is no JSON object", model=model, detail=detail)
 
 
-def _too_long(what: str) -> UpstreamError:
-    return UpstreamError("Triton sent an answer that cannot be read.", detail=f"Its {what} is too long.")
+def too_long(what: str, model: str = "") -> InvalidAnswer:
+    """Return the error for an answer of *model* of which *what*, a part, is longer than it can be."""
+    return InvalidAnswer(f"its {what} is too long", model=model)
 
 
 class Connection(asyncio.Protocol):
@@ -169,7 +188,7 @@ class Connection(asyncio.Protocol):
             self._bare += len(data)
             if self._bare > MAX_HEAD_BYTES:
                 self._stream = None
-                stream.lose(_too_long("head"))
+                stream.lose(too_long("head"))
                 self.close()
                 return
         if self._complete and self._stream is stream:
@@ -335,9 +354,11 @@ class ConnectionPool:
 
 
 class HttpCall:
-    """The whole answer to one request."""
+    """The whole answer to one request; one of more than *max_size* bytes ends with the error *too_long*."""
 
-    def __init__(self) -> None:
+    def __init__(self, too_long: ServiceError, max_size: int) -> None:
+        self._too_long = too_long
+        self._max_size = max_size
         self.status = 0
         self.events = False
         #: The length of the JSON before tensors.
@@ -349,11 +370,15 @@ class HttpCall:
         self._ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     @classmethod
-    async def send(cls, pool: ConnectionPool, message: bytes) -> HttpCall:
-        """Send a whole request and return its answer. Raises :class:`ServiceError` if there is none."""
+    async def send(cls, pool: ConnectionPool, message: bytes, too_long: ServiceError, *, max_size: int) -> HttpCall:
+        """
+        Send a whole request and return its answer. Raises :class:`ServiceError` if there is none.
+
+        Raises *too_long* for one of more than *max_size* bytes.
+        """
         connection = pool.idle() or await pool.connect()
         while True:
-            call = cls()
+            call = cls(too_long, max_size)
             connection.send(message, call)
             try:
                 complete = await call._ended
@@ -367,10 +392,16 @@ class HttpCall:
             connection = await pool.connect()
 
     def feed(self, data: bytes) -> None:
+        if self._ended.done():
+            # It is given up.
+            return
         self.parts.append(data)
         self._size += len(data)
         if self.status >= 300 and self._size > MAX_ERROR_BYTES:
-            self.lose(_too_long("error"))
+            self.lose(too_long("error"))
+        elif self._size > self._max_size:
+            self.parts.clear()
+            self.lose(self._too_long)
 
     def finish(self) -> None:
         if not self._ended.done():
@@ -400,7 +431,7 @@ class HttpStream:
         self._pool = pool
         self._model = request.model
         self._outputs = request.outputs
-        self._decode = _decoder(request.outputs)
+        self._decode = _decoder(request.model, request.outputs)
         self._receiver: Receiver | None = receiver
         self._make = message
         self._connection: Connection | None = None
@@ -444,7 +475,7 @@ class HttpStream:
             # Usually the data is exactly one event.
             try:
                 event = self._decode(data[_JSON])
-            except (msgspec.MsgspecError, UnicodeDecodeError):
+            except UNREADABLE:
                 pass
             else:
                 if event.output_0 is not None:
@@ -466,7 +497,7 @@ class HttpStream:
                 parts.append(data)
                 self._size += len(data)
                 if self._size > MAX_EVENT_BYTES:
-                    self._end(_too_long("event"))
+                    self._end(too_long("event", self._model))
                 return
             data = b"".join((*parts, data))
             parts.clear()
@@ -492,18 +523,18 @@ class HttpStream:
         """Return the response in the event *text*, if it is one. Raises :class:`ServiceError` for an error in it."""
         try:
             event = self._decode(text[_JSON])
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except UNREADABLE:
             pass
         else:
             if event.output_0 is not None:
                 return event
-        values = decode_leniently(text)
+        values = decode_leniently(text, self._model)
         error = values.get("error")
         if error is not None and "model_name" not in values:
             raise classify(str(error), self._model)
         if not values or (self._outputs and values.keys().isdisjoint(self._outputs)):
             return None
-        return JsonResponse(values)
+        return JsonResponse(values, self._model)
 
     def finish(self) -> None:
         """Take the end of the body."""
@@ -572,8 +603,8 @@ def refusal(parts: Sequence[bytes], status: int, model: str) -> ServiceError:
     body = b"".join(parts)
     try:
         error = decode_leniently(body).get("error")
-    except UpstreamError:
+    except InvalidAnswer:
         error = None
     if error is None:
-        error = f"HTTP status {status}: {body[:500].decode('utf-8', 'replace')}"
+        return foreign_error(str(status), body[:500].decode("utf-8", "replace"))
     return classify(error if isinstance(error, str) else json.dumps(error), model, str(status))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from bisect import bisect_right
+import struct
+from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import accumulate
 
@@ -27,7 +28,14 @@ _COLD = 0.1
 _POINTS = 256
 _RING = 1 << 16
 # A digest of BLAKE2b gives as many points.
+_DIGEST = struct.Struct(">8Q")
 _POINTS_IN_DIGEST = 8
+# More than the Tritons of a ring can ever be.
+_PLACES = 1 << 24
+# After so many Tritons that have too much, the one with the fewest requests is better.
+_MAX_PASSED = 64
+# So many changes are made one by one; for more, a new ring is made.
+_MAX_CHANGES = 16
 # The window of the budget, and the retries that it allows in any case.
 _WINDOW = 10
 _LEAST_RETRIES = 3
@@ -102,11 +110,18 @@ class Pool:
         self.panics = False
         self._weights: Sequence[float] = ()
         self._turns: list[tuple[float, int, Target]] = []
-        self._ring: Sequence[int] = ()
-        self._owners: Sequence[Target] = ()
+        self._own_ring = Ring()
+        self._ring = self._own_ring
+        #: The candidates, for the policy ``affinity``.
+        self._by_name: Mapping[str, Target] = {}
 
-    def update(self, targets: Sequence[Target], *, ejected: Collection[str] = ()) -> None:
-        """Take *targets* as they are now; *ejected* are Tritons that are ejected for all models."""
+    def update(self, targets: Sequence[Target], *, ejected: Collection[str] = (), ring: Ring | None = None) -> None:
+        """
+        Take *targets* as they are now.
+
+        *ejected* are Tritons that are ejected for all models. *ring* is one that has them all and perhaps others;
+        without it, the pool has its own.
+        """
         self.targets, self._counted = targets, frozenset(targets)
         self.running = sum(target.running for target in targets)
         active = self.active = [target for target in targets if target.weight > 0]
@@ -114,13 +129,15 @@ class Pool:
         self.panics = bool(active) and len(active) - len(sound) > self.max_ejected * len(active)
         self.candidates = active if self.panics else sound
         self._weights = list(accumulate(target.weight for target in self.candidates))
-        self._turns, self._ring, self._owners = [], (), ()
+        self._turns, self._by_name = [], {}
         if self.policy == "round_robin":
             self._turns = [(1 / one.weight, place, one) for place, one in enumerate(self.candidates)]
             heapq.heapify(self._turns)
         elif self.policy == "affinity":
-            points = sorted(_points(self.candidates), key=lambda point: point[0])
-            self._ring, self._owners = [value for value, _ in points], [owner for _, owner in points]
+            self._by_name = {target.endpoint: target for target in self.candidates}
+            self._ring = ring or self._own_ring
+            # Those included that are ejected, which come back.
+            self._own_ring.update({} if ring else {target.endpoint: target.weight for target in active})
 
     def count(self, target: Target, number: int) -> None:
         """Count *number* more requests of *target*, which may be -1, and which may have left the pool."""
@@ -146,7 +163,7 @@ class Pool:
         found: Target | None = None
         if self.policy == "round_robin":
             found = self._next(fits)
-        elif self._ring and key is not None:
+        elif self._by_name and key is not None:
             found = self._nearest(key, fits)
         elif len(self.candidates) > _FEW:
             two = [one for one in (self._sample(now), self._sample(now)) if one is not None and fits(one)]
@@ -194,34 +211,91 @@ class Pool:
 
         Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2018): no target runs more than the load
         factor times its share of all requests, so a key moves on only while its own target has too much.
+        ``None`` where many in a row have.
         """
         bound = self.load_factor * (self.running + 1) / self._weights[-1]
-        start = bisect_right(self._ring, _point(key))
-        for step in range(len(self._owners)):
-            target = self._owners[(start + step) % len(self._owners)]
+        full: set[str] = set()
+        for name in self._ring.owners(key):
+            target = self._by_name.get(name)
+            if target is None or name in full:
+                continue
             if fits(target) and target.running < math.ceil(bound * target.weight):
                 return target
+            full.add(name)
+            if len(full) in (len(self._by_name), _MAX_PASSED):
+                break
         return None
+
+
+class Ring:
+    """
+    Points of Tritons on a circle, for consistent hashing. All pools of a fleet may share one.
+
+    The points depend on names and weights alone, so every worker and every replica has the same ring. A change is made
+    when the ring is read next, and costs what it changes: a ring of 1,000 Tritons takes tens of milliseconds to make.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: Mapping[str, float] = {}
+        self._stale = False
+        self._weights: Mapping[str, float] = {}
+        #: Points for a unit of weight.
+        self._density = 0
+        # In order: a point in the upper bits, and the place of its Triton among the names in the lower ones.
+        self._points: list[int] = []
+        self._names: list[str] = []
+
+    def update(self, weights: Mapping[str, float]) -> None:
+        """Have the Tritons of these names and *weights* from now on."""
+        self._wanted = weights
+        self._stale = True
+
+    def owners(self, key: bytes) -> Iterator[str]:
+        """Yield the names of the Tritons behind *key*, once for each of their points."""
+        if self._stale:
+            self._apply()
+        points, names = self._points, self._names
+        start = bisect_right(points, _value(_point(key), _PLACES - 1))
+        for step in range(len(points)):
+            yield names[points[start + step - len(points)] % _PLACES]
+
+    def _apply(self) -> None:
+        wanted, weights = self._wanted, self._weights
+        # Fewer points, where the ring is full, are a part of the others: what stays keeps its place. By powers of two,
+        # so that a Triton more or less seldom makes a difference.
+        room = _RING // max(1, len(wanted))
+        density = min(_POINTS, max(_POINTS_IN_DIGEST, 1 << room.bit_length() - 1))
+        changed = {name for name in weights.keys() | wanted.keys() if weights.get(name) != wanted.get(name)}
+        added = [name for name in wanted if name in changed]
+        # Those that have gone keep their places among the names.
+        crowded = len(self._names) > 2 * len(wanted) + _MAX_CHANGES
+        if density != self._density or crowded or len(changed) > _MAX_CHANGES:
+            self._names = list(wanted)
+            self._points = sorted(self._values(self._names, wanted, density))
+        else:
+            gone = {place for place, name in enumerate(self._names) if name in changed}
+            self._points = [value for value in self._points if value % _PLACES not in gone]
+            self._names = [*self._names, *added]
+            for value in self._values(added, wanted, density):
+                insort(self._points, value)
+        self._weights, self._density, self._stale = wanted, density, False
+
+    def _values(self, names: Sequence[str], weights: Mapping[str, float], density: int) -> Iterator[int]:
+        first = len(self._names) - len(names)
+        for place, name in enumerate(names, first):
+            count = max(1, round(density * weights[name]))
+            for number in range(-(-count // _POINTS_IN_DIGEST)):
+                digest = blake2b(f"{name}#{number}".encode()).digest()
+                for point in _DIGEST.unpack(digest)[: count - number * _POINTS_IN_DIGEST]:
+                    yield _value(point, place)
+
+
+def _value(point: int, place: int) -> int:
+    return point * _PLACES + place
 
 
 def _point(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "big")
-
-
-def _points(targets: Sequence[Target]) -> Iterator[tuple[int, Target]]:
-    """
-    Yield the points of *targets* on the ring.
-
-    They depend on the names alone, so every worker and every replica has the same ring. Fewer points, where the ring is
-    full, are a part of the others: what stays keeps its place.
-    """
-    most = min(_POINTS, max(_POINTS_IN_DIGEST, _RING // max(1, len(targets))))
-    for target in targets:
-        count = max(1, round(most * target.weight))
-        for number in range(-(-count // _POINTS_IN_DIGEST)):
-            digest = blake2b(f"{target.endpoint}#{number}".encode()).digest()
-            for place in range(min(_POINTS_IN_DIGEST, count - number * _POINTS_IN_DIGEST)):
-                yield int.from_bytes(digest[8 * place : 8 * place + 8], "big"), target
 
 
 class RetryBudget:

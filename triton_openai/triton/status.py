@@ -181,6 +181,13 @@ RULES = (
     ),
     _rule(
         errors.RequestRefused, "{said}",
+        # vLLM's checks of the size of embeddings. Its engine speaks of the dimensions of tensors.
+        rf"Error generating stream: ?(?!.{{0,4000}}(?:{_OF_ENGINES}|[Tt]ensor|[Ss]hape|[Ii]mage))"
+        r"(?P<reason>.{0,4000}\b(?:matryoshka|[Dd]imensions|pooling_params)\b.{0,4000})",
+        param="dimensions",
+    ),
+    _rule(
+        errors.RequestRefused, "{said}",
         r"Model [^\n]* does not support '(?:generate|embed)' request",
         r"\A(?:in ensemble '[^']*', )*(?:\[request id: [^\]]*\] ?)?Error generating stream: ?"
         rf"(?!.{{0,4000}}(?:{_OF_ENGINES}))(?P<reason>.{{0,4000}}{_OF_REQUESTS}.{{0,4000}})",
@@ -201,6 +208,33 @@ _BY_STATUS = {
     "CANCELLED": _rule(UpstreamError, "Triton cancelled the request."),
     "RESOURCE_EXHAUSTED": _rule(UpstreamError, "A message was too large for Triton or for this service."),
 }
+
+
+# Of a server that is no Triton: it has refused the request itself, whose fault that is. Others may take it, but nothing
+# says so.
+_REFUSALS = frozenset({"400", "408", "411", "413", "414", "415", "417", "431"})
+
+
+def foreign_error(status: str, body: str = "") -> ServiceError:
+    """
+    Return the error for an answer that is not from a Triton, such as the page of a proxy, an ingress or a login.
+
+    *status* is that of HTTP, *body* the beginning of the answer. A Triton answers with its own JSON, tensors or events,
+    and with JSON of an ``error`` where it fails (http_server.cc). So the request has not reached a model; but a proxy
+    that fails with it may have lost the connection in mid-work.
+    """
+    detail = f"HTTP status {status}: {body[:500]}"
+    if (known := _BY_STATUS.get(status)) is not None:
+        return known.error(known.message, detail=detail, **known.options)
+    if status == "429":
+        return errors.Overloaded("A server in front of Triton takes no requests now.", detail=detail, retry_after=1)
+    if status == "504":
+        return errors.UpstreamTimeout("Triton did not answer in time.", detail=detail)
+    if status in _REFUSALS:
+        return UpstreamError(f"A server in front of Triton refused the request with status {status}.", detail=detail)
+    if status.startswith("5"):
+        return cut_off_error(detail)
+    return unreachable(detail)
 
 
 def classify(text: str, model: str, status: str = "") -> ServiceError:
@@ -252,7 +286,7 @@ def no_answer_error(model: str) -> ServiceError:
 def cut_off_error(reason: str | None = None) -> ServiceError:
     """Return the error for a connection that broke before the answer was complete; *reason* goes to the log."""
     message = "The connection to Triton was lost before the answer was complete."
-    return UpstreamError(message, code="upstream_disconnected", detail=reason)
+    return errors.UpstreamLost(message, detail=reason)
 
 
 def unreachable(reason: str) -> ServiceError:

@@ -216,8 +216,8 @@ def test_sequences_that_are_not_served():
     for decoupled, said in ((False, "audio.part_seconds"), (True, "decoupled")):
         with pytest.raises(ConfigurationError, match=said):
             adapter(config(WAV, sequences=True, decoupled=decoupled))
-    assert read_model_config({"name": "m", "sequence_batching": {}}).sequences
-    assert not read_model_config({"name": "m", "dynamic_batching": {}}).sequences
+    assert read_model_config({"name": "m", "sequence_batching": {}}, "m").sequences
+    assert not read_model_config({"name": "m", "dynamic_batching": {}}, "m").sequences
 
 
 def test_prefixes():

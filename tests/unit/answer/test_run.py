@@ -468,7 +468,7 @@ class Scored:
 
 
 # Of so many logits, one row is read in a thread.
-WIDE = int(offload.INLINE / offload.LOGIT) + 1
+WIDE = int(offload.INLINE / offload.BYTE) + 1
 
 
 @every_case("width", [10, WIDE])

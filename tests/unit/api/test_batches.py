@@ -15,7 +15,14 @@ from aiohttp import FormData
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
 from triton_openai.app import SERVICE
-from triton_openai.config.tree import AccessSettings, BatchesSettings, FilesSettings, Settings, TritonSettings
+from triton_openai.config.tree import (
+    AccessSettings,
+    BatchesSettings,
+    FilesSettings,
+    ModelDefaults,
+    Settings,
+    TritonSettings,
+)
 from triton_openai.errors import StoreUnavailable
 
 MODEL = "vllm"
@@ -80,10 +87,13 @@ class Client:
         return [json.loads(one) for one in content.splitlines()]
 
 
-def settings_of(folder: Path, triton: FakeTriton, *, max_total: int = 10**9, **batches: Any) -> Settings:
+def settings_of(
+    folder: Path, triton: FakeTriton, *, max_total: int = 10**9, template: bool = True, **batches: Any
+) -> Settings:
     """Return settings with two keys, and state in *folder*."""
     return Settings(
         triton=TritonSettings(url=(triton.url,)),
+        defaults=ModelDefaults(chat_template="chatml" if template else None),
         files=FilesSettings(store=f"dir:{folder / 'files'}", max_total=max_total),
         batches=BatchesSettings(store=f"sqlite:{folder / 'db'}", **batches),
         access=AccessSettings(api_key=("one:sk-1", "two:sk-2")),
@@ -307,6 +317,41 @@ async def test_messages_in_batches(tmp_path: Path) -> None:
             {"requests": [{"custom_id": "a", "params": {**params, "stream": True}}]},
         ):
             assert 400 == (await client.call("POST", path, json=wrong))[0]
+
+
+async def test_chats_without_a_template(tmp_path: Path) -> None:
+    """A batch of chats to a model without a template fails before any line runs; one of completions does not."""
+    async with running(tmp_path, template=False) as client:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+        for path, asked in (
+            ("/v1/chat/completions", body),
+            ("/v1/responses", {"model": MODEL, "input": "Hello"}),
+            ("/v1/messages", {**body, "max_tokens": 5}),
+        ):
+            lines = [line(number, url=path, body=asked) for number in range(2)]
+            done = await client.ended(await client.create(lines, endpoint=path))
+            (fault,) = done["errors"]["data"]
+            assert ("failed", "configuration_error", "body.model", 1) == (
+                done["status"], fault["code"], fault["param"], fault["line"]
+            )  # fmt: skip
+            assert "--chat-template" in fault["message"]
+        status, answer = await client.call(
+            "POST", "/v1/messages/batches", json={"requests": [{"custom_id": "a", "params": {**body, "max_tokens": 5}}]}
+        )
+        assert (501, "api_error") == (status, answer["error"]["type"])
+        assert [] == client.triton.asked
+        assert "completed" == (await client.ended(await client.create([line(1)])))["status"]
+
+
+async def test_lines_for_a_model_that_does_something_else(tmp_path: Path) -> None:
+    """A batch that asks a model for what it does not do fails as a whole, with what it does."""
+    async with running(tmp_path) as client:
+        lines = [line(1, url="/v1/embeddings", body={"model": MODEL, "input": "Hello"})]
+        done = await client.ended(await client.create(lines, endpoint="/v1/embeddings"))
+        (fault,) = done["errors"]["data"]
+        assert ("failed", "body.model") == (done["status"], fault["param"])
+        assert "does not" in fault["message"]
+        assert [] == client.triton.asked
 
 
 async def test_ids_with_line_breaks_are_no_ids(tmp_path: Path) -> None:

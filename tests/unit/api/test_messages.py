@@ -478,7 +478,7 @@ def test_stop_reasons() -> None:
     for progress, parser, limited, expected in (
         (AnswerState(), plain, False, ("end_turn", None)),
         (AnswerState(), call, False, ("tool_use", None)),
-        (AnswerState(), cut, False, ("end_turn", None)),
+        (AnswerState(), cut, False, ("max_tokens", None)),
         (AnswerState(FinishReason.LENGTH), call, False, ("max_tokens", None)),
         (AnswerState(FinishReason.LENGTH), plain, True, ("model_context_window_exceeded", None)),
         (AnswerState(stop="END"), plain, False, ("stop_sequence", "END")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import re
@@ -11,10 +12,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import obstore
 import pytest
 from aiohttp import FormData
 
+from tests.clock import Clock, turns
 from tests.conformance.fake_triton import FakeTriton
 from tests.proxy_fixture import Proxy, serving
 from tests.store_fixture import Place, local
@@ -25,21 +28,26 @@ from triton_openai.config.tree import (
     AccessSettings,
     BatchesSettings,
     FilesSettings,
+    LimitSettings,
     ServerSettings,
     Settings,
     TritonSettings,
 )
+from triton_openai.storage.batch_store import StoredFile
 
 TEXT = b"<script>alert(1)</script>\n" * 4000
 
 
 @asynccontextmanager
-async def running(place: Place | Path, *, server: ServerSettings | None = None, **files: Any) -> AsyncIterator[Proxy]:
+async def running(
+    place: Place | Path, *, server: ServerSettings | None = None, limits: LimitSettings | None = None, **files: Any
+) -> AsyncIterator[Proxy]:
     """Run the service with two keys, and its files in *place*."""
     place = local(place) if isinstance(place, Path) else place
     async with FakeTriton() as triton:
         settings = Settings(
             server=server or ServerSettings(),
+            limits=limits or LimitSettings(),
             triton=TritonSettings(url=(triton.url,)),
             files=FilesSettings(store=place.files, **files),
             batches=BatchesSettings(store=place.batches),
@@ -180,7 +188,7 @@ async def test_what_is_refused_leaves_nothing(place: Place) -> None:
         (form(purpose="batch", expires_seconds="3600"), 400, "expires_after.anchor"),
         (form(purpose="batch"), 413, "file"),
         (FormData({"purpose": "batch", "expires_after": "{"}, default_to_multipart=True), 400, "expires_after"),
-        (FormData({"purpose": "batch", "file": "text"}, default_to_multipart=True), 400, "file"),
+        (FormData({"purpose": "batch"}, default_to_multipart=True), 400, "file"),
         (form(b"x" * 300_000, purpose="vision"), 413, None),
     ]
     async with running(place, max_size=200_000, max_batch_size=100_000, max_total=350_000) as proxy:
@@ -234,6 +242,72 @@ async def test_expired_files_and_lost_uploads_are_swept(tmp_path: Path, monkeypa
         assert [kept] == left(proxy)
 
 
+async def test_a_killed_upload_gives_its_bytes_back(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a process had reserved when it was killed counts for three minutes, and is swept then."""
+    now, size = time.time(), 100_000
+    monkeypatch.setattr(time, "time", lambda: now + clock.moved)
+    async with running(tmp_path, max_total=size + 20_000) as proxy:
+        files = proxy.client.app[SERVICE].files
+        reserved = now + batch_files.UPLOAD_LEASE_SECONDS
+        killed = StoredFile(id="file-killed", owner="one", bytes=size, created=now, expires=reserved, state="uploading")
+        assert await files.store.reserve(killed, files.settings.max_total)
+        (await files.write(killed.id)).put(b"x")
+        assert 413 == (await call(proxy, "POST", "", data=form(b"x" * size, purpose="vision")))[0]
+        await clock.elapse(batch_files.UPLOAD_LEASE_SECONDS + 1)
+        status, made = await call(proxy, "POST", "", data=form(b"x" * size, purpose="vision"))
+        assert 200 == status
+        await files.sweep()
+        assert [made["id"]] == left(proxy)
+
+
+async def test_a_slow_upload_counts_until_it_ends(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is reserved for it is renewed as long as it takes."""
+    now, size = time.time(), 100_000
+    reserved, renewed, end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    monkeypatch.setattr(time, "time", lambda: now + clock.moved)
+    part = 'Content-Disposition: form-data; name="{}"\r\n\r\n'
+    begin = f"--x\r\n{part.format('purpose')}vision\r\n--x\r\n{part.format('file')}"
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield begin.encode()
+        await end.wait()
+        yield b"text\r\n--x--"
+
+    headers = {"Authorization": "Bearer sk-1", "Content-Type": "multipart/form-data; boundary=x"}
+    limits = LimitSettings(body_timeout=10_000)
+    async with running(tmp_path, limits=limits, max_size=size, max_total=size + 20_000) as proxy:
+        store = proxy.client.app[SERVICE].files.store
+        renew, reserve = store.renew_upload, store.reserve
+
+        async def reserving(file: StoredFile, most: int) -> bool:
+            added: bool = await reserve(file, most)
+            reserved.set()
+            return added
+
+        async def renewing(file_id: str, until: float) -> None:
+            await renew(file_id, until)
+            renewed.set()
+
+        monkeypatch.setattr(store, "reserve", reserving)
+        monkeypatch.setattr(store, "renew_upload", renewing)
+        uploading = asyncio.create_task(proxy.client.post("/v1/files", data=slow(), headers=headers))
+        await reserved.wait()
+        await turns(20)
+        for _ in range(6):
+            renewed.clear()
+            await clock.elapse(batch_files.UPLOAD_RENEWAL_SECONDS + 1)
+            await renewed.wait()
+        assert clock.moved > batch_files.UPLOAD_LEASE_SECONDS
+        assert 413 == (await call(proxy, "POST", "", data=form(b"x" * size, purpose="vision")))[0]
+        end.set()
+        assert 200 == (await uploading).status
+        assert 200 == (await call(proxy, "POST", "", data=form(b"x" * 50_000, purpose="vision")))[0]
+
+
 async def test_off(tmp_path: Path) -> None:
     """Where files are off, the paths are not found, with a word about why."""
     async with FakeTriton() as triton:
@@ -242,3 +316,25 @@ async def test_off(tmp_path: Path) -> None:
             answer = await proxy.get("/v1/files")
             assert (404, "not_found") == (answer.status, answer.error["code"])
             assert "--batches" in answer.error["message"]
+
+
+async def test_a_page_has_a_hundred_files(tmp_path: Path) -> None:
+    """A list has a hundred files unless a client asks for more, and its pages lead to all of them."""
+    async with running(tmp_path) as proxy:
+        store = proxy.client.app[SERVICE].files.store
+        for number in range(250):
+            file = StoredFile(id=f"file-{number:032x}", owner="one", bytes=1, created=number, state="processed")
+            await store.reserve(msgspec.structs.replace(file, state="uploading"), 1000)
+            await store.written(msgspec.structs.replace(file, purpose="user_data", filename="a"))
+        seen: list[str] = []
+        more, query = True, ""
+        sizes = []
+        while more:
+            _, page = await call(proxy, "GET", query)
+            seen += [file["id"] for file in page["data"]]
+            sizes.append(len(page["data"]))
+            more, query = page["has_more"], f"?after={page['last_id']}"
+        assert [100, 100, 50] == sizes
+        assert [f"file-{number:032x}" for number in reversed(range(250))] == seen
+        assert 250 == len((await call(proxy, "GET", "?limit=10000"))[1]["data"])
+        assert 400 == (await call(proxy, "GET", "?limit=10001"))[0]

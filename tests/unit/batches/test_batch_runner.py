@@ -28,19 +28,33 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from tests.cases import every_case
+from tests.clock import Clock
 from tests.store_fixture import Bucket, Place, Server, local
 from triton_openai import errors
+from triton_openai.access.rate_limits import RateLimit, RateLimits, Reservation
 from triton_openai.app import SERVICE, create_app
 from triton_openai.batches import batch_runner as runner_module
 from triton_openai.batches import file_folder as files_module
-from triton_openai.batches.batch_runner import BatchRunner, Outcome
+from triton_openai.batches import line_limits as limits_module
+from triton_openai.batches import results as results_module
+from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.batches.bucket import BucketFiles, file_key
 from triton_openai.batches.file_folder import Files
 from triton_openai.batches.inputs import InputReader
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
+from triton_openai.batches.results import Outcome
 from triton_openai.config.tree import BatchesSettings, FilesSettings, Settings
 from triton_openai.config.worker import Worker
-from triton_openai.storage.batch_store import ROW_SIZE, Batch, BatchUsage, LeaseLost, StoredFile, failed_write
+from triton_openai.storage.batch_store import (
+    ROW_SIZE,
+    Batch,
+    BatchError,
+    BatchUsage,
+    LeaseLost,
+    StoredFile,
+    failed_write,
+)
 from triton_openai.telemetry.metrics import Metrics
 
 OWNER = "me"
@@ -51,6 +65,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing wait."""
     for name in ("_POLL", "_GROUP_SECONDS", "_TROUBLE_SECONDS", "_RETRY_SECONDS"):
         monkeypatch.setattr(runner_module, name, 0.005)
+    monkeypatch.setattr(limits_module, "_FIRST_PAUSE", 0.005)
 
 
 class Host:
@@ -72,11 +87,19 @@ class Host:
         self.owners = {OWNER, "you"}
         self.served = {"m": "M", "n": "N"}
         self.busy = False
-        self.tokens_wait = 0.0
+        #: What a key may use; lines wait once it is used up.
+        self.limits, self.limit = RateLimits(), RateLimit()
         self.away, self.checks = False, 0
+        self.silent: set[str] = set()
+        self.untemplated: set[str] = set()
+        self.probes: list[str] = []
 
-    def knows(self, owner: str) -> bool:
-        return owner in self.owners
+    def problem(self, batch: Batch) -> BatchError | None:
+        return None if batch.owner in self.owners else BatchError(code="key_revoked", message="It was removed.")
+
+    def check_line(self, line: bytes) -> None:
+        if b"too much" in line:
+            raise errors.PayloadTooLarge("The request has too much text.", code="string_above_max_length")
 
     def target(self, model: str) -> str | None:
         return self.served.get(model)
@@ -84,17 +107,31 @@ class Host:
     def room(self, target: str, running: int) -> bool:
         return not self.busy
 
-    async def check(self, batch: Batch, model: str) -> None:
+    async def check(self, batch: Batch, model: str, *, brings_template: bool) -> None:
         if self.away:
             self.checks += 1
             raise errors.UpstreamUnavailable("away")
         if model not in self.served:
             raise errors.ModelNotFound(model)
+        if model in self.untemplated and not brings_template:
+            raise errors.ConfigurationError("no template")
 
-    async def wait(self, owner: str) -> float:
-        return self.tokens_wait
+    async def probe(self, batch: Batch, model: str) -> None:
+        self.probes.append(model)
+        if model not in self.served:
+            raise errors.ModelNotFound(model)
+        if model in self.silent:
+            raise errors.UpstreamTimeout("silent")
 
-    async def answer(self, batch: Batch, custom_id: str, body: bytes) -> Outcome:
+    def refusal(self, batch: Batch, error: errors.ServiceError) -> Outcome:
+        return Outcome(error.status, error.envelope(), error=error)
+
+    async def admit(self, owner: str) -> Reservation | None:
+        if not self.limit.any:
+            return None
+        return Reservation(self.limits, owner, await self.limits.admit(owner, self.limit))
+
+    async def answer(self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None) -> Outcome:
         self.calls[custom_id] += 1
         self.order.append((batch.owner, custom_id))
         self.running.add(custom_id)
@@ -104,6 +141,8 @@ class Host:
             await self.may_answer.wait()
         finally:
             self.running.discard(custom_id)
+            if reservation is not None:
+                reservation.close(10)
         if custom_id in self.refused:
             error = errors.InvalidRequest("no")
             return Outcome(error.status, error.envelope(), "r", error)
@@ -146,6 +185,8 @@ class Process:
         tasks = [
             self.task,
             self.runner._sweeping,
+            *self.runner._away._looks,
+            *self.runner._away._probes.values(),
             *(task for held in self.runner._held.values() for task in (held.task, *held.running.values())),
         ]
         for task in tasks:
@@ -274,6 +315,7 @@ WRONG = {
     "model_not_found": (request("a", model="unknown"),),
     "too_many_requests": (b"".join(map(request, NAMES)),),
     "line_too_long": (request("a" * 5_000_000),),
+    "string_above_max_length": (request("a") + b"too much, and no JSON\n", request("too much")),
     "empty_file": (b"", b"\n\r\n", b"\xef\xbb\xbf"),
 }
 
@@ -305,7 +347,7 @@ def test_names_that_are_far_apart(tmp_path: Path) -> None:
         id="batch_1", owner=OWNER, kind="openai", endpoint="/x", input="file-1", created=0, window="24h", expires=1
     )  # fmt: skip
     descriptor = os.open(path, os.O_RDONLY)
-    reader = InputReader(descriptor, batch, most=50_000, longest=10_000)
+    reader = InputReader(descriptor, batch, most=50_000, longest=10_000, check=Host().check_line)
     most = 0
     while lines := reader.read(1000):
         most = max(most, len(lines))
@@ -335,7 +377,7 @@ def test_names_of_models_have_a_length(tmp_path: Path) -> None:
     path.write_bytes(b"".join([request(name, name * 1000) for name in NAMES]))
     batch = Batch(id="b", owner="", kind="openai", endpoint="/x", input="i", created=0, window="24h", expires=1)
     with path.open("rb") as file:
-        reader = InputReader(file.fileno(), batch, most=100, longest=10_000)
+        reader = InputReader(file.fileno(), batch, most=100, longest=10_000, check=Host().check_line)
         assert [] == reader.read(100)
         reader.close()
     assert (20, {}) == (len(reader.problems), reader.models)
@@ -555,6 +597,43 @@ async def test_a_removed_key_ends_its_batches(place: Place) -> None:
         assert ("failed", "key_revoked") == (done.status, done.problems[0].code)
 
 
+@every_case("limit, at_once", [
+    (RateLimit(requests_per_minute=3), 3),
+    (RateLimit(tokens_per_minute=30), 4),
+    (RateLimit(concurrent_requests=2), 2),
+])  # fmt: skip
+async def test_lines_wait_for_the_limits_of_their_key(limit: RateLimit, at_once: int, clock: Clock) -> None:
+    """
+    No more lines of a key begin in a minute, or run at the same time, than its limits allow; the others wait.
+
+    Lines of another key go on meanwhile. Waiting costs no attempt, and every line succeeds in the end.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        async with process(Path(folder)) as one:
+            one.host.limit, one.host.limits = limit, RateLimits(clock)
+            # What lines use is known when they have ended.
+            one.host.most_running = 2
+            names = [f"mine-{number}" for number in range(5)]
+            mine = await one.batch(names)
+            yours = await one.batch(["yours"], owner="you", name="batch_2")
+            await one.ended(yours)
+            per_minute = limit.concurrent_requests is None
+            if per_minute:
+                async with asyncio.timeout(20):
+                    while OWNER not in one.runner._due:  # noqa: ASYNC110 - nothing tells of it
+                        await asyncio.sleep(0)
+                assert 3 <= sum(name.startswith("mine") for _, name in one.host.order) <= at_once + 1
+            while (await one.seen(mine)).open:
+                if per_minute and not one.host.running:
+                    # Less than an operation of the store may take.
+                    clock.advance(4)
+                await asyncio.sleep(0.002)
+            done = await one.seen(mine)
+            assert (5, 0) == (done.succeeded, done.failed)
+            assert dict.fromkeys(names, 1) == {name: one.host.calls[name] for name in names}
+            assert one.host.most_seen <= max(at_once, 1) + 1
+
+
 def _asks(host: Host, name: str, _: Batch) -> bool:
     return name in host.running
 
@@ -605,13 +684,12 @@ async def test_a_process_that_dies_before_it_commits(
 
 
 async def test_a_line_that_ends_processes(place: Place) -> None:
-    """A line that ran when three processes died is an error; those that ran beside it are answered."""
-    batch = await _interrupted(place, NAMES[:4], 3, Process.die)
+    """A line that ran alone when three processes died is an error; those that ran beside it at first are answered."""
+    batch = await _interrupted(place, NAMES[:1], 4, Process.die)
     async with process(place) as last:
         done = await last.ended(batch)
         found = last.results(done)
-        assert [500] == found.pop("id-0")
-        assert {name: [200] for name in NAMES[1:4]} == found
+        assert {"id-0": [500]} == found
         assert "id-0" not in last.host.calls
 
 
@@ -643,7 +721,7 @@ async def test_leases_have_the_clock_of_the_database(shared: Place, monkeypatch:
         with monkeypatch.context() as patch:
             patch.setattr(time, "time", partial(float, time.time() + 3600))
             assert {one.runner._holder} == set(await one.files.store.holders())
-            assert await one.files.store.claim("other", 60) is None
+            assert await one.files.store.claim("other", 60, max_running=1) is None
         one.host.may_answer.set()
         assert 20 == (await one.ended(batch)).succeeded
 
@@ -730,7 +808,7 @@ async def test_a_line_that_waits_for_another_attempt(place: Place, monkeypatch: 
             one.start()
             batch = batch or await one.batch(NAMES[:1])
             async with asyncio.timeout(20):
-                while not one.host.calls or (await one.files.store.never_ran(batch, 0, 1))[0].attempts:  # noqa: ASYNC110
+                while not one.host.calls or (await one.files.store.never_ran(batch, 0, 1))[0].deaths:  # noqa: ASYNC110
                     await asyncio.sleep(0.002)
             await one.die()
     assert batch is not None
@@ -739,18 +817,18 @@ async def test_a_line_that_waits_for_another_attempt(place: Place, monkeypatch: 
 
 
 async def test_a_service_that_stops_while_a_line_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is taken off the attempts of a line that waits for another one."""
+    """No death counts against a line that waits for another attempt."""
     monkeypatch.setattr(runner_module, "_RETRY_SECONDS", 1000)
     one = Process(tmp_path)
     one.host.answers = {"id-0": [errors.ServiceOverloaded("no")]}
     one.start()
     batch = await one.batch(NAMES[:1])
     async with asyncio.timeout(20):
-        while not one.host.calls or (await one.files.store.never_ran(batch, 0, 1))[0].attempts:  # noqa: ASYNC110
+        while not one.host.calls or (await one.files.store.never_ran(batch, 0, 1))[0].deaths:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     await one.stop()
     files = Process(tmp_path).files
-    assert [0] == [line.attempts for line in await files.store.never_ran(batch, 0, 1)]
+    assert [(0, 0)] == [(line.deaths, line.max_group) for line in await files.store.never_ran(batch, 0, 1)]
     await files.store.close()
 
 
@@ -884,7 +962,7 @@ async def test_a_full_disk_pauses_batches(phase: str, tmp_path: Path, monkeypatc
             "validating": (store, "add_lines"),
             "claiming": (store, "claim"),
             "beginning": (store, "begin"),
-            "writing": (runner_module, "write_at"),
+            "writing": (results_module, "write_at"),
             "marking": (store, "end"),
             "finalizing": (files_module, "write_at"),
             "ending": (store, "finish"),
@@ -946,7 +1024,7 @@ async def test_an_operator_sees_batches_in_the_metrics(tmp_path: Path, monkeypat
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             files_module.write_at(*given)
 
-        monkeypatch.setattr(runner_module, "write_at", write_at)
+        monkeypatch.setattr(results_module, "write_at", write_at)
         one.host.may_answer.clear()
         batch = await one.batch(NAMES[:3])
         await one.until(batch, lambda _: len(one.host.running) == 2)
@@ -994,8 +1072,6 @@ def test_limits() -> None:
         limit.overloaded(time.monotonic())
     assert 1 == limit.allowed
     assert limit.has_room(8)
-    limit.unavailable()
-    assert not limit.has_room(8)
 
 
 @pytest.mark.parametrize(
@@ -1022,8 +1098,9 @@ class Life(RuleBasedStateMachine):
         self._patch = pytest.MonkeyPatch()
         for name in ("_POLL", "_GROUP_SECONDS", "_TROUBLE_SECONDS", "_RETRY_SECONDS"):
             self._patch.setattr(runner_module, name, 0.001)
+        self._patch.setattr(limits_module, "_FIRST_PAUSE", 0.001)
         # Processes die often here, and lines are not to blame.
-        self._patch.setattr(runner_module, "_ATTEMPTS", 1000)
+        self._patch.setattr(runner_module, "_MAX_PROCESSES", 1000)
         self._now = time.time
         self._ahead = 0.0
         self._patch.setattr(time, "time", lambda: self._now() + self._ahead)

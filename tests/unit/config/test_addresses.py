@@ -37,7 +37,12 @@ _BOTH = "exclude each other: name one Triton, or several"
         ("endpoints: ['a=http://b:1', 'a=http://c:1']", False, False, "two endpoints have the name 'a'"),
         ("endpoints: ['http://b:1', 'http://b:1']", False, False, "two endpoints have the name 'b:1'"),
         ("endpoints: [{url: ['http://b:1'], weight: -1}]", False, False, "expected a number >= 0"),
-        ("endpoints: [{url: ['http://b:1'], wieght: 1}]", False, False, "unknown field wieght"),
+        (
+            "endpoints: [{url: ['http://b:1'], wieght: 1}]",
+            False,
+            False,
+            "\\[0\\] has no field 'wieght'. Did you mean weight",
+        ),
         (
             "endpoints: ['http://b:1'], routing: {policy: best}",
             False,
@@ -69,7 +74,7 @@ def test_wrong_endpoints(tmp_path: Path, yaml: str, flag: bool, environment: boo
     [
         (None, "cannot be read: No such file"),
         ("", "is not accepted"),
-        ("- {name: b}", "missing required field `url`"),
+        ("- {name: b}", "\\[0\\] lacks the field 'url'"),
         ("- a=http://b:1", "two endpoints have the name 'a'"),
     ],
 )

@@ -212,8 +212,8 @@ def test_repository_takes_the_place_of_the_default_address(read) -> None:
         ("server: {log_format: xml}", "server.log_format in FILE: 'xml' is not accepted: expected console or json."),
         (
             "access: {openai_restricted_api: [{apis: [all], header: a, value: b}]}",
-            "access.openai_restricted_api in FILE is not accepted: expected one of inference, embedding, batch, "
-            "model-repository, metrics, health, info, not 'all'.",
+            "access.openai_restricted_api in FILE is not accepted: [0].apis[0]: expected one of inference, embedding, "
+            "batch, model-repository, metrics, health, info, not 'all'.",
         ),
         ("server: 1", "server in FILE has to be a mapping of names to values."),
         ("server: {port: 1, port: 2}", "The settings file FILE is not valid YAML: 'port' is there twice"),
@@ -245,9 +245,9 @@ def test_repository_takes_the_place_of_the_default_address(read) -> None:
             "models: {a: {loras: [{name: x, task_id: 1}, {name: y, task_id: 1}]}}",
             "models.a.loras in FILE: two LoRA adapters have the task_id 1.",
         ),
-        ("models: {a: {loras: [{path: x}]}}", "models.a.loras in FILE: [{'path': 'x'}] is not accepted:"),
-        ("models: {a: {loras: [{name: x, taskid: 1}]}}", "is not accepted:"),
-        ("models: {a: {loras: [{name: x, task_id: -1}]}}", "is not accepted: expected a whole number >= 0."),
+        ("models: {a: {loras: [{path: x}]}}", "models.a.loras in FILE is not accepted: [0] lacks the field 'name'."),
+        ("models: {a: {loras: [{name: x, taskid: 1}]}}", "[0] has no field 'taskid'. Did you mean task_id?"),
+        ("models: {a: {loras: [{name: x, task_id: -1}]}}", "[0].task_id: expected a whole number >= 0."),
         ("models: {a: {loras: [{name: x, task_id: 9223372036854775808}]}}", "is not accepted:"),
         ("models: {a: {loras: ['']}}", "is not accepted:"),
     ],
@@ -284,7 +284,7 @@ def test_mistakes_in_the_file(read, yaml: str, message: str) -> None:
         ({"api-key": [""]}, {}, "--api-key is given and empty: leave it out to let every client in."),
         ({}, {"TRITON_OPENAI_OPENAI_RESTRICTED_API": ";"}, "TRITON_OPENAI_OPENAI_RESTRICTED_API is given and empty"),
         ({"api-key": ["a b"]}, {}, "--api-key is not accepted: expected text without spaces and commas, and with one"),
-        ({"responses-store": "x"}, {}, "expected none, memory, sqlite[:PATH], redis://... or postgresql://..."),
+        ({"responses-store": "x"}, {}, "expected none, memory, sqlite[:PATH] or postgresql://..."),
         ({"cors-allow-origin": ["a.b"]}, {}, "expected https://HOST[:PORT] without a path, with * for any port, or *"),
         (
             {"triton-url": ["http://a"], "model-repository": ["m"]},

@@ -246,17 +246,16 @@ def test_a_text_that_ends_within_a_call(name: str) -> None:
 
 
 def test_a_text_that_ends_behind_a_call() -> None:
-    """A text that ends behind a call does not end in the middle of one, be that malformed or without arguments."""
-    for name, text in (
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": nil}}'),
-        ("openai", '<|channel|>commentary to=functions.f<|message|>{"a": nil}'),
-        ("openai", "<|channel|>commentary to=functions.f<|message|><|call|>"),
+    """A text that ends behind a call does not end in the middle of one; a call that is malformed counts as cut."""
+    for name, text, unfinished in (
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"b": "c", "a": nil}}', True),
+        ("openai", '<|channel|>commentary to=functions.f<|message|>{"b": "c", "a": nil}', True),
+        ("openai", "<|channel|>commentary to=functions.f<|message|><|call|>", False),
     ):
         parser = make(name, ONE_TOOL)
         assert isinstance(parser, CallGrammar)
-        assert any(isinstance(event, ToolCallStart) for event in parser.feed(text))
-        parser.flush()
-        assert not parser.unfinished
+        assert any(isinstance(event, ToolCallStart) for event in parser.feed(text) + parser.flush())
+        assert unfinished is parser.unfinished
 
 
 @every_case("name", CALLS)

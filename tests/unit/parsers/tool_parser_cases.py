@@ -151,10 +151,11 @@ HERMES = (
     Case(
         "hermes",
         "malformed behind the arguments' beginning",
-        '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>',
-        (("f", '{"a": oops'),),
+        '<tool_call>{"name": "f", "arguments": {"b": "c", "a": oops}}</tool_call>',
+        (("f", '{"b": "c", "a": oops'),),
         "}}</tool_call>",
     ),
+    *_same("malformed before a value", '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>', "hermes"),
     Case(
         "hermes",
         "a good call between bad ones",
@@ -612,14 +613,8 @@ GEMMA = (
         (("f", '{"a": null, "b": "some words", "c": "x\\n", "d": "007"}'),),
     ),
     Case("gemma4", "cut", '<|tool_call>call:f{a:1,b:<|"|>xy', (("f", '{"a": 1, "b": "xy'),)),
-    Case("gemma4", "malformed behind the brace", "<|tool_call>call:f{a}<tool_call|>", (("f", "{"),), "}<tool_call|>"),
-    Case(
-        "gemma4",
-        "malformed behind nesting without end",
-        "<|tool_call>call:f{a:" + "[" * 60,
-        (("f", '{"a": ' + "[" * 50),),
-        "[" * 10,
-    ),
+    *_same("malformed behind the brace", "<|tool_call>call:f{a}<tool_call|>", "gemma4"),
+    *_same("malformed behind nesting without end", "<|tool_call>call:f{a:" + "[" * 60, "gemma4"),
     Case(
         "functiongemma",
         "two calls",

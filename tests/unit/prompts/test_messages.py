@@ -12,6 +12,7 @@ import pytest
 from tests.cases import every_case
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.prompts.messages import AssistantMessage, Message, UserMessage, prepare
+from triton_openai.prompts.past_calls import PastCalls
 from triton_openai.prompts.template import ChatTemplate
 
 DECODER = msgspec.json.Decoder(list[Message])
@@ -230,24 +231,67 @@ def test_arguments_that_are_parsed_already() -> None:
     assert prepare(given, STRING)[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}},
+    {"type": "function", "function": {"name": "g", "parameters": {"properties": {"a": {}, "b": {}}}}},
+    {"type": "function", "function": {"name": "h"}},
+]
+
+
 @every_case(
-    "arguments,message",
+    "arguments,expected",
     [
-        ("{", "valid JSON"),
-        ("nope", "valid JSON"),
-        ('{"a": 1e999}', "valid JSON"),
-        ("[1]", "a JSON object"),
-        ("3", "a JSON object"),
-        ("[" * 99999, "JSON"),
+        ("{", {}),
+        ('{"a', {"a": None}),
+        ('{"a": "b', {"a": "b"}),
+        ('{"a": "b\\', {"a": "b"}),
+        ('{"a": "b\\u00', {"a": "b"}),
+        ('{"a": "b", ', {"a": "b"}),
+        ('{"a": ["b", {"c": 1', {"a": ["b", {"c": 1}]}),
+        ('{"a": "b", "c": tru', {"a": "b", "c": None}),
+        ('{"a": "b",}', {"a": "b"}),
+        ("{'a': 'b'}", {"a": "b"}),
+        ('{"a": "b "c" d"}', {"a": 'b "c" d'}),
+        ('"{\\"a\\": 1}"', {"a": 1}),
+        ("null", {}),
+        ('"b"', {"a": "b"}),
+        ("b", {"a": "b"}),
+        ("[1]", {"arguments": [1]}),
+        ("3", {"arguments": 3}),
+        ([1], {"arguments": [1]}),
+        (3.5, {"arguments": 3.5}),
+        (True, {"arguments": True}),
+        ("}{", {"a": "}{"}),
+        ("[" * 99999, {"a": "[" * 99999}),
+        ('{"a": 1e999}', {"a": '{"a": 1e999}'}),
     ],
 )
-def test_bad_arguments(arguments: str, message: str) -> None:
-    """Arguments that are no JSON object are refused, with their place."""
+def test_bad_arguments(arguments: Any, expected: dict[str, Any]) -> None:
+    """Past arguments that are no object become one: repaired, closed, or shown as they are; the call is named."""
     given = decode({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]})
+    repaired: list[str] = []
+    prepared = prepare(given, STRING, past_calls=lambda: PastCalls(TOOLS, repaired))
 
-    with pytest.raises(InvalidRequest, match=message) as caught:
-        prepare(given, STRING)
-    assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
+    assert expected == prepared[0]["tool_calls"][0]["function"]["arguments"]
+    assert ["f"] == repaired
+
+
+@every_case("name", ["g", "h", "unknown"])
+def test_bad_arguments_of_other_tools(name: str) -> None:
+    """Text goes to no parameter of a tool that has several, or none."""
+    for arguments in ("print(1)", "[1]"):
+        given = decode({"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]})
+        shown = prepare(given, STRING, past_calls=lambda: PastCalls(TOOLS))[0]["tool_calls"][0]["function"]["arguments"]
+        assert {"arguments": [1] if arguments == "[1]" else arguments} == shown
+
+
+@every_case("arguments", [None, "", " ", "{}", {}, '{"a": 1}'])
+def test_good_arguments(arguments: Any) -> None:
+    """Arguments that need no repair are not named."""
+    given = decode({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]})
+    repaired: list[str] = []
+    prepare(given, STRING, past_calls=lambda: PastCalls(TOOLS, repaired))
+    assert not repaired
 
 
 def test_calls_that_are_no_functions() -> None:

@@ -393,9 +393,9 @@ async def test_errors_come_back_from_the_thread(tmp_path: Path) -> None:
 def test_the_cost_of_rendering_is_that_of_text_and_items() -> None:
     """Strings cost by their characters, items each the same, numbers nothing; and counting stops."""
     value = [{"a": "x" * 100, "b": ["12", 3]}]
-    items, text = 5 * offload.RENDER_ITEM, 102 * offload.RENDER
+    items, text = 5 * offload.ITEM, 102 * offload.BYTE
 
     assert offload.rendering_cost(value) == pytest.approx(items + text)
-    assert offload.rendering_cost(json.loads("[" * 90 + "]" * 90)) == 89 * offload.RENDER_ITEM
+    assert offload.rendering_cost(json.loads("[" * 90 + "]" * 90)) == 89 * offload.ITEM
     # The hundred items are too much, whatever is in them.
-    assert offload.rendering_cost(["x" * 10**6] * 1000) == 1000 * offload.RENDER_ITEM
+    assert offload.rendering_cost(["x" * 10**6] * 1000) == 1000 * offload.ITEM

@@ -56,7 +56,7 @@ class Workers:
         """Start the worker *index* and return its client."""
         up, down = self._wires[index] = Wire(), Wire()
         here, there = Channel(up.reader, down), Channel(down.reader, up)  # type: ignore[arg-type]
-        here.methods |= self.state.methods(index)
+        here.methods |= self.state.methods(index, here)
         self._running |= {asyncio.create_task(end.run()) for end in (here, there)}
         self.clients[index] = SharedClient(there)
         self.state.add(index, here)

@@ -6,20 +6,25 @@ import asyncio
 import sqlite3
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import closing, suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+from aiohttp import web
 from structlog.testing import capture_logs
 
+from tests.cases import every_case
+from tests.clock import Clock
 from tests.store_fixture import Server
-from triton_openai.config.tree import ResponsesSettings
+from triton_openai.app import SERVICE, create_app
+from triton_openai.config.tree import BatchesSettings, FilesSettings, ResponsesSettings, Settings, TritonSettings
 from triton_openai.errors import ConfigurationError, StoreUnavailable
-from triton_openai.storage import ENTRY_POINT_GROUP, open_store
+from triton_openai.storage import ENTRY_POINT_GROUP, open_batch_store, open_store
+from triton_openai.storage.batch_store import Batch, Line
 from triton_openai.storage.sqlite import SqliteStore
 from triton_openai.storage.store import Chain, EntryFull, Page, Place, Row, Store
 
@@ -272,7 +277,7 @@ async def test_rows_at_places(stores: tuple[Store, Store]) -> None:
     assert {} == await first.fetch("me", [])
 
 
-@pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
+@pytest.mark.parametrize("kind", ["file", "postgresql"])
 async def test_the_share_of_an_owner(kind: str, request: pytest.FixtureRequest) -> None:
     """What an owner used longest ago goes, and nothing of another's: who has most together with all loses first."""
     url = request.getfixturevalue(kind).url()
@@ -295,7 +300,7 @@ async def test_the_share_of_an_owner(kind: str, request: pytest.FixtureRequest) 
         await each.close()
 
 
-@pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
+@pytest.mark.parametrize("kind", ["file", "postgresql"])
 async def test_age(kind: str, request: pytest.FixtureRequest) -> None:
     """What is too old is not found, and is dropped."""
     url = request.getfixturevalue(kind).url()
@@ -311,7 +316,7 @@ async def test_age(kind: str, request: pytest.FixtureRequest) -> None:
     await later.close()
 
 
-@pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
+@pytest.mark.parametrize("kind", ["file", "postgresql"])
 async def test_a_store_that_hangs(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,7 +370,7 @@ async def test_growth_has_a_bound() -> None:
     await store.close()
 
 
-@pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
+@pytest.mark.parametrize("kind", ["file", "postgresql"])
 async def test_writing_goes_on_after_a_failure(
     kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,7 +443,188 @@ async def test_a_file_is_kept_and_is_private(tmp_path: Path) -> None:
     await broken.close()
 
 
-@pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
+def _damage_head(path: Path, **_: str) -> None:
+    path.write_bytes(b"This is no database. " * 1000)
+
+
+def _damage_pages(path: Path, **_: str) -> None:
+    data = bytearray(path.read_bytes())
+    # All behind the page with the schema.
+    data[4096:] = b"\xa5" * (len(data) - 4096)
+    path.write_bytes(data)
+
+
+def _cut(path: Path, **_: str) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def _run_statement(statement: str) -> Callable[..., None]:
+    def run(path: Path, **names: str) -> None:
+        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+            connection.execute(statement.format(**names))
+
+    return run
+
+
+@every_case(
+    "change, said",
+    [
+        (_damage_head, "damaged"),
+        (_damage_pages, "damaged"),
+        (_cut, "damaged"),
+        (_run_statement("PRAGMA user_version = 99"), "newer version"),
+        (_run_statement("DROP TABLE {table}"), "no such table"),
+        (_run_statement("ALTER TABLE {table} RENAME COLUMN {column} TO other"), "no such column"),
+    ],
+)
+async def test_a_file_that_cannot_be_used(tmp_path_factory: pytest.TempPathFactory, change: Any, said: str) -> None:
+    """A database that is damaged, of a newer release, or of something else, ends the start with a sentence."""
+    for kind, table, column in (("responses", "triton_openai_row", "data"), ("batches", "line", "prefix")):
+        path = tmp_path_factory.mktemp("store") / "database"
+        store = opened(f"sqlite:{path}") if kind == "responses" else open_batch_store(f"sqlite:{path}")[0]
+        # No file yet.
+        await store.verify()
+        assert not path.exists()
+        if isinstance(store, Store):
+            await store.put("k", "me", bytes(100_000), 0)
+        else:
+            await store.add(batch_of("batch_1"), most=9, most_bytes=10**9)
+        await store.verify()
+        await store.close()
+        change(path, table=table, column=column)
+        again = opened(f"sqlite:{path}") if kind == "responses" else open_batch_store(f"sqlite:{path}")[0]
+        with pytest.raises(ConfigurationError, match=said):
+            await again.verify()
+        await again.close()
+
+
+@every_case("kind", ["responses", "batches"])
+async def test_a_service_does_not_start_with_half_of_its_stores(
+    tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
+    """With either database damaged, the service does not start, and says which file it is."""
+    folder = tmp_path_factory.mktemp("state")
+    _damage_head(folder / kind)
+    settings = Settings(
+        triton=TritonSettings(url=("http://127.0.0.1:1",)),
+        responses=ResponsesSettings(store=f"sqlite:{folder / 'responses'}"),
+        files=FilesSettings(store=f"dir:{folder / 'files'}"),
+        batches=BatchesSettings(store=f"sqlite:{folder / 'batches'}"),
+    )
+    app = create_app(settings)
+    runner = web.AppRunner(app)
+    with pytest.raises(ConfigurationError, match=f"{folder / kind} is damaged"):
+        await runner.setup()
+    await runner.cleanup()
+    await app[SERVICE].responses.close()
+    files = app[SERVICE].files
+    assert files is not None
+    await files.store.close()
+
+
+@every_case(
+    "statement, said",
+    [
+        ("INSERT INTO {schema}triton_openai_schema VALUES (99)", "newer version"),
+        ("DROP TABLE {schema}{table}", "does not exist"),
+        ("ALTER TABLE {schema}{table} RENAME COLUMN {column} TO other", "does not exist"),
+    ],
+)
+async def test_a_postgresql_that_cannot_be_used(postgresql: Server, statement: str, said: str) -> None:
+    """The same holds for PostgreSQL."""
+    import asyncpg
+
+    for kind, schema, table, column in (
+        ("responses", "", "triton_openai_row", "data"),
+        ("batches", "openai_batches.", "line", "prefix"),
+    ):
+        url = postgresql.url()
+        store = opened(url) if kind == "responses" else open_batch_store(url)[0]
+        await store.verify()
+        await store.close()
+        connection = await asyncpg.connect(url)
+        await connection.execute(statement.format(schema=schema, table=table, column=column))
+        await connection.close()
+        again = opened(url) if kind == "responses" else open_batch_store(url)[0]
+        with pytest.raises(ConfigurationError, match=said):
+            await again.verify()
+        await again.close()
+
+
+async def test_a_pooler_in_transaction_mode(pgbouncer: Callable[[], str]) -> None:
+    """Behind PgBouncer, which gives a session to each transaction, entries and batches are kept as without it."""
+    url = pgbouncer()
+    stores = [opened(url) for _ in range(2)]
+    await asyncio.gather(*(store.put(f"k{place}", "me", b"head", 0) for place, store in enumerate(stores * 10)))
+    await asyncio.gather(
+        *(store.append("k0", "me", [Row("list", f"{place}", b"x")]) for place, store in enumerate(stores))
+    )
+    read = await asyncio.gather(*(store.get("k0") for store in stores * 10))
+    assert {2} == {entry.rows for entry in read if entry is not None}
+    for store in stores:
+        await store.verify()
+        await store.close()
+    batches = [open_batch_store(url)[0] for _ in range(2)]
+    made = [batch_of(f"batch_{number}") for number in range(12)]
+    added = await asyncio.gather(
+        *(batches[place % 2].add(batch, most=99, most_bytes=10**9) for place, batch in enumerate(made))
+    )
+    assert ["added"] * 12 == added
+    claimed = await asyncio.gather(
+        *(batches[place % 2].claim(f"holder-{place}", 60.0, max_running=99) for place in range(12))
+    )
+    assert 12 == len({batch.id for batch in claimed if batch is not None})
+    first = claimed[0]
+    assert first is not None
+    await batches[0].add_lines(first, [Line(number, 0, 1, "m", 0) for number in range(300)])
+    assert 300 == len(await batches[1].waiting(first, -1, 1000))
+    for batch_store in batches:
+        await batch_store.verify()
+        await batch_store.close()
+
+
+def batch_of(batch_id: str) -> Batch:
+    """Return a batch whose input is its own."""
+    return Batch(
+        id=batch_id, owner="me", kind="openai", endpoint="/v1/completions", input=batch_id, created=1.0, window="24h",
+        expires=2.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["file", "postgresql"])
+async def test_a_batch_store_that_hangs(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, clock: Clock
+) -> None:
+    """What a client asks of a frozen database, or of a file that another process has, fails after five seconds."""
+    server: Server = request.getfixturevalue(kind)
+    batches = open_batch_store(server.url())[0]
+    assert "added" == await batches.add(batch_of("batch_1"), most=9, most_bytes=10**9)
+    writer: sqlite3.Connection | None = None
+    if kind == "file":
+        writer = sqlite3.connect(tmp_path / "state" / "file", isolation_level=None)
+        writer.execute("BEGIN IMMEDIATE")
+    else:
+        server.freeze()
+    try:
+        waiting = asyncio.create_task(batches.add(batch_of("batch_2"), most=9, most_bytes=10**9))
+        await clock.elapse(4.0)
+        assert not waiting.done()
+        await clock.elapse(2.0)
+        with pytest.raises(StoreUnavailable):
+            await waiting
+    finally:
+        if writer is None:
+            server.thaw()
+        else:
+            writer.execute("COMMIT")
+            writer.close()
+    assert await batches.batch("batch_1", "me", "openai") is not None
+    assert await batches.batch("batch_2", "me", "openai") is None
+    await batches.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "postgresql"])
 async def test_a_store_that_was_unavailable(
     kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -455,18 +641,6 @@ async def test_a_store_that_was_unavailable(
                 await store.put("new", "me", bytes(1000), 0)
     assert 0 == store._written.total()
     assert await store.put("new", "me", bytes(5000), 0)
-    await store.close()
-
-
-async def test_a_clock_that_runs_ahead(redis: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of the store is asked again from time to time: a difference that grows makes no call late."""
-    store = opened(redis.url())
-    assert await store.put("k", "me", b"", 0)
-    monotonic = time.monotonic
-    # Here the time goes by, there it does not.
-    monkeypatch.setattr("triton_openai.storage.redis.time.monotonic", lambda: monotonic() + 100)
-    monkeypatch.setattr(store, "_ahead", -3600.0)
-    assert await store.append("k", "me", PAIR)
     await store.close()
 
 
@@ -497,14 +671,18 @@ class Mine(SqliteStore):
 
 async def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says which extra has it."""
-    for url, driver, extra in (
-        ("redis://x", "redis.asyncio", "redis"),
-        ("postgres://x", "asyncpg", "postgresql"),
-    ):
-        monkeypatch.setitem(sys.modules, driver, None)
-        monkeypatch.delitem(sys.modules, f"triton_openai.storage.{extra}", raising=False)
-        with pytest.raises(ConfigurationError, match=f"pip install 'triton-openai\\[{extra}\\]'"):
-            opened(url)
+    monkeypatch.setitem(sys.modules, "asyncpg", None)
+    monkeypatch.delitem(sys.modules, "triton_openai.storage.postgresql", raising=False)
+    with pytest.raises(ConfigurationError, match="pip install 'triton-openai\\[postgresql\\]'"):
+        opened("postgres://x")
+
+
+@pytest.mark.parametrize("url", ["redis://:secret@host:6379/0", "rediss://host", "unix:///run/redis.sock"])
+def test_a_store_in_redis(url: str) -> None:
+    """The error names what to use in place of the store that earlier releases had, and no password."""
+    with pytest.raises(ConfigurationError, match="Use sqlite:PATH for one machine, or postgresql://") as raised:
+        opened(url)
+    assert "secret" not in str(raised.value)
 
 
 async def test_the_default_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

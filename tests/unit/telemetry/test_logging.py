@@ -97,23 +97,31 @@ def test_client_text_is_redacted(log_format, capsys: pytest.CaptureFixture[str])
 
 def test_console(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A person reads the event first and its fields after it, at once, and without colours in a file."""
-    cases: list[tuple[bool, Literal["console", "json"], str]] = [
-        (False, "console", "2023-11-14T22:13:20.012345Z [info     ] it runs [ours] model=a of='x y' n=1\n"),
-        (True, "console", "\x1b[1mit runs\x1b[0m [\x1b[0m\x1b[1m\x1b[34mours\x1b[0m]"),
-        (True, "json", '{"model":"a","of":"x y","n":1,"event":"it runs"'),
+    plain = "2023-11-14T22:13:20.012345Z [info     ] it runs [ours] model=a of='x y' n=1\n"
+    wanted = {"TERM": "xterm", "NO_COLOR": ""}
+    cases: list[tuple[bool, Literal["console", "json"], dict[str, str], str]] = [
+        (False, "console", wanted, plain),
+        (True, "console", wanted, "\x1b[1mit runs\x1b[0m [\x1b[0m\x1b[1m\x1b[34mours\x1b[0m]"),
+        (True, "console", {**wanted, "NO_COLOR": "1"}, plain),
+        (True, "console", {**wanted, "TERM": "dumb"}, plain),
+        (True, "json", wanted, '{"model":"a","of":"x y","n":1,"detail":null,"event":"it runs"'),
     ]
-    for terminal, log_format, expected in cases:
+    for terminal, log_format, environ, expected in cases:
         with (tmp_path / "log").open("w") as output, monkeypatch.context() as patch:
             patch.setattr("time.time_ns", lambda: 1_700_000_000_012_345_678)
             patch.setattr(output, "isatty", lambda terminal=terminal: terminal, raising=False)
             patch.setattr("sys.stderr", output)
+            for name, value in environ.items():
+                patch.setenv(name, value)
             configure_logging(ServerSettings(log_format=log_format))
-            structlog.get_logger("ours").info("it runs", model="a", of="x y", n=1)
+            structlog.get_logger("ours").info("it runs", model="a", of="x y", n=1, detail=None)
             structlog.get_logger("ours").info("\ud800")
             drain()
             printed = (tmp_path / "log").read_text()
         assert expected in printed
         assert "\\ud800" in printed
+        assert "None" not in printed
+        assert ("\x1b" in printed) == ("\x1b" in expected)
 
 
 def test_the_time_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,13 @@ from triton_openai.config.tree import MetricsSettings, ModelSettings, Settings, 
 from triton_openai.config.worker import Worker
 from triton_openai.errors import (
     ConfigurationError,
+    InvalidApiKey,
     InvalidRequest,
     ModelNotFound,
     Overloaded,
+    RateLimited,
     ServiceError,
+    ServiceOverloaded,
     UpstreamError,
     UpstreamUnavailable,
 )
@@ -33,6 +36,8 @@ from triton_openai.generation import FinishReason, Usage
 from triton_openai.telemetry.metrics import (
     INSTRUMENTS,
     INTER_TOKEN_LATENCY,
+    KEY_REFUSALS,
+    KEY_TOKENS,
     PROVIDER,
     Metrics,
     forget_worker,
@@ -310,13 +315,45 @@ def test_workers_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (3, 1) == tuple(found.sum(f"triton_openai_requests_{what}", **SERVED) for what in ("total", "running"))
 
 
+def test_the_series_of_a_triton_end_when_it_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go from all processes that drop them, and from what a process goes on with that replaces another one."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    single = Metrics(Worker())
+    workers = [Metrics(Worker(index=index, count=2, directory=tmp_path)) for index in (0, 1)]
+    for metrics in (single, *workers):
+        for name in ("a", "b"):
+            metrics.tell("up", name)
+            metrics.tell("ended", name, "m", "answered", by=3)
+    total, up = "triton_openai_endpoint_requests_total", "triton_openai_endpoint_up"
+
+    def found() -> list[tuple[float, float, float, bool]]:
+        scrapes = [shown(single), shown(workers[0])]
+        return [
+            (one.sum(total, endpoint="a"), one.sum(up, endpoint="a"), one.sum(total), 'endpoint="b"' in str(one.text))
+            for one in scrapes
+        ]
+
+    assert [(3, 1, 6, True), (6, 2, 12, True)] == found()
+    for metrics in (single, *workers):
+        metrics.tell("endpoints", "a", "other")
+        metrics.tell("ended", "a", "m", "answered")
+    assert [(4, 1, 4, False), (8, 2, 8, False)] == found()
+    forget_worker(tmp_path, 1)
+    assert (8, 1, 8, False) == found()[1]
+    # Whatever it finds of Tritons that left meanwhile.
+    workers[1] = Metrics(Worker(index=1, count=2, directory=tmp_path))
+    workers[1].tell("endpoints", "other")
+    assert (4, 1, 4, False) == found()[1]
+
+
 def test_files_have_their_place_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who counts into a hole of a file is killed when the disk is full by then; a folder that cannot be had is said."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     Metrics(Worker(index=1, count=2, directory=tmp_path))
     files = {path.name: path.stat() for path in tmp_path.iterdir()}
 
-    assert {"counter_1.db", "gauge_livesum_1.db", "histogram_1.db"} == files.keys()
+    names = {"counter_1.db", "gauge_livesum_1.db", "histogram_1.db"}
+    assert names | {"counter_endpoints_1.db", "gauge_livesum_endpoints_1.db"} == files.keys()
     assert all(0 < found.st_size <= found.st_blocks * 512 for found in files.values())
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="Metrics cannot be kept"):
@@ -405,3 +442,35 @@ async def test_triton_that_is_away() -> None:
         found = await scrape(proxy)
 
     assert 0 == found.sum("triton_openai_triton_up") == found.sum("triton_openai_models_served")
+
+
+def test_tokens_and_refusals_of_keys() -> None:
+    """An operator sees what each key uses and why it is refused; beyond a hundred names they are one."""
+    metrics = Metrics(Worker())
+
+    def seen(key: str | None, error: ServiceError | None = None) -> None:
+        record = RequestRecord(request_id="r", method="POST", path="/", key=key)
+        record.status, record.ended, record.error = 200 if error is None else error.status, record.began, error
+        if error is None:
+            record.identify("chat", model="m", adapter="a")
+            metrics.identified(record)
+            record.answers = [FakeAnswer(usage=Usage(prompt_tokens=5, completion_tokens=2))]
+        metrics.ended(record)
+
+    seen("a")
+    seen("a")
+    seen(None)
+    seen("a", RateLimited("x", kind="tokens", wait=1))
+    seen("a", RateLimited("x", kind="requests", wait=1))
+    seen(None, InvalidApiKey("x"))
+    seen("a", ServiceOverloaded("x"))
+    # A mistake of the client is no refusal.
+    seen("a", InvalidRequest("x"))
+    for number in range(200):
+        seen(f"tenant-{number}")
+    tokens = {labels: series.numbers[0] for one, labels, series in metrics._made if one is KEY_TOKENS}
+    refusals = {labels: series.numbers[0] for one, labels, series in metrics._made if one is KEY_REFUSALS}
+    assert (10, 4, 5) == (tokens["a", "input"], tokens["a", "output"], tokens["", "input"])
+    assert 101 * 5 == tokens["other", "input"]
+    assert 102 == len({key for key, _ in tokens})
+    assert {("a", "tokens"): 1, ("a", "requests"): 1, ("a", "overloaded"): 1, ("", "invalid_api_key"): 1} == refusals

@@ -18,7 +18,7 @@ import pytest
 
 from tests.clients.service import until
 from triton_openai.telemetry import streams
-from triton_openai.telemetry.streams import BackgroundWriter
+from triton_openai.telemetry.streams import MAX_NATIVE_LINES, BackgroundWriter
 
 # More than a pipe holds.
 _MUCH = 1024 * 1024
@@ -196,3 +196,66 @@ def test_the_last_lines_arrive() -> None:
     # As of a daemon that has closed everything.
     shell = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
     assert 1 == subprocess.run(shell, check=False).returncode
+
+
+# A library in C that prints to both streams, in a process that goes on and may crash. What is printed without an end of
+# the line, or in a line that is too long, is a part of it.
+_NATIVE = """
+import ctypes, os, subprocess, sys, threading
+from triton_openai.telemetry.streams import drain, in_background, original_descriptor, redirect_native_output
+
+times, crashes = int(sys.argv[1]), sys.argv[2] == "crash"
+writer = in_background("stderr")
+all_are_there = threading.Event()
+
+def log(line):
+    writer.write(f"logged: {line}\\n".encode())
+    if line == "the last one":
+        all_are_there.set()
+
+redirect_native_output(log)
+redirect_native_output(log)
+library = ctypes.CDLL(None)
+for number in range(times):
+    library.dprintf(2, b"native %d " + b"x" * 1000 + b"\\n", number)
+print("printed")
+sys.stdout.flush()
+subprocess.run([sys.executable, "-c", "print('a child')"], check=True, stdout=original_descriptor("stdout"))
+if times == 1:
+    library.dprintf(1, b"the last ")
+    library.dprintf(1, b"one\\n")
+    all_are_there.wait()
+if crashes:
+    drain()
+    os.abort()
+"""
+
+
+def test_native_libraries_print_to_the_log() -> None:
+    """What they write without Python is logged, and children and crashes have the streams as they were."""
+    command = [sys.executable, "-c", _NATIVE, "1"]
+    done = subprocess.run([*command, "ends"], capture_output=True, text=True, check=True)
+    assert ["a child", "printed"] == sorted(done.stdout.splitlines())
+    first, last = done.stderr.splitlines()
+    assert first.startswith("logged: native 0 xxx")
+    assert len(first) < 600
+    assert "logged: the last one" == last
+    done = subprocess.run([*command, "crash"], capture_output=True, text=True, check=False)
+    assert -signal.SIGABRT == done.returncode
+    assert "\nFatal Python error: Aborted\n" in done.stderr
+
+
+def test_native_libraries_do_not_wait_for_a_reader() -> None:
+    """With nobody reading, what they print is dropped, and of much that they print a few lines are logged."""
+    command = [sys.executable, "-c", _NATIVE, "5000", "ends"]
+    reading, full = os.pipe()
+    with contextlib.suppress(BlockingIOError):
+        os.set_blocking(full, False)
+        while True:
+            os.write(full, b"x" * select.PIPE_BUF)
+    os.set_blocking(full, True)
+    with os.fdopen(reading), os.fdopen(full, "w") as pipe:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=pipe, text=True, check=True, timeout=60)
+    assert ["a child", "printed"] == sorted(done.stdout.splitlines())
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 1 <= len(done.stderr.splitlines()) <= 2 * MAX_NATIVE_LINES

@@ -81,6 +81,20 @@ async def plain_http(tmp_path: Path) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
+async def triton_http(tmp_path: Path) -> AsyncIterator[str]:
+    """Yield host and port of a server that closes, as Triton's HTTP server does, what begins in another protocol."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readline()
+        if head.endswith(b"HTTP/1.1\r\n"):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@asynccontextmanager
 async def tls_grpc(tmp_path: Path) -> AsyncIterator[str]:
     """Yield host and port of a gRPC server with TLS."""
     async with grpc_port(Authority(tmp_path).issue("server").read_bytes()) as address:
@@ -108,7 +122,10 @@ async def tls_http(tmp_path: Path) -> AsyncIterator[str]:
         ("grpc", tls_grpc, "perhaps wants TLS", "grpcs://"),
         ("grpc", another_of_us, "looks like an HTTP port", "http://"),
         ("grpcs", plain_grpc, "does not use TLS", "grpc://"),
-        ("grpcs", plain_http, "does not use TLS", "grpc://"),
+        ("grpcs", plain_http, "looks like an HTTP port", "http://"),
+        ("grpc", triton_http, "looks like an HTTP port", "http://"),
+        ("grpcs", triton_http, "looks like an HTTP port", "http://"),
+        ("https", triton_http, "looks like an HTTP port", "http://"),
     ],
 )
 async def test_each_mistake_is_named(

@@ -1,6 +1,7 @@
 """Several Tritons as one: what they have together, leases, failover and ejection."""
 
 import asyncio
+import contextlib
 import math
 from collections import Counter
 from typing import Any
@@ -20,15 +21,17 @@ from triton_openai.config.tree import (
 from triton_openai.errors import (
     ConfigurationError,
     InvalidRequest,
+    ModelCrashed,
     Overloaded,
     UpstreamError,
     UpstreamTimeout,
     UpstreamUnavailable,
 )
+from triton_openai.triton import routing
 from triton_openai.triton.catalog import Snapshot, kind_of, merge
 from triton_openai.triton.client import IndexEntry, gather
 from triton_openai.triton.fleet import Fleet, Route, Tried
-from triton_openai.triton.status import classify, cut_off_error
+from triton_openai.triton.status import classify, cut_off_error, foreign_error
 from triton_openai.triton.tensors import EnsembleStep, InferRequest, ModelConfig
 
 
@@ -59,9 +62,12 @@ class Told:
     def __init__(self):
         self.events: Counter[Any] = Counter()
         self.running: Counter[str] = Counter()
+        self.endpoints: set[str] = set()
 
     def __call__(self, event, *labels, by=1):
-        if event == "running":
+        if event == "endpoints":
+            self.endpoints = set(labels)
+        elif event == "running":
             self.running[labels[0]] += by
         else:
             self.events[event, *labels] += by
@@ -173,6 +179,7 @@ def test_variants_are_told_by_what_changes_an_answer():
         classify("Request for unknown model: 'm' is not found", "m"),
         classify("Exceeds maximum queue size", "m"),
         classify("Socket closed", "m", "UNAVAILABLE"),
+        *(foreign_error(status, "<html>") for status in ("200", "302", "401", "404", "429", "500", "502", "503")),
     ],
 )
 async def test_what_did_not_reach_a_model_goes_elsewhere(fleets, failure):
@@ -309,6 +316,28 @@ async def test_weights_change_without_a_new_connection(fleets):
     assert not hasattr(a, "closed")
 
 
+async def test_a_list_that_changes_makes_no_hash_ring(fleets, monkeypatch):
+    """With affinity, a model that comes and goes, an outage and an ejection leave the points of the Tritons alone."""
+    tritons = {f"t{place}": Triton("m", "n") for place in range(40)}
+    fleet = await fleets(tritons=tritons, routing=RoutingSettings(policy="affinity"))
+
+    def chosen(number):
+        with contextlib.closing(fleet.lease("m", key=b"%d" % number)) as lease:
+            return lease.endpoint
+
+    before = [chosen(number) for number in range(100)]
+    monkeypatch.setattr(routing.Ring, "_values", None)
+    changed = fleet.members["t7"]
+    for index in ([], [entry for entry in tritons["t7"].index if entry.name == "n"], list(tritons["t7"].index)):
+        tritons["t7"].index = index
+        await changed.catalog.refresh()
+        chosen(0)
+    tritons["t7"].error = UpstreamUnavailable("gone")
+    await changed.catalog.refresh()
+    for number, endpoint in enumerate(before):
+        assert (chosen(number) == endpoint) is (endpoint != "t7")
+
+
 async def test_policies_hold_for_single_models(fleets):
     """An override is for its model alone."""
     fleet = await fleets(
@@ -406,6 +435,34 @@ async def test_a_triton_that_leaves_is_not_counted(fleets):
     assert (events["up", "a"], events["up", "b"]) == (0, 1)
 
 
+async def test_names_in_metrics_follow_the_tritons_that_there_are(fleets):
+    """However many have been there, 64 at a time have their names; who leaves, also with requests, is not counted."""
+    present = {f"t{number}": Triton("m") for number in range(64)}
+    fleet = await fleets(tritons=present, grace=0.0)
+    apply = fleet._discovery._apply
+
+    def listed(*names):
+        for name in names:
+            present.setdefault(name, Triton("m"))
+        return [EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in names]
+
+    running = fleet.lease("m", at="t0")
+    names = []
+    for generation in range(3):
+        # Those that leave are still there for a moment.
+        names = [f"{generation}-{number}" for number in range(64)]
+        await apply(listed(*names))
+    await apply(listed("last", *names[1:]))
+    await until(lambda: not [one for one in fleet._tasks if "_remove" in str(one)])
+    running.close()
+    await until(fleet.members["last"].catalog.first.is_set)
+    fleet.lease("m", at="last").close()
+    labels = fleet._tell.events
+    assert labels["ended", "last", "m", "cancelled"] + labels["ended", "last", "m", "answered"] == 1
+    assert fleet._tell.running.total() == 0
+    assert fleet._tell.endpoints == {"last", *names[1:]}
+
+
 async def test_ejection_holds_for_tritons_that_came_later(fleets):
     """Beside a Triton that was alone, as the addresses of a name may be, others are ejected as well."""
     tritons = {"a": Triton("m")}
@@ -477,6 +534,30 @@ async def test_a_further_answer_goes_elsewhere_when_its_triton_has_gone(fleets):
     assert {route.lease(prompt="Hello").endpoint for _ in range(9)} == {first.endpoint}
     first.close(UpstreamUnavailable("refused"))
     assert {route.lease(prompt="Hello").endpoint for _ in range(9)} == {"a", "b"} - {first.endpoint}
+
+
+async def test_a_line_of_a_batch_ends_one_triton_at_most(fleets):
+    """What must not be sent again when its Triton ends, or stops answering, still goes on to another one before."""
+    fleet = await fleets(tritons={name: Triton("m") for name in "abc"})
+
+    async def asked_once(failure):
+        sent = []
+
+        async def work(lease):
+            sent.append(lease.endpoint)
+            if isinstance(failure, Exception):
+                raise failure
+            fleet.members[lease.endpoint].lose(final=False)
+            await asyncio.sleep(60)
+
+        with pytest.raises(UpstreamError):
+            await Route(fleet, "m", resends_lost=False).ask(work)
+        return len(sent)
+
+    assert 1 == await asked_once(cut_off_error("reset"))
+    assert 1 == await asked_once(ModelCrashed("ended"))
+    assert 1 == await asked_once("frozen")
+    assert 3 == await asked_once(UpstreamUnavailable("refused"))
 
 
 async def test_endpoints_that_cannot_be_used_change_nothing(fleets):

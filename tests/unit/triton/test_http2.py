@@ -312,16 +312,16 @@ GRPC = ((":status", "200"), ("content-type", "application/grpc"))
         (ended(*GRPC), "INTERNAL", "without a status"),
         (BEGUN + ended(("x", "y"), flags=END_HEADERS), "INTERNAL", "without a status"),
         # What is not gRPC.
-        (ended((":status", "503")), "UNAVAILABLE", "HTTP status 503"),
-        (ended((":status", "404"), flags=END_HEADERS) + frame(DATA, END_STREAM, 1, b"<html>"), "UNIMPLEMENTED", "404"),
-        (ended((":status", "500")), "UNKNOWN", "HTTP status 500"),
-        (ended((":status", "103")), "UNKNOWN", "HTTP status 103"),
-        (ended((":status", "200"), ("content-type", "text/html"), flags=END_HEADERS), "UNKNOWN", "not gRPC"),
+        (ended((":status", "503")), "HTTP_503", "HTTP status 503"),
+        (ended((":status", "404"), flags=END_HEADERS) + frame(DATA, END_STREAM, 1, b"<html>"), "HTTP_404", "404"),
+        (ended((":status", "500")), "HTTP_500", "HTTP status 500"),
+        (ended((":status", "103")), "HTTP_103", "HTTP status 103"),
+        (ended((":status", "200"), ("content-type", "text/html"), flags=END_HEADERS), "HTTP_200", "not gRPC"),
         # A good status before the end of a message.
         (BEGUN + frame(DATA, 0, 1, message(b"abc")[:-1]) + ended(("grpc-status", "0")), "INTERNAL", "within a message"),
         # Messages that are none.
         (BEGUN + frame(DATA, 0, 1, b"\1" + message(b"abc")[1:]), "INTERNAL", "compressed message"),
-        (BEGUN + frame(DATA, 0, 1, b"\0\xff\xff\xff\xff"), "INTERNAL", "4294967295 bytes"),
+        (BEGUN + frame(DATA, 0, 1, b"\0\xff\xff\xff\xff"), "TOO_LONG", "4294967295 bytes"),
         (BEGUN + frame(DATA, PADDED, 1, b"\4abc"), "INTERNAL", "padding"),
         # Resets.
         (frame(RST_STREAM, 0, 1, number(CANCEL)), "CANCELLED", "error 8"),
@@ -331,7 +331,7 @@ GRPC = ((":status", "200"), ("content-type", "application/grpc"))
     ],
 )  # fmt: skip
 async def test_the_end_of_a_call(data: bytes, code: str, details: str) -> None:
-    """Each call ends once, with a status of gRPC and a text; the connection serves on."""
+    """Each call ends once, with a status of gRPC or of HTTP and a text; the connection serves on."""
     wire = Wire()
     call, other = wire.call(), wire.call()
     wire.feed(data)

@@ -4,11 +4,15 @@ import heapq
 import math
 import random
 from collections import Counter, defaultdict
+from hashlib import blake2b
 
 import pytest
 
-from triton_openai.config.tree import EjectionSettings
-from triton_openai.triton.routing import Pool, RetryBudget, Target
+from bench.fleet import TEMPLATES, share_at_one_triton
+from tests.cases import every_case
+from triton_openai.config.tree import EjectionSettings, RoutingSettings
+from triton_openai.triton import routing
+from triton_openai.triton.routing import Pool, RetryBudget, Ring, Target
 
 EJECTION = EjectionSettings()
 
@@ -197,6 +201,49 @@ def test_a_ring_with_less_room_moves_few_keys():
     assert moved < 100
 
 
+def test_pools_share_a_ring():
+    """A pool on a ring of more Tritons than it has chooses as on its own, also when one is ejected."""
+    ring = Ring()
+    ring.update({f"t{place}": 1.0 for place in range(40)})
+    own, shared = pool_of(*[1] * 7, policy="affinity"), pool_of(*[1] * 7, policy="affinity")
+    keys = [str(number).encode() for number in range(300)]
+    targets = list(shared.targets)
+    shared.update(targets, ring=ring)
+    before = [chosen(own, key) for key in keys]
+    assert before == [chosen(shared, key) for key in keys]
+    targets[3].ejected_until = 1.0
+    for pool, ringed in ((own, None), (shared, ring)):
+        pool.update(targets if ringed else own.targets, ejected=["t3"], ring=ringed)
+    moved = [chosen(shared, key) for key in keys]
+    assert moved == [chosen(own, key) for key in keys]
+    assert "t3" not in moved
+    assert all(now == then for now, then in zip(moved, before, strict=True) if then != "t3")
+
+
+def test_a_change_of_a_ring_costs_what_it_changes(monkeypatch):
+    """Where one of many Tritons comes or goes, only its points are made; the ring is the same as a new one."""
+    made: Counter[bytes] = Counter()
+
+    def counted(data, **options):
+        made[data.split(b"#")[0]] += 1
+        return blake2b(data, **options)
+
+    monkeypatch.setattr(routing, "blake2b", counted)
+    ring, names = Ring(), {f"t{place}": 1.0 for place in range(300)}
+    keys = [str(number).encode() for number in range(200)]
+    ring.update(names)
+    for changes in ({"t7": None}, {"t7": 1.0}, {"t8": 2.0, "t9": None}, {"new": 1.0, "newer": 3.0}) * 2:
+        assert next(ring.owners(b"x"))
+        made.clear()
+        names = {name: weight for name, weight in {**names, **changes}.items() if weight is not None}
+        ring.update(names)
+        assert next(ring.owners(b"x"))
+        assert made.keys() - {b"x"} <= {name.encode() for name in changes}
+        fresh = Ring()
+        fresh.update(names)
+        assert [next(ring.owners(key)) for key in keys] == [next(fresh.owners(key)) for key in keys]
+
+
 def test_no_target_gets_more_than_its_bounded_load():
     """One key for all requests: they move on when its target has more than the load factor allows."""
     pool = pool_of(1, 1, 1, 1, policy="affinity")
@@ -244,6 +291,17 @@ def test_requests_without_a_key_go_to_where_fewest_run():
     pool = pool_of(1, 1, 1, policy="affinity")
     pool.targets[0].running = pool.targets[2].running = 9
     assert pool.choose(0.0).endpoint == "t1"
+
+
+@every_case("head", TEMPLATES.values())
+def test_the_default_size_of_a_prefix_keeps_short_system_prompts_together(head):
+    """Tenants stay at a Triton, whatever their template; one tenant alone uses all Tritons within the load factor."""
+    settings = RoutingSettings()
+    assert share_at_one_triton(settings.prefix_size, head, 30)[0] > 0.7
+    assert share_at_one_triton(1024, head, 30)[0] < 0.5
+    share, busiest = share_at_one_triton(settings.prefix_size, head, 1)
+    assert share < 0.5
+    assert busiest <= settings.load_factor
 
 
 def test_a_budget_bounds_retries():

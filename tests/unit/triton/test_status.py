@@ -135,6 +135,14 @@ TEXTS: list[tuple[str, type[ServiceError], str]] = [
      " position 3: unmatched ')'\n", RequestRefused, "a grammar: Regex parsing error at position 3: unmatched ')'"),
     (f'{STREAM}Model "/models/vllm/1/weights" only supports [32, 64] matryoshka dimensions, change output dimensions to 99 will'
      " lead to poor results.", RequestRefused, 'Model … only supports [32, 64] matryoshka dimensions'),
+    (f"{STREAM}Dimensions must be greater than 0", RequestRefused, "Dimensions must be greater than 0"),
+    (f"[request id: 7] {STREAM}Model 'e5' only supports [32, 64] matryoshka dimensions, use other output dimensions will lead to poor"
+     " results.", RequestRefused, "refused the request: Model 'e5' only supports [32, 64]"),
+    (f'{STREAM}Model "e5" does not support matryoshka representation, changing output dimensions will lead to poor results.',
+     RequestRefused, "does not support matryoshka"),
+    (f"{STREAM}dimensions must be at most 384, got 1000", RequestRefused, "at most 384"),
+    (f"{STREAM}The size of tensor a (8) must match the size of tensor b (9) at dimensions 1 and 2", UpstreamError, "tensor a"),
+    (f"{STREAM}shape mismatch: 3 dimensions", UpstreamError, "shape mismatch"),
     (f"{STREAM}1 validation error for StructuredOutputsParams\n  Value error, The JSON schema is not\n  supported", RequestRefused,
      "1 validation error for StructuredOutputsParams Value error, The JSON schema is not supported"),
     (f"{STREAM}Requested sample logprobs of 50, which is greater than max allowed: 20", RequestRefused, "max allowed: 20"),
@@ -186,6 +194,13 @@ def test_every_known_text_has_its_class(text, kind, shown):
     assert not LEAK.search(error.message)
     assert len(error.message) < 600
     assert text == error.detail or kind is ModelNotFound
+
+
+def test_the_size_of_embeddings_is_named() -> None:
+    """A size that a model cannot make is the request's fault, and its field is named."""
+    about = [classify(text, "m") for text, kind, _ in TEXTS if "imensions" in text and kind is RequestRefused]
+    assert 5 == len(about)
+    assert {(400, "dimensions")} == {(error.status, error.param) for error in about}
 
 
 @every_case("text, kind", [(text, kind) for text, kind, _ in TEXTS])

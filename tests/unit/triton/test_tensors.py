@@ -21,6 +21,7 @@ from triton_openai.triton.grpc import decode_response, encode_request
 from triton_openai.triton.http import generate_body, infer_body, parse_infer
 from triton_openai.triton.tensors import (
     INTEGER_RANGES,
+    MAX_OPEN_ANSWER,
     BinaryResponse,
     InferRequest,
     JsonResponse,
@@ -97,15 +98,15 @@ def test_invalid_utf8_is_replaced():
 @every_case("raw", [b"\x01", b"\x01\x00\x00", b"\x02\x00\x00\x00a", b"\xff\xff\xff\xff", b"\x00\x00\x00\x00\x05"])
 def test_cut_texts_are_an_error(raw):
     """Lengths that lead beyond the contents are the upstream's fault."""
-    with pytest.raises(UpstreamError, match="malformed"):
+    with pytest.raises(UpstreamError, match="is invalid"):
         BinaryResponse(Layout((("t", "BYTES", (1,)),)), (raw,)).texts("t")
 
 
-def test_numbers_that_come_as_text_stay_text():
-    """A backend's BYTES where numbers are declared are passed on, and a type without numbers is an error."""
+def test_numbers_that_come_as_text():
+    """A backend's BYTES where numbers are declared are read as numbers, and a type without numbers is an error."""
     raw = Tensor("t", "BYTES", (1,), ("5",)).raw()
 
-    assert ["5"] == BinaryResponse(Layout((("t", "BYTES", (1,)),)), (raw,)).numbers("t")
+    assert [5] == BinaryResponse(Layout((("t", "BYTES", (1,)),)), (raw,)).numbers("t")
     with pytest.raises(UpstreamError, match="BF16"):
         BinaryResponse(Layout((("t", "BF16", (1,)),)), (b"\x00\x00",)).numbers("t")
 
@@ -129,7 +130,7 @@ def test_the_first_value_of_each_output():
 
     assert [value for _, _, value in reversed(table)] == list(response.first(tuple(reversed(names))))
     assert [None, "é"] == list(response.first(("absent", "t0")))
-    for datatype, data, match in (("BYTES", b"\x02\x00\x00\x00a", "malformed 't'"), ("BF16", b"\x00\x00", "BF16")):
+    for datatype, data, match in (("BYTES", b"\x02\x00\x00\x00a", "'t' is cut off"), ("BF16", b"\x00\x00", "BF16")):
         with pytest.raises(UpstreamError, match=match):
             BinaryResponse(Layout((("t", datatype, (1,)),)), (data,)).first(("t",))
 
@@ -147,8 +148,26 @@ def test_vectors_are_rows_of_float32(datatype, shape):
 @every_case("shape, data", [((2, 3), b"\x00" * 20), ((0, 3), b""), ((4, 1), b"\x00" * 12)])
 def test_vectors_that_do_not_add_up_are_an_error(shape, data):
     """Contents that cannot be cut into the rows that the shape promises are the upstream's fault."""
-    with pytest.raises(UpstreamError, match="malformed"):
+    with pytest.raises(UpstreamError, match="is invalid"):
         BinaryResponse(Layout((("t", "FP32", shape),)), (data,)).vectors("t")
+
+
+@every_case(
+    "outputs, rows, expected",
+    [
+        ({"a": ("FP32", (1_000_000,))}, 4, 16_000_000),
+        ({"a": ("FP32", (2, 1_000_000)), "b": ("FP64", ())}, 4, 32_000_032),
+        ({"a": ("FP32", (8,))}, 4, 2**20),
+        ({"a": ("FP32", (-1,))}, 4, 2**20 + MAX_OPEN_ANSWER),
+        ({"a": ("BYTES", (1,)), "b": ("BYTES", (1,))}, 4, 2**20 + MAX_OPEN_ANSWER),
+    ],
+)
+def test_the_largest_answer_of_a_model(outputs, rows, expected):
+    """It follows from types and dimensions, and is some megabytes where those are open."""
+    specs = {name: TensorSpec(name=name, datatype=kind, dims=dims) for name, (kind, dims) in outputs.items()}
+    config = ModelConfig(name="m", max_batch_size=8, outputs=specs)
+    assert expected == config.max_answer(outputs, rows)
+    assert config.max_answer(outputs, 1) == msgspec.structs.replace(config, max_batch_size=0).max_answer(outputs, rows)
 
 
 @every_case("response", [BinaryResponse(Layout(()), ()), JsonResponse({})])
@@ -301,7 +320,7 @@ def test_an_answer_that_is_cut():
     """Contents shorter than promised are the upstream's fault."""
     header = b'{"outputs":[{"name":"out","datatype":"FP32","shape":[2],"parameters":{"binary_data_size":8}}]}'
 
-    with pytest.raises(UpstreamError, match="malformed 'out'"):
+    with pytest.raises(UpstreamError, match="fewer bytes"):
         parse_infer(header + b"\x00" * 7, len(header), "m")
 
 
@@ -318,7 +337,7 @@ def test_a_grpc_answer_is_read_by_position():
     assert [1] == list(response.numbers("a"))
     assert ["x"] == list(response.texts("b"))
     message.raw_output_contents.pop()
-    with pytest.raises(UpstreamError, match="cannot be read"):
+    with pytest.raises(UpstreamError, match="without raw contents"):
         decode_response(message)
 
 
@@ -335,7 +354,7 @@ def test_a_grpc_answer_is_read_by_position():
 def test_a_config_that_cannot_be_read(data):
     """A configuration that is none is the upstream's fault, and what was wrong goes to the log."""
     with pytest.raises(UpstreamError, match="cannot be read") as caught:
-        read_model_config(msgspec.json.decode(data))
+        read_model_config(msgspec.json.decode(data), "m")
 
     assert caught.value.detail
 
@@ -349,7 +368,8 @@ def test_a_config_as_triton_writes_it():
             b'"output":[{"name":"b","data_type":"TYPE_FP16","dims":[2,3]}],"model_transaction_policy":{"decoupled":true},'
             b'"parameters":{"p":{"string_value":"v"},"hole":{"string_value":"${hole}"},"blank":{"string_value":" "}},'
             b'"ensemble_scheduling":{"step":[{"model_name":"s","model_version":-1,"input_map":{"x":"a"},"output_map":{}}]}}'
-        )
+        ),
+        "m",
     )
 
     assert TensorSpec(name="a", datatype="BYTES", dims=(-1,), optional=True) == config.inputs["a"]

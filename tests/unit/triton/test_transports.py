@@ -5,6 +5,7 @@ Both transports against servers that do exactly what a test says: one suite for 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import math
@@ -28,15 +29,18 @@ from tests.tls_fixture import Authority, relaying
 from triton_openai.config.tree import TritonAccess
 from triton_openai.errors import (
     ContextLengthExceeded,
+    InvalidAnswer,
     ModelNotFound,
     NotImplementedUpstream,
     RequestRefused,
     ServiceError,
     UpstreamError,
+    UpstreamLost,
     UpstreamTimeout,
     UpstreamUnavailable,
 )
-from triton_openai.triton import http_stream
+from triton_openai.triton import grpc as grpc_module
+from triton_openai.triton import http2, http_stream
 from triton_openai.triton.client import ResponseStream, TritonClient, gather
 from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.grpc import GrpcClient, GrpcStream, translate
@@ -45,6 +49,7 @@ from triton_openai.triton.http2 import varint
 from triton_openai.triton.http_stream import HttpStream
 from triton_openai.triton.tensors import InferRequest, InferResponse, Tensor
 
+MIB = 1024 * 1024
 REQUEST = InferRequest(
     model="team/m",
     id="id-1",
@@ -700,7 +705,7 @@ async def test_an_event_that_is_no_json(http, data):
     http.raw = HEAD + chunk(event("one")) + chunk(data) + LAST
     found, error = await outcome(http.client)
 
-    assert UpstreamError is type(error)
+    assert InvalidAnswer is type(error)
     assert found in ([], ["one"])
 
 
@@ -721,14 +726,14 @@ async def test_an_event_that_is_no_json(http, data):
             RequestRefused,
         ),
         # What is no Triton: a balancer's page, an empty body, something else altogether.
-        (plain(b"<html>Bad Gateway</html>", b"502 Bad Gateway", kind=b"text/html"), UpstreamError),
+        (plain(b"<html>Bad Gateway</html>", b"502 Bad Gateway", kind=b"text/html"), UpstreamLost),
         (plain(b"", b"503 Service Unavailable"), UpstreamUnavailable),
-        (plain(b"[1]", b"500 Internal Server Error"), UpstreamError),
+        (plain(b"[1]", b"500 Internal Server Error"), UpstreamLost),
         (plain(b'{"error":{"code":1}}', b"500 Internal Server Error"), UpstreamError),
-        (b"SSH-2.0-OpenSSH_9.6\r\n", UpstreamError),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", UpstreamLost),
         (
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
-            UpstreamError,
+            UpstreamLost,
         ),
     ],
 )
@@ -742,6 +747,45 @@ async def test_answers_that_are_errors(http, raw, kind):
     assert ([], kind) == (found, type(error))
     assert "\n" not in error.message
     assert len(error.message) < 600
+
+
+_PAGE = b"<!DOCTYPE html><html><body>Please log in</body></html>"
+# What a proxy, an ingress or a login answers in place of a Triton, and whether the connection may have been lost.
+_PAGES = [
+    (plain(_PAGE, kind=b"text/html"), "upstream_unavailable"),
+    (plain(b"", kind=b"text/plain"), "upstream_unavailable"),
+    (plain(b"OK", kind=b"text/plain"), "upstream_unavailable"),
+    (plain(b'{"message": "who are you?"}'), "upstream_unavailable"),
+    (plain(b"\xff\xfe<\x00", kind=b"application/octet-stream"), "upstream_unavailable"),
+    (plain(_PAGE, b"302 Found", b"Location: /login\r\n", b"text/html"), "upstream_unavailable"),
+    (plain(_PAGE, b"401 Unauthorized", kind=b"text/html"), "upstream_unavailable"),
+    (plain(b"RBAC: access denied", b"403 Forbidden", kind=b"text/plain"), "upstream_unavailable"),
+    (plain(b"", b"404 Not Found", kind=b"text/plain"), "upstream_unavailable"),
+    (plain(b'{"message":"no Route matched"}', b"404 Not Found"), "upstream_unavailable"),
+    (plain(b"no healthy upstream", b"503 Service Unavailable", kind=b"text/plain"), "upstream_unavailable"),
+    (plain(_PAGE, b"429 Too Many Requests", kind=b"text/html"), "rate_limit_exceeded"),
+    (plain(_PAGE, b"500 Internal Server Error", kind=b"text/html"), "upstream_disconnected"),
+    (plain(_PAGE, b"502 Bad Gateway", kind=b"text/html"), "upstream_disconnected"),
+    (plain(_PAGE, b"520 Unknown", kind=b"text/html"), "upstream_disconnected"),
+    # No other Triton would do better.
+    (plain(_PAGE, b"413 Content Too Large", kind=b"text/html"), "upstream_error"),
+    (plain(_PAGE, b"504 Gateway Timeout", kind=b"text/html"), "upstream_timeout"),
+]
+
+
+@every_case("raw, code", _PAGES)
+async def test_what_answers_in_place_of_a_triton(http, raw, code):
+    """Whatever is asked, an answer that no Triton gives is an error by which the request may go elsewhere."""
+    http.raw, client = raw, http.client
+    _, error = await outcome(client)
+    assert error is not None
+    assert (code, "log in" in str(error)) == (error.code, False)
+    calls = [client.infer, client.model_config, client.unload_model, lambda _: client.repository_index()]
+    # An empty body is what Triton itself answers when it has begun to unload a model.
+    for call in calls if not raw.startswith(b"HTTP/1.1 200") or b"html" in raw else calls[:2]:
+        with pytest.raises(ServiceError) as caught:
+            await call(REQUEST if call == client.infer else "m")
+        assert code == caught.value.code
 
 
 async def test_an_error_body_in_pieces(http):
@@ -768,8 +812,8 @@ async def test_an_error_body_without_end(http, monkeypatch):
     http.raw = plain(b"no" * 100, b"500 Internal Server Error").replace(b"Length: 200", b"Length: 900")
     _, error = await asyncio.wait_for(outcome(http.client), 10)
 
-    assert UpstreamError is type(error)
-    assert "nono" in str(error)
+    assert UpstreamLost is type(error)
+    assert "HTTP status 500" in error.reason
 
 
 @pytest.mark.parametrize(
@@ -791,16 +835,18 @@ async def test_an_answer_is_not_read_without_end(http, monkeypatch, raw, what):
     http.raw = raw
     found, error = await asyncio.wait_for(outcome(http.client), 10)
 
-    assert ([], UpstreamError, f"Its {what} is too long.") == (found, type(error), error and error.detail)
+    assert ([], InvalidAnswer) == (found, type(error))
+    assert error is not None
+    assert error.message.endswith(f"is invalid: its {what} is too long.")
     if what == "head":
-        with pytest.raises(UpstreamError, match="cannot be read"):
+        with pytest.raises(InvalidAnswer, match="too long"):
             await asyncio.wait_for(http.client.server_info(), 10)
 
 
 async def test_an_error_of_a_call_without_end(http):
     """Of a call's error without an end, as much is read as an error can need."""
     http.raw = plain(b"no" * 200_000, b"500 Internal Server Error")
-    with pytest.raises(UpstreamError, match="cannot be read"):
+    with pytest.raises(InvalidAnswer, match="too long"):
         await asyncio.wait_for(http.client.server_info(), 10)
 
 
@@ -905,13 +951,13 @@ async def test_closing_early_does_not_spoil_the_pool(http):
     "raw, kind",
     [
         (plain(b'{"error":"Request for unknown model: \'m\' is not found"}', b"404 Not Found"), ModelNotFound),
-        (plain(b"<html></html>", b"502 Bad Gateway"), UpstreamError),
-        (plain(b"[]", b"302 Found", b"Location: http://127.0.0.1:1/\r\n"), UpstreamError),
-        (plain(b"{}"), UpstreamError),
-        (plain(b"\xff\xfe"), UpstreamError),
-        (plain(b""), UpstreamError),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", UpstreamError),
-        (b"garbage\r\n\r\n", UpstreamError),
+        (plain(b"<html></html>", b"502 Bad Gateway"), UpstreamLost),
+        (plain(b"[]", b"302 Found", b"Location: http://127.0.0.1:1/\r\n"), UpstreamUnavailable),
+        (plain(b"{}"), UpstreamUnavailable),
+        (plain(b"\xff\xfe"), UpstreamUnavailable),
+        (plain(b""), UpstreamUnavailable),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", UpstreamLost),
+        (b"garbage\r\n\r\n", UpstreamLost),
     ],
 )
 async def test_control_calls_that_fail(http, raw, kind):
@@ -979,14 +1025,57 @@ async def test_infer_over_http(http):
     assert ["é"] == list(response.texts("text_output"))
     assert "POST /v2/models/team%2Fm/infer HTTP/1.1" == http.requests[0]["line"]
     http.raw = plain(header + raw[:-1], extra=b"Inference-Header-Content-Length: %d\r\n" % len(header))
-    with pytest.raises(UpstreamError, match="malformed"):
+    with pytest.raises(InvalidAnswer, match="fewer bytes"):
         await http.client.infer(REQUEST)
     http.raw = plain(header + raw, extra=b"Inference-Header-Content-Length: nonsense\r\n")
     with pytest.raises(UpstreamError):
         await http.client.infer(REQUEST)
 
 
+async def test_responses_without_end(triton):
+    """All responses of a stream together, where they are wanted together, have no more bytes than an answer."""
+    triton.reply = Reply(texts=["x" * 1000] * 2000)
+    assert 2000 == len(await gather(triton.client, msgspec.structs.replace(REQUEST, max_answer=4 * MIB)))
+    triton.sent = 0
+    with pytest.raises(InvalidAnswer, match="too long together"):
+        await gather(triton.client, msgspec.structs.replace(REQUEST, max_answer=100_000))
+
+
+async def test_an_infer_answer_without_end_over_http(http):
+    """No more is read of an answer than the model can return, however much comes."""
+    sent = 0
+
+    async def endless(writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4000000000\r\n\r\n")
+        while not writer.transport.is_closing():
+            writer.write(bytes(MIB))
+            sent += MIB
+            await writer.drain()
+
+    http.raw = endless
+    with pytest.raises(InvalidAnswer, match="its body is too long"):
+        await http.client.infer(msgspec.structs.replace(REQUEST, max_answer=4 * MIB))
+    # What the sockets hold beside that.
+    assert sent < 64 * MIB
+
+
 # gRPC alone.
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_grpc_answer_that_is_too_long(grpc_server, monkeypatch, stream):
+    """The same, of streams by their requests, and of single calls by the limit of their channel."""
+    monkeypatch.setattr(grpc_module, "_MAX_ANSWER", 4 * MIB)
+    text = "x" * (5 * MIB)
+    grpc_server.reply, grpc_server.answer = Reply(texts=[text]), text
+    request = msgspec.structs.replace(REQUEST, stream=stream, max_answer=4 * MIB - 70_000)
+    for _ in range(2):
+        with pytest.raises(InvalidAnswer, match="its body is too long"):
+            await gather(grpc_server.client, request)
+    larger = msgspec.structs.replace(request, max_answer=8 * MIB)
+    (response,) = await gather(grpc_server.client, larger)
+    assert [text] == response.texts("text_output")
 
 
 async def test_the_request_over_grpc(grpc_server):
@@ -1037,7 +1126,7 @@ async def test_an_error_is_the_end(grpc_server):
         (grpc.StatusCode.UNAVAILABLE, "who knows", UpstreamUnavailable),
         (grpc.StatusCode.CANCELLED, "", UpstreamError),
         (grpc.StatusCode.UNIMPLEMENTED, "", NotImplementedUpstream),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", UpstreamError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", InvalidAnswer),
         (grpc.StatusCode.UNKNOWN, "", UpstreamError),
     ],
 )
@@ -1053,6 +1142,48 @@ async def test_a_call_that_ends_with_a_status(grpc_server, code, details, kind, 
         await grpc_server.client.infer(REQUEST)
     with pytest.raises(kind):
         await grpc_server.client.repository_index()
+
+
+@every_case(
+    "status, code",
+    [
+        ("200", {"upstream_unavailable", "upstream_disconnected"}),
+        ("302", {"upstream_unavailable"}),
+        ("401", {"upstream_unavailable"}),
+        ("404", {"upstream_unavailable"}),
+        ("502", {"upstream_disconnected"}),
+        ("503", {"upstream_unavailable"}),
+    ],
+)
+async def test_what_answers_in_place_of_a_triton_over_grpc(status, code):
+    """A page over HTTP/2 is no answer of gRPC, in a stream or in a call."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await reader.readexactly(len("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
+            writer.write(http2.frame(http2.SETTINGS, 0, 0))
+            while True:
+                head = await reader.readexactly(9)
+                await reader.readexactly(int.from_bytes(head[:3], "big"))
+                stream_id = int.from_bytes(head[5:], "big")
+                if head[3] == http2.DATA and head[4] & http2.END_STREAM:
+                    page = http2.header_block(((":status", status), ("content-type", "text/html")))
+                    writer.write(http2.frame(http2.HEADERS, http2.END_HEADERS, stream_id, page))
+                    writer.write(http2.frame(http2.DATA, http2.END_STREAM, stream_id, _PAGE))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = GrpcClient(f"grpc://127.0.0.1:{server.sockets[0].getsockname()[1]}", ConnectionSettings(connect_timeout=5))
+    try:
+        _, error = await outcome(client)
+        assert error is not None
+        assert error.code in code
+        for call in (client.infer(REQUEST), client.model_config("m"), client.repository_index()):
+            with pytest.raises(ServiceError) as caught:
+                await call
+            assert caught.value.code in code
+    finally:
+        await client.close()
+        server.close()
 
 
 async def test_control_calls_over_grpc(grpc_server):
@@ -1250,7 +1381,7 @@ async def test_an_answer_that_cannot_be_read() -> None:
         stream.messages_received([stream_response("two").SerializeToString()])
 
         assert [["one"]] == [response.texts("text_output") for response in received]
-        assert [UpstreamError] == [type(error) for error in ended]
+        assert [InvalidAnswer] == [type(error) for error in ended]
         assert connection.reset.called
 
 
@@ -1282,9 +1413,9 @@ async def test_calls_that_are_not_answered(limit: float | None) -> None:
 def test_connections_that_break() -> None:
     """Connections that break have grpc.aio's texts: of an answer cut off, or of a Triton that was not reached."""
     for text, kind in (
-        ("Socket closed", UpstreamError),
-        ("Connection reset by peer", UpstreamError),
-        ("GOAWAY received", UpstreamError),
+        ("Socket closed", UpstreamLost),
+        ("Connection reset by peer", UpstreamLost),
+        ("GOAWAY received", UpstreamLost),
         ("failed to connect to all addresses; last error: Connection reset by peer", UpstreamUnavailable),
         ("DNS resolution failed", UpstreamUnavailable),
     ):

@@ -16,7 +16,7 @@ from triton_openai.api.chat import ChatRequest, turn_of
 from triton_openai.api.messages import types
 from triton_openai.api.messages.message_events import MessageEvents, add_request_id
 from triton_openai.api.messages.message_reader import read
-from triton_openai.api.paging import page_limit, unknown_place_error
+from triton_openai.api.paging import message_page_query, unknown_place_error
 from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.errors import InvalidRequest
 from triton_openai.models.lookup import Models
@@ -92,15 +92,18 @@ async def _answer(context: RequestContext[ChatRequest], *, omits_thinking: bool)
 
 def list_models(service: Service, call: Call[None]) -> Reply:
     """Return a page of the models that the key of *call* may use. Raises :class:`InvalidRequest`."""
-    models, key, query = service.models, call.key, call.query
-    place, way = ("before_id", -1) if "before_id" in query else ("after_id", 1)
-    names = [name for name in models.served if key.allows(name)][::way]
-    limit, after = page_limit(query, 1000), query.get(place)
-    if after is not None:
-        if after not in names:
-            raise unknown_place_error(place)
-        names = names[names.index(after) + 1 :]
-    data = [describe(models, name) for name in names[:limit][::way]]
+    models = service.models
+    limit, param, place, before = message_page_query(call.query)
+    names = [name for name in models.served if call.key.allows(name)]
+    if before:
+        names.reverse()
+    if place is not None:
+        if place not in names:
+            raise unknown_place_error(param)
+        names = names[names.index(place) + 1 :]
+    data = [describe(models, name) for name in names[:limit]]
+    if before:
+        data.reverse()
     return whole(types.ModelPage.of(data, more=len(names) > limit))
 
 

@@ -4,49 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
 from triton_openai import errors, offload
-from triton_openai.api.batches import add, cancel_batch, find_batch
-from triton_openai.api.bodies import new_id, parse_json, whole
+from triton_openai.api.batches import add, cancel_batch, find_batch, proofs_of
+from triton_openai.api.bodies import new_id, whole
+from triton_openai.api.lines import check_model
+from triton_openai.api.messages.batch_body import BatchedMessage, read_batch
 from triton_openai.api.messages.message_events import add_request_id
-from triton_openai.api.paging import Page, page_limit
+from triton_openai.api.paging import Page, fetch_page, message_page_query
 from triton_openai.api.service import Service
-from triton_openai.api.uploaded_files import file_reply, files_of, page_found
-from triton_openai.batches.file_folder import Files
+from triton_openai.api.uploaded_files import file_reply, files_of, page_reply
+from triton_openai.batches.file_folder import Files, Writing, on_disk
 from triton_openai.operations import Call, Reply
 from triton_openai.storage.batch_store import Batch
 
 _PATH = "/v1/messages"
 _HOURS = 24
-
-
-class BatchedMessage(msgspec.Struct, kw_only=True):
-    """A request for a message, and the name that its result has."""
-
-    custom_id: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-    params: msgspec.Raw
-
-
-class MessageBatchRequest(msgspec.Struct, kw_only=True):
-    """Requests for messages, which are answered within a day. ``params`` are those of ``POST /v1/messages``."""
-
-    requests: Annotated[list[BatchedMessage], Meta(min_length=1)]
-
-
-class _Params(msgspec.Struct):
-    model: str = ""
-    stream: bool | None = None
-
-
-_decode = msgspec.json.Decoder(_Params).decode
+# Microseconds for each byte of a body: to split it, and to check and decode its requests.
+_SPLIT = 2 * offload.BYTE
+_BLANKS = bytes.maketrans(b"\r\n", b"  ")
+_STEP = 1024 * 1024
 
 
 class MessageCounts(msgspec.Struct, kw_only=True):
@@ -89,18 +73,18 @@ async def create(service: Service, call: Call[bytes]) -> Reply:
     """Run requests for messages below live traffic. Most of their parameters are looked at when they run."""
     files = files_of(service)
     add_request_id(call.record)
+    batch_id = new_id("msgbatch", "_")
+    opened = proofs_of(service, call, _PATH, batch_id)
     data = call.body
     call.record.body_size = len(data)
-    offload.json_decoder(MessageBatchRequest)
-    body = await offload.run(parse_json, data, MessageBatchRequest, [], cost=offload.JSON * len(data))
-    most = service.settings.batches.max_requests
-    if len(body.requests) > most:
-        raise errors.PayloadTooLarge(f"A batch can have {most} requests at most.", param="requests")
-    for model in await offload.run(_models, body.requests, cost=offload.JSON * len(data)):
-        await service.find_model(model, call.key)
+    read = partial(read_batch, data, service.settings.limits, max_requests=service.settings.batches.max_requests)
+    body = await offload.run(read, cost=_SPLIT * len(data))
+    for model in body.models:
+        await check_model(service, _PATH, await service.find_model(model, call.key))
     now = time.time()
     batch = Batch(
-        id=new_id("msgbatch", "_"),
+        id=batch_id,
+        opened=opened,
         owner=call.key.name,
         kind="anthropic",
         endpoint=_PATH,
@@ -112,10 +96,7 @@ async def create(service: Service, call: Call[bytes]) -> Reply:
     batch.input, batch.total = batch.id, len(body.requests)
     writing = await files.write(f"{batch.id}.requests")
     try:
-        for one in body.requests:
-            line = {"custom_id": one.custom_id, "method": "POST", "url": _PATH, "body": one.params}
-            # A line break between two fields would end the line.
-            await writing.add(msgspec.json.encode(line).replace(b"\r", b" ").replace(b"\n", b" ") + b"\n")
+        await on_disk(_write, writing, body.requests)
         await writing.end()
         await add(service, call.record, batch, "requests")
     except BaseException:
@@ -133,32 +114,27 @@ async def _undo(files: Files, batch: Batch) -> None:
         await files.unlink(f"{batch.id}.requests")
 
 
-def _models(requests: Sequence[BatchedMessage]) -> set[str]:
-    """Return the models of *requests*. Raises :class:`InvalidRequest` for those that no batch can have."""
-    names, models = set[str](), set[str]()
-    for number, one in enumerate(requests):
-        place = f"requests[{number}]"
-        if one.custom_id in names:
-            raise errors.InvalidValue(f"'{place}.custom_id' is that of an earlier request.", f"{place}.custom_id")
-        try:
-            params = _decode(one.params)
-        except msgspec.DecodeError as error:
-            raise errors.InvalidValue(f"'{place}.params' is wrong: {error}.", f"{place}.params") from error
-        if params.stream:
-            raise errors.InvalidValue(f"'{place}.params.stream' must not be true in a batch.", f"{place}.params.stream")
-        names.add(one.custom_id)
-        models.add(params.model)
-    return models
+def _write(writing: Writing, requests: Iterable[BatchedMessage]) -> None:
+    """Write a line for each of *requests*; runs in a thread."""
+    for one in requests:
+        line = {"custom_id": one.custom_id, "method": "POST", "url": _PATH, "body": one.params}
+        # A line break between two fields would end the line. In steps, each of which holds the interpreter.
+        view = memoryview(msgspec.json.encode(line))
+        for start in range(0, len(view), _STEP):
+            writing.put(bytes(view[start : start + _STEP]).translate(_BLANKS))
+        writing.put(b"\n")
 
 
 async def list_batches(service: Service, call: Call[None]) -> Reply:
     """List the batches of messages of the request's key, newest first."""
-    store, query = files_of(service).store, call.query
+    files = files_of(service)
     add_request_id(call.record)
-    place, way = ("before_id", -1) if "before_id" in query else ("after_id", 1)
-    find = partial(store.batches, call.key.name, "anthropic", reverse=way > 0)
-    batches, more = await page_found(service, find, page_limit(query, 1000), query.get(place), place)
-    return whole(MessageBatchPage.of([_batch_object(batch) for batch in batches[::way]], more=more))
+    limit, param, place, before = message_page_query(call.query)
+    find = partial(files.store.batches, call.key.name, "anthropic", reverse=not before) if files.exist else None
+    batches, more = await fetch_page(find, limit, place, param)
+    if before:
+        batches = batches[::-1]
+    return await page_reply(MessageBatchPage, batches, _batch_object, more=more)
 
 
 async def _batch(service: Service, call: Call[None]) -> Batch:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +11,7 @@ import msgspec
 
 from triton_openai.answer.run import Run
 from triton_openai.api.agents import seal
+from triton_openai.api.cut_json import read_cut_object
 from triton_openai.api.messages import types
 from triton_openai.api.sse import EventRenderer, event
 from triton_openai.errors import ContextLengthExceeded, Overloaded, RateLimited, ServiceError, ServiceOverloaded
@@ -22,8 +21,6 @@ from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallStar
 from triton_openai.telemetry.request_record import RequestRecord
 
 _encode = msgspec.json.Encoder().encode
-_MEMBER = re.compile(r'\s*[{,]\s*("(?:[^"\\]|\\.)*")\s*:\s*', re.DOTALL)
-_MEMBER_END = re.compile(r"\s*[,}]")
 
 
 def message_usage(progress: AnswerState) -> types.MessageUsage:
@@ -52,6 +49,9 @@ def stop_of(
         return "tool_use", None
     if isinstance(stop, str):
         return "stop_sequence", stop
+    if reason is not None and parser.cut:
+        # Its input is not whole, whatever cut it.
+        return "max_tokens", None
     return (None if reason is None else "end_turn"), None
 
 
@@ -69,15 +69,7 @@ def _input_of(arguments: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
-        found: dict[str, Any] = {}
-    scan, at = json.JSONDecoder().raw_decode, 0
-    with suppress(ValueError, RecursionError):
-        while (member := _MEMBER.match(arguments, at)) is not None:
-            value, at = scan(arguments, member.end())
-            # A number may go on.
-            if _MEMBER_END.match(arguments, at):
-                found[json.loads(member[1])] = value
-    return found
+        return read_cut_object(arguments).members
 
 
 @dataclass

@@ -170,7 +170,7 @@ def _assistant(blocks: Sequence[types.BlockParam], place: str) -> messages.Messa
                 texts.append(_text(block.text))
             case types.ThinkingBlockParam():
                 thoughts.append(block.thinking or unsealed(block.signature) or "")
-            case types.ToolUseBlock():
+            case types.ToolUseBlockParam():
                 function = messages.MessageFunctionCall(name=block.name, arguments=block.input)
                 calls.append(messages.MessageToolCall(id=block.id, type="function", function=function))
             case types.CompactionBlockParam():

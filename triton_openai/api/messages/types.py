@@ -99,6 +99,14 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"
     input: dict[str, Any]
 
 
+class ToolUseBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
+    """A past call of a tool. Input that is no object, as a client makes it of a broken call, is taken too."""
+
+    id: str
+    name: str
+    input: dict[str, Any] | list[Any] | str | bool | int | float | None = None
+
+
 class ToolResultBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result"):
     """What a tool answered."""
 
@@ -142,7 +150,7 @@ BlockParam: TypeAlias = (
     | ImageBlockParam
     | DocumentBlockParam
     | SearchResultBlockParam
-    | ToolUseBlock
+    | ToolUseBlockParam
     | ToolResultBlockParam
     | ThinkingBlockParam
     | CompactionBlockParam

@@ -23,11 +23,15 @@ from triton_openai.api.responses.stored import StoredResponse
 from triton_openai.api.service import RequestContext
 from triton_openai.api.sse import event_count, without_events
 from triton_openai.generation import Delta
+from triton_openai.operations import Output, Streamed
+from triton_openai.shares import may_take
 from triton_openai.storage.store import Row
 from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.request_record import RequestRecord
 
 _log = structlog.get_logger(__name__)
+# How a response ends whose maker has stored all events.
+_ENDED_BY_MAKER = ("completed", "incomplete")
 # Bytes and rows that are read at once.
 _PAGE_SIZE = 256 * 1024
 _PAGE_ROWS = 100
@@ -44,11 +48,17 @@ def record_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -
     if not made.response.store:
         raise errors.InvalidValue("'background' needs the response to be stored.", "background")
     most = context.service.worker.share(context.service.settings.responses.max_background)
-    if len(made.state.live) + made.state.beginning >= most:
-        raise errors.ServiceOverloaded("Too many responses are being made in the background already.", retry_after=10)
+    state = made.state
+    free = most - len(state.live) - state.beginning.total()
+    own = sum(log.owner == made.owner for log in state.live.values()) + state.beginning[made.owner]
+    if not may_take(1, own=own, free=free):
+        whose = "Too many responses" if free <= 0 else "Too many responses of this key"
+        raise errors.ServiceOverloaded(f"{whose} are being made in the background already.", retry_after=10)
     context.service.admission.check(context.model.triton_model)
     return msgspec.structs.replace(
-        context.record, request=None, began=time.monotonic(), stages=[], unknown_fields=(), stream=True, status=200
+        context.record,
+        **{"request": None, "memory": None, "stages": [], "unknown_fields": ()},
+        **{"began": time.monotonic(), "stream": True, "status": 200},
     )
 
 
@@ -145,7 +155,8 @@ class ResumedEvents:
     """
     The events of a response that follow number *after*, and those to come, up to its end.
 
-    There is always its end. What another process makes is read from the store as it comes.
+    What another process makes is read from the store as it comes. The end is left out only for a client that has seen
+    it. That is not certain of a response that another process ended: its maker may have sent more than it has stored.
     """
 
     def __init__(self, found: StoredResponse, after: int) -> None:
@@ -159,10 +170,16 @@ class ResumedEvents:
         self._stopping: errors.ServiceError | None = None
         self._over = False
 
+    async def send(self, output: Output) -> Streamed:
+        """Stream the events to *output*."""
+        return await output.send_events(self.next, self.stop)
+
     def stop(self, reason: errors.ServiceError) -> None:
+        """Make the end come soon, because this process stops for this *reason*."""
         self._stopping = reason
 
     async def next(self, seconds: float) -> bytes | None:
+        """Return further events, nothing if there are none for *seconds*, ``None`` at the end."""
         if self._over:
             return None
         events = await self._stored(seconds) if self._log is None else await self._made(self._log, seconds)
@@ -180,7 +197,7 @@ class ResumedEvents:
             return await self._stored(seconds)
         if not events and log.last is not None:
             self._over = True
-            return log.last
+            return without_events(log.last, self._place - log.count)
         return events
 
     async def _stored(self, seconds: float) -> bytes:
@@ -232,4 +249,8 @@ class ResumedEvents:
 
     def _end(self) -> bytes:
         self._over = True
-        return terminal_events(self._found.response, self._behind)
+        response = self._found.response
+        events = terminal_events(response, self._behind)
+        if response.status in _ENDED_BY_MAKER:
+            return without_events(events, self._place - self._behind)
+        return events

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -38,6 +38,10 @@ _SKIPPED = frozenset({
 })  # fmt: skip
 
 
+_CALLS = ("function_call", "custom_tool_call")
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+
+
 class _InputMessage(msgspec.Struct):
     role: Literal["user", "assistant", "system", "developer"]
     content: messages.Content
@@ -47,8 +51,8 @@ class _Call(msgspec.Struct):
     call_id: str
     name: str
     namespace: str | None = None
-    arguments: str = ""
-    input: str = ""
+    arguments: str | dict[str, Any] | list[Any] | bool | int | float | None = None
+    input: str | None = None
 
 
 class _CallOutput(msgspec.Struct):
@@ -213,7 +217,9 @@ class Tools:
 class _Turns:
     """Collects messages. What an assistant thinks, says and calls in a row is one message, as the model wrote it."""
 
-    def __init__(self) -> None:
+    def __init__(self, answered: Collection[str] = ()) -> None:
+        #: The ids of the calls that have an output.
+        self.answered = answered
         self.messages: list[messages.Message] = []
         #: Of each message the place of its content, and those of its calls.
         self.places: list[tuple[str, list[str]]] = []
@@ -242,7 +248,7 @@ class _Turns:
             self.close()
         self._said, self._place = content, place
 
-    def call(self, call_id: str, name: str, arguments: str, place: str) -> None:
+    def call(self, call_id: str, name: str, arguments: Any, place: str) -> None:
         """Add a call."""
         function = messages.MessageFunctionCall(name=name, arguments=arguments)
         self._calls.append(messages.MessageToolCall(id=call_id, type="function", function=function))
@@ -314,7 +320,7 @@ def read(
     the provider are refused. Raises :class:`InvalidRequest`.
     """
     tools = Tools(strict=strict_tools)
-    turns = _Turns()
+    turns = _Turns(frozenset([item["call_id"] for _, item in items if _is_output(item)]))
     if body.instructions is not None:
         turns.add(messages.SystemMessage(content=body.instructions), "instructions")
     for place, item in items:
@@ -354,6 +360,10 @@ def _format(body: ResponsesRequest) -> ResponseFormat | None:
     return JsonSchemaFormat(NamedSchema(wanted.schema)) if isinstance(wanted, SchemaFormat) else wanted
 
 
+def _is_output(item: Item) -> bool:
+    return item.get("type") in _OUTPUTS and isinstance(item.get("call_id"), str)
+
+
 def _read_item(item: Item, place: str, turns: _Turns, tools: Tools) -> None:
     kind = item.get("type") or "message"
     if kind == "message":
@@ -362,15 +372,15 @@ def _read_item(item: Item, place: str, turns: _Turns, tools: Tools) -> None:
             turns.say(message.content, within)
         else:
             turns.add(_ROLES[message.role](content=message.content), within)
-    elif kind in ("function_call", "custom_tool_call") and item.get("status") == "incomplete":
-        # Its arguments end in the middle: no template takes them.
+    elif kind in _CALLS and item.get("status") == "incomplete" and item.get("call_id") not in turns.answered:
+        # Its arguments end in the middle, and nobody has answered it.
         tools.left_out.append(kind)
-    elif kind in ("function_call", "custom_tool_call"):
+    elif kind in _CALLS:
         call = _convert(item, _Call, place)
         custom = kind == "custom_tool_call"
-        arguments = msgspec.json.encode({"input": call.input}).decode() if custom else call.arguments
+        arguments = msgspec.json.encode({"input": call.input or ""}).decode() if custom else call.arguments
         turns.call(call.call_id, _flat(call.name, call.namespace), arguments, place)
-    elif kind in ("function_call_output", "custom_tool_call_output"):
+    elif kind in _OUTPUTS:
         answer = _convert(item, _CallOutput, place)
         # Part n of the output is part n of the message's content.
         turns.add(messages.ToolMessage(content=answer.output, tool_call_id=answer.call_id), f"{place}.output")

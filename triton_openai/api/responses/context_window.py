@@ -1,22 +1,21 @@
 """
 An assistant's turn that fits the model's context.
 
-With ``truncation: "auto"``, the fewest turns at the beginning of a conversation are left out that make it fit. Before
-the request is sent, the tokenizer tells what fits. What the backend refuses nevertheless is sent once more, in the size
-that the backend names.
+With ``truncation: "auto"``, the oldest turns of a conversation that is too long are left out. The tokens of each
+message are counted once, and what the template and the tools add is estimated. If the prompt is still too long, more is
+left out, and at last all but the last turn. If the backend refuses a prompt nevertheless, it gets one of the size that
+its error names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from itertools import accumulate
+from collections.abc import Awaitable, Callable, Sequence, Set
+from enum import Enum, auto
 from typing import TypeVar
 
-import msgspec
-
 from triton_openai import offload
-from triton_openai.api import agents, chat
+from triton_openai.api import chat
 from triton_openai.api.responses.chat_request import Reading
 from triton_openai.api.service import RequestContext
 from triton_openai.errors import ContextLengthExceeded
@@ -24,19 +23,34 @@ from triton_openai.prompts.messages import AssistantMessage, DeveloperMessage, M
 from triton_openai.prompts.tokenizer import Tokenizer, tokenizing_cost
 
 _T = TypeVar("_T")
-# Prompts that are counted where the texts foretell badly what fits, before the rest is halved each time.
-_GUESSES = 4
 # Characters of a token, at most: for the cost.
 _LONG_TOKEN = 8
 
 
+class _Estimate(Enum):
+    """What a message that is left out is taken to free."""
+
+    #: Its text, and an equal share of what the prompt has beside texts. It is too much if the request has tools.
+    AVERAGE = auto()
+    #: Its text alone. It is too much if the template leaves out a part of it.
+    TEXT = auto()
+    #: Nothing is known: all that may be left out is.
+    NOTHING = auto()
+
+
+# In this order. A prompt that is many times too long is not counted, so there may be no average at first.
+_ATTEMPTS = (_Estimate.AVERAGE, _Estimate.AVERAGE, _Estimate.TEXT, _Estimate.NOTHING)
+
+
 async def turn_of(context: RequestContext[chat.ChatRequest], reading: Reading, answer_id: str) -> chat.Turn:
-    """Return the turn that answers *reading*, of which is left out what ``truncation`` allows. Raises as a chat's."""
-    try:
-        return await chat.turn_of(context, answer_id, fitting=True)
-    except ContextLengthExceeded as error:
-        await _shorten(context, reading, error)
-        return await chat.turn_of(context, answer_id, fitting=True)
+    """Return the turn that answers *reading*, shortened as far as ``truncation`` allows. Raises as a chat's."""
+    sizes: Sequence[float] | None = None
+    for estimate in _ATTEMPTS:
+        try:
+            return await chat.turn_of(context, answer_id, fitting=True)
+        except ContextLengthExceeded as error:
+            sizes = await _shorten(context, reading, error, estimate, sizes)
+    return await chat.turn_of(context, answer_id, fitting=True)
 
 
 async def answered(
@@ -51,64 +65,70 @@ async def answered(
     try:
         return await answer(turn or await turn_of(context, reading, answer_id))
     except ContextLengthExceeded as error:
-        await _shorten(context, reading, error)
-    return await answer(await chat.turn_of(context, answer_id, fitting=True))
+        await _shorten(context, reading, error, _Estimate.AVERAGE)
+    return await answer(await turn_of(context, reading, answer_id))
 
 
-async def _shorten(context: RequestContext[chat.ChatRequest], reading: Reading, error: ContextLengthExceeded) -> None:
+async def _shorten(
+    context: RequestContext[chat.ChatRequest],
+    reading: Reading,
+    error: ContextLengthExceeded,
+    estimate: _Estimate,
+    sizes: Sequence[float] | None = None,
+) -> Sequence[float]:
     """
-    Leave out of *reading*, and of the body of *context*, what has to go for the chat to fit; *error* is why it did not.
+    Leave the oldest messages out of *reading*, and of the body of *context*, for the chat to fit.
 
-    The tokens of each message are counted once, and those of a prompt or two that nearly fit. Without a tokenizer, they
-    are estimated by the length of the texts. Raises *error* if nothing may be left out, if its numbers are not known,
-    or if nothing fits.
+    *error* says how long the prompt is. *sizes* are the tokens of each message, if they were counted before; those of
+    the messages that stay are returned. Raises *error* if nothing may be left out, or if its numbers are not known.
     """
     messages, limit = reading.chat.messages, error.limit
     cuts, essential = _cuts(messages), _essential(messages)
     if reading.body.truncation != "auto" or not cuts or limit is None:
         raise error
-    tokenizer = (await context.model.prompter()).tokenizer
     # One token is for the answer.
     limit = min(limit, (context.model.settings.max_model_len or limit + 1) - 1)
-    texts = [_text_of(message) for message in messages]
-    if tokenizer is not None:
-        most = max(limit, error.tokens or 0)
-        cost = min(tokenizing_cost(texts), offload.TOKENIZE * _LONG_TOKEN * most)
-        sizes = await offload.run(_sizes, tokenizer, texts, essential, most, cost=cost, refusable=True)
-    elif error.tokens is not None:
-        each = error.tokens / max(1, sum(map(len, texts)))
-        sizes = [each * len(text) for text in texts]
-    else:
-        raise error
-    # Of what stays, by the number of the first message: tokens of texts, and messages.
-    known, left = _sums(sizes, essential), _sums([1.0] * len(sizes), essential)
-    # Tokens beside the texts, for each message: as the last prompt had them.
-    beside = max(0.0, ((error.tokens or 0) - known[0]) / left[0]) if known[0] < math.inf else 0.0
-    # The first cut that fits is above `low`, and not above `high`.
-    guesses, low, high = 0, -1, len(cuts)
-    while high - low > 1 and known[cuts[high - 1]] <= limit:
-        fitting = (n for n in range(low + 1, high) if known[cuts[n]] + beside * left[cuts[n]] <= limit)
-        place = next(fitting, high - 1) if guesses < _GUESSES else (low + high) // 2
-        if tokenizer is None:
-            high = place
-            break
-        shorter = msgspec.structs.replace(reading.chat, messages=[messages[n] for n in _left(messages, cuts[place])])
-        count = await agents.count_tokens(context.about(shorter))
-        beside = max(0.0, (count - known[cuts[place]]) / left[cuts[place]])
-        if count > limit:
-            low = place
+    if sizes is None:
+        sizes = await _sizes(context, messages, error, limit)
+    cut = cuts[-1]
+    if estimate is not _Estimate.NOTHING:
+        # What the tools and the template add to the texts: for each message, or once for all.
+        added = max(0.0, (error.tokens or 0) - sum(sizes))
+        around = fixed = 0.0
+        if estimate is _Estimate.AVERAGE:
+            around = added / len(sizes)
         else:
-            # Older ones, whose texts alone are too much beside it.
-            texts_left = known[cuts[place]] + limit - count
-            low, high = max((n for n in range(low, place) if n < 0 or known[cuts[n]] > texts_left), default=low), place
-        guesses += 1
-    if high == len(cuts):
-        raise error
-    reading.keep(_left(messages, cuts[high]))
+            fixed = added
+        cut = _first_fitting(sizes, cuts, essential, limit - fixed, around)
+    left = _left(messages, cut)
+    reading.keep(left)
     context.body = reading.chat
+    return [sizes[number] for number in left]
 
 
-def _essential(messages: Sequence[Message]) -> Collection[int]:
+async def _sizes(
+    context: RequestContext[chat.ChatRequest], messages: Sequence[Message], error: ContextLengthExceeded, limit: int
+) -> Sequence[float]:
+    """
+    Return the tokens of the text of each of *messages*.
+
+    Without a tokenizer, they are shares of the tokens that *error* names, by the length of the texts. Raises *error* if
+    it names none. Messages that are too old to fit into *limit* are infinitely long.
+    """
+    texts = [_text_of(message) for message in messages]
+    tokenizer = (await context.model.prompter()).tokenizer
+    if tokenizer is not None:
+        # All are counted where the prompt's length is known.
+        most = max(limit, error.tokens or 0)
+        cost = min(tokenizing_cost(texts), offload.CHARACTER * _LONG_TOKEN * most)
+        return await offload.run(_count, tokenizer, texts, _essential(messages), most, cost=cost, refusable=True)
+    if error.tokens is None:
+        raise error
+    per_character = error.tokens / max(1, sum(map(len, texts)))
+    return [per_character * len(text) for text in texts]
+
+
+def _essential(messages: Sequence[Message]) -> Set[int]:
     """Return the numbers of the messages that always stay: instructions, and the last one of the user."""
     users = [number for number, message in enumerate(messages) if isinstance(message, UserMessage)]
     instructions = (SystemMessage, DeveloperMessage)
@@ -146,21 +166,35 @@ def _text_of(message: Message) -> str:
     return "\n".join(filter(None, texts))
 
 
-def _sizes(tokenizer: Tokenizer, texts: Sequence[str], essential: Collection[int], limit: int) -> Sequence[float]:
-    """Return the tokens of each of *texts*; infinitely many for those before what fits, which are not counted."""
+def _first_fitting(
+    sizes: Sequence[float], cuts: Sequence[int], essential: Set[int], limit: float, around: float
+) -> int:
+    """
+    Return the first of *cuts* that leaves no more than *limit* tokens, or the last one.
+
+    *around* is what each message has beside its size.
+    """
+    room = limit - sum(sizes[number] + around for number in essential)
+    possible = frozenset(cuts)
+    cut = cuts[-1]
+    for number in reversed(range(len(sizes))):
+        if number not in essential:
+            room -= sizes[number] + around
+        if room < 0:
+            break
+        if number in possible:
+            cut = number
+    return cut
+
+
+def _count(tokenizer: Tokenizer, texts: Sequence[str], essential: Set[int], most: int) -> Sequence[float]:
+    """Return the tokens of each of *texts*, the newest first, until they have more than *most*."""
     sizes = [math.inf] * len(texts)
     total = 0
     longest = tokenizer.pieces.longest or math.inf
     for number in (*essential, *(n for n in reversed(range(len(texts))) if n not in essential)):
-        if total > limit or len(texts[number]) > limit * longest:
+        if total > most or len(texts[number]) > most * longest:
             break
         sizes[number] = count = tokenizer.count(texts[number])
         total += count
     return sizes
-
-
-def _sums(values: Sequence[float], essential: Collection[int]) -> Sequence[float]:
-    """Return for each place the sum of the *values* from there on, and of the *essential* ones before."""
-    tails = list(accumulate(reversed(values), initial=0.0))[::-1]
-    heads = accumulate((value if n in essential else 0.0 for n, value in enumerate(values)), initial=0.0)
-    return [tail + head for tail, head in zip(tails, heads, strict=True)]

@@ -184,9 +184,10 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
     Whatever can be wrong with the request is found out before. Raises :class:`ServiceError`.
     """
     record = background.record_of(context, made)
-    made.state.beginning += 1
+    made.state.beginning[made.owner] += 1
     try:
         async with AsyncExitStack() as stack:
+            stack.callback(record.free_memory)
             asked, reading = await stack.enter_async_context(_chat(replace(context, record=record), made))
             begun = partial(turn_of, reading=reading, answer_id=made.response.id)
             turn = await asked.admitted(begun, param="messages", runs=False)
@@ -195,9 +196,11 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
             events = _events(made, reading, turn)
             await background.start(asked, made, turn, events, reading, stack)
     finally:
-        made.state.beginning -= 1
+        made.state.beginning[made.owner] -= 1
+        if not made.state.beginning[made.owner]:
+            del made.state.beginning[made.owner]
     if context.body.stream:
-        return await context.call.output.send_events(background.ResumedEvents(made, -1))
+        return await background.ResumedEvents(made, -1).send(context.call.output)
     return whole(made.response)
 
 

@@ -46,7 +46,8 @@ class EventLog:
         self.count = 0
         #: Those, once the response has ended.
         self.last: bytes | None = None
-        self._store, self._key, self._owner = store, response.id, owner
+        self.owner = owner
+        self._store, self._key = store, response.id
         # Pieces of the latest events, each with its first number; their bytes; from which number on they are in no row.
         self._recent: deque[tuple[int, bytes]] = deque()
         self._size = self._unwritten = 0
@@ -124,7 +125,7 @@ class EventLog:
             rows = self.rows()
             try:
                 # Without news too: it renews the lease.
-                if not await self._store.append(self._key, self._owner, rows, lease=(self._key, LEASE_SECONDS)):
+                if not await self._store.append(self._key, self.owner, rows, lease=(self._key, LEASE_SECONDS)):
                     if self.task is not None:
                         self.task.cancel()
                     return

@@ -14,6 +14,7 @@ import msgspec
 
 from triton_openai import offload
 from triton_openai.api.bodies import MAX_MESSAGES, JsonCheck
+from triton_openai.api.paging import MAX_ID, is_id
 from triton_openai.api.responses.objects import CompactRequest, Item, ResponsesRequest
 from triton_openai.api.responses.stored import ResponseStore, joined
 from triton_openai.config.tree import Settings
@@ -29,8 +30,6 @@ _PREFIXES: Mapping[str, str] = {
 _ENDED = ("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output")
 # Responses of a chain of which one can be deleted each while the next one is made.
 _ANCESTORS = 8
-# More than any id in use has, and few enough for the index of a database.
-_LONGEST_ID = 512
 
 
 def input_items(body: ResponsesRequest | CompactRequest) -> list[Item]:
@@ -38,11 +37,6 @@ def input_items(body: ResponsesRequest | CompactRequest) -> list[Item]:
     if isinstance(body.input, str):
         return [{"type": "message", "role": "user", "content": body.input}]
     return body.input or []
-
-
-def is_id(text: object) -> bool:
-    """Return whether an item can have the id *text*."""
-    return isinstance(text, str) and len(text) <= _LONGEST_ID and text.isprintable()
 
 
 def reference(item: Item) -> str | None:
@@ -65,7 +59,7 @@ def numbered(items: Iterable[Item], suffix: str, place: str, taken: Collection[s
         kind, item_id, content = item.get("type") or "message", item.get("id") or "", item.get("content")
         if not is_id(item_id):
             param = f"{place}[{number}].id"
-            raise InvalidValue(f"'{param}' must be a text of at most {_LONGEST_ID} characters.", param)
+            raise InvalidValue(f"'{param}' must be a text of at most {MAX_ID} characters.", param)
         if not item_id or item_id in used:
             item_id = f"{_PREFIXES.get(str(kind), 'item')}_{suffix}{number:03x}"
         used.add(item_id)

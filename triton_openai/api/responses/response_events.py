@@ -23,6 +23,7 @@ from triton_openai.generation import Delta, FinishReason
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Reasoning, ToolCallStart
 from triton_openai.parsers.events import Event as ParserEvent
+from triton_openai.parsers.tools.json_text import is_object
 
 _encode = msgspec.json.Encoder().encode
 
@@ -140,7 +141,8 @@ class ResponseEvents(EventRenderer):
             response.status, response.error = "failed", _failure(error)
             return events
         response.status = "completed"
-        if self.run.progress.finish_reason is FinishReason.LENGTH:
+        broken = self.parser.cut and not self.run.progress.cut
+        if self.run.progress.finish_reason is FinishReason.LENGTH or broken:
             response.status, response.incomplete_details = "incomplete", objects.IncompleteDetails("max_output_tokens")
         else:
             response.completed_at = now()
@@ -246,6 +248,9 @@ class ResponseEvents(EventRenderer):
             # Clients read the arguments as JSON.
             rendered = self._text("{}")
         text, logprobs = "".join(self._texts), self._logprobs
+        if isinstance(item, objects.OutputFunctionCall) and status == "completed" and not is_object(text or "{}"):
+            # The model broke it off, and went on with text.
+            status = "incomplete"
         self._texts, self._logprobs = [], []
         item.status = status
         done: dict[str, Any] = {kind.numbered: 0, "text": text}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
 
 from triton_openai import errors
 from triton_openai.api.bodies import whole
-from triton_openai.api.paging import page_limit, unknown_place_error
+from triton_openai.api.paging import page_query, unknown_place_error
 from triton_openai.api.responses.background import ResumedEvents
-from triton_openai.api.responses.items import is_id
 from triton_openai.api.responses.objects import Deleted, Item, ItemList
 from triton_openai.api.responses.stored import StoredResponse
 from triton_openai.api.service import Service
@@ -45,7 +44,7 @@ async def retrieve(service: Service, call: Call[Retrieval]) -> Reply:
         after = int(call.query.get("starting_after", given.starting_after))
     except ValueError as error:
         raise errors.InvalidValue("'starting_after' must be the number of an event.", "starting_after") from error
-    return await call.output.send_events(ResumedEvents(found, after))
+    return await ResumedEvents(found, after).send(call.output)
 
 
 async def delete(service: Service, call: Call[None]) -> Reply:
@@ -84,22 +83,6 @@ async def list_input(service: Service, call: Call[None]) -> Reply:
     """List the items of a response's own input."""
     found = await _stored(service, call)
     return whole(await page_of(service, call, found.response.id, "input"))
-
-
-def page_query(
-    query: Mapping[str, str], order: str = "desc", *, most: int = 100, default: int = 20
-) -> tuple[int, str | None, bool]:
-    """
-    Return the ``limit`` of the page that *query* asks for, the id that it follows, and whether the last comes first.
-
-    *order* and *default* hold where the query has none. Raises :class:`InvalidValue`.
-    """
-    order, after = query.get("order", order), query.get("after")
-    if order not in ("asc", "desc"):
-        raise errors.InvalidValue("'order' must be 'asc' or 'desc'.", "order")
-    if after is not None and not is_id(after):
-        raise unknown_place_error("after")
-    return page_limit(query, most, default=default), after, order == "desc"
 
 
 async def page_of(service: Service, call: Call[Any], key: str, name: str, order: str = "desc") -> ItemList:

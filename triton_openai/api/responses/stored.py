@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -48,8 +49,8 @@ class ResponseStore:
         self._settings = settings
         #: The responses that this process makes in the background, by their ids.
         self.live: dict[str, EventLog] = {}
-        #: How many more are about to be.
-        self.beginning = 0
+        #: By owner, how many more are about to be.
+        self.beginning: Counter[str] = Counter()
 
     @property
     def keeps(self) -> bool:
@@ -66,6 +67,11 @@ class ResponseStore:
         if self._store is None:
             raise errors.UnsupportedParameter("This service keeps no responses (--responses-store none).", param=param)
         return self._store
+
+    async def verify(self) -> None:
+        """Raise :class:`ConfigurationError` for a store that this release cannot use."""
+        if self._store is not None:
+            await self._store.verify()
 
     async def check(self) -> None:
         """Warn the operator if the store cannot be used."""
@@ -109,7 +115,7 @@ class ResponseStore:
         if lost or (response.status == "cancelled" and not output):
             # Its maker has not ended it: it has the output that its events tell of.
             events = b"".join((await self.store().chain(response_id, owner, [EVENTS], most=1)).rows)
-            response.output = await offload.run(replayed, events, cost=offload.JSON * len(events))
+            response.output = await offload.run(replayed, events, cost=offload.BYTE * len(events))
             if lost or response.output:
                 # Another process that is faster does the same.
                 await found.put(_output_rows(response))

@@ -17,7 +17,7 @@ from triton_openai.parsers.tools.literals import Literals
 from triton_openai.parsers.tools.tool_parser import MarkedCalls
 
 _KEY = re.compile(r"[^\s:,{}\[\]<>\"]*")
-_BARE = re.compile(r"[^,{}\[\]<>\"]*")
+_BARE = re.compile(r"[^,{}\[\]<>\"']*")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _LONGEST = 1_000
 
@@ -30,6 +30,7 @@ class Gemma4(MarkedCalls):
 
     special_tokens = True
     markers = Markers("<|tool_call>")
+    bare_names = True
     closing: ClassVar[str] = "<tool_call|>"
     quotes: ClassVar[str] = '<|"|>'
 
@@ -39,7 +40,7 @@ class Gemma4(MarkedCalls):
         name = yield from self._name()
         yield from reader.literal("{")
         self._start_call(name)
-        yield from _Values(reader, self.quotes).members(self._output.arguments)
+        yield from _Values(reader, self.quotes).members(self._output.arguments, self._output.ending)
         self._end_call()
         yield from self._close(self.closing)
 
@@ -54,7 +55,7 @@ class _Values(Literals):
 
     def _string(self, sink: Sink) -> Step[None]:
         yield from self._reader.literal(self._quote)
-        if not (yield from self._reader.until(markers(self._quote), sink)):
+        if not (yield from self._reader.until(markers(self._quote), sink, drops_begun=True)):
             raise Ended
 
     def _bare_key(self, sink: Sink) -> Step[None]:

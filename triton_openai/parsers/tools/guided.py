@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from triton_openai.parsers.events import Content, Event, ToolCallStart
-from triton_openai.parsers.reader import SPACE, Step
+from triton_openai.parsers.reader import SPACE, Markers, Step
 from triton_openai.parsers.tools.json_calls import JsonCalls
-from triton_openai.parsers.tools.tool_parser import CallGrammar, NewId, ToolParser
+from triton_openai.parsers.tools.tool_parser import CallGrammar, NewId, ToolParser, Tools
 
 _REST = re.compile(r".*", re.DOTALL)
 
@@ -20,6 +20,8 @@ class GuidedCalls(JsonCalls):
     The array is recognised at the start of the text alone. An answer that is none is content.
     """
 
+    markers = Markers()
+
     def _text(self) -> Step[None]:
         yield from self._reader.run(SPACE, self._output.content)
         if (yield from self._reader.peek()) == "[":
@@ -31,9 +33,9 @@ class GuidedCalls(JsonCalls):
 class ForcedCall(CallGrammar):
     """An answer that is the arguments of one known tool. Arguments are an object: another answer is content."""
 
-    def __init__(self, name: str, *, new_id: NewId) -> None:
-        super().__init__(new_id=new_id)
-        self._function = name
+    def __init__(self, name: str, tools: Tools | None = None, *, new_id: NewId) -> None:
+        super().__init__(tools, new_id=new_id)
+        self._function = self._only = name
 
     def _text(self) -> Step[None]:
         yield from self._reader.space()
@@ -51,7 +53,7 @@ class ConstrainedCalls(ToolParser):
     """
 
     def __init__(self, held: ToolParser, own: ToolParser) -> None:
-        super().__init__()
+        super().__init__(own.tools)
         self._held = held
         self._own = own
         self._found = False
@@ -64,10 +66,14 @@ class ConstrainedCalls(ToolParser):
         return self._pass_on(self._held.feed(text))
 
     def flush(self) -> list[Event]:
+        self._held.was_cut = self._own.was_cut = self.was_cut
         if self.was_cut:
             self._held.drop_rest()
             self._own.drop_rest()
-        return self._pass_on(self._held.flush()) + self._own.flush()
+        events = self._pass_on(self._held.flush()) + self._own.flush()
+        self.repairs = {**self._held.repairs, **self._own.repairs}
+        self.failed = self._own.failed
+        return events
 
     def _pass_on(self, events: list[Event]) -> list[Event]:
         passed: list[Event] = []

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import re
 
-from triton_openai.parsers.reader import Malformed, Markers, Step
+from triton_openai.parsers.reader import Malformed, Markers, Step, discard, markers
 from triton_openai.parsers.reasoning import ReasoningParser
 from triton_openai.parsers.tools.tool_parser import CallGrammar
 
 _ALL = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _BETWEEN = Markers(*_ALL)
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-_BODY_END = Markers(*_ENDS)
+#: The model may begin its next message without ending this one.
+_BODY_ENDS = (*_ENDS, "<|channel|>")
+_BODY_END = Markers(*_BODY_ENDS)
+_CLOSERS = re.compile(r"[\s}\])]*")
 _HEADER_TEXT = re.compile(r"[^<]*")
 _LONGEST_HEADER = 400
 #: The tools of the model's server, as the format names them.
@@ -37,6 +40,7 @@ class Harmony(CallGrammar):
     """
 
     special_tokens = True
+    openings = ("<|start|>", "<|channel|>")
     _has_reasoned = False
 
     def _text(self) -> Step[None]:
@@ -90,11 +94,18 @@ class Harmony(CallGrammar):
         if self._has_reasoned:
             self._output.reasoning("\n")
         self._has_reasoned = True
+        return (yield from self._thinking())
+
+    def _thinking(self) -> Step[str]:
+        """Read the body of a message that is reasoning; return the marker that ended it."""
         return (yield from self._reader.until(_BODY_END, self._output.reasoning))
 
     def _call(self, name: str, header: str) -> Step[str]:
         """Read the call of *name* after its *header*; return the marker that ended the message."""
         end = yield from self._attempt(self._arguments(name), header)
+        if self._output.is_after_call:
+            # Brackets too many
+            yield from self._reader.run(_CLOSERS, discard)
         return end or (yield from self._reader.until(_BODY_END, self._output.content))
 
     def _arguments(self, name: str) -> Step[str]:
@@ -105,7 +116,7 @@ class Harmony(CallGrammar):
             return ""
         end = yield from self._reader.literal(*_ENDS)
         self._start_call(name)
-        self._output.arguments("{}")
+        self._output.ending("{}")
         self._end_call()
         return end
 
@@ -130,6 +141,16 @@ class HarmonyReasoning(Harmony, ReasoningParser):
     def _text(self) -> Step[None]:
         yield from self._messages((yield from (self._reasoning() if self._inside else self._begins())))
 
+    def _thinking(self) -> Step[str]:
+        reader = self._reader
+        calls = [text for text in self.calls if text not in _BODY_ENDS]
+        end = yield from reader.until(markers(*_BODY_ENDS, *calls), self._output.reasoning)
+        if end in calls:
+            # What the tool parser leaves comes back, and goes on here.
+            self.handed_over = end + reader.take(len(reader.rest()))
+            end = yield from reader.until(_BODY_END, self._output.reasoning)
+        return end
+
     def _is_function(self, recipient: str) -> bool:
         # The request's tools are not known here: the tool parser decides about what is not the server's for certain.
         return recipient.partition(".")[0] not in _SERVER_TOOLS
@@ -138,6 +159,6 @@ class HarmonyReasoning(Harmony, ReasoningParser):
         self._output.content(header)
         end = yield from self._reader.until(_BODY_END, self._output.content)
         # The next message's beginning is not the end of this one.
-        if end != "<|start|>":
+        if end not in ("<|start|>", "<|channel|>"):
             self._output.content(end)
         return end

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from triton_openai.parsers.reader import Malformed, Markers, Sink, Step, discard
 from triton_openai.parsers.tools import json_text
+from triton_openai.parsers.tools.schema import Parameters
 from triton_openai.parsers.tools.tool_parser import ListedCalls
 
 #: Llama writes the second.
@@ -34,15 +35,17 @@ class JsonCalls(ListedCalls):
         reader = self._reader
         name: str | None = None
         early: list[str] = []
+        others: list[str] = []
         started = False
 
-        def begin() -> Sink:
+        def begin() -> tuple[Sink, Sink]:
+            """Return where the arguments go, and where the ends of their values."""
             nonlocal started
             if name is None:
-                return early.append
+                return early.append, early.append
             self._start_call(name)
             started = True
-            return self._output.arguments
+            return self._output.arguments, self._output.ending
 
         yield from reader.literal("{")
         while True:
@@ -54,12 +57,13 @@ class JsonCalls(ListedCalls):
                 name = yield from json_text.decoded_string(reader)
                 self._named = name, None
                 if early:
-                    begin()("".join(early))
+                    begin()[1]("".join(early))
             elif key in _ARGUMENTS and not started and not early:
                 yield from self._arguments(begin)
             elif self._is_bare and key not in _ENVELOPE:
                 raise Malformed
             else:
+                others.append(key)
                 yield from json_text.value(reader, discard)
             yield from reader.space()
             following = yield from reader.next()
@@ -72,24 +76,25 @@ class JsonCalls(ListedCalls):
             if following == "}":
                 break
         if not started:
-            if name is None or self._is_bare:
+            # Arguments that stand beside the name are no strict call.
+            if name is None or self._is_bare or any(map(Parameters(self.tools.get(name)).has, others)):
                 raise Malformed
-            begin()("{}")
+            begin()[1]("{}")
         self._end_call()
 
-    def _arguments(self, begin: Callable[[], Sink]) -> Step[None]:
+    def _arguments(self, begin: Callable[[], tuple[Sink, Sink]]) -> Step[None]:
         """Read the arguments; *begin* says where to, once they are known to be some."""
         first = yield from self._reader.next()
         if first == "{":
-            yield from json_text.value(self._reader, begin())
+            yield from json_text.value(self._reader, *begin())
         elif first == '"':
             text = (yield from json_text.decoded_string(self._reader)).strip() or "{}"
             if not json_text.is_object(text):
                 raise Malformed
-            begin()(text)
+            begin()[1](text)
         else:
             yield from self._reader.literal("null")
-            begin()("{}")
+            begin()[1]("{}")
 
 
 class Hermes(JsonCalls):
@@ -127,6 +132,8 @@ class Mistral(JsonCalls):
 
     special_tokens = True
     markers = Markers("[TOOL_CALLS]")
+    # Some fine-tunes write it.
+    closings = ("[/TOOL_CALLS]",)
 
     @staticmethod
     def new_id() -> str:

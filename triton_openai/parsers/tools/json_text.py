@@ -3,19 +3,26 @@ JSON (RFC 8259) read as it comes: checked character by character, passed on piec
 
 The text goes on exactly as it was written, with one repair: control characters inside of strings, which JSON forbids
 and models write when an argument is code, become escapes.
+
+Whether a value ends where it seems to end, only what follows shows: a quote may be one of the string that nobody
+escaped. So the ends of values go to a sink of their own, where they can wait.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import msgspec
 
 from triton_openai.parsers.reader import Malformed, Reader, Sink, Step
+from triton_openai.parsers.tools import tags
 
 _SPACE = re.compile(r"[ \t\n\r]*")
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+_PLAIN = re.compile(r'[^"\\\x00-\x1f<]*(?:<[^"\\\x00-\x1f</|\uff5cet][^"\\\x00-\x1f<]*)*')
+#: What may stand at the end of a string that was not closed.
+_CLOSERS = ",]} \t"
 _NUMBER_CHARACTERS = re.compile(r"[-+.0-9eE]*")
 #: A number, as JSON writes it.
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
@@ -25,79 +32,125 @@ _HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
 _ESCAPED = frozenset('"\\/bfnrtu')
 _CONTROL = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
-#: Whole items of an array, or members of an object, that hold no others, with the comma after each. Numbers that come
-#: near the limit below are left to the reading step by step, which keeps it.
+#: Whole items of an array, or members of an object, that hold no others, with the comma after each and the beginning of
+#: what follows, which is not consumed. Numbers that come near the limit below are left to the reading step by step,
+#: which keeps it.
 _SIMPLE = (
     r'(?:"[^"\\\x00-\x1f]*"|-?(?:0|[1-9][0-9]{0,99})(?:\.[0-9]{1,99})?(?:[eE][-+]?[0-9]{1,99})?|true|false|null)'
     r"[ \t\n\r]*,"
 )
-_ITEMS = re.compile(rf"(?:[ \t\n\r]*{_SIMPLE})*")
-_MEMBERS = re.compile(rf'(?:[ \t\n\r]*"[^"\\\x00-\x1f]*"[ \t\n\r]*:[ \t\n\r]*{_SIMPLE})*')
+_ITEMS = re.compile(rf'(?:[ \t\n\r]*{_SIMPLE}(?=[ \t\n\r]*["\[{{0-9-]))*')
+_MEMBERS = re.compile(
+    rf'(?:[ \t\n\r]*"[^"\\\x00-\x1f]*"[ \t\n\r]*:[ \t\n\r]*{_SIMPLE}'
+    r'(?=[ \t\n\r]*"[^"\\\x00-\x1f]*"[ \t\n\r]*:))*'
+)
+
+#: Reads arguments.
+OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 #: Longer numbers exist in no arguments; they would be held back until their end.
 _LONGEST_NUMBER = 1_000
 
 
-def value(reader: Reader, sink: Sink) -> Step[None]:
-    """Read one value into *sink*. Nesting is limited by memory only. Raises Malformed or Ended."""
+def value(reader: Reader, sink: Sink, ends: Sink | None = None) -> Step[None]:
+    """
+    Read one value into *sink*, and the ends of values and what stands between them into *ends*, if that is another.
+
+    Nesting is limited by memory only. Raises Malformed or Ended.
+    """
+    ends = ends or sink
     closing: list[str] = []
     while True:
         if closing and closing[-1] == "]":
             reader.ahead(_ITEMS, sink)
-            yield from reader.run(_SPACE, sink)
+            yield from reader.run(_SPACE, ends)
         character = yield from reader.next()
         if character in "{[":
-            sink(reader.take())
+            ends(reader.take())
             closing.append("}" if character == "{" else "]")
-            yield from reader.run(_SPACE, sink)
+            yield from reader.run(_SPACE, ends)
             if (yield from reader.next()) != closing[-1]:
                 if character == "{":
-                    yield from _key(reader, sink)
+                    # No value is before it that it could confirm.
+                    yield from _key(reader, sink, ends, ends)
                 continue
         elif character == '"':
-            yield from string(reader, sink)
+            yield from string(reader, sink, ends)
         else:
-            yield from _scalar(reader, sink, character)
+            yield from _scalar(reader, ends, character)
         # A value, or the inside of an empty object or array, was read.
         while closing:
-            yield from reader.run(_SPACE, sink)
+            yield from reader.run(_SPACE, ends)
             character = yield from reader.next()
             if character == closing[-1]:
-                sink(reader.take())
+                ends(reader.take())
                 closing.pop()
                 continue
             if character != ",":
                 raise Malformed
-            sink(reader.take())
-            yield from reader.run(_SPACE, sink)
+            ends(reader.take())
+            yield from reader.run(_SPACE, ends)
             if closing[-1] == "}":
-                yield from _key(reader, sink)
+                # The key confirms the value before it.
+                yield from _key(reader, sink, ends, sink)
             break
         else:
             return
 
 
-def string(reader: Reader, sink: Sink) -> Step[None]:
-    """Read one string, its quotes included, into *sink*. Raises Malformed or Ended."""
+def string(reader: Reader, sink: Sink, ends: Sink | None = None) -> Step[None]:
+    """
+    Read one string, its quotes included, into *sink*, but what may be its end, or behind its end, into *ends*.
+
+    Raises Malformed or Ended.
+    """
+    ends = ends or sink
     yield from reader.literal('"')
     sink('"')
+
+    content = sink
+
+    def plain(text: str) -> None:
+        if text[-1] not in _CLOSERS:
+            content(text)
+            return
+        certain = text.rstrip(_CLOSERS)
+        if certain:
+            content(certain)
+        ends(text[len(certain) :])
+
     while True:
-        yield from reader.run(_PLAIN, sink)
+        yield from reader.run(_PLAIN, plain)
         character = yield from reader.next()
+        if character == "<":
+            marker = yield from reader.marker(tags.CLOSING_MARKERS)
+            if marker:
+                # If the last quote is missing, the call has ended here.
+                ends(marker)
+                content = ends
+            else:
+                content(reader.take())
+            continue
+        if character == "\\":
+            escape = yield from _escape(reader)
+            (ends if escape == '\\"' else content)(escape)
+            continue
         reader.take()
         if character == '"':
-            sink(character)
+            ends(character)
             return
-        if character == "\\":
-            sink(character)
-            yield from _escape(reader, sink)
-        else:
-            sink(_CONTROL.get(character) or f"\\u{ord(character):04x}")
+        escape = _CONTROL.get(character) or f"\\u{ord(character):04x}"
+        (ends if character == "\n" else content)(escape)
 
 
 def quote(text: str) -> str:
     """Return *text* as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def dump(value: Any) -> str:
+    """Return *value* as JSON."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def escape(text: str) -> str:
@@ -128,34 +181,38 @@ def is_object(text: str) -> bool:
         return False
 
 
-def _key(reader: Reader, sink: Sink) -> Step[None]:
+def _key(reader: Reader, sink: Sink, ends: Sink, colon: Sink) -> Step[None]:
+    """Read members that are at hand as a whole, then a key and its colon, which goes to *colon*."""
     reader.ahead(_MEMBERS, sink)
-    yield from reader.run(_SPACE, sink)
-    yield from string(reader, sink)
-    yield from reader.run(_SPACE, sink)
+    yield from reader.run(_SPACE, ends)
+    yield from string(reader, ends)
+    yield from reader.run(_SPACE, ends)
     yield from reader.literal(":")
-    sink(":")
-    yield from reader.run(_SPACE, sink)
+    colon(":")
+    yield from reader.run(_SPACE, ends)
 
 
-def _escape(reader: Reader, sink: Sink) -> Step[None]:
+def _escape(reader: Reader) -> Step[str]:
+    """Read an escape to its end. Raises Malformed, having consumed nothing of what is wrong."""
+    escape = reader.take()
     character = yield from reader.next()
     if character not in _ESCAPED:
         raise Malformed
-    sink(reader.take())
+    escape += reader.take()
     for _ in range(4 if character == "u" else 0):
         if (yield from reader.next()) not in _HEXADECIMAL:
             raise Malformed
-        sink(reader.take())
+        escape += reader.take()
+    return escape
 
 
-def _scalar(reader: Reader, sink: Sink, first: str) -> Step[None]:
+def _scalar(reader: Reader, ends: Sink, first: str) -> Step[None]:
     if first == "-" or "0" <= first <= "9":
         text = yield from reader.collect(_NUMBER_CHARACTERS, _LONGEST_NUMBER)
     else:
         text = yield from reader.collect(_WORD_CHARACTERS, 5)
     # What is wrong goes on too: where it can be given back, it will be; where not, it must not be lost.
-    sink(text)
+    ends(text)
     if not is_scalar(text):
         # A number or a word that the end of the text cuts is an end and no fault.
         yield from reader.next()

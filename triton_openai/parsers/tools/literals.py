@@ -1,7 +1,7 @@
 """
 Literals in notations like JSON's, Python's among them, read as they come and written as JSON.
 
-Strings stream; numbers and names are read to their end first.
+Strings stream; numbers and names are read to their end first. As in JSON, the ends of values go to a sink of their own.
 """
 
 from __future__ import annotations
@@ -30,34 +30,40 @@ class Literals(ABC):
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
 
-    def value(self, sink: Sink, depth: int = 0) -> Step[None]:
-        """Read one literal and write it into *sink* as JSON. Raises Malformed or Ended."""
+    def value(self, sink: Sink, ends: Sink | None = None, depth: int = 0) -> Step[None]:
+        """
+        Read one literal and write it into *sink* as JSON, and the ends of values into *ends*, if that is another.
+
+        Raises Malformed or Ended.
+        """
+        ends = ends or sink
         if depth > _DEEPEST:
             raise Malformed
         yield from self._reader.space()
         first = yield from self._reader.next()
         if first == "{":
             self._reader.take()
-            yield from self.members(sink, depth)
+            yield from self.members(sink, ends, depth)
         elif first in self.arrays:
             self._reader.take()
-            sink("[")
+            ends("[")
             separator = ""
             while not (yield from self.closes(self.arrays[first], separator)):
-                sink(separator)
-                yield from self.value(sink, depth + 1)
+                ends(separator)
+                yield from self.value(sink, ends, depth + 1)
                 separator = ", "
-            sink("]")
+            ends("]")
         elif first in self.quotes:
             sink('"')
             yield from self._string(lambda text: sink(escape(text)))
-            sink('"')
+            ends('"')
         else:
-            yield from self._bare(first, sink)
+            yield from self._bare(first, ends)
 
-    def members(self, sink: Sink, depth: int = 0) -> Step[None]:
+    def members(self, sink: Sink, ends: Sink | None = None, depth: int = 0) -> Step[None]:
         """Read an object after its opening brace."""
-        sink("{")
+        ends = ends or sink
+        ends("{")
         separator = ""
         while not (yield from self.closes("}", separator)):
             key: list[str] = []
@@ -66,10 +72,11 @@ class Literals(ABC):
             else:
                 yield from self._bare_key(key.append)
             yield from self._reader.token(":")
-            sink(f"{separator}{quote(''.join(key))}: ")
-            yield from self.value(sink, depth + 1)
+            # The key confirms the value before it, if there is one.
+            (sink if separator else ends)(f"{separator}{quote(''.join(key))}: ")
+            yield from self.value(sink, ends, depth + 1)
             separator = ", "
-        sink("}")
+        ends("}")
 
     def closes(self, closing: str, separator: str) -> Step[bool]:
         """Read up to the next item, or past *closing* and a comma before it. Return whether it was closed."""

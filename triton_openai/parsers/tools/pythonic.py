@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from triton_openai.parsers.reader import Malformed, Markers, Step
 from triton_openai.parsers.tools.json_text import quote
@@ -22,14 +23,19 @@ class Pythonic(ListedCalls):
     special_tokens = True
     markers = Markers("<|python_start|>")
     bare = "["
+    bare_names = True
     begins = re.compile(r"[\w-]")
     closing = "<|python_end|>"
+
+    def _bare_openings(self) -> Sequence[str]:
+        return [f"\n[{name}(" for name in self.tools] if self.bare else []
 
     def _call(self) -> Step[None]:
         reader = self._reader
         name = yield from self._name()
         yield from reader.literal("(")
         literals = PythonLiterals(reader)
+        output = self._output
         separator = ""
         while not (yield from literals.closes(")", separator)):
             key = yield from reader.collect(_KEY, _LONGEST_KEY)
@@ -38,12 +44,15 @@ class Pythonic(ListedCalls):
                 raise Malformed
             if not separator:
                 self._start_call(name)
-            self._output.arguments(f"{separator or '{'}{quote(key)}: ")
-            yield from literals.value(self._output.arguments)
+                output.ending(f"{{{quote(key)}: ")
+            else:
+                # The key confirms the value before it.
+                output.arguments(f"{separator}{quote(key)}: ")
+            yield from literals.value(output.arguments, output.ending)
             separator = ", "
         if not separator:
             self._start_call(name)
-        self._output.arguments("}" if separator else "{}")
+        output.ending("}" if separator else "{}")
         self._end_call()
 
 

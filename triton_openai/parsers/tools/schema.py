@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from triton_openai.parsers.tools.json_text import NUMBER, quote
 from triton_openai.parsers.tools.literals import to_json
 
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
+_ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 _STRING = frozenset({"string"})
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", list: "array"}
 #: Schemas refer to each other, and to themselves.
@@ -22,13 +23,37 @@ _MOST_LOOKS = 200
 
 
 class Parameters:
-    """The parameters of one tool. A schema that says nothing of a parameter leaves its type open."""
+    """
+    The parameters of one tool, or of one object in them.
 
-    def __init__(self, schema: Mapping[str, Any] | None) -> None:
-        self._root: Mapping[str, Any] = schema if isinstance(schema, Mapping) else {}
-        properties = self._root.get("properties")
-        self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+    A schema that says nothing of a parameter leaves its type open.
+
+    Alternatives at the schema's root count together: a parameter may be what any of them says of it.
+    """
+
+    def __init__(self, schema: Mapping[str, Any] | None, root: Mapping[str, Any] | None = None) -> None:
+        """Read *schema*, whose references count from *root*, or from itself."""
+        own: Mapping[str, Any] = schema if isinstance(schema, Mapping) else {}
+        self._root = own if root is None else root
+        looks = iter(range(_MOST_LOOKS))
+        self._branches = list(_branches(own, self._root, _DEEPEST, looks))
+        self._properties: dict[str, list[Any]] = {}
+        for branch in self._branches:
+            properties = branch.get("properties")
+            for name, each in properties.items() if isinstance(properties, Mapping) else ():
+                self._properties.setdefault(name, []).append(each)
+        #: The parameters that a call must have.
+        self.required: frozenset[str] = frozenset(_strings(own.get("required")))
         self._types: dict[str, frozenset[str]] = {}
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the parameters; none where the schema leaves them open."""
+        return self._properties.keys()
+
+    def has(self, name: str) -> bool:
+        """Return whether the schema has the parameter *name*."""
+        return name in self._properties
 
     def types(self, name: str) -> frozenset[str]:
         """Return the JSON types that the parameter *name* may have; none where that is open."""
@@ -36,9 +61,27 @@ class Parameters:
             return frozenset()
         if name not in self._types:
             looks = iter(range(_MOST_LOOKS))
-            found = _types(self._properties[name], self._root, _DEEPEST, looks)
+            options = [_types(each, self._root, _DEEPEST, looks) for each in self._properties[name]]
+            found = frozenset().union(*options) if all(options) else frozenset()
             self._types[name] = found if next(looks, None) is not None else frozenset()
         return self._types[name]
+
+    def inside(self, name: str) -> Parameters:
+        """Return the parameters of the object *name*, or of the objects in the array of that name."""
+        looks = iter(range(_MOST_LOOKS))
+        for each in self._properties.get(name, ()):
+            for branch in _branches(each, self._root, _DEEPEST, looks):
+                items = branch.get("items")
+                if "properties" not in branch and isinstance(items, Mapping):
+                    return Parameters(items, self._root)
+                return Parameters(branch, self._root)
+        return Parameters(None)
+
+    def allows(self, name: str, value: Any) -> bool:
+        """Return whether *value* is of a type that the parameter *name* may have."""
+        types = self.types(name)
+        kind = _TYPES.get(type(value), "object")
+        return not types or kind in types or (kind == "integer" and "number" in types)
 
     def is_text(self, name: str) -> bool:
         """Return whether the parameter *name* is a string and nothing else."""
@@ -79,6 +122,23 @@ def _structure(text: str) -> str | None:
     return to_json(text)
 
 
+def _strings(value: Any) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
+def _branches(schema: Any, root: Mapping[str, Any], depth: int, looks: Iterator[int]) -> Iterator[Mapping[str, Any]]:
+    """Yield *schema*, what it refers to, and its alternatives."""
+    if not isinstance(schema, Mapping) or not depth or next(looks, None) is None:
+        return
+    yield schema
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        yield from _branches(_resolve(reference, root), root, depth - 1, looks)
+    for word in _ALTERNATIVES:
+        for option in schema[word] if isinstance(schema.get(word), list) else ():
+            yield from _branches(option, root, depth - 1, looks)
+
+
 def _types(schema: Any, root: Mapping[str, Any], depth: int, looks: Iterator[int]) -> frozenset[str]:
     if not isinstance(schema, Mapping) or not depth or next(looks, None) is None:
         return frozenset()
@@ -90,7 +150,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int, looks: Iterator[int
     reference = schema.get("$ref")
     if isinstance(reference, str):
         return _types(_resolve(reference, root), root, depth - 1, looks)
-    for word in ("anyOf", "oneOf", "allOf"):
+    for word in _ALTERNATIVES:
         options = schema.get(word)
         if isinstance(options, list) and options:
             found = [_types(option, root, depth - 1, looks) for option in options]

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from typing import ClassVar
 
 from triton_openai.parsers.reader import SPACE, Malformed, Markers, Step, discard, markers
+from triton_openai.parsers.tools import names, tolerant
 from triton_openai.parsers.tools.tagged_calls import TaggedCalls
 from triton_openai.parsers.tools.tool_parser import MarkedCalls
 
@@ -21,8 +22,6 @@ class SectionCalls(MarkedCalls):
 
     #: What opens a call. Where it is one of the :attr:`markers`, a call may stand without a section.
     call: ClassVar[str]
-    #: What closes a section.
-    closings: ClassVar[tuple[str, ...]]
 
     def _block(self, marker: str) -> Step[None]:
         reader = self._reader
@@ -51,10 +50,13 @@ class KimiK2(SectionCalls):
     """
 
     special_tokens = True
-    # Both spellings of the section occur.
-    markers = Markers("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
     call = "<|tool_call_begin|>"
+    # Both spellings of the section occur.
+    markers = Markers("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", call)
     closings = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
+
+    def _id_of(self, call: tolerant.Call) -> str:
+        return call.written
 
     def _call(self) -> Step[None]:
         reader = self._reader
@@ -63,6 +65,8 @@ class KimiK2(SectionCalls):
         yield from reader.token("<|tool_call_argument_begin|>")
         named, _, count = call_id.rpartition(":")
         name = (named if count.isdigit() else call_id).removeprefix("functions.")
+        if name not in self.tools:
+            name = names.resolved(call_id, self.tools) or name
         yield from self._json_call(name, call_id)
         yield from self._close("<|tool_call_end|>")
 
@@ -113,15 +117,17 @@ class Invokes(SectionCalls, TaggedCalls):
     def _call(self) -> Step[None]:
         attributes = yield from self._attributes()
         self._open(attributes.get("name", ""))
-        ends = markers(self.parameter[0], self.call_end)
+        ends = (self.parameter[0], self.call_end)
+        doubts = [text for tag in (self.call_end, *self.closings) for text in (f"\n{tag}", tag)]
         value_ends = markers(*((f"\n{self.parameter[1]}",) if self.trims_lines else ()), self.parameter[1])
-        while (yield from self._marker(ends, discard)) == self.parameter[0]:
+        while (yield from self._reader.token(*ends)) == self.parameter[0]:
             attributes = yield from self._attributes()
             if not attributes.get("name"):
                 raise Malformed
+            self._begin_parameter(attributes["name"])
             if self.trims_lines:
                 yield from self._reader.optional("\n")
-            yield from self._value(attributes["name"], value_ends, is_text=attributes.get("string") == "true")
+            yield from self._value(attributes["name"], value_ends, doubts, is_text=attributes.get("string") == "true")
         self._finish()
 
     def _attributes(self) -> Step[dict[str, str]]:
@@ -152,9 +158,9 @@ class MiniMaxM2(Invokes):
     Parameters carry no type: the tool's schema has it.
     """
 
-    markers = Markers("<minimax:tool_call>")
-    closings = ("</minimax:tool_call>",)
     call = "<invoke"
+    markers = Markers("<minimax:tool_call>", call)
+    closings = ("</minimax:tool_call>",)
     call_end = "</invoke>"
     parameter = ("<parameter", "</parameter>")
     # The template puts values between the tags as they are; the model at times on lines of their own.
@@ -175,9 +181,9 @@ class DeepSeekV32(Invokes):
     """
 
     special_tokens = True
-    markers = Markers("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
-    closings = ("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")
     call = "<｜DSML｜invoke"
+    markers = Markers("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", call)
+    closings = ("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")
     call_end = "</｜DSML｜invoke>"
     parameter = ("<｜DSML｜parameter", "</｜DSML｜parameter>")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import ClassVar
 
-from triton_openai.parsers.reader import Ended, Malformed, Markers, Sink, Step, discard, markers
+from triton_openai.parsers.reader import Ended, Malformed, Markers, Sink, Step, markers
 from triton_openai.parsers.tools.json_text import escape, quote
 from triton_openai.parsers.tools.schema import Parameters
 from triton_openai.parsers.tools.tool_parser import MarkedCalls
@@ -15,6 +16,8 @@ _LONGEST_KEY = 1_000
 
 _GLM_KEY = re.compile(r"[^<]*")
 _GLM_VALUE_END = Markers("</arg_value>")
+#: The beginning of the last tag is enough: a longer one would wait longer.
+_GLM_DOUBTS = ("\n<arg_key>", "<arg_key>", "\n</tool_c", "</tool_c")
 _QWEN_KEY = re.compile(r"[^<>\n]*")
 #: The template puts each value on lines of its own. The model at times forgets to close a parameter: a tag that begins
 #: a line then ends it.
@@ -32,12 +35,13 @@ class TaggedCalls(MarkedCalls):
     def _open(self, name: str) -> None:
         """Begin the call of *name*."""
         self._start_call(name)
-        self._parameters = Parameters(self.tools.get(name))
+        self._parameters = Parameters(self.tools.get(self._called))
         self._separator = "{"
+        self._keys: set[str] = set()
 
     def _finish(self) -> None:
         """End the call."""
-        self._output.arguments("}" if self._separator == ", " else "{}")
+        self._output.ending("}" if self._separator == ", " else "{}")
         self._end_call()
 
     def _key(self, characters: re.Pattern[str]) -> Step[str]:
@@ -48,28 +52,40 @@ class TaggedCalls(MarkedCalls):
             raise Malformed
         return key
 
-    def _value(self, key: str, ends: Markers, *, is_text: bool = False) -> Step[str]:
+    def _begin_parameter(self, key: str) -> None:
+        """Note that the tag of the parameter *key* was read: it confirms what came before it."""
+        if key in self._keys:
+            raise Malformed
+        self._keys.add(key)
+        self._output.confirm()
+
+    def _value(self, key: str, ends: Markers, doubts: Sequence[str], *, is_text: bool = False) -> Step[str]:
         """
         Read a parameter's value up to the first of *ends*, and return that.
 
-        *is_text* says that the value is a string; otherwise the schema says it.
+        *is_text* says that the value is a string; otherwise the schema says it. One of *doubts* in it shows that its
+        end tag is missing, or that it is a text about calls. Raises :class:`Malformed` for that.
         """
         prefix = f"{self._separator}{quote(key)}: "
-        if is_text or self._parameters.is_text(key):
-            self._output.arguments(prefix + '"')
-            self._separator = ", "
-            end = yield from self._marker(ends, lambda piece: self._output.arguments(escape(piece)))
-            self._output.arguments('"')
-            return end
-        parts: list[str] = []
-        end = yield from self._marker(ends, parts.append)
-        self._output.arguments(prefix + self._parameters.value(key, "".join(parts)))
+        output = self._output
         self._separator = ", "
+        if self._called in self.tools:
+            ends = markers(*ends.texts, *doubts)
+        if is_text or self._parameters.is_text(key):
+            output.arguments(prefix + '"')
+            end = yield from self._marker(ends, lambda piece: output.arguments(escape(piece)))
+            output.ending('"')
+        else:
+            parts: list[str] = []
+            end = yield from self._marker(ends, parts.append)
+            output.ending(prefix + self._parameters.value(key, "".join(parts)))
+        if end in doubts and self._called in self.tools:
+            raise Malformed
         return end
 
     def _marker(self, ends: Markers, sink: Sink) -> Step[str]:
         """Give the text up to the first of *ends* to *sink*; return it. Raises :class:`Ended`."""
-        end = yield from self._reader.until(ends, sink)
+        end = yield from self._reader.until(ends, sink, drops_begun=True)
         if not end:
             raise Ended
         return end
@@ -88,6 +104,7 @@ class Glm45(TaggedCalls):
     """
 
     markers = Markers("<tool_call>")
+    bare_names = True
 
     def _block(self, marker: str) -> Step[None]:
         reader = self._reader
@@ -99,7 +116,8 @@ class Glm45(TaggedCalls):
             key = yield from self._key(_GLM_KEY)
             yield from reader.literal("</arg_key>")
             yield from reader.token("<arg_value>")
-            yield from self._value(key, _GLM_VALUE_END)
+            self._begin_parameter(key)
+            yield from self._value(key, _GLM_VALUE_END, _GLM_DOUBTS)
             part = yield from reader.token("<arg_key>", "</tool_call>")
         self._finish()
 
@@ -124,6 +142,7 @@ class Qwen3Coder(TaggedCalls):
     opening: ClassVar[str] = "<tool_call>"
     closing: ClassVar[str] = "</tool_call>"
     markers = Markers("<tool_call>", "<function=")
+    _doubts: ClassVar[Sequence[str]] = ("\n<parameter=", "\n</function>", "\n</tool_call>")
 
     def _block(self, marker: str) -> Step[None]:
         if marker == self.opening:
@@ -152,14 +171,15 @@ class Qwen3Coder(TaggedCalls):
         """Read a parameter after ``<parameter=``; return the next part of the function."""
         key = yield from self._key(_QWEN_KEY)
         yield from self._reader.literal(">")
+        self._begin_parameter(key)
         yield from self._reader.optional("\n")
-        end = yield from self._value(key, _QWEN_VALUE_ENDS)
+        end = yield from self._value(key, _QWEN_VALUE_ENDS, self._doubts)
         if end.endswith("</parameter>"):
             return (yield from self._next_part())
         return end.lstrip()
 
     def _next_part(self) -> Step[str]:
-        return (yield from self._marker(markers("<parameter=", "</function>", self.closing), discard))
+        return (yield from self._reader.token("<parameter=", "</function>", self.closing))
 
 
 class SeedOss(Qwen3Coder):
@@ -168,3 +188,4 @@ class SeedOss(Qwen3Coder):
     opening = "<seed:tool_call>"
     closing = "</seed:tool_call>"
     markers = Markers(opening, "<function=")
+    _doubts = ("\n<parameter=", "\n</function>", f"\n{closing}")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
+import msgspec
+
 from triton_openai.parsers.grammar import Grammar, TextParser
-from triton_openai.parsers.reader import SPACE, Ended, Malformed, Markers, Step, discard
-from triton_openai.parsers.tools import json_text
+from triton_openai.parsers.reader import SPACE, Ended, Malformed, Markers, Step, discard, markers
+from triton_openai.parsers.tools import json_text, names, tags, tolerant
 
 _Result = TypeVar("_Result")
 
@@ -24,6 +27,15 @@ NewId: TypeAlias = Callable[[], str]
 #: slashes and colons. Without white space, quotes and brackets nothing of any markup can be taken for a name.
 NAME = re.compile(r"""[^\s<>(){}\[\]"'`,;=|\uff5c]*""")
 LONGEST_NAME = 256
+_BARE = "{["
+#: How objects of calls without a marker begin, behind their first character.
+_BARE_BEGINNINGS = {
+    "{": ('"name"', ' "name"', '\n  "name"', '"type": "function"'),
+    "[": ('{"name"', '{ "name"', '\n  {"name"', '{"type": "function"'),
+}
+_WORD = re.compile(r"[\w.:-]*")
+# Tolerant readings that come to nothing may read so many characters in an answer.
+_MAX_SPENT = 200_000
 
 
 class ToolParser(TextParser):
@@ -33,13 +45,21 @@ class ToolParser(TextParser):
     Base of the classes that the entry-point group ``triton_openai.tool_parsers`` takes.
     """
 
-    #: Whether the limit of tokens, or a stop string, ended the text; known before the flush.
-    was_cut = False
+    #: Whether the limit of tokens, or a stop string, ended the text; known before the flush. ``None``: nobody said so.
+    was_cut: bool | None = None
+    #: Whether nobody reads a call while it comes, so that all of it may wait until it is known to be one.
+    may_wait = False
+    #: What opens a call; in thinking too.
+    openings: Sequence[str] = ()
 
     def __init__(self, tools: Tools | None = None, *, new_id: NewId | None = None) -> None:
         """Begin an answer to a request with *tools*; *new_id* makes the ids of its calls."""
         self.tools: Tools = tools or {}
         self._new_id = new_id or self.new_id
+        #: What was repaired, by the number of the call.
+        self.repairs: dict[int, frozenset[str]] = {}
+        #: How many texts that a marker had announced as calls were none.
+        self.failed = 0
 
     @staticmethod
     def new_id() -> str:
@@ -63,17 +83,31 @@ class CallGrammar(Grammar, ToolParser):
     """
     A grammar that finds tool calls.
 
-    What a call begins with is kept until the call's name and the beginning of its arguments are known. If that never
-    happens, it becomes content, exactly as the model wrote it. After that point nothing can be taken back: the
-    arguments of a malformed call end where the fault is, and the rest is content. After :meth:`drop_rest`, the end
-    makes a call without arguments of one whose name is known, and nothing of less.
+    What a call begins with is kept until the call's name and the beginning of a value in its arguments are known. Where
+    the grammar fails, :mod:`tolerant` reads the call, with the request's tools. If that fails too and nothing of the
+    call was passed on, it becomes content, exactly as the model wrote it. What was passed on cannot be taken back: the
+    arguments of such a call end where the fault is, the call counts as unfinished, and the rest is content. After
+    :meth:`drop_rest`, the end makes a call without arguments of one whose name is known, and nothing of less.
     """
 
     # Stream state
     _is_after_call = False
     _in_call = False
+    _is_broken = False
     # The name of the call that is read, once it is known to be whole, and its id if it has one
     _named: tuple[str, str | None] | None = None
+    # The tool that the latest call means, and how the model wrote its name
+    _called = ""
+    _written = ""
+    _is_opaque = False
+    # Where the latest call ends in what is kept
+    _call_end = 0
+    # Whether no marker showed that it is a call
+    _is_bare = False
+    # The function that every call means
+    _only: str | None = None
+    # Characters that were read in vain
+    _spent = 0
 
     def __init__(self, tools: Tools | None = None, *, new_id: NewId | None = None) -> None:
         ToolParser.__init__(self, tools, new_id=new_id)
@@ -81,7 +115,7 @@ class CallGrammar(Grammar, ToolParser):
 
     @property
     def unfinished(self) -> bool:
-        return self._in_call
+        return self._in_call or self._is_broken
 
     def drop_rest(self) -> None:
         self._reader.drops_rest = True
@@ -91,45 +125,188 @@ class CallGrammar(Grammar, ToolParser):
         self._before_call(already)
         try:
             result = yield from block
-            self._output.content(self._reader.release())
+            self._finish_block()
             return result
         except Malformed:
-            self._in_call = False
-            self._output.content(self._reader.release())
+            if not (yield from self._repaired()):
+                self._give_up()
         except Ended:
-            # Separators and the beginning of a closing marker after a complete call are no text.
-            rest = self._reader.release()
-            if not (self._is_after_call or self._reader.drops_rest):
-                self._output.content(rest)
-            elif self._named is not None and self._named[0] in self.tools:
-                self._start_call(*self._named)
+            if self._is_after_call or not (yield from self._repaired()):
+                self._give_up_at_end()
         return None
+
+    def _finish_block(self) -> None:
+        """Pass on what waits of the latest call; what was read after it is content."""
+        self._output.confirm()
+        rest = self._reader.release()[self._call_end :]
+        self._call_end = 0
+        self._output.content(rest)
+
+    def _give_up(self) -> None:
+        """End a block that is malformed."""
+        if self._is_after_call:
+            self._finish_block()
+            return
+        self.failed += 1
+        kept = self._reader.release()
+        if self._output.has_waiting_start or not self._in_call:
+            self._output.drop_waiting()
+            self._output.content(kept)
+        else:
+            # Too late: a part of it was passed on.
+            self._output.confirm()
+            self._is_broken = True
+        self._in_call = False
+
+    def _give_up_at_end(self) -> None:
+        """End a block in whose middle the text has ended."""
+        if self._is_after_call:
+            # Separators and the beginning of a closing marker after a complete call are no text.
+            self._output.confirm()
+            self._reader.release()
+            return
+        rest = self._reader.release()
+        if self._in_call:
+            self._output.confirm()
+        elif not self._reader.drops_rest:
+            self._output.content(rest)
+        elif self._named is not None and self._named[0] in self.tools:
+            self._start_call(*self._named)
+            self._output.confirm()
+
+    def _repaired(self) -> Step[bool]:
+        """
+        Read what is kept, and what follows, as calls with slips.
+
+        Return whether it is some. Then they are passed on, and the text behind them is what is read next.
+        """
+        reader = self._reader
+        read = len(reader.kept())
+        if not self.tools or self._spent > _MAX_SPENT:
+            return False
+        size = max(2 * read, 256)
+        calls: tolerant.Calls | None = None
+        cost = 0
+        while calls is None:
+            yield from self._kept_up_to(size)
+            text = reader.kept()
+            cost += len(text)
+            try:
+                calls = self._read_tolerantly(text)
+            except tolerant.Incomplete:
+                size = 2 * len(text)
+            except tolerant.Unreadable:
+                self._spent += cost
+                reader.look_back(read)
+                return False
+        self._output.confirm()
+        reader.go_back(calls.end)
+        self._call_end = 0
+        self._is_after_call = True
+        self._in_call = False
+        return True
+
+    def _kept_up_to(self, size: int) -> Step[None]:
+        """Read on until *size* characters are kept, or the text ends."""
+        reader = self._reader
+        kept = len(reader.kept())
+        while kept < size:
+            piece = reader.take(size - kept)
+            kept += len(piece)
+            if not piece:
+                if reader.ended:
+                    return
+                yield
+
+    def _read_tolerantly(self, text: str) -> tolerant.Calls:
+        """
+        Read *text* as calls with slips, and pass them on.
+
+        Raises :class:`tolerant.Unreadable`, also where they do not begin with what was passed on of the first one.
+        """
+        reader, output = self._reader, self._output
+        begun = (self._in_call or self._is_after_call) and not output.has_waiting_start
+        for keeps_types in (False, True) if begun else (False,):
+            calls = tolerant.read(
+                text,
+                self.tools,
+                ended=reader.ended and not reader.rest(),
+                cut=self.was_cut is not False,
+                bare=self._is_bare,
+                name=self._only,
+                keeps_types=keeps_types,
+            )
+            if not begun:
+                self._pass_on(calls.calls)
+                return calls
+            first, *others = calls.calls
+            rest = tolerant.completion(output.passed_on(), first.arguments) if first.name == self._called else None
+            if rest is not None:
+                self.repairs[output.calls - 1] = first.kinds
+                output.replace_waiting(rest)
+                output.confirm()
+                self._pass_on(others)
+                return calls
+        raise tolerant.Unreadable
+
+    def _pass_on(self, calls: Sequence[tolerant.Call]) -> None:
+        for call in calls:
+            self.repairs[self._output.calls] = call.kinds
+            self._output.start(partial(self._id_of, call), call.name)
+            self._output.arguments(json_text.dump(call.arguments))
+
+    def _id_of(self, call: tolerant.Call) -> str:
+        """Return the id of a *call* with slips."""
+        return call.id or self._new_id()
 
     def _before_call(self, already: str = "") -> None:
         """Keep *already*, and what is read from here on, in case that it is no call and becomes content."""
+        self._output.confirm()
         self._reader.keep(already)
         self._is_after_call = False
+        self._call_end = 0
         self._named = None
 
     def _start_call(self, name: str, id: str | None = None) -> None:
-        """Announce a call: it will not be taken back. Raises :class:`Malformed` for what cannot be a call."""
+        """Announce a call. Raises :class:`Malformed` for what cannot be one."""
         if not name:
             raise Malformed
-        self._reader.release()
         self._in_call = True
+        self._is_after_call = False
         self._named = None
-        self._output.start(id or self._new_id(), name)
+        self._written = name
+        self._called = names.resolved(name, self.tools) or name
+        is_opaque = bool(self.tools) and self._called not in self.tools and names.is_opaque(name)
+        self._is_opaque = is_opaque
+        self._output.start(
+            self._new_id if id is None else lambda: id, self._called, waits_for_end=is_opaque or self.may_wait
+        )
 
     def _end_call(self) -> None:
         """Note the end of a complete call, or of the markup after it."""
-        self._reader.keep()
+        if self._in_call and self._is_opaque:
+            self._name_by_arguments()
+        if self._in_call and self._called != self._written:
+            self.repairs[self._output.calls - (not self._output.has_waiting_start)] = frozenset({"name"})
+        self._call_end = self._reader.kept_size
         self._is_after_call = True
         self._in_call = False
+
+    def _name_by_arguments(self) -> None:
+        """Give the call whose name is a mere id the name of the only tool that takes its arguments."""
+        try:
+            known = names.by_arguments(json_text.OBJECT.decode(self._output.waiting()), self.tools)
+        except (msgspec.MsgspecError, RecursionError):
+            known = None
+        if known is not None:
+            self._called, arguments = known
+            self._output.replace_waiting(json_text.dump(arguments), name=self._called)
 
     def _close(self, marker: str) -> Step[None]:
         """Read white space and the *marker* after a call. Raises :class:`Malformed` or :class:`Ended`."""
         yield from self._reader.token(marker)
         self._end_call()
+        self._output.confirm()
 
     def _json_call(self, name: str, id: str | None = None) -> Step[None]:
         """Read white space, and a call's arguments as a JSON object. Raises :class:`Malformed` or :class:`Ended`."""
@@ -138,7 +315,7 @@ class CallGrammar(Grammar, ToolParser):
         if (yield from self._reader.next()) != "{":
             raise Malformed
         self._start_call(name, id)
-        yield from json_text.value(self._reader, self._output.arguments)
+        yield from json_text.value(self._reader, self._output.arguments, self._output.ending)
         self._end_call()
 
     def _name(self) -> Step[str]:
@@ -159,23 +336,58 @@ class MarkedCalls(CallGrammar):
     markers: ClassVar[Markers]
     #: Characters that open a call without a marker, as the first of the whole text.
     bare: ClassVar[str] = ""
-    # Whether a call without a marker is read
-    _is_bare = False
+    #: Whether the text may begin with the name of a tool, and its arguments.
+    bare_names: ClassVar[bool] = False
+    #: The marker after a call, or after a block of calls; empty if there is none. Where there are several, all of them.
+    closing: ClassVar[str] = ""
+    closings: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def _block(self, marker: str) -> Step[None]:
         """Read what follows on *marker* (nothing where the text begins with a bare call)."""
 
+    def __init__(self, tools: Tools | None = None, *, new_id: NewId | None = None) -> None:
+        super().__init__(tools, new_id=new_id)
+        own = self.markers.texts
+        self.openings = (*own, *self._bare_openings())
+        # Without tools, nothing shows that what is no call of the format's own is one.
+        others = [tag for tag in tags.COMMON_OPENINGS if not tag.startswith(own)] if self.tools else []
+        self._strays = frozenset({*tags.COMMON_CLOSINGS, *self.closings, *filter(None, [self.closing])})
+        self._markers = markers(*own, *others, *self._strays)
+
     def _text(self) -> Step[None]:
-        if self.bare:
-            yield from self._reader.run(SPACE, self._output.content)
-            first = yield from self._reader.peek()
-            if first and first in self.bare:
-                self._is_bare = True
-                yield from self._attempt(self._block(""), "")
-                self._is_bare = False
-        while marker := (yield from self._reader.until(self.markers, self._output.content)):
-            yield from self._attempt(self._block(marker), marker)
+        yield from self._reader.run(SPACE, self._output.content)
+        marker = yield from self._reader.marker(self._markers)
+        first = "" if marker else (yield from self._reader.peek())
+        self._is_bare = True
+        if first and first in (self.bare if not self.tools else _BARE):
+            yield from self._attempt(self._block("") if first in self.bare else self._another_form(), "")
+        elif first and self.bare_names and self.tools:
+            word = yield from self._reader.collect(_WORD, LONGEST_NAME)
+            known = word.removeprefix("call:") in self.tools
+            if known and (yield from self._reader.peek()) in ("(", "{", "<"):
+                yield from self._attempt(self._another_form(), word)
+            else:
+                self._output.content(word)
+        self._is_bare = False
+        while marker := marker or (yield from self._reader.until(self._markers, self._output.content)):
+            if marker in self.markers.texts:
+                yield from self._attempt(self._block(marker), marker)
+            elif marker not in self._strays:
+                yield from self._attempt(self._another_form(), marker)
+            elif not self._output.is_after_call:
+                # After a call, it is one too many.
+                self._output.content(marker)
+            marker = ""
+
+    def _bare_openings(self) -> Sequence[str]:
+        """Return what opens a call without a marker at the beginning of a line."""
+        return [f"\n{self.bare}{text}" for text in _BARE_BEGINNINGS.get(self.bare, ())]
+
+    def _another_form(self) -> Step[None]:
+        """Leave a call that is not in the format's own form to the tolerant reading."""
+        yield from ()
+        raise Malformed
 
     def _start_call(self, name: str, id: str | None = None) -> None:
         # Without a marker, JSON or a list may just be the answer: only the name of a tool shows that it is a call.
@@ -187,8 +399,6 @@ class MarkedCalls(CallGrammar):
 class ListedCalls(MarkedCalls):
     """Calls after each marker, in brackets with commas between them or one after the other, then :attr:`closing`."""
 
-    #: The marker after the calls; empty if there is none.
-    closing: ClassVar[str] = ""
     #: What may stand between calls without brackets, and what begins a call that is not the first.
     separators: ClassVar[re.Pattern[str]] = SPACE
     begins: ClassVar[re.Pattern[str]]

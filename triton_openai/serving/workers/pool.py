@@ -22,6 +22,7 @@ from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.serving.workers.channel import Channel
 from triton_openai.serving.workers.shared import SharedState
 from triton_openai.tasks import Backoff, wait_any
+from triton_openai.telemetry.streams import original_descriptor
 
 log = structlog.get_logger(__name__)
 
@@ -91,6 +92,8 @@ class WorkerProcess:
                     *(sys.executable, "-m", "triton_openai.cli.worker_process", str(theirs.fileno())),
                     env=environment,
                     stdin=PIPE,
+                    stdout=original_descriptor("stdout"),
+                    stderr=original_descriptor("stderr"),
                     pass_fds=(theirs.fileno(), *numbers),
                     start_new_session=True,
                 )
@@ -264,7 +267,7 @@ class Pool:
             began = time.monotonic()
             try:
                 member = await self._start(index, self.settings)
-                member.channel.methods |= self._share.methods(index)
+                member.channel.methods |= self._share.methods(index, member.channel)
             except OSError as error:
                 log.error("worker cannot be started", worker=index, reason=str(error))  # noqa: TRY400
                 pause = self._backoffs[index].after(0)

@@ -1,5 +1,6 @@
 """
-What the workers of one service share: the counts of rate limits, and which models take no requests now.
+What the workers of one service share: the counts of rate limits, which models take no requests now, and the lists of
+the models of each Triton, at which one worker looks for all.
 
 The parent of the workers keeps it (:class:`SharedState`); a worker asks over its channel (:class:`SharedClient`). So
 one event loop handles everything in order, without locks. When a worker ends, its share is released at once.
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from triton_openai.draining import ModelChange
 from triton_openai.errors import ServiceOverloaded
 from triton_openai.serving.workers.channel import Channel
 from triton_openai.telemetry.metrics import forget_worker
+from triton_openai.triton.shared_lists import ListListener
 
 # Longest wait for the parent, which answers at once unless it is stopped.
 _ANSWER_SECONDS = 5.0
@@ -35,6 +37,10 @@ class SharedState:
         self._claims: dict[str, int] = {}
         # The models that each worker has closed.
         self._closed: defaultdict[int, set[str]] = defaultdict(set)
+        # Those who share the lists, the one of them that looks, and the newest lists by Triton.
+        self._followers: dict[int, Channel] = {}
+        self._looker: int | None = None
+        self._lists: dict[str, bytes] = {}
 
     def add(self, index: int, channel: Channel) -> None:
         """Let worker *index*, which has just begun to listen, share; it closes the models that others have closed."""
@@ -42,10 +48,11 @@ class SharedState:
         for models in filter(None, self._closed.values()):
             channel.notify("apply", "close", models)
 
-    def methods(self, index: int) -> dict[str, Callable[..., Any]]:
-        """Return what worker *index* may call."""
-        methods = (self.admit, self.leave, self.claim, self.unclaim, self.change)
-        return {method.__name__: partial(method, index) for method in methods}
+    def methods(self, index: int, channel: Channel) -> dict[str, Callable[..., Any]]:
+        """Return what worker *index* at the other end of *channel* may call."""
+        methods = (self.admit, self.leave, self.claim, self.unclaim, self.change, self.publish, self.beat, self.look)
+        follow = partial(self.follow, index, channel)
+        return {"follow": follow, **{method.__name__: partial(method, index) for method in methods}}
 
     def forget(self, index: int) -> None:
         """Release everything of worker *index*, which has ended."""
@@ -57,6 +64,45 @@ class SharedState:
         opened = self._closed.pop(index, None)
         for channel in self._channels.values() if opened else ():
             channel.notify("apply", "open", opened)
+        self._followers.pop(index, None)
+        if index == self._looker:
+            self._looker = next(iter(self._followers), None)
+            if self._looker is not None:
+                self._followers[self._looker].notify("lead")
+
+    def follow(self, index: int, channel: Channel) -> tuple[bool, dict[str, bytes]]:
+        """Let worker *index* share the lists; return whether it is the one that looks, and the newest lists."""
+        self._followers[index] = channel
+        if self._looker is None:
+            self._looker = index
+        return self._looker == index, self._lists
+
+    def publish(self, index: int, name: str, data: bytes | None) -> None:
+        """Give the others the list of the Triton *name*, ``None`` where it has left, from the worker that looks."""
+        if index != self._looker:
+            return
+        if data is None:
+            self._lists.pop(name, None)
+        else:
+            self._lists[name] = data
+        self._notify_followers("take", name, data)
+
+    def beat(self, index: int) -> None:
+        """Tell the others that worker *index* looks."""
+        if index == self._looker:
+            self._notify_followers("beat")
+
+    def _notify_followers(self, method: str, *arguments: Any) -> None:
+        for index, channel in self._followers.items():
+            if index != self._looker:
+                channel.notify(method, *arguments)
+
+    async def look(self, index: int, name: str, reload: bool) -> bool | None:
+        """Have the worker that looks do so now; what it publishes goes out before the answer."""
+        if self._looker in (None, index):
+            return False
+        looked: bool | None = await self._followers[self._looker].call("look", name, reload)
+        return looked
 
     def admit(self, index: int, name: str, limit: RateLimit) -> Decision:
         """Count a request of the key *name* in, if *limit* allows it."""
@@ -130,6 +176,26 @@ class SharedClient:
 
     async def close(self) -> None:
         """Do nothing: the channel is the worker's."""
+
+    async def follow(self, listener: ListListener) -> tuple[bool, Mapping[str, bytes]]:
+        """Share the lists of models; see :class:`triton_openai.triton.shared_lists.ListChannel`."""
+        methods: Sequence[Callable[..., Any]] = (listener.lead, listener.beat, listener.take, listener.look)
+        self._channel.methods |= {method.__name__: method for method in methods}
+        answer: tuple[bool, Mapping[str, bytes]] | None = await self._channel.call("follow")
+        # Without a parent, the worker is about to end.
+        return (True, {}) if answer is None else answer
+
+    def publish(self, name: str, data: bytes | None) -> None:
+        """Give the others a new list."""
+        self._channel.notify("publish", name, data)
+
+    def beat(self) -> None:
+        """Tell the others that this worker looks."""
+        self._channel.notify("beat")
+
+    def ask(self, name: str, reload: bool) -> asyncio.Future[bool | None]:
+        """Have the worker that looks do so now."""
+        return self._channel.call("look", name, reload)
 
     async def claim(self, models: Collection[str]) -> str | None:
         """Claim *models* among all workers, this one included; return the one that is claimed already, if any is."""

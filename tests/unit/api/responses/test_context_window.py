@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.cases import every_case
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
 from tests.unit.prompts.test_template_support import save
-from triton_openai.api import agents
+from triton_openai.api import chat
 from triton_openai.api.responses import context_window
 from triton_openai.config.tree import ModelDefaults, ModelSettings, ResponsesSettings, Settings, TritonSettings
 from triton_openai.prompts import messages
@@ -23,13 +24,15 @@ LIMIT = 2048
 
 
 @asynccontextmanager
-async def service(limit: int | None, tokenizer: str | None) -> AsyncIterator[tuple[Proxy, FakeTriton]]:
+async def service(
+    limit: int | None, tokenizer: str | None, template: str = "chatml"
+) -> AsyncIterator[tuple[Proxy, FakeTriton]]:
     """Run a service with a model that says a word."""
     async with FakeTriton(config_of("m")) as triton:
         triton.responses = [{"text_output": text} for text in ("a", "")]
         settings = Settings(
             triton=TritonSettings(url=(triton.url,)),
-            defaults=ModelDefaults(chat_template="chatml"),
+            defaults=ModelDefaults(chat_template=template),
             models={"m": ModelSettings(max_model_len=limit, tokenizer=tokenizer)},
             responses=ResponsesSettings(store="memory"),
         )
@@ -54,13 +57,13 @@ def test_what_can_be_the_first_to_stay() -> None:
     system, tool = messages.SystemMessage(content="i"), messages.ToolMessage(content="o", tool_call_id="c")
     developer = messages.DeveloperMessage(content="d")
     turn: list[messages.Message] = [user, assistant]
-    chat = [system, *turn, developer, *turn, *turn]
-    assert [4, 6] == context_window._cuts(chat)
-    assert [0, 3, 4, 5, 6, 7] == context_window._left(chat, 4)
-    assert [0, 3, 6, 7] == context_window._left(chat, 6)
-    chat = [*turn, *turn, tool, assistant, tool, assistant, tool]
-    assert [2, 5, 7] == context_window._cuts(chat)
-    assert [2, 7, 8] == context_window._left(chat, 7)
+    items = [system, *turn, developer, *turn, *turn]
+    assert [4, 6] == context_window._cuts(items)
+    assert [0, 3, 4, 5, 6, 7] == context_window._left(items, 4)
+    assert [0, 3, 6, 7] == context_window._left(items, 6)
+    items = [*turn, *turn, tool, assistant, tool, assistant, tool]
+    assert [2, 5, 7] == context_window._cuts(items)
+    assert [2, 7, 8] == context_window._left(items, 7)
     assert [] == list(context_window._cuts([user, tool])) == list(context_window._cuts([system, assistant]))
 
 
@@ -69,38 +72,82 @@ def first_turn(prompt: str) -> int:
     return int(prompt.partition("<|im_start|>user\n<")[2].partition(">")[0])
 
 
-async def test_the_fewest_turns_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long a conversation becomes, one turn more would not fit; few prompts are counted to find that out."""
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ids of the responses for which a prompt is made, one for each prompt."""
+    made: list[str] = []
+    prepared = chat.turn_of
+
+    async def counted(context: Any, answer_id: str, **options: Any) -> chat.Turn:
+        made.append(answer_id)
+        return await prepared(context, answer_id, **options)
+
+    monkeypatch.setattr(chat, "turn_of", counted)
+    return made
+
+
+async def test_the_oldest_turns_are_left_out(tmp_path: Path, prompts: list[str]) -> None:
+    """However long a conversation is, most of the context is used, and few prompts are made."""
     folder = save(tmp_path)
     tokenizer = Tokenizer.load(folder)
-    counted: list[int] = []
-    count = agents.count_tokens
-
-    async def counting(context: Any) -> int:
-        counted.append(await count(context))
-        return counted[-1]
-
-    monkeypatch.setattr(agents, "count_tokens", counting)
     async with service(LIMIT, folder) as (proxy, triton):
         for turns in (26, 33, 132, 400):
             for instructions in (None, "Be brief. " * 40):
-                counted.clear()
                 items = conversation(turns)
                 body = {"model": "m", "input": items, "instructions": instructions, "store": False}
                 refused = await proxy.post("/v1/responses", body)
                 assert (400, "context_length_exceeded") == (refused.status, refused.error["code"])
+                prompts.clear()
                 assert 200 == (await proxy.post("/v1/responses", {**body, "truncation": "auto"})).status
                 prompt = triton.asked[-1][1]["text_input"]
-                assert len(counted) <= 3, counted
-                assert tokenizer.count(prompt) < LIMIT
+                assert len(prompts) <= 3, prompts
+                assert 0.9 * LIMIT < tokenizer.count(prompt) < LIMIT
                 assert (instructions is None) == ("Be brief." not in prompt)
                 first = first_turn(prompt)
                 assert 0 < first < turns
-                body["input"] = items[2 * (first - 1) :]
-                assert 400 == (await proxy.post("/v1/responses", body)).status
                 body["input"] = items[2 * first :]
                 assert 200 == (await proxy.post("/v1/responses", body)).status
                 assert prompt == triton.asked[-1][1]["text_input"]
+
+
+# Templates whose part of a prompt the first estimate gets wrong, with the least part of the context that is used.
+TEMPLATES = {
+    "much once": ("x" * 1500 + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}", 0.7),
+    "nearly all once": (
+        "x" * 1900 + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}",
+        0.9,
+    ),
+    "much around each": (
+        "{% for m in messages %}{{ '-' * 200 }}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}",
+        0.7,
+    ),
+    "a part of each": ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content[:5] }}{% endfor %}", 0.0),
+    "much once, and a part of each": (
+        "x" * 1000 + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content[:5] }}{% endfor %}",
+        0.0,
+    ),
+    "much of the first": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{{ '-' * 500 * loop.first }}{% endfor %}",
+        0.7,
+    ),
+}
+
+
+@every_case("name, used", [(name, used) for name, (_, used) in TEMPLATES.items()])
+async def test_estimates_that_are_wrong(name: str, used: float, prompts: list[str], tmp_path: Path) -> None:
+    """Few prompts are made until one fits, and it uses much of the context."""
+    file = tmp_path / "template.jinja"
+    file.write_text(TEMPLATES[name][0])
+    folder = save(tmp_path / "tokenizer")
+    tokenizer = Tokenizer.load(folder)
+    async with service(LIMIT, folder, str(file)) as (proxy, triton):
+        for turns in (132, 400):
+            prompts.clear()
+            body = {"model": "m", "input": conversation(turns), "truncation": "auto", "store": False}
+            assert 200 == (await proxy.post("/v1/responses", body)).status
+            prompt = triton.asked[-1][1]["text_input"]
+            assert len(prompts) <= 5, prompts
+            assert used * LIMIT <= tokenizer.count(prompt) < LIMIT
 
 
 async def test_a_long_turn(tmp_path: Path) -> None:
@@ -127,7 +174,7 @@ async def test_a_long_turn(tmp_path: Path) -> None:
 async def test_a_limit_that_the_backend_knows(tmp_path: Path, known: bool) -> None:
     """The backend is asked once more, with what fits what it said; also in the background."""
     async with service(None, save(tmp_path) if known else None) as (proxy, triton):
-        triton.failure = "The decoder prompt (length 2000) is longer than the maximum model length of 1000."
+        triton.failure = "The decoder prompt (length 3745) is longer than the maximum model length of 1000."
         asked = {"model": "m", "input": conversation(40), "truncation": "auto"}
         for more in ({}, {"stream": True}, {"background": True, "stream": True}):
             triton.asked.clear()
@@ -137,7 +184,7 @@ async def test_a_limit_that_the_backend_knows(tmp_path: Path, known: bool) -> No
             assert 200 == answer.status
             assert b'"completed"' in answer.body
             whole, short = [len(sent["text_input"]) for _, sent in triton.asked]
-            least, most = (950 / whole, 1000 / whole) if known else (0.4, 0.5)
+            least, most = (900 / whole, 1000 / whole) if known else (0.2, 0.27)
             assert least < short / whole <= most
         # Once only.
         triton.failing = 2

@@ -232,9 +232,9 @@ def test_any_json_is_stored_unharmed() -> None:
             runner.run(running.__aexit__(None, None, None))
 
 
-async def test_a_store_that_hangs(redis: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_store_that_hangs(postgresql: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first request waits once; those after it are answered at once without being kept, until it answers again."""
-    async with service(redis.url()) as proxy:
+    async with service(postgresql.url()) as proxy:
         ask = {"model": "m", "input": "Hi"}
         made = (await proxy.post("/v1/responses", ask)).json
         # A sweep that is still running would fail as well, and say so.
@@ -242,7 +242,7 @@ async def test_a_store_that_hangs(redis: Server, monkeypatch: pytest.MonkeyPatch
         assert store is not None
         await store.sweep()
         monkeypatch.setattr(Store, "timeout", 0.2)
-        redis.freeze()
+        postgresql.freeze()
         try:
             with capture_logs() as logs:
                 for stream in (False, True, False):
@@ -253,13 +253,13 @@ async def test_a_store_that_hangs(redis: Server, monkeypatch: pytest.MonkeyPatch
             assert "Retry-After" in gone.headers
             assert b"triton_openai_store_up 0.0" in (await proxy.get("/metrics")).body
         finally:
-            redis.thaw()
+            postgresql.thaw()
     warnings = [line["event"] for line in logs if line["log_level"] == "warning"]
     warnings.remove("request refused")
     assert ["the store of responses does not answer: responses are not kept until it does"] == warnings
 
 
-@pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
+@pytest.mark.parametrize("kind", ["file", "postgresql"])
 async def test_ids_that_nothing_has(kind: str, request: pytest.FixtureRequest) -> None:
     """Whatever a client calls an item, a response or a conversation, no store stumbles over it."""
     server: Server = request.getfixturevalue(kind)

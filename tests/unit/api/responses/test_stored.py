@@ -389,7 +389,7 @@ async def test_a_long_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
         assert counts[1] < 1.3 * sent, (counts, sent)
 
 
-@pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
+@pytest.mark.parametrize("kind", ["file", "postgresql"])
 async def test_a_store_that_is_gone(
     kind: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,15 +22,18 @@ class TritonPythonModel:
                     break
                 text += f" {word}" if text else word
                 count += 1
-                sender.send(_response(text, "", count))
-            sender.send(_response(text, "max_length" if count == limit < len(words) else "eos", count), flags=_FINAL)
+                sender.send(_response(text, "", len(words), count))
+            reason = "max_length" if count == limit < len(words) else "eos"
+            sender.send(_response(text, reason, len(words), count), flags=_FINAL)
 
 
 def _value(request, name):
     return pb.get_input_tensor_by_name(request, name).as_numpy().flat[0]
 
 
-def _response(text, reason, count):
+def _response(text, reason, asked, count):
     texts = {"GENERATED": text, "REASON": reason}
+    counts = {"N_IN": asked, "N_OUT": count}
     outputs = [pb.Tensor(name, np.array([value.encode()], dtype=object)) for name, value in texts.items()]
-    return pb.InferenceResponse([*outputs, pb.Tensor("N_OUT", np.array([count], dtype=np.int32))])
+    outputs += [pb.Tensor(name, np.array([value], dtype=np.int32)) for name, value in counts.items()]
+    return pb.InferenceResponse(outputs)

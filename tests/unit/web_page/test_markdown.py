@@ -1,0 +1,116 @@
+"""The page's Markdown: what it makes of an answer, and that it takes no longer for hostile text than for other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.programs import found, needs
+
+MODULE = Path(__file__).parents[3] / "triton_openai/page/markdown.js"
+LENGTH = 1_000_000
+#: What is repeated, in one line.
+HOSTILE = (
+    "~~x", "~~x~~", "**x", "**x**", "*x", "*x ", "x* ", "_x", "_x_ ", "__x", "__x__ ", "***x", "***x***", "**_~~x",
+    "x~~_** ", "*", "_", "~", "* ", "*_", "**__", "`", "``x", "`x", "`x``y", "\\`", "\\", "[", "]", "[]", "[a](",
+    "[a](b", "[a]( ", '[a](b "', '[a](b "c" ', "![", "[a](((", "[a](()", "[a](b)", "[[a]](", "[*a](b", "[a](http://x)", "http://",
+    "http://x.", "http://x ", "h", "<", ">", "> ", "# ", "- ", "-", "1. ", "|", "| a ", "|-", "a|b\\|", " ", "\t", "\r",
+    "# \r", "- \r", "\u2028", "\u00e9*", "\U0001f600_", "x",
+)  # fmt: skip
+#: The same in lines of their own.
+LINES = (
+    "> > > > x\n",
+    "- x\n",
+    "1. *x\n",
+    "```\n",
+    "~~~x\n",
+    "# x\n",
+    "\n",
+    "**x\n",
+    "| a | b |\n",
+    "`\n",
+    "- - -\n",
+    "    x\n",
+)
+#: What a repetition begins or ends with.
+AROUND = (
+    ("", ""),
+    ("", "`"),
+    ("**", "**"),
+    ("# ", "\rx"),
+    ("- ", "\r"),
+    ("[", "](http://x)"),
+    ("`", "`"),
+    ("~~~", "`"),
+)
+LINK = '<a href="https://example.com/{0}">{1}</a>'
+CASES: Mapping[str, str] = {
+    "**a** *b* ~~c~~ __d__ _e_": "<strong>a</strong> <em>b</em> <del>c</del> <strong>d</strong> <em>e</em>",
+    "***a***": "<strong><em>a</em></strong>",
+    "**a *b* c**": "<strong>a <em>b</em> c</strong>",
+    "*a **b** c*": "<em>a <strong>b</strong> c</em>",
+    "**a *b** c*": "<strong>a *b</strong> c*",
+    "**a": "**a",
+    "a** b": "a** b",
+    "** a **": "** a **",
+    "2*3*4, f(**kw) and snake_case_name": "2*3*4, f(**kw) and snake_case_name",
+    "a ****": "a ****",
+    "`a` ``b`c`` `d": "<code>a</code> <code>b`c</code> `d",
+    "`**a**` \\*b\\* \\a": "<code>**a**</code> *b* \\a",
+    "`a\\` b": "<code>a\\</code> b",
+    "[a](https://example.com/x)": LINK.format("x", "a"),
+    '[*a*](<https://example.com/x> "t")': LINK.format("x", "<em>a</em>"),
+    "![a]( https://example.com/a_(b) )": LINK.format("a_(b)", "a"),
+    "[a](javascript:x) [b](/v1) [c](d e)": "[a](javascript:x) [b](/v1) [c](d e)",
+    "see https://example.com/x. xhttps://a.b": f"see {LINK.format('x', 'https://example.com/x')}. xhttps://a.b",
+    "a<b>&": "a&lt;b&gt;&amp;",
+}
+
+
+def rendered(texts: Sequence[tuple[str, str, int, str, int]]) -> list[str | int]:
+    """
+    Return the HTML of texts, and of long ones the number of elements.
+
+    Of each there is its beginning, what is repeated, how often, its end, and of how many characters the pieces are in
+    which it is written.
+    """
+    program = [found("Node.js"), str(Path(__file__).with_name("markdown.mjs")), str(MODULE)]
+    done = subprocess.run(program, input=json.dumps(texts), capture_output=True, text=True, timeout=60, check=False)
+    assert (0, "") == (done.returncode, done.stderr[-2000:])
+    return list(json.loads(done.stdout))
+
+
+@needs("Node.js")
+def test_what_spans_become() -> None:
+    """Emphasis, code and links are elements, and what is none of them is text; however the answer is cut."""
+    for size in (1, 3, 1000):
+        html = rendered([("", text, 1, "", size) for text in CASES])
+        assert {text: f"<div><p>{made}</p></div>" for text, made in CASES.items()} == dict(
+            zip(CASES, html, strict=True)
+        )
+
+
+@needs("Node.js")
+def test_blocks() -> None:
+    """Lists, quotes, headings, rules and code blocks are made line by line."""
+    text = "# A\n- a\n  - b\n\n1. c\n---\n> d\n> e\n\n~~~\n*f*\n~~~\n* * *\n**g\nh**"
+    expected = (
+        '<div><h4>A</h4><ul><li>a<ul><li>b</li></ul></li></ul><ol start="1"><li>c</li></ol><hr></hr>'
+        "<blockquote>d\ne</blockquote><pre><code>*f*\n</code></pre><hr></hr><p>**g\nh**</p></div>"
+    )
+    assert [expected] * 3 == rendered([("", text, 1, "", size) for size in (1, 5, 1000)])
+
+
+@needs("Node.js")
+def test_hostile_text() -> None:
+    """Time grows with the text alone, whatever it repeats, in one line or in many, at once or in pieces."""
+    texts = [("", "~~x", LENGTH // 3, "\n", 2 * LENGTH)]
+    texts += [("", one, LENGTH // 10 // len(one), "\n", LENGTH) for one in LINES]
+    for one in HOSTILE:
+        count = LENGTH // 100 // len(one)
+        texts.append(("", one, count, "", LENGTH // 1000))
+        texts += [(begin, one, count, f"{end}\n", LENGTH) for begin, end in AROUND]
+    nested = "".join(f"{'  ' * depth}- **x\n" for depth in range(300))
+    assert len(texts) + 1 == len(rendered([*texts, ("", nested, 1, "", LENGTH)]))
