@@ -247,6 +247,8 @@ async def receiving_audio(request: web.Request) -> AsyncIterator[None]:
                 yield
             finally:
                 upload.end()
+                # It refers to the request, and such a circle would keep the file in memory.
+                del request[UPLOAD]
 
 
 def media_reservation(request: web.Request) -> Reservation:
