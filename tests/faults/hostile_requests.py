@@ -28,7 +28,7 @@ from triton_openai.api.routes import OPERATIONS
 from triton_openai.api.uploaded_files import FileUpload
 from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import InvalidRequest
-from triton_openai.jobs import ClassificationJob, EmbeddingJob, JobType
+from triton_openai.jobs import ClassificationJob, EmbeddingJob, JobType, ScoreJob
 from triton_openai.operations import Operation
 
 KEYS = ("sk-one", "sk-two")
@@ -206,20 +206,21 @@ def make_batch(seed: int, number: int, known: Known, *, lines: int) -> HostileBa
         line = _json({"custom_id": name, "method": "POST", "url": operation.path, "body": body})[:_MOST_BYTES]
         if not whole:
             made.append(maker.damaged(line))
-        elif _is_right_line(line):
+        elif _is_right_line(line, operation):
             made.append(line)
     names = [f"line-{number}" for number in range(lines)]
     return HostileBatch(endpoint=operation.path, content=b"\n".join(made), names=names, whole=whole)
 
 
-def _is_right_line(line: bytes) -> bool:
-    """Return whether the validation of a batch takes a line, whatever becomes of it when it runs."""
+def _is_right_line(line: bytes, operation: Operation) -> bool:
+    """Return whether the validation of a batch takes a line for *operation*, whatever becomes of it when it runs."""
     try:
         JsonCheck(LimitSettings(), batched=True).check(line)
         body = _decode_line(line).body
     except (InvalidRequest, msgspec.DecodeError, RecursionError):
         return False
-    return not body.stream and not body.background and body.model in MODELS
+    models = RANKING if ScoreJob in operation.jobs else DOING.get(operation.jobs[0], GENERATING)
+    return not body.stream and not body.background and body.model in models
 
 
 class _LineBody(msgspec.Struct):

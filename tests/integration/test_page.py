@@ -243,7 +243,9 @@ async def test_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
 async def test_batches_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
     """A reader sees how far batches are, and cancels one by a second click; a key that may not have any sees none."""
     keys = tmp_path / "keys.yaml"
-    keys.write_text("keys:\n  - {name: reader, key: sk-reader}\n  - {name: other, key: sk-other, batch: false}\n")
+    keys.write_text(
+        "keys:\n  - {name: reader, key: sk-reader, batch: true}\n  - {name: other, key: sk-other, batch: false}\n"
+    )
     settings = changed(
         proxy_settings(triton, "http"),
         access={"api_keys_file": keys},

@@ -21,6 +21,7 @@ from functools import lru_cache
 from ipaddress import IPv6Address, ip_address
 
 from aiohttp import hdrs, web
+from multidict import CIMultiDictProxy
 
 from triton_openai.access.cors import Cors
 from triton_openai.config.tree import ServerSettings
@@ -57,7 +58,10 @@ class BrowserGuard:
         if not self._any_host:
             self._check_host(request)
         if request.method not in _SAFE_METHODS:
-            self._check_origin(request)
+            headers = request.headers
+            # Most clients are no browsers.
+            if _SEC_FETCH_SITE in headers or hdrs.ORIGIN in headers:
+                self._check_origin(headers, request)
 
     def _check_host(self, request: web.Request) -> None:
         # A client of HTTP/1.0 may send none. Every browser sends one.
@@ -85,8 +89,7 @@ class BrowserGuard:
         parents = (".".join(labels[count:]) for count in range(1, len(labels)))
         return any(f"*.{parent}" in self._names for parent in parents)
 
-    def _check_origin(self, request: web.Request) -> None:
-        headers = request.headers
+    def _check_origin(self, headers: CIMultiDictProxy[str], request: web.Request) -> None:
         site = headers.get(_SEC_FETCH_SITE)
         origin = headers.get(hdrs.ORIGIN)
         if site in ("same-origin", "none"):

@@ -234,11 +234,8 @@ class Restrictions:
         self._headers = {api: (entry.header, sha256(entry.value)) for entry in entries for api in entry.apis}
         if "inference" in self._headers:
             self._headers.setdefault("embedding", self._headers["inference"])
-
-    @property
-    def groups(self) -> Collection[Group]:
-        """The groups that are restricted."""
-        return self._headers.keys()
+        #: The groups that are restricted.
+        self.groups: Collection[Group] = self._headers.keys()
 
     def proofs(self, groups: Iterable[Group], headers: CIMultiDictProxy[str], salt: str) -> dict[str, str]:
         """

@@ -47,7 +47,7 @@ class ClientAddresses:
         address = None if peer is None else _parsed(peer)
         if address is None:
             return peer
-        if not self._trusts(address):
+        if not self._trusted or not self._trusts(address):
             return str(address)
         forwarded = request.headers.getall("Forwarded", [])
         for_ = request.headers.getall("X-Forwarded-For", [])

@@ -187,7 +187,8 @@ class EventStream:
             # The task sees that the client has disconnected.
             self._group.wake()
             return
-        events = escape_line_breaks(events)
+        if not events.isascii():
+            events = escape_line_breaks(events)
         if self._chunked:
             size = len(events)
             events = b"".join((_SIZES[size] if size < 1024 else b"%x\r\n" % size, events, b"\r\n"))

@@ -169,12 +169,12 @@ LOG_LINES_LOST = Instrument(
 KEY_TOKENS = Instrument(
     "triton_openai_key_tokens_total", ("key", "type"),
     "Tokens of prompts (input) and answers (output) by the name of the API key or of the gateway's tenant, batches "
-    "included, where known. Empty for requests without a key; beyond 100 names, 'other' stands for the rest.",
+    "included, where known. Beyond 100 names, 'other' stands for the rest.",
 )  # fmt: skip
 KEY_REFUSALS = Instrument(
     "triton_openai_key_refusals_total", ("key", "reason"),
-    "Refused requests by key, as above, and by reason: the limit of the key that was reached (requests, tokens, "
-    "audio_seconds), else the error's code.",
+    "Refused requests by key, as above, empty without one, and by reason: the limit of the key that was reached "
+    "(requests, tokens, audio_seconds), else the error's code.",
 )  # fmt: skip
 TRACES_LOST = Instrument(
     "triton_openai_traces_lost_total", (),
@@ -525,9 +525,8 @@ class Metrics(Observer, Collector):
         self.child(QUEUED, *_model(record)).inc(-1)
         self.child(RUNNING, *_model(record)).inc()
 
-    def _key(self, record: RequestRecord) -> str:
-        """Return the label of the key of *record*: tenants of a gateway have names without end."""
-        key = record.key or ""
+    def _key(self, key: str) -> str:
+        """Return the label of *key*: tenants of a gateway have names without end."""
         if key not in self._keys:
             if len(self._keys) >= _MAX_KEYS:
                 return OTHER
@@ -546,7 +545,7 @@ class Metrics(Observer, Collector):
             child(ERRORS, operation, model, adapter, outcome, code).inc()
             if outcome == "refused":
                 reason = error.kind if isinstance(error, RateLimited) else code
-                child(KEY_REFUSALS, self._key(record), reason).inc()
+                child(KEY_REFUSALS, self._key(record.key or ""), reason).inc()
         if record.operation is None:
             return
         child(RUNNING, model, adapter).inc(-1)
@@ -572,7 +571,8 @@ class Metrics(Observer, Collector):
             if number % record.n == 0:
                 prompt_tokens = (prompt_tokens or 0) + usage.prompt_tokens
             child(TOKENS, model, adapter, "output").inc(usage.completion_tokens)
-            child(KEY_TOKENS, self._key(record), "output").inc(usage.completion_tokens)
+            if record.key is not None:
+                child(KEY_TOKENS, self._key(record.key), "output").inc(usage.completion_tokens)
             if answer.usage is not None:
                 child(OUTPUT_TOKENS, model, adapter).observe(usage.completion_tokens)
             if answer.first is not None and answer.ended is not None and answer.steps > 1 < usage.completion_tokens:
@@ -584,7 +584,8 @@ class Metrics(Observer, Collector):
             child(AUDIO_SECONDS, model, adapter, direction).inc(seconds)
         if prompt_tokens is not None:
             child(TOKENS, model, adapter, "input").inc(prompt_tokens)
-            child(KEY_TOKENS, self._key(record), "input").inc(prompt_tokens)
+            if record.key is not None:
+                child(KEY_TOKENS, self._key(record.key), "input").inc(prompt_tokens)
             child(INPUT_TOKENS, model, adapter).observe(prompt_tokens)
 
     def _count_call(self, model: str, adapter: str, outcome: str, repair: str) -> None:

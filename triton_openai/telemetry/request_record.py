@@ -208,7 +208,8 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         does in a process with many long-lived objects.
         """
         self.request, self.upstream = None, _NO_HEADERS
-        self.free_memory()
+        if self.memory is not None:
+            self.free_memory()
         for known in [self.error, *[answer.error for answer in self.answers]]:
             error: BaseException | None = known
             while error is not None:
