@@ -201,8 +201,6 @@ async def receiving_audio(service: Service, call: Call[Form]) -> AsyncIterator[U
                 yield upload
             finally:
                 upload.end()
-                # It refers to the request, and such a circle would keep the file in memory.
-                del request[UPLOAD]
 
 
 def media_reservation(service: Service) -> Reservation:
