@@ -58,7 +58,7 @@ class Renderer(ABC):
 
     @abstractmethod
     async def ended(self, error: ServiceError | None) -> bytes:
-        """Return the events that end the stream, by *error* if there is one, once what has to be done before is."""
+        """Return the events that end the stream, by *error* if there is one, after storing what has to be stored."""
 
     @abstractmethod
     def keep_alive(self) -> bytes:
@@ -273,7 +273,7 @@ class Call(msgspec.Struct, Generic[_Body], eq=False):
     #: The parameters of the path.
     path: Mapping[str, str] = _NONE
     query: Mapping[str, str] = _NONE
-    #: What the call uses of the key's limits. What goes on after the reply takes it.
+    #: What the call uses of the key's limits. Work that outlives the reply takes it.
     reservation: Reservation | None = None
 
     def with_body(self, body: _Other) -> Call[_Other]:

@@ -129,7 +129,7 @@ class Authorizer:
 
     async def admit(self, key: ApiKey) -> Reservation:
         """Count a request of *key* as running; the reservation's ``refusal`` is set if the key's limits forbid it."""
-        return Reservation(self.limits, key.name, await self.limits.admit(key.name, key.limit))
+        return Reservation(self.limits, key.name, key.limit, await self.limits.admit(key.name, key.limit))
 
     def prepare(self, settings: AccessSettings) -> Callable[[], None]:
         """Return what puts new *settings* of keys and restrictions in force. Raises :class:`ConfigurationError`."""

@@ -35,7 +35,7 @@ _Limit = Annotated[int, Meta(ge=1, le=2**53)]
 
 
 class RateLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """What one key may use; ``None`` is as much as it likes."""
+    """What one key may use; ``None``: unlimited."""
 
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
@@ -223,7 +223,8 @@ class RateLimits:
 class Reservation:
     """One request that was admitted by *store*, or refused; ``headers`` say what is left."""
 
-    def __init__(self, store: LimitStore, name: str, decision: Decision) -> None:
+    def __init__(self, store: LimitStore, name: str, limit: RateLimit, decision: Decision) -> None:
+        self._counts_tokens = limit.tokens_per_minute is not None
         self._store = store
         self._name = name
         self._open = decision.refusal is None
@@ -241,7 +242,7 @@ class Reservation:
         """Count the request out, once, and the *tokens* that it used in."""
         if self._open:
             self._open = False
-            self._store.leave(self._name, tokens)
+            self._store.leave(self._name, tokens if self._counts_tokens else 0)
 
 
 #: The reservation of a request, which is closed at its end.

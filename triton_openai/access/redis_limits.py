@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 from urllib.parse import quote
@@ -240,7 +240,9 @@ class RedisLimits:
         for admission in admissions:
             if not admission.decision.cancelled():
                 groups.setdefault((admission.name, admission.limit), []).append(admission)
-        commands = [*self._leave_commands(), *self._renew_commands()]
+        left = self._left
+        self._left = {}
+        commands = [*self._leave_commands(left), *self._renew_commands()]
         first = len(commands)
         for (name, limit), group in groups.items():
             limits = (limit.requests_per_minute, limit.tokens_per_minute, limit.concurrent_requests)
@@ -249,16 +251,18 @@ class RedisLimits:
             commands.append((_ADMIT, _keys(name, "rtc"), arguments))
         answers = await self._ask(commands)
         if answers is None:
-            # Redis may have counted them all the same.
+            # Redis may have counted them all the same. What has ended is told again: a lease is removed once, and its
+            # tokens may be counted by now.
+            for name, one in left.items():
+                self._left.setdefault(name, _Left()).leases.extend(one.leases)
             for admission in admissions:
                 self._left.setdefault(admission.name, _Left()).leases.append(admission.lease)
             return
         for group, answer in zip(groups.values(), answers[first:], strict=True):
             self._decide(group, answer)
 
-    def _leave_commands(self) -> list[_Command]:
-        left = self._left
-        self._left = {}
+    @staticmethod
+    def _leave_commands(left: Mapping[str, _Left]) -> list[_Command]:
         return [(_LEAVE, _keys(name, "tc"), [one.tokens, *one.leases]) for name, one in left.items()]
 
     def _renew_commands(self) -> list[_Command]:

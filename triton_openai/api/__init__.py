@@ -1,1 +1,1 @@
-"""The HTTP API: one module or package for each family of endpoints, with its types and its handlers."""
+"""The APIs: one module or package for each family of operations, with its types."""

@@ -156,6 +156,7 @@ class LineHost:
 
         async def work() -> Outcome:
             key = self._key(batch)
+            record.key_digest = key.digest
             service.authorizer.share(key)
             request = await decode_json(body, operation, record, service.settings)
             reply = await operation.handler(service, Call(operation, request, key, record, _NoStream()))

@@ -224,7 +224,7 @@ def max_form_size(settings: Settings) -> int:
 
 @dataclass
 class RequestContext(Generic[_Body]):
-    """A request to a model, and what its handler works with."""
+    """A request to a model, and what its operation works with."""
 
     call: Call[Any]
     service: Service

@@ -159,7 +159,7 @@ async def _file(context: RequestContext[SpeechRequest], speaker: Speaker) -> Asy
     from triton_openai.media.encode import encoder
 
     record, kind, synthesis = context.record, context.body.response_format, context.model.adapter.capabilities.synthesis
-    assert synthesis is not None, "the handler has checked it"
+    assert synthesis is not None, "it was checked before"
     rate = synthesis.rate
     # Before the model is asked: what it needs may be missing.
     made = await asyncio.to_thread(encoder, kind, rate) if rate else None

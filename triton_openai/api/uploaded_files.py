@@ -182,7 +182,7 @@ async def _read(call: Call[Form], parts: AsyncIterator[FormPart], writing: Writi
             try:
                 # Some clients send the object as JSON.
                 into[key] = msgspec.json.decode(text) if name == "expires_after" else text.decode()
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise errors.InvalidValue(f"'{name}' cannot be read.", name) from error
     if lifetime:
         fields["expires_after"] = lifetime

@@ -90,7 +90,7 @@ class Admission:
                 self._lines[task] = model
         elif record.batch is not None:
             # A line of a batch waits elsewhere, and not before live requests.
-            raise ServiceOverloaded("Live requests need the room.", retry_after=1)
+            raise ServiceOverloaded("No capacity for batch requests now.", retry_after=1)
         else:
             await self._wait(model, task, record, patience)
         return task

@@ -20,6 +20,8 @@ from triton_openai.errors import ConfigurationError
 _Address: TypeAlias = IPv4Address | IPv6Address
 # Proxies in a row that are looked at, the nearest first.
 _MAX_HOPS = 32
+# Characters of a header that are looked at: it takes 2 ms to read so many.
+_MAX_LENGTH = 2048
 # The pairs of an element of Forwarded: a name, and a token or a text in quotes. A comma ends an element.
 _PAIR = re.compile(r'\s*([!#$%&\'*+.^_`|~\w-]+)=("(?:[^"\\]|\\.)*"|[^",;\s]*)\s*([;,]|$)', re.ASCII)
 _WITH_PORT = re.compile(r"\[([^\]]*)\](?::\d+)?|([^:\[\]]+):\d+")
@@ -53,10 +55,10 @@ class ClientAddresses:
         for_ = request.headers.getall("X-Forwarded-For", [])
         found = set[str]()
         if for_:
-            hops = [hop.strip() for hop in reversed(",".join(for_).split(","))]
+            hops = [hop.strip() for hop in reversed(_end_of(for_).split(","))]
             found.add(self._nearest(address, hops))
         if forwarded:
-            found.add(self._nearest(address, list(reversed(list(_forwarded_for(",".join(forwarded)))))))
+            found.add(self._nearest(address, list(reversed(list(_forwarded_for(_end_of(forwarded)))))))
         return found.pop() if len(found) == 1 else str(address)
 
     def _trusts(self, address: _Address) -> bool:
@@ -73,6 +75,14 @@ class ClientAddresses:
             if not self._trusts(address):
                 break
         return str(address)
+
+
+def _end_of(headers: Sequence[str]) -> str:
+    """Return the end of *headers* of one name, joined, from an element on: the nearest proxies write there."""
+    joined = ",".join(headers)
+    if len(joined) <= _MAX_LENGTH:
+        return joined
+    return joined[-_MAX_LENGTH:].partition(",")[2]
 
 
 @lru_cache(1024)

@@ -67,7 +67,9 @@ class Executor:
             record.error = error
             return await failed(error)
         except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
-            _log.exception("request failed", request_id=record.request_id, path=record.path)
+            named = {"response": record.response_id, "batch": record.batch}
+            fields = {name: value for name, value in named.items() if value is not None}
+            _log.exception("request failed", request_id=record.request_id, path=record.path, **fields)
             record.error = ServiceError()
             return await failed(record.error)
         finally:

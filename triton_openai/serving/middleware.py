@@ -2,8 +2,8 @@
 The one middleware: what every request goes through before and after its handler.
 
 It gives the request its id and its record, answers browsers' preflights, authenticates the client and counts it against
-its limits, and turns errors into the body that its API has for them. After the first byte of an answer, handlers end
-their streams with an error event themselves. An unforeseen error is logged with its traceback; no client sees it.
+its limits, and turns errors into the body that its API has for them. After the first byte of an answer, the error is
+the last event of its stream. An unforeseen error is logged with its traceback; no client sees it.
 """
 
 from __future__ import annotations

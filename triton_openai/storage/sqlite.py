@@ -8,6 +8,8 @@ import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from errno import EISDIR
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -90,8 +92,12 @@ class SqliteDatabase:
     def _connect(self, deadline: float) -> sqlite3.Connection:
         if self._path is not None:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # For nobody else to read: it holds prompts and answers.
-            os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
+            if self._path.is_dir():
+                raise IsADirectoryError(EISDIR, os.strerror(EISDIR), str(self._path))
+            # For nobody else to read: it holds prompts and answers. A file that is there is not opened, because closing
+            # it drops the locks of this process's other connections (sqlite.org/howtocorrupt.html, section 2.2).
+            with suppress(FileExistsError):
+                os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         patience = max(0.0, deadline - time.monotonic())
         connection = sqlite3.connect(self._path or ":memory:", timeout=patience, isolation_level=None)
         try:

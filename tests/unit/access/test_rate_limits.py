@@ -35,7 +35,7 @@ def limits(clock: Clock) -> RateLimits:
 
 def admit(limits: RateLimits, name: str, limit: RateLimit) -> Reservation:
     """Ask for a request of the key *name*."""
-    return Reservation(limits, name, limits.decide(name, limit))
+    return Reservation(limits, name, limit, limits.decide(name, limit))
 
 
 # Moves of the clock: bursts, rests, and what falls on the edges of ticks and minutes.
@@ -200,3 +200,11 @@ def test_limits_that_are_not_there(limits: RateLimits) -> None:
     names = RateLimit.__struct_fields__
     assert [False, True, True, True, False, False] == [RateLimit().any, *[RateLimit(**{name: 1}).any for name in names]]
     assert {} == limits.decide("a", RateLimit(concurrent_requests=1)).headers
+
+
+def test_tokens_that_no_limit_counts_are_not_kept(limits: RateLimits, clock: Clock) -> None:
+    """A key without a limit of tokens has no counts of them, however long it is used."""
+    for _ in range(1000):
+        admit(limits, "a", RateLimit(requests_per_minute=1000)).close(7)
+        clock.now += 1
+    assert 0 == len(limits._accounts["a"].tokens._ticks)

@@ -17,7 +17,7 @@ from tests.clock import Clock, turns
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
 from triton_openai import app
-from triton_openai.api import routes
+from triton_openai.api import routes, service
 from triton_openai.api.bodies import FileField, FormRequest, read_form, whole
 from triton_openai.api.service import Service, Upload, begin, receiving_audio
 from triton_openai.app import SERVICE
@@ -113,6 +113,7 @@ async def heard(monkeypatch: pytest.MonkeyPatch, *, strict: bool = False, patien
         ),
         Operation(count, ("POST /v1/count",), "count", "inference", answer=Heard, reads=BodyKind.FORM),
     )
+    monkeypatch.setattr(service, "_FIELDS", FIELDS)
     monkeypatch.setattr(app, "OPERATIONS", (*routes.OPERATIONS, *more))
     monkeypatch.setattr(routes, "OPERATIONS", (*routes.OPERATIONS, *more))
     routes._schemas.cache_clear()

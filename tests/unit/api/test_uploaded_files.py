@@ -188,6 +188,7 @@ async def test_what_is_refused_leaves_nothing(place: Place) -> None:
         (form(purpose="batch", expires_seconds="3600"), 400, "expires_after.anchor"),
         (form(purpose="batch"), 413, "file"),
         (FormData({"purpose": "batch", "expires_after": "{"}, default_to_multipart=True), 400, "expires_after"),
+        (FormData({"purpose": "batch", "expires_after": "[" * 1024}, default_to_multipart=True), 400, "expires_after"),
         (FormData({"purpose": "batch"}, default_to_multipart=True), 400, "file"),
         (form(b"x" * 300_000, purpose="vision"), 413, None),
     ]

@@ -129,7 +129,7 @@ class Host:
     async def admit(self, owner: str) -> Reservation | None:
         if not self.limit.any:
             return None
-        return Reservation(self.limits, owner, await self.limits.admit(owner, self.limit))
+        return Reservation(self.limits, owner, self.limit, await self.limits.admit(owner, self.limit))
 
     async def answer(self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None) -> Outcome:
         self.calls[custom_id] += 1

@@ -382,7 +382,7 @@ async def test_no_line_begins_while_live_requests_wait() -> None:
     await settled()
     assert [0, 1] == inside([line, live, waiting])
     late = Visitor(admission, batch="b")
-    with pytest.raises(ServiceOverloaded, match="Live requests"):
+    with pytest.raises(ServiceOverloaded, match="No capacity for batch"):
         await late.task
     assert 0 == most_lines(admission)
     await line.leave()

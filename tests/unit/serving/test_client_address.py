@@ -95,3 +95,11 @@ async def test_the_line_of_a_request(aiohttp_client: Any) -> None:
         with structlog.testing.capture_logs() as lines:
             await (await client.post("/v1/nothing", headers={FOR: "5.6.7.8"})).read()
         assert [expected] == [line["client"] for line in lines if line["event"] == "request"]
+
+
+@every_case("name, element", [(FOR, "1.1.1.1"), (FOR, ""), (FORWARDED, "for=1.1.1.1"), (FORWARDED, "")])
+def test_long_headers(name: str, element: str) -> None:
+    """Of headers without end, the end is read: the nearest proxies write there."""
+    wanted = "for=5.6.7.8" if name == FORWARDED else "5.6.7.8"
+    long = ",".join([element] * 100_000)
+    assert "5.6.7.8" == address("10.1.1.1", (name, long), (name, wanted))

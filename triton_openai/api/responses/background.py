@@ -128,27 +128,24 @@ async def _make(
             async with held:
                 await context.admitted(answer, param="messages")
                 log.add(events.concluded(None))
-                await finish()
+                await made.keep()
         except asyncio.CancelledError:
             if executor.draining.reason() is not None:
                 raise
             # Another request has cancelled it.
             log.add(events.cancelled())
-            await finish()
+            await made.keep()
 
     async def failed(error: errors.ServiceError) -> None:
         log.add(events.concluded(error))
-        await finish(error.param)
+        await made.keep()
 
-    async def finish(param: str | None = None) -> None:
-        try:
-            await made.keep()
-        finally:
-            await log.close()
-            log.end(terminal_events(made.response, log.count, param))
-            made.state.live.pop(log.response.id, None)
-
-    await executor.run(record, work, failed=failed, reservation=lambda: reservation)
+    try:
+        await executor.run(record, work, failed=failed, reservation=lambda: reservation)
+    finally:
+        await log.close()
+        log.end(terminal_events(made.response, log.count, None if record.error is None else record.error.param))
+        made.state.live.pop(log.response.id, None)
 
 
 class ResumedEvents:
@@ -189,6 +186,9 @@ class ResumedEvents:
 
     async def _made(self, log: EventLog, seconds: float) -> bytes:
         """Return further events of a response that this process makes."""
+        if isinstance(self._stopping, errors.InvalidApiKey):
+            # Whoever reads may not, while the response goes on. Otherwise its own end comes soon.
+            return self._stopped(self._stopping)
         if self._place >= log.count and log.last is None:
             await log.wait(seconds)
         events = log.after(self._place)
@@ -229,10 +229,13 @@ class ResumedEvents:
                 return b""
             await asyncio.sleep(self._pause)
             self._pause = min(1.5 * self._pause, _LONGEST_WAIT)
-        # The response goes on in another process. The number is that of the last event, after which clients resume.
+        return self._stopped(self._stopping)
+
+    def _stopped(self, reason: errors.ServiceError) -> bytes:
+        """End with *reason*: the response goes on. The number is that of the last event, after which clients resume."""
         self._over = True
-        code, message = self._stopping.code, self._stopping.message
-        return response_event("error", max(0, self._place - 1), code=code, message=message, param=None)
+        number = max(0, self._place - 1)
+        return response_event("error", number, code=reason.code, message=reason.message, param=None)
 
     async def _rows(self) -> Sequence[Row]:
         page = await self._found.state.store().page(
