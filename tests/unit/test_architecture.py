@@ -127,6 +127,18 @@ def test_triton_libraries_stay_in_one_package() -> None:
     assert [] == _found(rule)
 
 
+def test_operations_do_not_depend_on_http() -> None:
+    """`aiohttp` is not imported under `triton_openai/api/`: lines of batches run there too, which have no request."""
+
+    def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+        if name.startswith("triton_openai/api/"):
+            for module, line in _imports(tree, _package(name)):
+                if _is(module, "aiohttp"):
+                    yield module, line
+
+    assert [] == _found(rule)
+
+
 def test_databases_stay_in_one_package() -> None:
     """Drivers of databases are imported under `triton_openai/storage/` only, so all SQL is there; limits use Redis."""
 

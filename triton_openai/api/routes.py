@@ -32,7 +32,7 @@ from triton_openai.api import (
     transcriptions,
     uploaded_files,
 )
-from triton_openai.api.bodies import IGNORED_HEADER, FileField, FormRequest, ModelRequest
+from triton_openai.api.bodies import IGNORED_HEADER, REPAIRED_HEADER, FileField, FormRequest, ModelRequest
 from triton_openai.api.messages import batch_body, message_batches
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages import types as message_types
@@ -107,6 +107,10 @@ _IGNORED = {
     "description": "What of the request had no effect: parameters, types of tools and items.",
     "schema": _STRING,
 }
+_REPAIRED = {
+    "description": "The functions of past calls whose arguments were broken, and were repaired for the model.",
+    "schema": _STRING,
+}
 _AUTHENTICATE = {"description": "How a key is given.", "schema": {"const": "Bearer"}}
 _RETRY_AFTER = {"description": "Seconds after which trying again may work.", "schema": {**_COUNT, "minimum": 1}}
 _RATE_LIMITS: Mapping[str, Mapping[str, Any]] = {
@@ -143,6 +147,8 @@ def describe(settings: Settings) -> dict[str, Any]:
             either = {"anyOf": [_schema(operation.answer), _schema(ErrorEnvelope)]}
             failures[operation.failure] = _failure(operation.failure, (), either)
         read = {} if operation.request is None else {IGNORED_HEADER: _IGNORED}
+        if operation.label == "chat":
+            read[REPAIRED_HEADER] = _REPAIRED
         headers = {**_ALWAYS, **read, **(_RATE_LIMITS if keys and operation.group in COUNTED else {})}
         summary, _, more = prose(operation.handler.__doc__).partition("\n\n")
         partly = {}

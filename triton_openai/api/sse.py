@@ -1,5 +1,5 @@
 """
-Streams answers as server-sent events: the only place that writes them.
+Renders answers as server-sent events: the only place that does.
 
 Events are ``data: <json>`` and an empty line; a line that starts with a colon is a comment, which clients skip; the
 stream of a completion ends with ``data: [DONE]``. Lines end with line feeds alone, and clients that read text line by
