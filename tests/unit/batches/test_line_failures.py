@@ -7,10 +7,12 @@ The host of these tests has a Triton that poison lines end: what runs then loses
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from tests.cases import every_case
 from tests.store_fixture import Place
 from tests.unit.batches.test_batch_runner import NAMES, Host, Process, counted, process, request
 from triton_openai import errors
-from triton_openai.access.rate_limits import Reservation
+from triton_openai.access.rate_limits import RateLimit, Reservation
 from triton_openai.batches import batch_runner as runner_module
 from triton_openai.batches import line_limits as limits_module
 from triton_openai.batches.results import Outcome, never_ran, rendered
@@ -430,6 +432,73 @@ async def test_one_process_at_a_time_runs_quarantined_lines(place: Place) -> Non
         for batch in batches:
             assert 6 == (await other.ended(batch)).succeeded
     assert 1 == max(host.most_alone for host in hosts)
+
+
+async def test_lines_that_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines whose input cannot be read for a while, or whose limits cannot be asked, wait, and count nowhere."""
+    async with process(tmp_path) as one:
+        host, runner = one.host, one.runner
+        host.limit = RateLimit(concurrent_requests=20)
+        read = os.pread
+        admit: Callable[[str], Awaitable[Reservation | None]] = host.admit
+        failures: list[Exception] = [OSError(errno.EIO, "no"), OSError(errno.ESTALE, "no"), RuntimeError("no")] * 2
+        refusals = [RuntimeError("no"), ValueError("no")]
+
+        def failing_read(descriptor: int, length: int, start: int) -> bytes:
+            if failures and not host.busy:
+                raise failures.pop(0)
+            return read(descriptor, length, start)
+
+        async def failing_admit(owner: str) -> Reservation | None:
+            if refusals:
+                raise refusals.pop(0)
+            return await admit(owner)
+
+        monkeypatch.setattr(os, "pread", failing_read)
+        monkeypatch.setattr(host, "admit", failing_admit)
+        stopped = list[int]()
+        mark = one.files.store.stopped
+
+        async def noted(batch: Batch, lines: Sequence[int]) -> None:
+            stopped.extend(lines)
+            await mark(batch, lines)
+
+        monkeypatch.setattr(one.files.store, "stopped", noted)
+        done = await one.ended(await one.batch(NAMES))
+        assert {name: [200] for name in NAMES} == one.results(done)
+        assert [] == failures + refusals
+        assert stopped
+        assert 0 == sum(limit.running for limit in runner._limits.values())
+        # All that was reserved is free again.
+        free = [await admit("me") for _ in range(20)]
+        assert [None] * 20 == [one.refusal for one in free if one is not None]
+
+
+async def test_a_line_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line whose input is cut off is tried four times, and ends with an error that names the line."""
+    reads = list[int]()
+    read = os.pread
+
+    def short_read(descriptor: int, length: int, start: int) -> bytes:
+        content = read(descriptor, length, start)
+        if not content.startswith(b'{"custom_id": "id-0"'):
+            return content
+        reads.append(start)
+        return content[: length // 2]
+
+    async with process(tmp_path) as one:
+        one.host.busy = True
+        batch = await one.batch(NAMES[:3])
+        await one.until(batch, lambda found: found.status == "in_progress")
+        monkeypatch.setattr(os, "pread", short_read)
+        one.host.busy = False
+        with structlog.testing.capture_logs() as logs:
+            done = await one.ended(batch)
+        assert (2, 1) == (done.succeeded, done.failed)
+        assert {"": [500], "id-1": [200], "id-2": [200]} == one.results(done)
+        assert b"line 1 of the input" in one.content(done.errors)
+    assert 4 == len(reads)
+    assert [1] * 4 == [log["line"] for log in logs if log["event"] == "a line failed"]
 
 
 BREAKS = "a\u0085b\u2028c\u2029d\u2030 \\\u2028"
