@@ -179,6 +179,74 @@ async def test_a_model_that_never_comes_back(tmp_path: Path) -> None:
         assert {name: ["batch_expired"] for name in NAMES[:2]} == one.results(done)
 
 
+# Of the key of a batch.
+MAY_NOT_ASK: dict[str, Callable[[], errors.ServiceError]] = {
+    "a model that the key may not use": lambda: errors.ModelNotFound("m", hidden=True),
+    "a key that was removed": lambda: errors.InvalidApiKey("no"),
+    "a key that lacks a right": lambda: errors.KeyNotSufficient("no"),
+    "an API that was restricted": lambda: errors.ApiRestricted("no"),
+}
+
+
+class Locked(Host):
+    """A host that refuses what lines of *owner* ask, by its key."""
+
+    def __init__(self, owner: str, make: Callable[[], errors.ServiceError]) -> None:
+        super().__init__()
+        self.owner = owner
+        self.make = make
+        self.gone = True
+        #: How often each owner asked the model.
+        self.asked: Counter[str] = Counter()
+
+    async def probe(self, batch: Batch, model: str) -> None:
+        self.asked[batch.owner] += 1
+        if batch.owner == self.owner:
+            raise self.make()
+        if self.gone:
+            raise errors.UpstreamUnavailable("no")
+
+    async def answer(self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None) -> Outcome:
+        self.calls[custom_id] += 1
+        if batch.owner == self.owner:
+            return self.refusal(batch, errors.ModelNotFound("m", hidden=True))
+        if self.gone:
+            return self.refusal(batch, errors.UpstreamUnavailable("no"))
+        return Outcome(200, b"{}")
+
+
+@every_case("name, owner", [(name, owner) for name in MAY_NOT_ASK for owner in ("me", "you")])
+async def test_keys_that_may_not_ask_a_model(name: str, owner: str, tmp_path: Path) -> None:
+    """Whether a model is back does not depend on a key that may not ask it, whichever batch comes first."""
+    host = Locked(owner, MAY_NOT_ASK[name])
+    other = "you" if owner == "me" else "me"
+    async with process(tmp_path / f"{name}-{owner}", host) as one:
+        host.busy = True
+        batches = {who: await one.batch(NAMES[:5], owner=who, name=f"batch_{who}") for who in ("me", "you")}
+        for batch in batches.values():
+            await one.until(batch, lambda found: found.status == "in_progress")
+        one.runner._away.pause("m", "no")
+        host.busy = False
+        # It stays away for both while it is away.
+        await one.until(batches[other], lambda _: host.asked[other] > 3)
+        assert not host.calls
+        host.gone = False
+        assert 5 == (await one.ended(batches[other])).succeeded
+        assert 5 == (await one.ended(batches[owner])).failed
+
+
+async def test_no_key_may_ask_a_model(tmp_path: Path) -> None:
+    """Where no key may use a model that is there, its lines do not wait: each fails by itself."""
+    host = Locked("me", MAY_NOT_ASK["a model that the key may not use"])
+    async with process(tmp_path, host) as one:
+        host.busy = True
+        batch = await one.batch(NAMES[:5])
+        await one.until(batch, lambda found: found.status == "in_progress")
+        one.runner._away.pause("m", "no")
+        host.busy = False
+        assert 5 == (await one.ended(batch)).failed
+
+
 async def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is looked for after one second, then after two, four and so on, half a minute at most."""
     monkeypatch.undo()
