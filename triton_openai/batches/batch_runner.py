@@ -31,7 +31,7 @@ from triton_openai.access.rate_limits import Reservation
 from triton_openai.batches.away_models import AwayModels, Prober
 from triton_openai.batches.file_folder import Files, on_disk, opened
 from triton_openai.batches.inputs import InputReader, id_and_body
-from triton_openai.batches.line_errors import Verdict, lacks_capacity, verdict_on
+from triton_openai.batches.line_errors import Verdict, lacks_capacity, may_hang, verdict_on
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
 from triton_openai.batches.results import Outcome, Results, rendered
 from triton_openai.batches.running_batch import Attempts, Phase, RunningBatch
@@ -538,7 +538,7 @@ class BatchRunner:
             and not await self._away.answers(held.batch, line.model)
         ):
             # A model that did not end the request itself may hang because of it.
-            verdict = Verdict.DIED if isinstance(error, errors.UpstreamTimeout) else Verdict.AWAY
+            verdict = Verdict.DIED if may_hang(error) else Verdict.AWAY
         if self._host.stopping:
             # No line begins any more: whoever takes the batch over begins this one.
             held.put_back(line)

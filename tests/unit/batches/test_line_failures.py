@@ -29,6 +29,7 @@ from triton_openai.batches import batch_runner as runner_module
 from triton_openai.batches import line_limits as limits_module
 from triton_openai.batches.results import Outcome, never_ran, rendered
 from triton_openai.storage.batch_store import Batch, next_group
+from triton_openai.triton.status import foreign_error
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +54,11 @@ PASSING: dict[str, Callable[[], errors.ServiceError]] = {
     "a full disk": lambda: errors.StorageFull("no"),
     "a conversation in use": lambda: errors.ConversationBusy("no"),
     "a key that is being removed": lambda: errors.InvalidApiKey("no"),
+    "a proxy that fails": lambda: foreign_error("500", "<html>"),
+    "a proxy that cannot connect": lambda: foreign_error("502", "<html>"),
+    "a proxy without a Triton": lambda: foreign_error("503", "<html>"),
+    "a proxy with an error of its own": lambda: foreign_error("520", "<html>"),
+    "a proxy without this address": lambda: foreign_error("404", "<html>"),
 }
 # Of the line.
 ENDING: dict[str, Callable[[], errors.ServiceError]] = {
@@ -68,6 +74,7 @@ ENDING: dict[str, Callable[[], errors.ServiceError]] = {
 # Of the line or of the model.
 DOUBTFUL: dict[str, Callable[[], errors.ServiceError]] = {
     "a model that fails": lambda: errors.UpstreamError("no"),
+    "a proxy that waits too long": lambda: foreign_error("504", "<html>"),
     "a model that is slow": lambda: errors.UpstreamTimeout("no"),
     "a mistake of the service": errors.ServiceError,
     "an adapter that is not loaded": lambda: errors.LoraNotLoaded("no"),
@@ -116,6 +123,21 @@ async def test_a_model_that_fails_for_all(name: str, tmp_path: Path) -> None:
         one.host.answers.clear()
         one.host.silent.clear()
         assert 1 == (await one.ended(batch)).succeeded
+
+
+@every_case("status", ["500", "502", "503", "504"])
+async def test_the_page_of_a_proxy_is_no_death(status: str, tmp_path: Path) -> None:
+    """What a proxy says while Triton restarts quarantines no line: the lines wait, and none has a death."""
+    async with process(tmp_path / status) as one:
+        one.host.answers = {name: [foreign_error(status, "<html>")] for name in NAMES}
+        one.host.silent.add("m")
+        with structlog.testing.capture_logs() as logs:
+            batch = await one.batch(NAMES)
+            await one.until(batch, lambda _: len(one.host.probes) > 3)
+            await counted(one, quarantined=0)
+            one.host.silent.clear()
+            assert 20 == (await one.ended(batch)).succeeded
+        assert "Triton ended while a line ran" not in [log["event"] for log in logs]
 
 
 async def test_a_model_that_is_away_for_a_moment(tmp_path: Path) -> None:
