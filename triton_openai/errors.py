@@ -354,6 +354,14 @@ class UpstreamLost(UpstreamError, code="upstream_disconnected"):
     """The connection to Triton ended before the answer was complete: Triton has ended, or does not answer any more."""
 
 
+class ProxyFailed(UpstreamLost):
+    """
+    A server in front of Triton failed with the request: it may have lost its connection, or may have had none.
+
+    Nginx answers 502 in both cases (``ngx_http_upstream.c``).
+    """
+
+
 class UpstreamUnavailable(UpstreamError, status=503, code="upstream_unavailable"):
     """Triton, or the model, cannot be reached or is not ready."""
 
@@ -371,6 +379,10 @@ class ModelUnloading(UpstreamUnavailable, code="model_unloading"):
 
 class UpstreamTimeout(UpstreamError, status=504, code="upstream_timeout"):
     """Triton sent nothing for longer than the configured time limit."""
+
+
+class ProxyTimeout(UpstreamTimeout):
+    """A server in front of Triton had no answer in time; it may have had no connection either."""
 
 
 class NotImplementedUpstream(ServiceError, status=501, code="not_supported", retryable=False):

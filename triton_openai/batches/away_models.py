@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -18,6 +20,8 @@ from triton_openai.storage.batch_store import Batch
 from triton_openai.tasks import cancel, spawn
 
 _log = structlog.get_logger(__name__)
+# Why a batch may not ask: they say nothing of its model.
+_OF_THE_KEY = (errors.InvalidApiKey, errors.ApiRestricted, errors.KeyNotSufficient)
 
 
 class Prober(Protocol):
@@ -34,6 +38,10 @@ class Prober(Protocol):
         """
 
 
+class _MayNotAsk(Exception):
+    """The key of a batch may not ask the model, which says nothing of the model."""
+
+
 class AwayModels:
     """
     The models of *host* that are away, by the names that lines have for them.
@@ -45,6 +53,8 @@ class AwayModels:
         self._host = host
         self._found = found
         self._pauses: dict[str, Pause] = {}
+        # The batches whose lines wait for each model.
+        self._batches: dict[str, list[Batch]] = {}
         self._probes: dict[str, asyncio.Task[bool]] = {}
         self._looks: set[asyncio.Task[None]] = set()
 
@@ -62,10 +72,12 @@ class AwayModels:
 
     def look(self, batches: Collection[RunningBatch]) -> None:
         """Look for the models that lines of *batches* wait for, those that are due."""
-        wanted: dict[str, Batch] = {}
+        wanted: defaultdict[str, list[Batch]] = defaultdict(list)
         for running in batches:
             if running.begins_lines:
-                wanted.update(dict.fromkeys(running.models(), running.batch))
+                for model in running.models():
+                    wanted[model].append(running.batch)
+        self._batches = dict(wanted)
         for model in wanted:
             if self._host.target(model) is None:
                 self.pause(model, "it is not served")
@@ -74,14 +86,20 @@ class AwayModels:
         for model, pause in self._pauses.items():
             if pause.due:
                 pause.look()
-                spawn(self._look(wanted[model], model, pause), self._looks)
+                spawn(self._look(wanted[model][0], model, pause), self._looks)
 
     async def answers(self, batch: Batch, model: str) -> bool:
-        """Return whether *model*, which lines of *batch* ask, answers a small request. Several ask at the same time."""
+        """
+        Return whether *model*, which lines of *batch* ask, answers a small request. Several ask at the same time.
+
+        If the key of *batch* may not ask it, those of other batches with lines for the model do. If none may, the
+        answer is ``True``: their lines fail before they reach the model.
+        """
         probe = self._probes.get(model)
         if probe is None:
+            others = [other for other in self._batches.get(model, ()) if other.id != batch.id]
             # Without the context of the line that happens to be the first one.
-            probe = contextvars.Context().run(asyncio.create_task, self._answers(batch, model))
+            probe = contextvars.Context().run(asyncio.create_task, self._answers([batch, *others], model))
             self._probes[model] = probe
             probe.add_done_callback(partial(self._forget, model))
         return await asyncio.shield(probe)
@@ -104,11 +122,22 @@ class AwayModels:
         _log.info("a model is back: lines of batches go on", model=model)
         self._found()
 
-    async def _answers(self, batch: Batch, model: str) -> bool:
+    async def _answers(self, batches: Sequence[Batch], model: str) -> bool:
+        for batch in batches:
+            with suppress(_MayNotAsk):
+                return await self._answers_to(batch, model)
+        return True
+
+    async def _answers_to(self, batch: Batch, model: str) -> bool:
+        """Return whether *model* answers *batch*. Raises :class:`_MayNotAsk` if the key of the batch may not ask it."""
         try:
             await self._host.probe(batch, model)
-        except errors.ModelNotFound:
+        except errors.ModelNotFound as error:
+            if error.hidden:
+                raise _MayNotAsk from error
             return False
+        except _OF_THE_KEY as error:
+            raise _MayNotAsk from error
         except (errors.InvalidRequest, errors.Overloaded, errors.ServiceOverloaded):
             # What refuses a request is there.
             return True

@@ -31,7 +31,7 @@ from triton_openai.access.rate_limits import Reservation
 from triton_openai.batches.away_models import AwayModels, Prober
 from triton_openai.batches.file_folder import Files, on_disk, opened
 from triton_openai.batches.inputs import InputReader, id_and_body
-from triton_openai.batches.line_errors import Verdict, lacks_capacity, verdict_on
+from triton_openai.batches.line_errors import Verdict, lacks_capacity, may_hang, verdict_on
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
 from triton_openai.batches.results import Outcome, Results, rendered
 from triton_openai.batches.running_batch import Attempts, Phase, RunningBatch
@@ -47,6 +47,7 @@ from triton_openai.storage.batch_store import (
     LeaseLost,
     Line,
     StoredFile,
+    failed_write,
     next_group,
 )
 from triton_openai.tasks import cancel, wait_any
@@ -412,15 +413,25 @@ class BatchRunner:
             return
         if not picked:
             return
+        numbers = [line.number for line, _ in picked]
         try:
-            await self._store.begin(held.batch, [line.number for line, _ in picked])
+            await self._store.begin(held.batch, numbers)
             contents = await on_disk(lambda: [os.pread(held.input, line.length, line.place) for line, _ in picked])
-        except (ServiceError, LeaseLost) as error:
+        except Exception as error:
             self._release(reservations)
+            if not isinstance(error, ServiceError | LeaseLost):
+                with suppress(ServiceError, LeaseLost):
+                    await self._store.stopped(held.batch, numbers)
+            # Last: what waits may begin, and what has begun must not be marked.
             self._put_back(held, picked)
             if isinstance(error, LeaseLost):
                 self._lose(held)
                 return
+            if self._held.get(held.batch.id) is not held:
+                # It has ended meanwhile, and its files are closed.
+                return
+            if isinstance(error, OSError):
+                raise failed_write(error) from error
             raise
         for (line, limit), content, reservation in zip(picked, contents, reservations, strict=True):
             task = asyncio.create_task(self._run(held, line, content, limit, reservation))
@@ -433,6 +444,9 @@ class BatchRunner:
             reservation = await self._host.admit(owner)
         except ServiceError as error:
             wait = error.retry_after or _POLL
+        except Exception:  # noqa: BLE001 - the last resort: logged, and other owners go on
+            _log.exception("the limits of a key cannot be asked")
+            wait = _TROUBLE_SECONDS
         else:
             if reservation is None or reservation.refusal is None:
                 return _Admission(True, reservation)
@@ -458,6 +472,7 @@ class BatchRunner:
     ) -> None:
         """Have a line answered, and keep its result, or let it wait for another attempt."""
         batch, began = held.batch, time.monotonic()
+        custom_id = ""
         try:
             custom_id, body = await offload.run(id_and_body, content, cost=offload.json_cost(len(content)))
             outcome: Outcome | None
@@ -468,14 +483,29 @@ class BatchRunner:
                 outcome = await self._host.answer(batch, custom_id, body, reservation)
                 outcome = await self._result_of(held, line, outcome, limit, began)
             if outcome is not None:
-                state = SUCCEEDED if outcome.error is None else FAILED
-                cost = offload.BYTE * len(outcome.body)
-                data = await offload.run(rendered, batch, line.number, custom_id, outcome, cost=cost)
-                exonerated = state == SUCCEEDED and line.deaths > 0
-                held.done.append((Done(line.number, state, -1, len(data), outcome.usage, exonerated), data))
+                await self._add_result(held, line, custom_id, outcome)
         except Exception:  # noqa: BLE001 - the last resort: logged, and the line is tried again
-            _log.exception("a line failed", batch=batch.id)
-            held.retry(line, _LONGEST_RETRY)
+            _log.exception("a line failed", batch=batch.id, line=line.number)
+            await self._after_mistake(held, line, custom_id)
+
+    async def _after_mistake(self, held: RunningBatch, line: Line, custom_id: str) -> None:
+        """Have a line that the service failed to run wait for another attempt; after the last one, the line fails."""
+        error = ServiceError(f"The service failed to run line {line.number} of the input.")
+        if self._retry(held, line, error, counts=True):
+            with suppress(ServiceError, LeaseLost):
+                await self._store.stopped(held.batch, [line.number])
+            return
+        # Without an id if the input cannot be read.
+        await self._add_result(held, line, custom_id, self._host.refusal(held.batch, error))
+
+    @staticmethod
+    async def _add_result(held: RunningBatch, line: Line, custom_id: str, outcome: Outcome) -> None:
+        """Have *outcome* kept as the result of a line."""
+        state = SUCCEEDED if outcome.error is None else FAILED
+        cost = offload.BYTE * len(outcome.body)
+        data = await offload.run(rendered, held.batch, line.number, custom_id, outcome, cost=cost)
+        exonerated = state == SUCCEEDED and line.deaths > 0
+        held.done.append((Done(line.number, state, -1, len(data), outcome.usage, exonerated), data))
 
     def _left(self, held: RunningBatch, number: int, limit: Limit, reservation: Reservation | None, _: object) -> None:
         """Count a line out. Not where it runs: a task that is cancelled before it has begun never does."""
@@ -508,7 +538,7 @@ class BatchRunner:
             and not await self._away.answers(held.batch, line.model)
         ):
             # A model that did not end the request itself may hang because of it.
-            verdict = Verdict.DIED if isinstance(error, errors.UpstreamTimeout) else Verdict.AWAY
+            verdict = Verdict.DIED if may_hang(error) else Verdict.AWAY
         if self._host.stopping:
             # No line begins any more: whoever takes the batch over begins this one.
             held.put_back(line)

@@ -37,6 +37,9 @@ _BUSY = (
 
 def verdict_on(error: ServiceError) -> Verdict:
     """Return what follows from *error*, by which a line failed whose model was there when the batch was made."""
+    if isinstance(error, errors.ProxyFailed):
+        # A proxy says so as well while it cannot connect to a Triton that starts: the line may not have reached one.
+        return Verdict.AWAY
     if isinstance(error, errors.UpstreamLost | errors.ModelCrashed):
         return Verdict.DIED
     if isinstance(error, errors.ModelNotFound):
@@ -49,6 +52,11 @@ def verdict_on(error: ServiceError) -> Verdict:
     if isinstance(error, errors.InvalidRequest) and not isinstance(error, errors.LoraNotLoaded):
         return Verdict.ENDS
     return Verdict.DOUBTFUL
+
+
+def may_hang(error: ServiceError) -> bool:
+    """Return whether a model that answers nothing more may hang because of the line that failed by *error*."""
+    return isinstance(error, errors.UpstreamTimeout) and not isinstance(error, errors.ProxyTimeout)
 
 
 def lacks_capacity(error: ServiceError) -> bool:

@@ -7,6 +7,7 @@ another process has claimed the batch, so a process that was frozen changes noth
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import sqlite3
@@ -19,6 +20,7 @@ import msgspec
 
 from triton_openai import errors
 from triton_openai.storage.sql import Database, Steps, missing, operation
+from triton_openai.tasks import cancel
 
 _T = TypeVar("_T")
 # Longest time for one operation, in seconds, and for one that inserts, changes or drops many lines.
@@ -49,7 +51,7 @@ MIGRATIONS: Sequence[Sequence[str]] = (
         # `running` is 1 while the line runs. `attempts`, which had another meaning, are process deaths from now on.
         "ALTER TABLE line ADD COLUMN running INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE line ADD COLUMN max_group INTEGER NOT NULL DEFAULT 0",
-        "UPDATE line SET attempts = 0",
+        "UPDATE line SET attempts = 0 WHERE attempts <> 0",
         "ALTER TABLE line ADD COLUMN triton_deaths INTEGER NOT NULL DEFAULT 0",
         # The process that runs quarantined lines.
         "CREATE TABLE quarantine (number INTEGER PRIMARY KEY, holder TEXT NOT NULL, until DOUBLE PRECISION NOT NULL)",
@@ -64,8 +66,10 @@ lacking = partial(missing, "batches", MIGRATIONS)
 TABLES: Mapping[str, str] = {
     "file": "id, owner, purpose, filename, bytes, created, expires, state",
     "batch": "id, owner, kind, input, open, created, holder, generation, until, detail",
-    "line": "batch, number, place, length, model, prefix, state, attempts, part, part_place, part_length",
+    "line": "batch, number, place, length, model, prefix, state, attempts, part, part_place, part_length, running,"
+    " max_group, triton_deaths",
     "place": "number, id",
+    "quarantine": "number, holder, until",
 }
 
 
@@ -236,23 +240,47 @@ class BatchStore:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        # Whether the tables are those of this release, and what sees to it.
+        self._prepared = False
+        self._preparing: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
         """Disconnect."""
+        if self._preparing is not None:
+            await cancel(self._preparing)
         await self._database.close()
 
     async def verify(self) -> None:
         """Raise :class:`ConfigurationError` for a database that this release cannot use."""
         try:
-            await self._database.verify(TABLES, timeout=_TIMEOUT)
+            await self._database.verify(TABLES, timeout=_LONG_TIMEOUT)
         except (OSError, sqlite3.Error) as error:
             raise failed_write(error) from error
 
     async def _run(self, steps: Steps[_T], *, write: bool = False, long: bool = False) -> _T:
+        timeout = _LONG_TIMEOUT if long else _TIMEOUT
         try:
-            return await self._database.run(steps, timeout=_LONG_TIMEOUT if long else _TIMEOUT, write=write)
+            if not self._prepared:
+                await self._prepare(timeout)
+            return await self._database.run(steps, timeout=timeout, write=write)
         except (OSError, sqlite3.Error) as error:
             raise failed_write(error) from error
+
+    async def _prepare(self, seconds: float) -> None:
+        """
+        Connect, and change tables of an older release; wait for it so many *seconds*.
+
+        It goes on after that: to change many lines takes longer than an operation may.
+        """
+        if self._preparing is None or self._preparing.done():
+            self._preparing = asyncio.create_task(self._database.run(_nothing(), timeout=_LONG_TIMEOUT))
+            self._preparing.add_done_callback(_note_failure)
+        preparing = self._preparing
+        done, _ = await asyncio.wait([preparing], timeout=seconds)
+        if not done:
+            raise TimeoutError
+        preparing.result()
+        self._prepared = True
 
     @operation(write=True)
     def place(self, new: str | None = None) -> Steps[str | None]:
@@ -606,6 +634,16 @@ def _kept(owner: str) -> Steps[int]:
         *(owner, time.time()),
     )
     return int(found[0][0])
+
+
+def _nothing() -> Steps[None]:
+    yield ("SELECT 1",)
+
+
+def _note_failure(task: asyncio.Task[None]) -> None:
+    """Take the exception of a *task* that nobody may wait for any more: asyncio would log it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def failed_write(error: Exception) -> errors.ServiceError:

@@ -210,6 +210,7 @@ _BY_STATUS = {
 }
 
 
+_CUT_OFF = "The connection to Triton was lost before the answer was complete."
 # Of a server that is no Triton: it has refused the request itself, whose fault that is. Others may take it, but nothing
 # says so.
 _REFUSALS = frozenset({"400", "408", "411", "413", "414", "415", "417", "431"})
@@ -229,11 +230,11 @@ def foreign_error(status: str, body: str = "") -> ServiceError:
     if status == "429":
         return errors.Overloaded("A server in front of Triton takes no requests now.", detail=detail, retry_after=1)
     if status == "504":
-        return errors.UpstreamTimeout("Triton did not answer in time.", detail=detail)
+        return errors.ProxyTimeout("Triton did not answer in time.", detail=detail)
     if status in _REFUSALS:
         return UpstreamError(f"A server in front of Triton refused the request with status {status}.", detail=detail)
     if status.startswith("5"):
-        return cut_off_error(detail)
+        return errors.ProxyFailed(_CUT_OFF, detail=detail)
     return unreachable(detail)
 
 
@@ -285,8 +286,7 @@ def no_answer_error(model: str) -> ServiceError:
 
 def cut_off_error(reason: str | None = None) -> ServiceError:
     """Return the error for a connection that broke before the answer was complete; *reason* goes to the log."""
-    message = "The connection to Triton was lost before the answer was complete."
-    return errors.UpstreamLost(message, detail=reason)
+    return errors.UpstreamLost(_CUT_OFF, detail=reason)
 
 
 def unreachable(reason: str) -> ServiceError:

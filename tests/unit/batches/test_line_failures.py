@@ -7,10 +7,12 @@ The host of these tests has a Triton that poison lines end: what runs then loses
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,12 @@ from tests.cases import every_case
 from tests.store_fixture import Place
 from tests.unit.batches.test_batch_runner import NAMES, Host, Process, counted, process, request
 from triton_openai import errors
-from triton_openai.access.rate_limits import Reservation
+from triton_openai.access.rate_limits import RateLimit, Reservation
 from triton_openai.batches import batch_runner as runner_module
 from triton_openai.batches import line_limits as limits_module
 from triton_openai.batches.results import Outcome, never_ran, rendered
 from triton_openai.storage.batch_store import Batch, next_group
+from triton_openai.triton.status import foreign_error
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +54,11 @@ PASSING: dict[str, Callable[[], errors.ServiceError]] = {
     "a full disk": lambda: errors.StorageFull("no"),
     "a conversation in use": lambda: errors.ConversationBusy("no"),
     "a key that is being removed": lambda: errors.InvalidApiKey("no"),
+    "a proxy that fails": lambda: foreign_error("500", "<html>"),
+    "a proxy that cannot connect": lambda: foreign_error("502", "<html>"),
+    "a proxy without a Triton": lambda: foreign_error("503", "<html>"),
+    "a proxy with an error of its own": lambda: foreign_error("520", "<html>"),
+    "a proxy without this address": lambda: foreign_error("404", "<html>"),
 }
 # Of the line.
 ENDING: dict[str, Callable[[], errors.ServiceError]] = {
@@ -66,6 +74,7 @@ ENDING: dict[str, Callable[[], errors.ServiceError]] = {
 # Of the line or of the model.
 DOUBTFUL: dict[str, Callable[[], errors.ServiceError]] = {
     "a model that fails": lambda: errors.UpstreamError("no"),
+    "a proxy that waits too long": lambda: foreign_error("504", "<html>"),
     "a model that is slow": lambda: errors.UpstreamTimeout("no"),
     "a mistake of the service": errors.ServiceError,
     "an adapter that is not loaded": lambda: errors.LoraNotLoaded("no"),
@@ -114,6 +123,21 @@ async def test_a_model_that_fails_for_all(name: str, tmp_path: Path) -> None:
         one.host.answers.clear()
         one.host.silent.clear()
         assert 1 == (await one.ended(batch)).succeeded
+
+
+@every_case("status", ["500", "502", "503", "504"])
+async def test_the_page_of_a_proxy_is_no_death(status: str, tmp_path: Path) -> None:
+    """What a proxy says while Triton restarts quarantines no line: the lines wait, and none has a death."""
+    async with process(tmp_path / status) as one:
+        one.host.answers = {name: [foreign_error(status, "<html>")] for name in NAMES}
+        one.host.silent.add("m")
+        with structlog.testing.capture_logs() as logs:
+            batch = await one.batch(NAMES)
+            await one.until(batch, lambda _: len(one.host.probes) > 3)
+            await counted(one, quarantined=0)
+            one.host.silent.clear()
+            assert 20 == (await one.ended(batch)).succeeded
+        assert "Triton ended while a line ran" not in [log["event"] for log in logs]
 
 
 async def test_a_model_that_is_away_for_a_moment(tmp_path: Path) -> None:
@@ -175,6 +199,74 @@ async def test_a_model_that_never_comes_back(tmp_path: Path) -> None:
         one.host.busy = False
         done = await one.ended(batch)
         assert {name: ["batch_expired"] for name in NAMES[:2]} == one.results(done)
+
+
+# Of the key of a batch.
+MAY_NOT_ASK: dict[str, Callable[[], errors.ServiceError]] = {
+    "a model that the key may not use": lambda: errors.ModelNotFound("m", hidden=True),
+    "a key that was removed": lambda: errors.InvalidApiKey("no"),
+    "a key that lacks a right": lambda: errors.KeyNotSufficient("no"),
+    "an API that was restricted": lambda: errors.ApiRestricted("no"),
+}
+
+
+class Locked(Host):
+    """A host that refuses what lines of *owner* ask, by its key."""
+
+    def __init__(self, owner: str, make: Callable[[], errors.ServiceError]) -> None:
+        super().__init__()
+        self.owner = owner
+        self.make = make
+        self.gone = True
+        #: How often each owner asked the model.
+        self.asked: Counter[str] = Counter()
+
+    async def probe(self, batch: Batch, model: str) -> None:
+        self.asked[batch.owner] += 1
+        if batch.owner == self.owner:
+            raise self.make()
+        if self.gone:
+            raise errors.UpstreamUnavailable("no")
+
+    async def answer(self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None) -> Outcome:
+        self.calls[custom_id] += 1
+        if batch.owner == self.owner:
+            return self.refusal(batch, errors.ModelNotFound("m", hidden=True))
+        if self.gone:
+            return self.refusal(batch, errors.UpstreamUnavailable("no"))
+        return Outcome(200, b"{}")
+
+
+@every_case("name, owner", [(name, owner) for name in MAY_NOT_ASK for owner in ("me", "you")])
+async def test_keys_that_may_not_ask_a_model(name: str, owner: str, tmp_path: Path) -> None:
+    """Whether a model is back does not depend on a key that may not ask it, whichever batch comes first."""
+    host = Locked(owner, MAY_NOT_ASK[name])
+    other = "you" if owner == "me" else "me"
+    async with process(tmp_path / f"{name}-{owner}", host) as one:
+        host.busy = True
+        batches = {who: await one.batch(NAMES[:5], owner=who, name=f"batch_{who}") for who in ("me", "you")}
+        for batch in batches.values():
+            await one.until(batch, lambda found: found.status == "in_progress")
+        one.runner._away.pause("m", "no")
+        host.busy = False
+        # It stays away for both while it is away.
+        await one.until(batches[other], lambda _: host.asked[other] > 3)
+        assert not host.calls
+        host.gone = False
+        assert 5 == (await one.ended(batches[other])).succeeded
+        assert 5 == (await one.ended(batches[owner])).failed
+
+
+async def test_no_key_may_ask_a_model(tmp_path: Path) -> None:
+    """Where no key may use a model that is there, its lines do not wait: each fails by itself."""
+    host = Locked("me", MAY_NOT_ASK["a model that the key may not use"])
+    async with process(tmp_path, host) as one:
+        host.busy = True
+        batch = await one.batch(NAMES[:5])
+        await one.until(batch, lambda found: found.status == "in_progress")
+        one.runner._away.pause("m", "no")
+        host.busy = False
+        assert 5 == (await one.ended(batch)).failed
 
 
 async def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,6 +522,73 @@ async def test_one_process_at_a_time_runs_quarantined_lines(place: Place) -> Non
         for batch in batches:
             assert 6 == (await other.ended(batch)).succeeded
     assert 1 == max(host.most_alone for host in hosts)
+
+
+async def test_lines_that_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines whose input cannot be read for a while, or whose limits cannot be asked, wait, and count nowhere."""
+    async with process(tmp_path) as one:
+        host, runner = one.host, one.runner
+        host.limit = RateLimit(concurrent_requests=20)
+        read = os.pread
+        admit: Callable[[str], Awaitable[Reservation | None]] = host.admit
+        failures: list[Exception] = [OSError(errno.EIO, "no"), OSError(errno.ESTALE, "no"), RuntimeError("no")] * 2
+        refusals = [RuntimeError("no"), ValueError("no")]
+
+        def failing_read(descriptor: int, length: int, start: int) -> bytes:
+            if failures and not host.busy:
+                raise failures.pop(0)
+            return read(descriptor, length, start)
+
+        async def failing_admit(owner: str) -> Reservation | None:
+            if refusals:
+                raise refusals.pop(0)
+            return await admit(owner)
+
+        monkeypatch.setattr(os, "pread", failing_read)
+        monkeypatch.setattr(host, "admit", failing_admit)
+        stopped = list[int]()
+        mark = one.files.store.stopped
+
+        async def noted(batch: Batch, lines: Sequence[int]) -> None:
+            stopped.extend(lines)
+            await mark(batch, lines)
+
+        monkeypatch.setattr(one.files.store, "stopped", noted)
+        done = await one.ended(await one.batch(NAMES))
+        assert {name: [200] for name in NAMES} == one.results(done)
+        assert [] == failures + refusals
+        assert stopped
+        assert 0 == sum(limit.running for limit in runner._limits.values())
+        # All that was reserved is free again.
+        free = [await admit("me") for _ in range(20)]
+        assert [None] * 20 == [one.refusal for one in free if one is not None]
+
+
+async def test_a_line_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line whose input is cut off is tried four times, and ends with an error that names the line."""
+    reads = list[int]()
+    read = os.pread
+
+    def short_read(descriptor: int, length: int, start: int) -> bytes:
+        content = read(descriptor, length, start)
+        if not content.startswith(b'{"custom_id": "id-0"'):
+            return content
+        reads.append(start)
+        return content[: length // 2]
+
+    async with process(tmp_path) as one:
+        one.host.busy = True
+        batch = await one.batch(NAMES[:3])
+        await one.until(batch, lambda found: found.status == "in_progress")
+        monkeypatch.setattr(os, "pread", short_read)
+        one.host.busy = False
+        with structlog.testing.capture_logs() as logs:
+            done = await one.ended(batch)
+        assert (2, 1) == (done.succeeded, done.failed)
+        assert {"": [500], "id-1": [200], "id-2": [200]} == one.results(done)
+        assert b"line 1 of the input" in one.content(done.errors)
+    assert 4 == len(reads)
+    assert [1] * 4 == [log["line"] for log in logs if log["event"] == "a line failed"]
 
 
 BREAKS = "a\u0085b\u2028c\u2029d\u2030 \\\u2028"

@@ -24,7 +24,7 @@ from triton_openai.app import SERVICE, create_app
 from triton_openai.config.tree import BatchesSettings, FilesSettings, ResponsesSettings, Settings, TritonSettings
 from triton_openai.errors import ConfigurationError, StoreUnavailable
 from triton_openai.storage import ENTRY_POINT_GROUP, open_batch_store, open_store
-from triton_openai.storage.batch_store import Batch, Line
+from triton_openai.storage.batch_store import MIGRATIONS, Batch, BatchStore, Line
 from triton_openai.storage.sqlite import SqliteStore
 from triton_openai.storage.store import Chain, EntryFull, Page, Place, Row, Store
 
@@ -480,7 +480,14 @@ def _run_statement(statement: str) -> Callable[..., None]:
 )
 async def test_a_file_that_cannot_be_used(tmp_path_factory: pytest.TempPathFactory, change: Any, said: str) -> None:
     """A database that is damaged, of a newer release, or of something else, ends the start with a sentence."""
-    for kind, table, column in (("responses", "triton_openai_row", "data"), ("batches", "line", "prefix")):
+    for kind, table, column in (
+        ("responses", "triton_openai_row", "data"),
+        ("batches", "line", "prefix"),
+        ("batches", "line", "running"),
+        ("batches", "line", "max_group"),
+        ("batches", "line", "triton_deaths"),
+        ("batches", "quarantine", "holder"),
+    ):
         path = tmp_path_factory.mktemp("store") / "database"
         store = opened(f"sqlite:{path}") if kind == "responses" else open_batch_store(f"sqlite:{path}")[0]
         # No file yet.
@@ -538,6 +545,7 @@ async def test_a_postgresql_that_cannot_be_used(postgresql: Server, statement: s
     for kind, schema, table, column in (
         ("responses", "", "triton_openai_row", "data"),
         ("batches", "openai_batches.", "line", "prefix"),
+        ("batches", "openai_batches.", "quarantine", "holder"),
     ):
         url = postgresql.url()
         store = opened(url) if kind == "responses" else open_batch_store(url)[0]
@@ -622,6 +630,69 @@ async def test_a_batch_store_that_hangs(
     assert await batches.batch("batch_1", "me", "openai") is not None
     assert await batches.batch("batch_2", "me", "openai") is None
     await batches.close()
+
+
+async def test_tables_of_an_older_release(tmp_path: Path) -> None:
+    """The tables are changed when the service starts, with a limit of their own; lines without attempts stay."""
+    path = tmp_path / "file"
+    changes = 0
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        for statement in (statement for version in MIGRATIONS[:2] for statement in version):
+            connection.execute(statement)
+        connection.execute("PRAGMA user_version = 2")
+        values = ", ".join(f"('b', {number}, 0, 1, 'm', 0, 0, {number % 10 == 0})" for number in range(100))
+        connection.execute(
+            "INSERT INTO line (batch, number, place, length, model, prefix, state, attempts) VALUES " + values
+        )
+        before = connection.total_changes
+        for statement in MIGRATIONS[2]:
+            connection.execute("BEGIN")
+            connection.execute(statement)
+            if statement.startswith("UPDATE"):
+                changes = connection.total_changes - before
+            connection.execute("ROLLBACK" if "UPDATE" in statement else "COMMIT")
+    assert 10 == changes
+
+
+class Migrating:
+    """A database whose tables take 20 seconds to change, at the first operation."""
+
+    def __init__(self) -> None:
+        self.migrated = False
+        self.migrations = 0
+
+    async def run(self, steps: Any, *, timeout: float, write: bool = False) -> Any:
+        async with asyncio.timeout(timeout):
+            if not self.migrated:
+                self.migrations += 1
+                await asyncio.sleep(20.0)
+                self.migrated = True
+        return None
+
+    async def verify(self, tables: Any, *, timeout: float) -> None:
+        await self.run(None, timeout=timeout)
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_migration_may_take_longer_than_an_operation(clock: Clock) -> None:
+    """What clients ask fails after five seconds, and the change of the tables goes on."""
+    database = Migrating()
+    store = BatchStore(database)
+    for _ in range(3):
+        waiting = asyncio.create_task(store.place())
+        await clock.elapse(0.0)
+        await clock.elapse(6.0)
+        with pytest.raises(StoreUnavailable):
+            await waiting
+    waiting = asyncio.create_task(store.place())
+    await clock.elapse(0.0)
+    await clock.elapse(4.0)
+    assert await waiting is None
+    assert database.migrated
+    assert 1 == database.migrations
+    await store.close()
 
 
 @pytest.mark.parametrize("kind", ["file", "postgresql"])

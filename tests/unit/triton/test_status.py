@@ -19,6 +19,8 @@ from triton_openai.errors import (
     NotImplementedUpstream,
     Overloaded,
     PromptRefused,
+    ProxyFailed,
+    ProxyTimeout,
     RequestRefused,
     ServiceError,
     UpstreamError,
@@ -26,7 +28,14 @@ from triton_openai.errors import (
     UpstreamUnavailable,
 )
 from triton_openai.telemetry.logging import warn
-from triton_openai.triton.status import classify, cut_off_error, no_answer_error, public_reason, unreachable
+from triton_openai.triton.status import (
+    classify,
+    cut_off_error,
+    foreign_error,
+    no_answer_error,
+    public_reason,
+    unreachable,
+)
 
 TRACEBACK = (
     "Traceback (most recent call last):\n"
@@ -266,6 +275,16 @@ def test_errors_without_a_text_give_nothing_away(error):
     assert isinstance(error, UpstreamError)
     assert "127.0.0.1" not in error.message
     assert "'m'" not in error.message
+
+
+@every_case("status, kind", [("500", ProxyFailed), ("502", ProxyFailed), ("599", ProxyFailed), ("504", ProxyTimeout)])
+def test_a_proxy_that_fails_is_no_triton_that_ends(status: str, kind: type[ServiceError]) -> None:
+    """Clients see the same as of a lost connection or of silence, and the kind says that it is of a proxy."""
+    error = foreign_error(status, "<html>")
+    same = UpstreamTimeout("") if status == "504" else cut_off_error()
+    assert kind is type(error)
+    assert isinstance(error, type(same))
+    assert (same.status, same.code) == (error.status, error.code)
 
 
 def test_a_long_name_of_a_model_is_cut():
