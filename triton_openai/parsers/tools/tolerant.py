@@ -263,8 +263,6 @@ class _Reading:
         match = _SPACE.match(self._text, at)
         end = match.end() if match else at
         self._steps.take(1 + end - at)
-        if end > at and _COMMENT.search(self._text, at, end):
-            self._kinds.add("literals")
         self._need(end)
         return end
 
@@ -715,11 +713,14 @@ class _Reading:
 
     def _separated(self, at: int, after_item: bool) -> int:
         """Return the place of the next item, behind commas."""
+        start = at
         at = self._space(at)
         commas = 0
         while at < len(self._text) and self._text[at] in ",;":
             commas += 1
             at = self._space(at + 1)
+        if _COMMENT.search(self._text, start, at):
+            self._kinds.add("literals")
         closes = self._is_over(at) or self._text[at] in _CLOSERS
         if commas > 1 or (commas and (closes or not after_item)) or (after_item and not commas and not closes):
             self._kinds.add("commas")
@@ -860,6 +861,7 @@ class _Reading:
         self._guesses = True
         self._kinds.add("quotes")
         if key is not None:
+            self._check_guess(text[:key], closing)
             return _unescaped(text[:key].rstrip(), self._kinds), body + key
         depth = len(self._levels)
         stripped = text.rstrip()
@@ -871,6 +873,7 @@ class _Reading:
             raise Unreadable
         if stripped.count("{") != stripped.count("}") or stripped.count("[") != stripped.count("]"):
             raise Unreadable
+        self._check_guess(stripped, closing)
         end = body + len(stripped)
         quotes = len(re.findall(r'(?<!\\)(?:\\\\)*\\"', stripped))
         if stripped.endswith('\\"') and quotes % 2:
@@ -1000,6 +1003,9 @@ class _Reading:
         if word.endswith('"') and word.count('"') == 1:
             word = word[:-1]
         text_allowed = is_call or "string" in types
+        if self._levels and self._levels[-1].is_keywords and "," in word:
+            # A value without a key
+            raise Unreadable
         if not text_allowed or not word or word in _NO_TEXT or re.search(r"""["'{}\[\]()\\\n]""", word):
             raise Unreadable
         self._guesses = True
