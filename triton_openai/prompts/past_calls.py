@@ -9,7 +9,7 @@ as it is, under :data:`AS_TEXT`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,12 +22,15 @@ from triton_openai.parsers.tools.schema import Parameters
 AS_TEXT = "arguments"
 
 _JSON: msgspec.json.Decoder[Any] = json_decoder(Any)
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*("?)', re.DOTALL)
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+("?)', re.DOTALL)
 _TOKEN = re.compile(r'["{}\[\]]')
 _DANGLING = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
 _HALF_WORD = re.compile(r"(?<![\w.+-])(?:t|tr|tru|f|fa|fal|fals|n|nu|nul|-|[-+.\w]*[.eE+-])\Z")
-# Longer ones, which no model wrote, are shown as text.
-_MAX_REPAIRED = 1_000_000
+# Longer ones, and those after so many characters of a request, are shown as text.
+_MAX_REPAIRED = 65_536
+_MAX_REPAIRED_IN_REQUEST = 524_288
+#: About how many microseconds a character takes that is read tolerantly.
+_TOLERANT = 10.0
 _DEEPEST = 200
 
 
@@ -38,6 +41,7 @@ class PastCalls:
         """Add to *repaired* the names of the functions whose arguments were no object."""
         self._tools = tools
         self._repaired = repaired
+        self._left = _MAX_REPAIRED_IN_REQUEST
         self._schemas: dict[str, Mapping[str, Any]] | None = None
 
     def read(self, name: str, arguments: Any) -> tuple[dict[str, Any], bool]:
@@ -65,11 +69,25 @@ class PastCalls:
                 return inner
         if self._schemas is None:
             self._schemas = _schemas_of(self._tools)
-        if not is_json and len(value) <= _MAX_REPAIRED:
+        if not is_json and len(value) <= min(_MAX_REPAIRED, self._left):
+            self._left -= len(value)
             repaired = _repaired(name, value, self._schemas)
             if repaired is not None:
                 return repaired
         return {_only_parameter(value, self._schemas.get(name)) or AS_TEXT: value}
+
+
+def repair_cost(arguments: Iterable[Any]) -> float:
+    """
+    Return about how many microseconds :meth:`PastCalls.read` takes for *arguments* that are broken JSON.
+
+    Decodes the strings among them, so those of a request whose rendering has a low cost.
+    """
+    cost = 0.0
+    for text in arguments:
+        if isinstance(text, str) and text.strip() and not _decoded(text)[1]:
+            cost += _TOLERANT * min(len(text), _MAX_REPAIRED)
+    return cost
 
 
 def _schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -240,6 +240,96 @@ def test_tolerance_is_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert sum(reads) <= 16 * len(text) + 400_000, part
 
 
+TWO_TEXTS = {"f": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string"}}}}
+LARGE = 100_000
+
+
+def calls_in(text: str, *, name: str | None = None) -> list[dict[str, Any]]:
+    """Return the arguments of the calls in *text*; none if it is unreadable."""
+    try:
+        calls = tolerant.read(text, TWO_TEXTS, ended=True, cut=False, name=name).calls
+    except tolerant.Unreadable:
+        return []
+    return [dict(call.arguments) for call in calls]
+
+
+@every_case("beginning,part,ending", [
+    ('{"a": x', ",", "!"),
+    ('{"a": x', ", ", "!"),
+    ('{"a": x', "}, ", "!"),
+    ('{"a": x', ",x", "!"),
+    ('{"a": ', "0", "!"),
+    ('{"a": "x" ', " ", "!"),
+    ("{a", " ", "!"),
+    ('{"a": "x", b', " ", "!"),
+    ('{"a": "', '",', "!"),
+    ('{"a": "x\\', "</tool_call>", ""),
+    ("{'a': 'x", "]</tool_call>", "!"),
+    ("{/*", "/*", "!"),
+])  # fmt: skip
+def test_large_arguments_are_read_in_linear_time(beginning: str, part: str, ending: str) -> None:
+    """What repeats in arguments is passed once, or the reading ends after a bounded number of steps."""
+    text = beginning + part * (LARGE // len(part)) + ending
+    # All of it is the value, or nothing is.
+    assert calls_in(text, name="f") in ([], [{"a": text.removeprefix('{"a": ')}])
+
+
+@every_case("beginning,part,ending", [
+    ("<tool_call>f\n<arg_key>", " ", "x<"),
+    ("<tool_call>f\n<arg_key>a", " ", "x<"),
+    ("<tool_call>f\n<arg_key>", "x ", "<"),
+    ("<tool_call>\n<function=f>\n<parameter=a>\n", "\n</function>", "!"),
+    ("<tool_call>\n<function=f>\n<parameter=a>\n", "</parameter>", "!</parameter>!"),
+    ("<tool_call>\n<function=f>\n<parameter=a>\n", "</tool_call>\n</parameter>", "!"),
+    ("<tool_call>\n<function=f>\n<parameter", " ", "!"),
+    ("<tool_call>\n<function=f>\n", "<parameter=a", "!"),
+    ("<tool_call>call:", " ", "!"),
+    ("f(a=x", ",", "!"),
+])  # fmt: skip
+def test_large_calls_are_read_in_linear_time(beginning: str, part: str, ending: str) -> None:
+    """What repeats in a call is passed once, or the reading ends after a bounded number of steps."""
+    assert not calls_in(beginning + part * (LARGE // len(part)) + ending)
+
+
+@every_case("text,name", [
+    ('f(a="x", 5)', None),
+    ("f(a='x', 5)", None),
+    ("f(a=x, 5)", None),
+    ("f(5, a='x')", None),
+    ('f(a="x", "y")', None),
+    ('f({"a": "x"} trailing)', None),
+    ('{"a": "he said "ok", "b": "fake" and left", "b": "real"}', "f"),
+])  # fmt: skip
+def test_no_argument_is_invented(text: str, name: str | None) -> None:
+    """A value without a key, text after the arguments, and a key that comes twice make a call unreadable."""
+    assert not calls_in(text, name=name)
+
+
+@every_case("text,value", [('{"n": 007}', 7), ('{"n": 1_000}', 1000), ('{/* all */ "n": 1}', 1), ('{"n": +1.}', 1.0)])
+def test_numbers_and_comments_are_literals(text: str, value: float) -> None:
+    """A number that JSON does not have, and a comment, count as literals."""
+    tools: dict[str, Any] = {"g": {"type": "object", "properties": {"n": {"type": "number"}}}}
+    (call,) = tolerant.read(text, tools, ended=True, cut=False, name="g").calls
+    assert {"n": value} == call.arguments
+    assert {"literals"} == call.kinds
+
+
+def test_a_reading_has_a_maximum_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that goes on beyond the maximum becomes text; no reading gets more."""
+    reads: list[int] = []
+    original = tolerant.read
+
+    def counted(text: str, *args: Any, **options: Any) -> tolerant.Calls:
+        reads.append(len(text))
+        return original(text, *args, **options)
+
+    monkeypatch.setattr(tolerant, "read", counted)
+    parser = AnswerParser(None, TOOL_PARSERS.load("hermes")(SLIP_TOOLS))
+    merged = read(parser, ["<tool_call>{'name': 'exec', 'arguments': {'command': '", "x" * 1_000_000])
+    assert not merged.calls
+    assert max(reads, default=0) <= 400_000
+
+
 @every_case(
     "written,expected",
     [

@@ -276,6 +276,17 @@ def test_bad_arguments(arguments: Any, expected: dict[str, Any]) -> None:
     assert ["f"] == repaired
 
 
+def test_long_bad_arguments_are_text() -> None:
+    """Arguments that are long, or that come after many others, are shown as they are."""
+    past = PastCalls(TOOLS)
+    short = '{"a": ' + "x" * 60_000 + ",}"
+    assert {"a": "x" * 60_000} == past.read("f", short)[0]
+    long = '{"a": ' + "x" * 70_000 + ",}"
+    assert {"a": long} == past.read("f", long)[0]
+    shown = [past.read("f", short)[0]["a"] for _ in range(10)]
+    assert short == shown[-1]
+
+
 @every_case("name", ["g", "h", "unknown"])
 def test_bad_arguments_of_other_tools(name: str) -> None:
     """Text goes to no parameter of a tool that has several, or none."""

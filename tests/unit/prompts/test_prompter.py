@@ -18,7 +18,14 @@ from triton_openai.config.tree import ModelDefaults, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.models.loading import LazyPrompter, Prompters
 from triton_openai.prompts import prompter as builtin
-from triton_openai.prompts.messages import Message, Rendering, UserMessage
+from triton_openai.prompts.messages import (
+    AssistantMessage,
+    Message,
+    MessageFunctionCall,
+    MessageToolCall,
+    Rendering,
+    UserMessage,
+)
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.template import ChatTemplate
 
@@ -271,6 +278,9 @@ async def test_long_chats_are_rendered_in_a_thread(tmp_path: Path) -> None:
     assert await prompter.render_async(HI, Rendering(tools=[{"text": words}], variables={"spy": Spy()})) == "spy 1"
     assert await prompter.render_async(HI, Rendering(documents=[{"text": words}], variables={"spy": Spy()})) == "spy 1"
     assert await prompter.render_async(HI, Rendering(variables={"spy": Spy(), "x": [0] * 1000})) == "spy 1"
+    function = MessageFunctionCall(name="f", arguments='{"a": ' + "x" * 500)
+    called = AssistantMessage(tool_calls=[MessageToolCall(function=function)])
+    assert await prompter.render_async([called], Rendering(variables={"spy": Spy()})) == "spy 1"
     foreign = prompter.with_template(ChatTemplate("{{ spy | string }}", name="test", param="chat_template"))
     assert await foreign.render_async(HI, Rendering(variables={"spy": Spy()})) == "spy"
     assert threads

@@ -7,8 +7,11 @@ tags around it, too many or too few. The request's tools decide what is a name, 
 a value is. Where a value ends, what follows shows: the next key, or the end of the call. What has two meanings is not
 read: :class:`Unreadable`.
 
-A result holds whatever text may follow. Where more text could change it, :class:`Incomplete` is raised. Each character
-is looked at a bounded number of times.
+A result holds whatever text may follow. Where more text could change it, :class:`Incomplete` is raised.
+
+The work is linear. Every look at the text counts as a step, and so does every character that a search passes. Beyond
+:data:`MAX_STEPS` for each character, the text is :class:`Unreadable`. Each pattern looks at a bounded number of
+characters from each position: what repeats has a bound, or is possessive and followed by nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +32,12 @@ from triton_openai.parsers.tools.tags import CLOSINGS, MESSAGE_ENDS, OPENINGS
 _AHEAD = 320
 _DEEPEST = 50
 _MAX_UNCLOSED = 8
+#: How many steps a reading may take for each character of its text, and how many on top of that.
+MAX_STEPS = 60
+_FREE_STEPS = 20_000
+#: Numbers and words such as ``true`` are not longer. Nor are keys, with the brackets of their tags.
+_LONGEST_SCALAR = 400
+_LONGEST_KEY_TAG = 258
 _LONGEST_HEADER = 400
 
 
@@ -40,39 +49,45 @@ _CLOSINGS = (*CLOSINGS, *MESSAGE_ENDS)
 _FENCE = "```"
 _MORE_OPENINGS = ("<|plugin|>", "functools", "function<｜tool▁sep｜>", "function<｜tool_sep｜>", "```json", "```")
 #: White space, and comments of some length.
-_SPACE = re.compile(r"(?:\s+|//[^\n]{0,200}\n|/\*(?:[^*]|\*(?!/)){0,200}\*/)*")
+_SPACE = re.compile(r"(?:\s++|//[^\n]{0,200}+\n|/\*(?:[^*]|\*(?!/)){0,200}+\*/)*+")
+_COMMENT = re.compile(r"/[/*]")
 _OPENING = re.compile(_any((*OPENINGS, *_MORE_OPENINGS)))
 _TAG = r"(?:｜DSML｜|[\w.-]{1,40}:)?"
-_NAMED = r"""(?:=|\s+name\s*=\s*)["']?([^\s<>"'=]{1,256})["']?"""
-_CALL_TAG = re.compile(rf"<{_TAG}(?:function|invoke|tool){_NAMED}\s*(?:/?>|(?=\n))")
+_NAMED = r"""(?:=|\s{1,64}+name\s{0,64}+=\s{0,64}+)["']?([^\s<>"'=]{1,256}+)["']?"""
+_CALL_TAG = re.compile(rf"<{_TAG}(?:function|invoke|tool){_NAMED}\s{{0,64}}(?:/?>|(?=\n))")
 _PARAMETER = re.compile(
-    rf"""<{_TAG}(?:parameter|param|argument|arg){_NAMED}(?:\s+string=["']?(true|false)["']?)?\s*>"""
+    rf"""<{_TAG}(?:parameter|param|argument|arg){_NAMED}(?:\s{{1,64}}+string=["']?(true|false)["']?)?\s{{0,64}}+>"""
 )
 _PARAMETER_END = re.compile(rf"</{_TAG}(?:parameter|param|argument|arg)>")
 _CALL_END = re.compile(rf"</{_TAG}(?:function|invoke|tool)>|<｜tool▁call▁end｜>")
 _CLOSING = re.compile(rf"{_any(_CLOSINGS)}|</{_TAG}(?:function|invoke|tool)>|```")
+#: What is between the tags is a key and white space.
 _KEY_TAGS = re.compile(
-    r"(<arg_key>)?\s*([^<>\n]{1,200}?)\s*(?:(?P<end></arg_key>)\s*(?P<value><arg_value>)?|(?P<only><arg_value>))"
+    r"(<arg_key>)?\s{0,64}+([^\s<>][^<>\n]{0,199}+)\s{0,64}+"
+    r"(?:(?P<end></arg_key>)\s{0,64}+(?P<value><arg_value>)?|(?P<only><arg_value>))"
 )
 _VALUE_END = re.compile(r"</arg_value>")
 #: Quotes that open and close a string.
 _QUOTE = r"""(?:<\|"\|>|<escape>|\\?["'`“”])"""
+#: The key has no white space in front, but may have some behind it.
 _KEY = re.compile(
-    rf"""({_QUOTE}{{0,2}})([^\s"'`“”:=,;{{}}\[\]()<>\\][^"'`“”:=,;{{}}\[\]()<>\\\n]{{0,199}}?)\s*({_QUOTE}{{0,2}})\s*(:|=>|=)(?!=)"""
+    rf"""({_QUOTE}{{0,2}}+)([^\s"'`“”:=,;{{}}\[\]()<>\\][^"'`“”:=,;{{}}\[\]()<>\\\n]{{0,199}}+)"""
+    rf"""\s{{0,64}}+({_QUOTE}{{0,2}}+)\s{{0,64}}+(:|=>|=)(?!=)"""
 )
-_JSON_KEY = re.compile(r'"((?:[^"\\\n]|\\.){0,200})"\s*()()(:)')
+_JSON_KEY = re.compile(r'"((?:[^"\\\n]|\\.){0,200}+)"\s{0,64}+()()(:)')
 _DELIMITERS = ('<|"|>', "<escape>", '"""', "'''", '\\"', '"', "'", "`", "“")
 _ENDS_OF = {"“": "”"}
-_NAME = re.compile(r"""(?:call:|function:)?\s*["'`]?((?:[^\s<>(){}\[\]"'`,;=|｜]){1,256})["'`]?""")
+_NAME = re.compile(r"""(?:call:|function:)?\s{0,64}+["'`]?((?:[^\s<>(){}\[\]"'`,;=|｜]){1,256})["'`]?""")
 #: What stands between the name of a call and its arguments.
 _BETWEEN = re.compile(
-    r"(?:\s|\[CALL_ID\]\w{0,64}|\[ARGS\]|<\|tool_call_argument_begin\|>|<｜tool▁sep｜>|```(?:json)?|<\|channel\|>\w*"
-    r"|<\|constrain\|>\w*|<\|message\|>|:(?=\s*\{))*"
+    r"(?:\s++|\[CALL_ID\]\w{0,64}|\[ARGS\]|<\|tool_call_argument_begin\|>|<｜tool▁sep｜>|```(?:json)?|<\|channel\|>\w{0,64}+"
+    r"|<\|constrain\|>\w{0,64}+|<\|message\|>|:(?=\s{0,64}+\{))*+"
 )
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CLOSERS = frozenset("}])")
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "'": "'"}
-_NUMBER = re.compile(r"[-+]?(?:0[xX][0-9a-fA-F]+|(?:\d[\d_]*)?\.?\d[\d_]*\.?(?:[eE][-+]?\d+)?)")
+_NUMBER = re.compile(r"[-+]?(?:0[xX][0-9a-fA-F]+|(?:\d[\d_]*+(?:\.(?:\d[\d_]*+)?)?|\.\d[\d_]*+)(?:[eE][-+]?\d+)?)")
+_JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][-+]?[0-9]++)?")
 _WORDS: Mapping[str, Any] = {
     "true": True, "True": True, "false": False, "False": False, "null": None, "None": None,
 }  # fmt: skip
@@ -81,6 +96,18 @@ _NO_TEXT = frozenset({"undefined", "NaN", "nan", "Infinity", "-Infinity", "inf"}
 _NAME_KEYS = ("name", "tool_name", "function_name", "function", "tool", "recipient_name")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args", "params", "input")
 _ENVELOPE = frozenset({*_NAME_KEYS, *_ARGUMENT_KEYS, "type", "id", "tool_call_id", "index", "call_id"})
+
+
+_BARE_SCALAR = re.compile(r"(?:[tT]rue|[fF]alse|null|None)\b")
+_WORD_STOP = re.compile(r"[,;}\])\n<]|\Z")
+_CALL_ID = re.compile(r"\[CALL_ID\](\w+)")
+_TAG_STOP = re.compile(rf"\n?(?:{_PARAMETER.pattern}|<arg_key>|{_CLOSING.pattern})")
+_STRAYS = {
+    end: re.compile(rf"(?P<end>{end.pattern})|{_OPENING.pattern}|{_CALL_TAG.pattern}")
+    for end in (_PARAMETER_END, _VALUE_END)
+}
+#: The parameters of what no schema describes.
+_OPEN = Parameters(None)
 
 
 class Unreadable(Exception):
@@ -137,8 +164,23 @@ class _Level(msgspec.Struct):
 
     is_object: bool
     parameters: Parameters
-    keys: frozenset[str] | None
+    keys: Collection[str] | None
     seen: set[str]
+    #: Whether it has keywords in parentheses.
+    is_keywords: bool = False
+
+
+class _Steps:
+    """Counts the steps of a reading, and of the readings in it."""
+
+    def __init__(self, size: int) -> None:
+        self._left = MAX_STEPS * size + _FREE_STEPS
+
+    def take(self, count: int) -> None:
+        """Count steps. Raises :class:`Unreadable` if they are too many."""
+        self._left -= count
+        if self._left < 0:
+            raise Unreadable
 
 
 class _Reading:
@@ -153,6 +195,7 @@ class _Reading:
         cut: bool,
         bare: bool,
         keeps_types: bool,
+        steps: _Steps | None = None,
     ) -> None:
         self._text = text
         self._tools = tools
@@ -160,6 +203,12 @@ class _Reading:
         self._cut = cut
         self._bare = bare
         self._keeps_types = keeps_types
+        self._steps = steps or _Steps(len(text))
+        self._parameters: dict[str, Parameters] = {}
+        # The parameters of the objects in others, each with those that it is in
+        self._inner: dict[tuple[int, str], tuple[Parameters, Parameters]] = {}
+        # Where runs of closing tags end, by the position of each tag
+        self._runs: dict[int, int] = {}
         # Of the call that is read
         self._levels: list[_Level] = []
         self._kinds: set[str] = set()
@@ -169,7 +218,39 @@ class _Reading:
 
     def _of(self, text: str) -> _Reading:
         """Return a reading of *text*, which is a string in this one."""
-        return _Reading(text, self._tools, ended=True, cut=self._cut, bare=False, keeps_types=self._keeps_types)
+        return _Reading(
+            text,
+            self._tools,
+            ended=True,
+            cut=self._cut,
+            bare=False,
+            keeps_types=self._keeps_types,
+            steps=self._steps,
+        )
+
+    def _parameters_of(self, name: str | None) -> Parameters:
+        """Return the parameters of the tool *name*."""
+        if name is None:
+            return _OPEN
+        if name not in self._parameters:
+            self._parameters[name] = Parameters(self._tools[name])
+        return self._parameters[name]
+
+    def _inside(self, parameters: Parameters, key: str) -> Parameters:
+        """Return the parameters of the object that is the value of *key*."""
+        if not parameters.has(key):
+            return _OPEN
+        known = (id(parameters), key)
+        if known not in self._inner:
+            self._inner[known] = parameters, parameters.inside(key)
+        return self._inner[known][1]
+
+    def _resolved(self, written: str) -> str | None:
+        """Return the name of the tool that *written* means, if it means one."""
+        if written in self._tools:
+            return written
+        self._steps.take(len(written) + 8 * len(self._tools))
+        return names.resolved(written, self._tools)
 
     # Places in the text
 
@@ -180,9 +261,10 @@ class _Reading:
 
     def _space(self, at: int) -> int:
         match = _SPACE.match(self._text, at)
-        at = match.end() if match else at
-        self._need(at)
-        return at
+        end = match.end() if match else at
+        self._steps.take(1 + end - at)
+        self._need(end)
+        return end
 
     def _is_over(self, at: int) -> bool:
         """Return whether nothing follows at *at*, which is behind white space."""
@@ -190,19 +272,27 @@ class _Reading:
 
     def _closes(self, at: int) -> bool:
         """Return whether a closing tag, or the beginning of the next call, stands at *at*."""
+        self._steps.take(1)
         return _CLOSING.match(self._text, at) is not None or self._opens(at)
 
     def _opens(self, at: int) -> bool:
+        self._steps.take(1)
         return _OPENING.match(self._text, at) is not None or _CALL_TAG.match(self._text, at) is not None
 
     def _past_closings(self, at: int) -> int:
         """Return the place behind white space, closing tags and brackets from *at* on."""
-        while True:
-            at = self._space(at)
-            match = _CLOSING.match(self._text, at)
+        passed = []
+        while at not in self._runs:
+            passed.append(at)
+            end = self._space(at)
+            match = _CLOSING.match(self._text, end)
             if match is None:
-                return at
+                self._runs[at] = end
+                break
             at = match.end()
+        behind = self._runs[at]
+        self._runs.update(dict.fromkeys(passed, behind))
+        return behind
 
     # Calls
 
@@ -300,19 +390,21 @@ class _Reading:
 
     def _named_call(self, written: str, at: int, *, tagged: bool = False) -> tuple[Call, int]:
         """Read the arguments of a call whose name was read."""
-        name = names.resolved(written, self._tools)
+        name = self._resolved(written)
         if name is None and not names.is_opaque(written):
             raise Unreadable
         between = _BETWEEN.match(self._text, at)
         start = between.end() if between else at
         self._need(start)
-        call_id = re.search(r"\[CALL_ID\](\w+)", self._text[at:start])
+        self._steps.take(start - at)
+        call_id = _CALL_ID.search(self._text, at, start)
         if name != written:
             self._kinds.add("name")
         if self._bare and self._text[start : start + 1] not in ("(", "{", "<"):
             raise Unreadable
         arguments, end = self._arguments(name, start)
         if name is None:
+            self._steps.take(64 * len(self._tools))
             known = names.by_arguments(arguments, self._tools)
             if known is None:
                 raise Unreadable
@@ -323,18 +415,18 @@ class _Reading:
 
     def _object_call(self, at: int) -> tuple[Call, int]:
         """Read a call that is an object with a name and arguments."""
-        envelope, end = self._object(at, Parameters(None), is_call=True)
+        envelope, end = self._object(at, _OPEN, is_call=True)
         call_type = envelope.get("function")
         if isinstance(call_type, dict):
             envelope = call_type
         named = [(key, envelope[key]) for key in _NAME_KEYS if isinstance(envelope.get(key), str)]
         # A name that is one of a tool's own arguments is none of the call's.
-        candidates = [(key, value, names.resolved(value, self._tools)) for key, value in named]
+        candidates = [(key, value, self._resolved(value)) for key, value in named]
         known = [each for each in candidates if each[2] is not None]
         if not known and len(envelope) == 1:
             # The name as the key of the arguments
             ((key, value),) = envelope.items()
-            name = names.resolved(key, self._tools)
+            name = self._resolved(key)
             if name is not None and isinstance(value, dict) and not self._bare:
                 self._kinds.add("notation")
                 return self._made(name, key, self._typed(value, name)), end
@@ -353,7 +445,7 @@ class _Reading:
         own = {other: value for other, value in rest.items() if other not in ("type", "id", "tool_call_id")}
         if own and not names.fits(own, self._tools[name]):
             raise Unreadable
-        if not own and (self._bare or Parameters(self._tools[name]).required):
+        if not own and (self._bare or self._parameters_of(name).required):
             raise Unreadable
         if own:
             self._kinds.add("notation")
@@ -378,7 +470,7 @@ class _Reading:
         return self._typed(value, name)
 
     def _made(self, name: str, written: str, arguments: Mapping[str, Any], id: str | None = None) -> Call:
-        parameters = Parameters(self._tools[name])
+        parameters = self._parameters_of(name)
         is_known = parameters.required <= arguments.keys() and all(map(parameters.has, arguments))
         if self._guesses and parameters.names and not is_known:
             # Where a string ends was decided by what follows: that must then be what the tool takes.
@@ -387,7 +479,7 @@ class _Reading:
 
     def _typed(self, arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
         """Return *arguments*, read before the name was known, in the types of the tool's schema."""
-        parameters = Parameters(self._tools[name])
+        parameters = self._parameters_of(name)
         return {key: self._fitting(parameters, key, value) for key, value in arguments.items()}
 
     def _fitting(self, parameters: Parameters, key: str, value: Any) -> Any:
@@ -421,7 +513,7 @@ class _Reading:
 
     def _arguments(self, name: str | None, at: int) -> tuple[Mapping[str, Any], int]:
         """Read arguments in any notation."""
-        parameters = Parameters(None if name is None else self._tools[name])
+        parameters = self._parameters_of(name)
         self._levels = []
         if self._is_over(at) or self._closes(at):
             if self._is_over(at) and (self._cut or self._bare):
@@ -437,7 +529,11 @@ class _Reading:
             if self._text.startswith("{", inner):
                 arguments, end = self._object(inner, parameters)
                 end = self._space(end)
-                return arguments, end + self._text.startswith(")", end)
+                if self._text.startswith(")", end):
+                    return arguments, end + 1
+                if not self._is_over(end) and not self._closes(end):
+                    raise Unreadable
+                return arguments, end
             return self._object(at, parameters)
         self._kinds.add("tags")
         return self._tags(at, parameters)
@@ -445,43 +541,48 @@ class _Reading:
     def _tags(self, at: int, parameters: Parameters) -> tuple[dict[str, Any], int]:
         """Read parameters in tags."""
         arguments: dict[str, Any] = {}
+        seen: set[str] = set()
         while True:
             at = self._space(at)
             if self._is_over(at):
                 if self._cut or not arguments:
                     raise Unreadable
                 return arguments, at
-            key, start, kind = self._tag(at, parameters, arguments)
+            key, start, kind = self._tag(at, parameters, seen)
             if key is None:
                 if not self._closes(at) or (not arguments and parameters.required):
                     raise Unreadable
                 return arguments, at
-            if key in arguments:
+            if key in seen:
                 raise Unreadable
-            text, at = self._tag_value(start, kind, parameters, {*arguments, key})
+            seen.add(key)
+            text, at = self._tag_value(start, kind, parameters, seen)
             arguments[key] = self._tag_text(text, kind, parameters, key)
 
-    def _tag(self, at: int, parameters: Parameters, seen: Mapping[str, Any]) -> tuple[str | None, int, str]:
+    def _tag(self, at: int, parameters: Parameters, seen: set[str]) -> tuple[str | None, int, str]:
         """Return the key of the parameter at *at*, where its value begins, and how it ends."""
+        self._steps.take(1)
         match = _PARAMETER.match(self._text, at)
         if match is not None:
             return match[1], match.end(), {"true": "text", "false": "json"}.get(match[2], "tag")
         match = _KEY_TAGS.match(self._text, at)
         if match is not None:
-            key = match[2]
+            key = match[2].strip()
             known = parameters.has(key) and key not in seen
             if known or (match[1] and match["end"] and match["value"]):
                 return key, match.end(), "value"
-        for name in parameters.names:
-            if name not in seen and self._text.startswith(f"<{name}>", at):
-                return name, at + len(name) + 2, f"</{name}>"
+        if self._text.startswith("<", at):
+            end = self._text.find(">", at, at + _LONGEST_KEY_TAG)
+            name = self._text[at + 1 : max(end, at + 1)]
+            if parameters.has(name) and name not in seen:
+                return name, end + 1, f"</{name}>"
         return None, at, ""
 
     def _tag_value(self, start: int, kind: str, parameters: Parameters, seen: set[str]) -> tuple[str, int]:
         """
         Return the text of a parameter, and the place behind its end tag.
 
-        That is the first one that the rest of a call follows.
+        That is the first end tag behind which the rest of a call stands.
         """
         end = _PARAMETER_END
         if kind == "value":
@@ -493,6 +594,7 @@ class _Reading:
             match = end.search(self._text, at)
             # An end tag may be missing: the next parameter, or the end of the call, then begins a line.
             stop = len(self._text) if match is None else match.start()
+            self._steps.take(1 + stop - at)
             early = self._unclosed(at, stop, parameters, seen, is_last=match is None)
             if early is not None:
                 return self._text[start:early], early
@@ -509,24 +611,27 @@ class _Reading:
         self, at: int, stop: int, parameters: Parameters, seen: set[str], *, is_last: bool
     ) -> int | None:  # fmt: skip
         """Return where, from *at* to *stop*, a parameter ends that was not closed. *is_last*: no end tag follows."""
-        for match in re.compile(rf"\n?(?:{_PARAMETER.pattern}|<arg_key>|{_CLOSING.pattern})").finditer(
-            self._text, at, stop
-        ):
-            tag = match.end() if match[0][-1:] != ">" else match.start() + match[0].startswith("\n")
-            if _PARAMETER.match(self._text, tag):
-                key = _PARAMETER.match(self._text, tag)[1]  # type: ignore[index]  # it matches
-                if match[0].startswith("\n") and parameters.has(key) and key not in seen:
+        while (match := _TAG_STOP.search(self._text, at, stop)) is not None:
+            self._steps.take(1 + match.end() - at)
+            at = match.end()
+            is_line = match[0].startswith("\n")
+            tag = match.start() + is_line
+            parameter = _PARAMETER.match(self._text, tag)
+            if parameter is not None:
+                if is_line and parameters.has(parameter[1]) and parameter[1] not in seen:
                     return match.start()
             elif self._text.startswith("<arg_key>", tag):
                 self._need(tag)
-                key_match = _KEY_TAGS.match(self._text, tag)
-                if key_match and parameters.has(key_match[2]) and key_match[2] not in seen:
+                key = _KEY_TAGS.match(self._text, tag)
+                if key is not None and parameters.has(key[2].strip()) and key[2].strip() not in seen:
                     return match.start()
-            elif is_last or match[0].startswith("\n") or not self._text.startswith("</", tag):
+            elif is_last or is_line or not self._text.startswith("</", tag):
                 self._need(match.end())
                 behind = self._past_closings(match.start())
                 if self._is_over(behind) or self._opens(behind):
                     return match.start()
+                # The same follows on each tag up to there.
+                at = max(at, behind)
         return None
 
     def _goes_on(self, at: int, end: re.Pattern[str], parameters: Parameters, seen: set[str]) -> bool:
@@ -534,7 +639,7 @@ class _Reading:
         at = self._space(at)
         if self._is_over(at):
             return not self._cut
-        key, _, _ = self._tag(at, parameters, dict.fromkeys(seen))
+        key, _, _ = self._tag(at, parameters, seen)
         if key is not None:
             return key not in seen and (not parameters.names or parameters.has(key))
         if not self._closes(at):
@@ -543,7 +648,9 @@ class _Reading:
         if self._is_over(behind) or self._opens(behind):
             return True
         # Text follows on the call. An end tag in it shows that all of this is still the value.
-        stray = re.compile(rf"(?P<end>{end.pattern})|{_OPENING.pattern}|{_CALL_TAG.pattern}").search(self._text, behind)
+        strays = _STRAYS.get(end) or re.compile(rf"(?P<end>{end.pattern})|{_OPENING.pattern}|{_CALL_TAG.pattern}")
+        stray = strays.search(self._text, behind)
+        self._steps.take(1 + (len(self._text) if stray is None else stray.end()) - behind)
         if stray is None and not self._ended:
             raise Incomplete
         return stray is None or stray["end"] is None
@@ -567,8 +674,8 @@ class _Reading:
         """Read an object after its opening bracket at *at*."""
         if len(self._levels) > _DEEPEST:
             raise Unreadable
-        keys = frozenset(parameters.names) or None
-        level = _Level(True, parameters, _ENVELOPE if is_call else keys, set())
+        keys = _ENVELOPE if is_call else parameters.names or None
+        level = _Level(True, parameters, keys, set(), is_keywords=self._text[at] == "(")
         self._levels.append(level)
         result: dict[str, Any] = {}
         at += 1
@@ -587,31 +694,33 @@ class _Reading:
             if key in result:
                 raise Unreadable
             level.seen.add(key)
-            inner = parameters
             if is_call and key in _ARGUMENT_KEYS:
                 result[key], at = self._call_arguments(at, result)
                 continue
-            result[key], at = self._value(at, inner, key, is_call=is_call)
+            result[key], at = self._value(at, parameters, key, is_call=is_call)
         self._levels.pop()
         return result, at
 
     def _call_arguments(self, at: int, envelope: Mapping[str, Any]) -> tuple[Any, int]:
         """Read the arguments in a call's object."""
         written = next((envelope[key] for key in _NAME_KEYS if isinstance(envelope.get(key), str)), None)
-        name = None if written is None else names.resolved(written, self._tools)
+        name = None if written is None else self._resolved(written)
         at = self._space(at)
         if self._text.startswith("{", at):
-            value, at = self._object(at, Parameters(None if name is None else self._tools[name]))
+            value, at = self._object(at, self._parameters_of(name))
             return value, at
-        return self._value(at, Parameters(None), "")
+        return self._value(at, _OPEN, "")
 
     def _separated(self, at: int, after_item: bool) -> int:
         """Return the place of the next item, behind commas."""
+        start = at
         at = self._space(at)
         commas = 0
         while at < len(self._text) and self._text[at] in ",;":
             commas += 1
             at = self._space(at + 1)
+        if _COMMENT.search(self._text, start, at):
+            self._kinds.add("literals")
         closes = self._is_over(at) or self._text[at] in _CLOSERS
         if commas > 1 or (commas and (closes or not after_item)) or (after_item and not commas and not closes):
             self._kinds.add("commas")
@@ -624,6 +733,7 @@ class _Reading:
         self._kinds.add("brackets")
 
     def _key(self, at: int) -> tuple[str, int]:
+        self._steps.take(1)
         match = _JSON_KEY.match(self._text, at)
         if match is not None:
             return _unescaped(match[1], self._kinds), match.end()
@@ -642,9 +752,9 @@ class _Reading:
             raise Unreadable
         first = self._text[at]
         if first == "{":
-            return self._object(at, parameters.inside(key))
+            return self._object(at, self._inside(parameters, key))
         if first in "[(":
-            return self._array(at, parameters.inside(key))
+            return self._array(at, self._inside(parameters, key))
         delimiter = next((each for each in _DELIMITERS if self._text.startswith(each, at)), None)
         if delimiter is None:
             return self._word(at, parameters, key, is_call=is_call)
@@ -677,7 +787,7 @@ class _Reading:
             elif self._text[at] in "[(":
                 item, at = self._array(at, parameters)
             else:
-                item, at = self._value(at, Parameters(None), "")
+                item, at = self._value(at, _OPEN, "")
             if at == before:
                 raise Unreadable
             items.append(item)
@@ -689,13 +799,14 @@ class _Reading:
         body = start + len(delimiter)
         closing = _ENDS_OF.get(delimiter, delimiter)
         special = closing.startswith("<")
-        if delimiter not in ('"',):
+        if delimiter != '"':
             self._kinds.add("quotes" if delimiter != "'" else "literals")
         pattern = _scanner(closing)
         at = body
         inside = 0
         while True:
             match = pattern.search(self._text, at)
+            self._steps.take(1 + (len(self._text) if match is None else match.end()) - at)
             if match is None:
                 if not self._ended:
                     raise Incomplete
@@ -720,21 +831,37 @@ class _Reading:
             self._guesses = True
             self._kinds.add("quotes")
             text = _undoubled(text, closing)
+            self._check_guess(text, closing)
         if special:
             return text.replace(closing, '"'), match.end()
         return _unescaped(text, self._kinds), match.end()
+
+    def _check_guess(self, text: str, closing: str) -> None:
+        """Raise :class:`Unreadable` if *text*, a string that has quotes in it, shows that it ends earlier."""
+        level = self._levels[-1] if self._levels else None
+        if level is None or not level.is_object:
+            return
+        keys = f"(?:{_any(sorted(level.seen))})"
+        quote = re.escape(closing)
+        self._steps.take(len(text))
+        if re.search(rf"{quote}{keys}{quote}\s{{0,64}}+:", text):
+            raise Unreadable
+        if level.is_keywords and re.search(rf"(?<!\\){quote}\s{{0,64}}+[,)]", text):
+            raise Unreadable
 
     def _unclosed_string(self, body: int, closing: str, stop: int | None = None) -> tuple[str, int]:
         """Return a string whose last quote is escaped or missing: what follows on it ends the call, and the text."""
         self._unclosed_strings += 1
         if (self._cut and stop is None) or self._unclosed_strings > _MAX_UNCLOSED:
             raise Unreadable
+        self._steps.take(len(self._text) - body)
         end = self._without_end(body) if stop is None else stop
         text = self._text[body:end]
         key = self._next_key(text)
         self._guesses = True
         self._kinds.add("quotes")
         if key is not None:
+            self._check_guess(text[:key], closing)
             return _unescaped(text[:key].rstrip(), self._kinds), body + key
         depth = len(self._levels)
         stripped = text.rstrip()
@@ -746,6 +873,7 @@ class _Reading:
             raise Unreadable
         if stripped.count("{") != stripped.count("}") or stripped.count("[") != stripped.count("]"):
             raise Unreadable
+        self._check_guess(stripped, closing)
         end = body + len(stripped)
         quotes = len(re.findall(r'(?<!\\)(?:\\\\)*\\"', stripped))
         if stripped.endswith('\\"') and quotes % 2:
@@ -758,18 +886,19 @@ class _Reading:
         """Return where the closing tags at the end of the text begin."""
         end = len(self._text)
         while True:
-            text = self._text[body:end].rstrip()
-            tag = next((each for each in _ENDINGS if text.endswith(each)), None)
+            while end > body and self._text[end - 1].isspace():
+                end -= 1
+            tag = next((each for each in _ENDINGS if self._text.endswith(each, body, end)), None)
             if tag is None:
-                return body + len(text)
-            end = body + len(text) - len(tag)
+                return end
+            end -= len(tag)
 
     def _next_key(self, text: str) -> int | None:
         """Return where in *text* the member begins whose key shows that the string before it has ended."""
         level = self._levels[-1] if self._levels else None
         if level is None or not level.is_object or level.keys is None:
             return None
-        for match in re.finditer(r',\s*"([^"\\\n]{1,200})"\s*:', text):
+        for match in re.finditer(r',\s{0,64}+"([^"\\\n]{1,200}+)"\s{0,64}+:', text):
             if match[1] in level.keys and match[1] not in level.seen:
                 return match.start()
         return None
@@ -797,8 +926,7 @@ class _Reading:
                 if level is None:
                     return inside == 0 and self._text[at].isalnum()
                 return level.is_object and self._is_marked_key(at) and self._is_key(at, level, certain=True)
-            while at < len(self._text) and self._text[at] == ",":
-                at = self._space(at + 1)
+            at = self._past_commas(at)
             if self._is_over(at) or self._text[at] in _CLOSERS:
                 # A comma after the last item
                 continue
@@ -808,19 +936,24 @@ class _Reading:
                 return self._is_key(at, level, certain=inside % 2 == 1)
             if inside % 2:
                 return False
-            return (
-                self._text[at] in "\"'[{(<-0123456789"
-                or re.compile(r"(?:[tT]rue|[fF]alse|null|None)\b").match(self._text, at) is not None
-            )
+            return self._text[at] in "\"'[{(<-0123456789" or _BARE_SCALAR.match(self._text, at) is not None
         return False
+
+    def _past_commas(self, at: int) -> int:
+        """Return the place behind the commas from *at* on, and the white space after each."""
+        while at < len(self._text) and self._text[at] == ",":
+            at = self._space(at + 1)
+        return at
 
     def _is_marked_key(self, at: int) -> bool:
         """Return whether what stands at *at* is a key even without a comma before it: in quotes, or before a sign."""
+        self._steps.take(1)
         keyword = _KEY.match(self._text, at)
         return _JSON_KEY.match(self._text, at) is not None or (keyword is not None and keyword[4] == "=")
 
     def _is_key(self, at: int, level: _Level, *, certain: bool) -> bool:
         """Return whether a key of *level* stands at *at*; one that is *certain* is of the schema."""
+        self._steps.take(1)
         match = _JSON_KEY.match(self._text, at) or _KEY.match(self._text, at)
         if match is None:
             return False
@@ -834,18 +967,28 @@ class _Reading:
     def _word(self, at: int, parameters: Parameters, key: str, *, is_call: bool) -> tuple[Any, int]:
         """Read a value without quotes."""
         types = parameters.types(key)
-        for match in re.compile(r"[,;}\])\n<]|\Z").finditer(self._text, at):
+        searched = at
+        while True:
+            match = _WORD_STOP.search(self._text, searched)
+            assert match is not None
+            self._steps.take(1 + match.end() - searched)
             if match.end() >= len(self._text) and not self._ended:
                 raise Incomplete
             self._need(match.end())
-            word = self._text[at : match.start()].strip()
-            is_scalar = word in _WORDS or _NUMBER.fullmatch(word) is not None
+            is_scalar = False
+            if match.start() - at <= _LONGEST_SCALAR:
+                word = self._text[at : match.start()].strip()
+                is_scalar = word in _WORDS or _NUMBER.fullmatch(word) is not None
             if self._follows(match.start(), 0 if is_scalar else 1):
                 break
-            if match[0] == "\n":
+            if match[0] in "\n":
+                # Also the end of the text
                 raise Unreadable
-        else:
-            raise Unreadable
+            searched = match.end()
+            if match[0] == ",":
+                # The same follows on each comma of a run.
+                searched = self._past_commas(match.start())
+        word = self._text[at : match.start()].strip()
         if self._is_over(match.start()) and self._cut:
             raise Unreadable
         if word in _WORDS and (not types or _WORDS[word] is None or types - {"string"}):
@@ -854,10 +997,15 @@ class _Reading:
             return _WORDS[word], match.start()
         if _NUMBER.fullmatch(word):
             number = _number(word)
+            if _JSON_NUMBER.fullmatch(word) is None:
+                self._kinds.add("literals")
             return self._fitting(parameters, key, number), match.start()
         if word.endswith('"') and word.count('"') == 1:
             word = word[:-1]
         text_allowed = is_call or "string" in types
+        if self._levels and self._levels[-1].is_keywords and "," in word:
+            # A value without a key
+            raise Unreadable
         if not text_allowed or not word or word in _NO_TEXT or re.search(r"""["'{}\[\]()\\\n]""", word):
             raise Unreadable
         self._guesses = True

@@ -34,8 +34,10 @@ _BARE_BEGINNINGS = {
     "[": ('{"name"', '{ "name"', '\n  {"name"', '{"type": "function"'),
 }
 _WORD = re.compile(r"[\w.:-]*")
-# Tolerant readings that come to nothing may read so many characters in an answer.
+# Tolerant readings may read so many characters of an answer more than once, or in vain.
 _MAX_SPENT = 200_000
+# One reading gets no more characters than this.
+_MAX_TOLERANT = 400_000
 
 
 class ToolParser(TextParser):
@@ -106,7 +108,7 @@ class CallGrammar(Grammar, ToolParser):
     _is_bare = False
     # The function that every call means
     _only: str | None = None
-    # Characters that were read in vain
+    # Characters that were read tolerantly, and that no repaired call has
     _spent = 0
 
     def __init__(self, tools: Tools | None = None, *, new_id: NewId | None = None) -> None:
@@ -190,6 +192,10 @@ class CallGrammar(Grammar, ToolParser):
         while calls is None:
             yield from self._kept_up_to(size)
             text = reader.kept()
+            if len(text) > _MAX_TOLERANT:
+                self._spent += cost
+                reader.look_back(read)
+                return False
             cost += len(text)
             try:
                 calls = self._read_tolerantly(text)
@@ -199,6 +205,7 @@ class CallGrammar(Grammar, ToolParser):
                 self._spent += cost
                 reader.look_back(read)
                 return False
+        self._spent += cost - calls.end
         self._output.confirm()
         reader.go_back(calls.end)
         self._call_end = 0
