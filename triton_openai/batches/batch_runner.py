@@ -6,8 +6,9 @@ is marked with the place, so that a line is in the files once or not at all. Who
 lines that have no result.
 
 A line that ran when a process or a Triton ended may be what ended it. Such lines are quarantined: they run again while
-no others do, an eighth of those that ran together at a time, and in the end alone. Only a death while it ran alone
-counts against a line.
+no others of the process do, an eighth of those that ran together at a time, and in the end alone. Of all processes, one
+runs quarantined lines at a time; the others run normal lines meanwhile. Only a death while it ran alone counts against
+a line.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ _POLL, _RENEWALS = 1.0, 4
 _OWNERS_BATCHES, _BATCHES = 16, 256
 # Lines that are looked at together, and are added to the tables at once.
 _WINDOW, _CHUNK = 1000, 1000
+# Of a batch; with lines for models that are away, which are read over.
+_MAX_WINDOW = 10_000
 # Results are kept together: those of so many seconds, or so many.
 _GROUP_SECONDS, _GROUP = 0.2, 100
 # A line is not begun again once so many processes, or so many Tritons, have ended while it ran alone. To start a Triton
@@ -332,7 +335,12 @@ class BatchRunner:
         await asyncio.gather(*(self._start(self._held[batch_id], lines) for batch_id, lines in picked.items()))
 
     async def _begin_quarantined(self) -> bool:
-        """Begin the next quarantined lines, if nothing else runs. Return whether no other lines may begin."""
+        """
+        Begin the next quarantined lines, if nothing else of this process runs; return whether no other lines may begin.
+
+        While another process has the lease, other lines begin: as many as there is room for, then the lease is asked
+        for again when they have ended.
+        """
         # What has an answer is kept first: no line has to answer for another one.
         busy = any(limit.running for limit in self._limits.values())
         busy |= any(held.done and held.phase is Phase.RUNNING for held in self._held.values())
@@ -345,7 +353,8 @@ class BatchRunner:
             # Each time: the lease may have ended while this process was frozen.
             self._has_quarantine = await self._store.enter_quarantine(self._holder, self._host.settings.lease)
             if not self._has_quarantine:
-                return True
+                # Another process runs its own. Once the lines that begin now have ended, this one asks again.
+                return False
             await self._begin_group()
         if self._has_quarantine and not self._isolated:
             await self._store.leave_quarantine(self._holder)
@@ -664,7 +673,7 @@ class BatchRunner:
                 await self._keep(held, at_once=True)
                 await self._decide(held, outcome)
                 return
-        elif held.more and held.window < _WINDOW // 2:
+        elif held.more and held.ready(self._away) < _WINDOW // 2 and held.window < _MAX_WINDOW:
             await self._refill(held)
             self._woken.set()
         elif batch.succeeded + batch.failed == batch.total:
@@ -798,7 +807,7 @@ def _fatal_error(batch: Batch, line: Line) -> ServiceError | None:
         times, what = line.process_deaths, "The service"
     else:
         return None
-    message = f"{what} ended {times} times while it answered the request, and no other request of a batch."
+    message = f"{what} ended {times} times while the request ran as the only one of a batch in its process."
     if what == "Triton":
         return errors.UpstreamLost(message)
     return ServiceError(message, code="server_error")

@@ -82,6 +82,11 @@ class RunningBatch:
         """The lines that were read and have not begun."""
         return sum(map(len, self.waiting.values())) + len(self.quarantined)
 
+    def ready(self, away: Container[str]) -> int:
+        """Return how many of those are for models that are not *away*."""
+        waiting = sum(len(lines) for model, lines in self.waiting.items() if model not in away)
+        return waiting + sum(line.model not in away for line in self.quarantined)
+
     @property
     def idle(self) -> bool:
         """Whether it has no lines that run or wait."""
@@ -120,8 +125,9 @@ class RunningBatch:
         """
         Return the quarantined lines that may begin next; none for models that are *away*.
 
-        A line that has a death comes after all other lines of the batch. So whoever kills the process again and again
-        meets another line each time, and only a line that ends it by itself has all its deaths.
+        A line that has a death comes after all other lines of the batch: those that wait for models that are there,
+        those that are not read yet, and those of any model that wait for another attempt. So whoever kills the process
+        again and again meets another line each time, and only a line that ends it by itself has all its deaths.
         """
         lines = [line for line in self.quarantined if line.model not in away]
         fresh = [line for line in lines if not line.deaths]

@@ -201,6 +201,31 @@ async def test_a_model_that_never_comes_back(tmp_path: Path) -> None:
         assert {name: ["batch_expired"] for name in NAMES[:2]} == one.results(done)
 
 
+async def test_lines_behind_those_of_a_model_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines for models that are there are read over those of one that is away, up to a number of lines in memory."""
+    monkeypatch.setattr(runner_module, "_WINDOW", 10)
+    monkeypatch.setattr(runner_module, "_MAX_WINDOW", 40)
+    for count, expected in ((30, 5), (60, 0)):
+        async with process(tmp_path / str(count)) as one:
+            host = one.host
+            host.busy = True
+            away = [request(f"away-{number}", "n") for number in range(count)]
+            batch = await one.batch(b"".join([*away, *map(request, NAMES[:5])]))
+            await one.until(batch, lambda found: found.status == "in_progress")
+            host.silent.add("n")
+            one.runner._away.pause("n", "no")
+            host.busy = False
+            held = one.runner._held[batch.id]
+            if expected:
+                await one.until(batch, lambda found: found.succeeded == expected)  # noqa: B023
+            else:
+                await one.until(batch, lambda _: held.window >= 40)  # noqa: B023
+                await one.until(batch, lambda _: len(host.probes) > 5)  # noqa: B023
+                assert held.window < 50
+            host.silent.clear()
+            assert count + 5 == (await one.ended(batch)).succeeded
+
+
 # Of the key of a batch.
 MAY_NOT_ASK: dict[str, Callable[[], errors.ServiceError]] = {
     "a model that the key may not use": lambda: errors.ModelNotFound("m", hidden=True),
@@ -589,6 +614,24 @@ async def test_a_line_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mo
         assert b"line 1 of the input" in one.content(done.errors)
     assert 4 == len(reads)
     assert [1] * 4 == [log["line"] for log in logs if log["event"] == "a line failed"]
+
+
+async def test_normal_lines_go_on_while_another_process_has_the_quarantine(place: Place) -> None:
+    """A process with quarantined lines runs its other ones while another process runs such lines."""
+    first = Process(place)
+    first.host.may_answer.clear()
+    first.start()
+    batch = await first.batch(NAMES)
+    await first.until(batch, lambda _: len(first.host.running) == 2)
+    alone = set(first.host.running)
+    await first.die()
+    async with process(place) as second:
+        store = second.files.store
+        assert await store.enter_quarantine("other", 60.0)
+        await second.until(batch, lambda found: found.succeeded == 18)
+        assert not alone & second.host.calls.keys()
+        await store.leave_quarantine("other")
+        assert 20 == (await second.ended(batch)).succeeded
 
 
 BREAKS = "a\u0085b\u2028c\u2029d\u2030 \\\u2028"
