@@ -33,7 +33,7 @@ _AHEAD = 320
 _DEEPEST = 50
 _MAX_UNCLOSED = 8
 #: How many steps a reading may take for each character of its text, and how many on top of that.
-MAX_STEPS = 60
+MAX_STEPS = 10
 _FREE_STEPS = 20_000
 #: Numbers and words such as ``true`` are not longer. Nor are keys, with the brackets of their tags.
 _LONGEST_SCALAR = 400

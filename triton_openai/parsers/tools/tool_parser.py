@@ -37,7 +37,7 @@ _WORD = re.compile(r"[\w.:-]*")
 # Tolerant readings may read so many characters of an answer more than once, or in vain.
 _MAX_SPENT = 200_000
 # One reading gets no more characters than this.
-_MAX_TOLERANT = 400_000
+_MAX_TOLERANT = 200_000
 
 
 class ToolParser(TextParser):
