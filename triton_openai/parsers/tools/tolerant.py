@@ -32,9 +32,11 @@ from triton_openai.parsers.tools.tags import CLOSINGS, MESSAGE_ENDS, OPENINGS
 _AHEAD = 320
 _DEEPEST = 50
 _MAX_UNCLOSED = 8
-#: How many steps a reading may take for each character of its text, and how many on top of that.
+#: How many steps a reading may take for each character of its text, how many on top of that, and how many in all. The
+#: event loop waits for the reading: 50 ms at most.
 MAX_STEPS = 10
 _FREE_STEPS = 20_000
+_MOST_STEPS = 100_000
 #: Numbers and words such as ``true`` are not longer. Nor are keys, with the brackets of their tags.
 _LONGEST_SCALAR = 400
 _LONGEST_KEY_TAG = 258
@@ -174,7 +176,7 @@ class _Steps:
     """Counts the steps of a reading, and of the readings in it."""
 
     def __init__(self, size: int) -> None:
-        self._left = MAX_STEPS * size + _FREE_STEPS
+        self._left = min(MAX_STEPS * size + _FREE_STEPS, _MOST_STEPS)
 
     def take(self, count: int) -> None:
         """Count steps. Raises :class:`Unreadable` if they are too many."""
