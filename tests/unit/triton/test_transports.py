@@ -32,6 +32,7 @@ from triton_openai.errors import (
     InvalidAnswer,
     ModelNotFound,
     NotImplementedUpstream,
+    ProxyFailed,
     RequestRefused,
     ServiceError,
     UpstreamError,
@@ -726,9 +727,9 @@ async def test_an_event_that_is_no_json(http, data):
             RequestRefused,
         ),
         # What is no Triton: a balancer's page, an empty body, something else altogether.
-        (plain(b"<html>Bad Gateway</html>", b"502 Bad Gateway", kind=b"text/html"), UpstreamLost),
+        (plain(b"<html>Bad Gateway</html>", b"502 Bad Gateway", kind=b"text/html"), ProxyFailed),
         (plain(b"", b"503 Service Unavailable"), UpstreamUnavailable),
-        (plain(b"[1]", b"500 Internal Server Error"), UpstreamLost),
+        (plain(b"[1]", b"500 Internal Server Error"), ProxyFailed),
         (plain(b'{"error":{"code":1}}', b"500 Internal Server Error"), UpstreamError),
         (b"SSH-2.0-OpenSSH_9.6\r\n", UpstreamLost),
         (
@@ -812,7 +813,7 @@ async def test_an_error_body_without_end(http, monkeypatch):
     http.raw = plain(b"no" * 100, b"500 Internal Server Error").replace(b"Length: 200", b"Length: 900")
     _, error = await asyncio.wait_for(outcome(http.client), 10)
 
-    assert UpstreamLost is type(error)
+    assert ProxyFailed is type(error)
     assert "HTTP status 500" in error.reason
 
 
@@ -951,7 +952,7 @@ async def test_closing_early_does_not_spoil_the_pool(http):
     "raw, kind",
     [
         (plain(b'{"error":"Request for unknown model: \'m\' is not found"}', b"404 Not Found"), ModelNotFound),
-        (plain(b"<html></html>", b"502 Bad Gateway"), UpstreamLost),
+        (plain(b"<html></html>", b"502 Bad Gateway"), ProxyFailed),
         (plain(b"[]", b"302 Found", b"Location: http://127.0.0.1:1/\r\n"), UpstreamUnavailable),
         (plain(b"{}"), UpstreamUnavailable),
         (plain(b"\xff\xfe"), UpstreamUnavailable),
