@@ -36,11 +36,11 @@ FROM_A_GPU = {
     "nv_gpu_memory_used_bytes": {"gpu_uuid"},
     "nv_trt_llm_kv_cache_block_metrics": {"model", "version", "kv_cache_block_type"},
 }
-# What a service in front of one Triton does not export.
+# What a service without keys, in front of one Triton, does not export.
 OF_SEVERAL = {
     one.name: set(one.labels)
     for one in INSTRUMENTS
-    if one.labels and one.name.startswith(("triton_openai_endpoint", "triton_openai_failovers"))
+    if one.labels and one.name.startswith(("triton_openai_endpoint", "triton_openai_failovers", "triton_openai_key_"))
 }
 # What labels can say, where that is a list: a word that none of them says would match nothing, and alert nobody.
 VALUES = {

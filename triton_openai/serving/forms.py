@@ -17,6 +17,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeAlias
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -47,6 +48,8 @@ _MAX_CONTENT_TYPE = 1024
 _PLAIN_CODINGS = ("binary", "8bit", "7bit")
 # RFC 7578 forbids this form of a name that is not ASCII. Some clients send it, and some of them no other one.
 _EXTENDED_NAME = re.compile(rb";[ \t]*filename\*[ \t]*=[ \t]*(UTF-8|ISO-8859-1)'[^';]*'([^\s;\"]*)", re.IGNORECASE)
+
+_OnArrival: TypeAlias = Callable[[int], Awaitable[None]]
 
 # It logs a warning for each form that is malformed, and clients can send many.
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
@@ -226,28 +229,27 @@ class HttpForm:
         self._request = request
         self._limits = limits
         self._max_size = request.client_max_size
-        self._on_arrival: Callable[[int], Awaitable[None]] | None = None
         # Seconds that were spent waiting for the client.
         self._waited = 0.0
 
-    def parts(self, max_size: int, on_arrival: Callable[[int], Awaitable[None]] | None = None) -> AsyncIterator[Part]:
+    def parts(self, max_size: int, on_arrival: _OnArrival | None = None) -> AsyncIterator[Part]:
         check_body_size(max_size, self._request.content_length or 0)
         self._max_size = max_size
-        self._on_arrival = on_arrival
-        return self._parts()
+        # Not kept in the form: whoever waits for what arrives may hold the form.
+        return self._parts(on_arrival)
 
-    async def _parts(self) -> AsyncIterator[Part]:
+    async def _parts(self, on_arrival: _OnArrival | None) -> AsyncIterator[Part]:
         ask_for_body(self._request)
         events = self._parser.events
         number = 0
-        while await self._parsed():
+        while await self._parsed(on_arrival):
             event = events.popleft()
             if not isinstance(event, PartHead):
                 continue
             number += 1
             if number > MAX_PARTS:
                 raise PayloadTooLarge(f"The request's form has more than {MAX_PARTS} parts.")
-            yield Part(event, self._contents())
+            yield Part(event, self._contents(on_arrival))
 
     @property
     def size(self) -> int:
@@ -257,23 +259,23 @@ class HttpForm:
     def declared_size(self) -> int | None:
         return self._request.content_length
 
-    async def _contents(self) -> AsyncIterator[bytes]:
+    async def _contents(self, on_arrival: _OnArrival | None) -> AsyncIterator[bytes]:
         """Yield the contents of the part whose head came last."""
-        while await self._parsed():
+        while await self._parsed(on_arrival):
             event = self._parser.events.popleft()
             if not isinstance(event, bytes):
                 return
             yield event
 
-    async def _parsed(self) -> bool:
+    async def _parsed(self, on_arrival: _OnArrival | None) -> bool:
         """Wait until an event has been parsed; return whether there is one: there is none behind the form's end."""
         while not self._parser.events:
             data = await self._next_slice()
             if not data:
                 self._parser.close()
                 return False
-            if self._on_arrival is not None:
-                await self._on_arrival(self.size)
+            if on_arrival is not None:
+                await on_arrival(self.size)
             self._parser.feed(data)
             # Much may have arrived by now, and then nothing else would wait.
             await asyncio.sleep(0)
