@@ -232,10 +232,15 @@ def test_a_replaced_worker_has_the_new_settings(configured: Configured) -> None:
     configured.write({"api": "nothing"})
     configured.ask_to_reload()
     until(lambda: configured.said("new settings are not used, the old ones stay"))
+
+    def served() -> int:
+        return [line["model"] for line in configured.said("model is served")].count("new-name")
+
+    before = served()
     for line in workers:
         os.kill(line["pid"], signal.SIGKILL)
     until(lambda: len(configured.said("worker started")) == 2)
-    until(lambda: len(configured.said("Triton answers")) == 2)
+    until(lambda: served() == before + 2)
 
     configured.agree(lambda: "new-name" in configured.models(), True)
 
