@@ -19,7 +19,9 @@ from triton_openai.generation import TensorMapping
 from triton_openai.jobs import ClassificationJob, ClassificationResult, TokenPair
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
 
-_TEXT, _LOGITS, _PROBABILITIES = "text", "logits", "probabilities"
+_TEXT = "text"
+_LOGITS = "logits"
+_PROBABILITIES = "probabilities"
 # Names of outputs, in lower case.
 _NAMES: Mapping[str, str] = {
     **dict.fromkeys((_LOGITS, "logit", "class_logits", "output_logits"), _LOGITS),
@@ -40,7 +42,9 @@ _ALL_CLASSES = 1 << 20
 def _inputs(config: ModelConfig) -> Mapping[str, TensorSpec]:
     """Return the inputs by their uses; empty if the model requires other inputs."""
     text = tensors.text_input(config)
-    return tensors.id_inputs(config) if text is None else {_TEXT: text}
+    if text is None:
+        return tensors.id_inputs(config)
+    return {_TEXT: text}
 
 
 def _output(config: ModelConfig) -> TensorSpec | None:
@@ -72,21 +76,33 @@ class Classifier(tensors.DescribedAdapter):
 
     def _bind(self, mapping: TensorMapping | None) -> None:
         config = self.config
-        inputs, output = _inputs(config), _output(config)
-        use = None if output is None else _NAMES.get(output.name.lower())
+        inputs = _inputs(config)
+        output = _output(config)
+        if output is None:
+            use = None
+        else:
+            use = _NAMES.get(output.name.lower())
         if mapping is not None:
-            first = IDS if IDS in mapping.inputs else _TEXT
+            if IDS in mapping.inputs:
+                first = IDS
+            else:
+                first = _TEXT
             inputs = tensors.named_tensors(config, mapping, "inputs", _BESIDE[first], required=first)
-            use = _PROBABILITIES if _PROBABILITIES in mapping.outputs else _LOGITS
+            if _PROBABILITIES in mapping.outputs:
+                use = _PROBABILITIES
+            else:
+                use = _LOGITS
             output = tensors.named_tensors(config, mapping, "outputs", _BESIDE[use], required=use)[use]
         if not inputs or output is None or use is None:
             raise ConfigurationError(
                 f"The model '{config.name}' has no single text input or token ids, or no output that is called logits "
                 "or probabilities: describe its tensors with 'inputs', 'constants' and 'outputs' in its settings."
             )
-        self._inputs, self._output = inputs, output
+        self._inputs = inputs
+        self._output = output
         self._constants = tensors.constants(config, mapping, filled=[spec.name for spec in inputs.values()])
-        labels, ids = _has_labels(config, self.repository, output), _TEXT not in inputs
+        labels = _has_labels(config, self.repository, output)
+        ids = _TEXT not in inputs
         # Without batching, Triton numbers the classes of all rows in sequence.
         self._single = not config.batching and (labels or len(output.dims) == 1)
         self.capabilities = Capabilities(logits=use == _LOGITS, labels=labels, tokens=ids)
@@ -94,17 +110,30 @@ class Classifier(tensors.DescribedAdapter):
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
         """Claim models that take one text, or its token ids, and return numbers for classes."""
-        inputs, output = _inputs(config), _output(config)
+        inputs = _inputs(config)
+        output = _output(config)
         texts = [name for name, spec in config.outputs.items() if spec.datatype == "BYTES"]
         if not inputs or output is None or any("label" not in name.lower() for name in texts):
             return None
-        kind, width, labels = _NAMES.get(output.name.lower(), "classes"), output.dims[-1], output.label_filename
+        kind = _NAMES.get(output.name.lower(), "classes")
+        width = output.dims[-1]
+        labels = output.label_filename
         if _TEXT not in inputs and kind == _LOGITS and width == 1 and not labels:
             # Cross-encoders look like this.
             return None
-        what = "one required BYTES input" if _TEXT in inputs else "token ids"
+        if _TEXT in inputs:
+            what = "one required BYTES input"
+        else:
+            what = "token ids"
         names = ", ".join(spec.name for spec in inputs.values())
-        shape, file = f" [{width}]" if width > 0 else "", f", with labels in {labels}" if labels else ""
+        if width > 0:
+            shape = f" [{width}]"
+        else:
+            shape = ""
+        if labels:
+            file = f", with labels in {labels}"
+        else:
+            file = ""
         return f"{what} ({names}) and {kind} out ({output.name}{shape}{file})"
 
     def encode(self, job: ClassificationJob, /) -> Sequence[InferRequest]:
@@ -113,7 +142,10 @@ class Classifier(tensors.DescribedAdapter):
 
         Raises :class:`ContextLengthExceeded` for inputs longer than the model's fixed length.
         """
-        classes = (max(self._output.dims[-1], 0) or _ALL_CLASSES) if self.capabilities.labels else 0
+        if self.capabilities.labels:
+            classes = max(self._output.dims[-1], 0) or _ALL_CLASSES
+        else:
+            classes = 0
         return [
             self.request(f"{job.id}-{number}", batch, [self._output.name], classification=classes)
             for number, batch in enumerate(self._tensors(part, job.pad_id) for part in self._batches(job))
@@ -122,7 +154,10 @@ class Classifier(tensors.DescribedAdapter):
     def _batches(self, job: ClassificationJob) -> Sequence[Sequence[Any]]:
         """Return the inputs that share a request."""
         spec = next(iter(self._inputs.values()))
-        size = 1 if self._single else self.config.batch_size(spec)
+        if self._single:
+            size = 1
+        else:
+            size = self.config.batch_size(spec)
         if self.capabilities.tokens and not self._single:
             places = tensors.id_batches(self.config, spec, [len(ids) for ids in job.inputs], job.pad_id)
             return [job.inputs[place.start : place.stop] for place in places]

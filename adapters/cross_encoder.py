@@ -36,7 +36,8 @@ _SCORES = ("score", "scores", "relevance_score", "relevance_scores", "similarity
 _FREE_BATCH = 64
 # Beside the scores, where a model has them: the place of each in the request, if it has sorted them (as the NIM does),
 # and its tokens.
-_INDEX, _TOKENS = "index", "token_count"
+_INDEX = "index"
+_TOKENS = "token_count"
 
 
 class _TensorMapping(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,11 +72,16 @@ def _mapping(config: ModelConfig, *, any_output: bool) -> _TensorMapping | None:
         return None
     if not texts:
         ids = tuple(id_inputs(config).values())
-        return _TensorMapping(kind="ids", inputs=ids, output=output, batch=config.batch_size(ids[0])) if ids else None
-    first, batch = required[0], config.batch_size(required[0])
+        if ids:
+            return _TensorMapping(kind="ids", inputs=ids, output=output, batch=config.batch_size(ids[0]))
+        return None
+    first = required[0]
+    batch = config.batch_size(required[0])
     if len(required) == 1:
         joint = config.row_dims(first) == (2,)
-        return _TensorMapping(kind="joint", inputs=(first,), output=output, batch=batch) if joint else None
+        if joint:
+            return _TensorMapping(kind="joint", inputs=(first,), output=output, batch=batch)
+        return None
     by_role = {_role(spec): spec for spec in required}
     if len(required) != 2 or by_role.keys() != {"query", "document"}:
         return None
@@ -103,12 +109,18 @@ def _score_output(config: ModelConfig, *, any_output: bool, any_width: bool) -> 
     named = [found[name] for name in _SCORES if name in found]
     if not named and any_output and len(found) == 1:
         named = list(found.values())
-    return named[0] if named else None
+    if named:
+        return named[0]
+    return None
 
 
 def _role(spec: TensorSpec) -> str:
     name = spec.name.lower()
-    return "query" if name in _QUERIES else "document" if name in _DOCUMENTS else name
+    if name in _QUERIES:
+        return "query"
+    if name in _DOCUMENTS:
+        return "document"
+    return name
 
 
 class CrossEncoder(Adapter):
@@ -133,7 +145,9 @@ class CrossEncoder(Adapter):
     def matches(cls, config: ModelConfig) -> str | None:
         """Claim models that take pairs, as texts or as token ids, and whose one number per pair is called a score."""
         mapping = _mapping(config, any_output=False)
-        return None if mapping is None else mapping.claim
+        if mapping is None:
+            return None
+        return mapping.claim
 
     def encode(self, job: ScoreJob, /) -> Sequence[InferRequest]:
         """
@@ -174,7 +188,8 @@ class CrossEncoder(Adapter):
         if self._ids:
             yield from id_batches(self.config, specs[0], [len(pair.ids) for pair in job.encoded], job.pad_id)
             return
-        start, batch = 0, self._mapping.batch
+        start = 0
+        batch = self._mapping.batch
         for _, group in groupby(job.pairs, key=lambda pair: self._mapping.kind == "documents" and pair[0]):
             end = start + sum(1 for _ in group)
             for first in range(start, end, batch):
@@ -182,7 +197,9 @@ class CrossEncoder(Adapter):
             start = end
 
     def _inputs(self, job: ScoreJob, places: range) -> Iterator[Tensor]:
-        kind, specs, rows = self._mapping.kind, self._mapping.inputs, len(places)
+        kind = self._mapping.kind
+        specs = self._mapping.inputs
+        rows = len(places)
         if kind == "ids":
             by_use = {spec.name: spec for spec in specs}
             yield from id_tensors(self.config, by_use, [job.encoded[place] for place in places], job.pad_id)
@@ -195,5 +212,8 @@ class CrossEncoder(Adapter):
             if kind == "texts":
                 yield Tensor(spec.name, "BYTES", (rows, *self.config.row_dims(spec)), texts)
             else:
-                given = texts[:1] if spec is specs[0] else texts
+                if spec is specs[0]:
+                    given = texts[:1]
+                else:
+                    given = texts
                 yield Tensor(spec.name, "BYTES", self.config.wire_shape(spec, len(given)), given)

@@ -26,13 +26,18 @@ _PREFERRED = (
 
 
 def _vector_output(config: ModelConfig) -> TensorSpec | None:
-    rank = 1 if config.batching else 2
+    if config.batching:
+        rank = 1
+    else:
+        rank = 2
     floats = [spec for spec in config.outputs.values() if spec.datatype in tensors.FLOATS]
     candidates = {spec.name: spec for spec in floats if len(spec.dims) in (rank, 1)}
     for name in _PREFERRED:
         if name in candidates:
             return candidates[name]
-    return next(iter(candidates.values())) if len(candidates) == 1 else None
+    if len(candidates) == 1:
+        return next(iter(candidates.values()))
+    return None
 
 
 class Embeddings(tensors.DescribedAdapter):
@@ -47,7 +52,8 @@ class Embeddings(tensors.DescribedAdapter):
 
     def _bind(self, mapping: TensorMapping | None) -> None:
         config = self.config
-        text, vector = tensors.text_input(config), _vector_output(config)
+        text = tensors.text_input(config)
+        vector = _vector_output(config)
         if mapping is not None:
             named = partial(tensors.named_tensors, config, mapping)
             text = named("inputs", {"text": "text"}, required="text")["text"]
@@ -57,14 +63,19 @@ class Embeddings(tensors.DescribedAdapter):
                 f"The model '{config.name}' has no single BYTES input and floating output, which the adapter "
                 "'embeddings' needs: describe its tensors with 'inputs', 'constants' and 'outputs' in its settings."
             )
-        self._input, self._output = text, vector
+        self._input = text
+        self._output = vector
         self._constants = tensors.constants(config, mapping, filled=[text.name])
-        self._batch = config.batch_size(text) if config.batching or len(vector.dims) == 2 else 1
+        if config.batching or len(vector.dims) == 2:
+            self._batch = config.batch_size(text)
+        else:
+            self._batch = 1
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
         """Claim models with one required BYTES input and a floating output of one vector per text."""
-        text, vector = tensors.text_input(config), _vector_output(config)
+        text = tensors.text_input(config)
+        vector = _vector_output(config)
         if text is None or vector is None or "text_output" in config.outputs:
             return None
         return f"one required BYTES input ({text.name}) and a vector per text out ({vector.name})"

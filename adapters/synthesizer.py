@@ -22,9 +22,14 @@ from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import Speech, SynthesisJob
 from triton_openai.triton.tensors import ARRAY_CODES, InferRequest, InferResponse, ModelConfig, Tensor
 
-_REFERENCE, _LENGTH, _SAID, _TARGET = "reference_wav", "reference_wav_len", "reference_text", "target_text"
+_REFERENCE = "reference_wav"
+_LENGTH = "reference_wav_len"
+_SAID = "reference_text"
+_TARGET = "target_text"
 _WAVEFORM = "waveform"
-_TEXT, _VOICE, _AUDIO = "text", "voice", "audio"
+_TEXT = "text"
+_VOICE = "voice"
+_AUDIO = "audio"
 #: What the settings can name, with the kind of its values.
 INPUTS: Mapping[str, Kind] = {
     _TEXT: "text", _VOICE: "code", "speed": "number", "instructions": "text", "language": "text",
@@ -59,7 +64,9 @@ def _zero_shot(config: ModelConfig) -> Synthesis:
         return _SPARK
     if {"vocab_file", "vocoder"} <= names:
         return _F5
-    return _COSYVOICE if "model_dir" in names else _OTHER
+    if "model_dir" in names:
+        return _COSYVOICE
+    return _OTHER
 
 
 def _is_zero_shot(config: ModelConfig) -> bool:
@@ -90,23 +97,29 @@ class Synthesizer(DescribedAdapter):
     prefers_grpc = True
 
     def _bind(self, mapping: TensorMapping | None) -> None:
-        config, audio = self.config, (mapping and mapping.audio) or AudioFormat()
+        config = self.config
+        audio = (mapping and mapping.audio) or AudioFormat()
         described = mapping is not None and mapping.describes
         self._zero_shot = _is_zero_shot(config) and not described
-        kind = _zero_shot(config) if self._zero_shot else _OTHER
+        if self._zero_shot:
+            kind = _zero_shot(config)
+        else:
+            kind = _OTHER
         if self._zero_shot:
             found = TensorMapping(inputs={_TEXT: _TARGET}, outputs={_AUDIO: _WAVEFORM})
         else:
             found = (mapping if described else _found(config)) or TensorMapping()
         named_tensors(config, found, "inputs", INPUTS, required=_TEXT)
         self._output = named_tensors(config, found, "outputs", OUTPUTS, required=_AUDIO)[_AUDIO]
-        self._inputs, self._gives_files = found.inputs, self._output.datatype in ("BYTES", "UINT8")
+        self._inputs = found.inputs
+        self._gives_files = self._output.datatype in ("BYTES", "UINT8")
         filled = [self._inputs[use] for use in (_TEXT, _VOICE, "speed") if use in self._inputs]
         if self._zero_shot:
             filled += [_REFERENCE, _LENGTH, _SAID]
         given = constants(config, mapping, filled=filled)
         self._constants = [self.tensor(name, *values) for name, values in given.items()]
-        rate, reference_rate = audio.sample_rate or kind.rate, 0
+        rate = audio.sample_rate or kind.rate
+        reference_rate = 0
         if self._zero_shot:
             reference_rate = audio.reference_sample_rate or _declared(config) or kind.reference_rate
         self._check_rates(rate, reference_rate)
@@ -114,7 +127,10 @@ class Synthesizer(DescribedAdapter):
         own = voice is None or config.inputs[voice].optional or voice in given
         overlap = audio.overlap_seconds
         if overlap is None:
-            overlap = _overlap(config, kind.overlap) if kind is not _OTHER and config.decoupled else 0.0
+            if kind is not _OTHER and config.decoupled:
+                overlap = _overlap(config, kind.overlap)
+            else:
+                overlap = 0.0
         # CosyVoice2 with DiT and CosyVoice3, which do without a recording.
         cached = kind is _COSYVOICE and own
         self._takes_prompt = cached and "vocoder" in self.repository
@@ -133,7 +149,10 @@ class Synthesizer(DescribedAdapter):
 
     def _check_rates(self, rate: int, reference_rate: int) -> None:
         """Raise :class:`ConfigurationError` for a rate that has to be known and is not."""
-        lacking = [] if rate or self._gives_files else ["audio.sample_rate"]
+        if rate or self._gives_files:
+            lacking = []
+        else:
+            lacking = ["audio.sample_rate"]
         if self._zero_shot and not reference_rate:
             lacking.append("audio.reference_sample_rate")
         if lacking:
@@ -147,7 +166,9 @@ class Synthesizer(DescribedAdapter):
         name = self._inputs.get(_VOICE)
         if name is None:
             return None
-        return str if self.config.inputs[name].datatype == "BYTES" else int
+        if self.config.inputs[name].datatype == "BYTES":
+            return str
+        return int
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
@@ -166,7 +187,10 @@ class Synthesizer(DescribedAdapter):
             taken = field in self._inputs or (field == "instructions" and self._takes_prompt)
             if getattr(job, field) is not None and not taken:
                 raise UnsupportedParameter(f"The model '{self.config.name}' does not take '{field}'.", param=field)
-        voice = None if job.voice is None else job.voice.known_as
+        if job.voice is None:
+            voice = None
+        else:
+            voice = job.voice.known_as
         values: dict[str, str | float | None] = {
             **{_TEXT: job.text, _VOICE: voice},
             **{"instructions": job.instructions, "language": job.language},
@@ -193,7 +217,8 @@ class Synthesizer(DescribedAdapter):
         """Return the inputs with the recording, none for a model's own voice."""
         if job.voice is None:
             return []
-        samples, said = array("f", job.voice.samples), job.voice.text
+        samples = array("f", job.voice.samples)
+        said = job.voice.text
         if job.instructions is not None:
             said = f"{job.instructions}{_END_OF_INSTRUCTIONS}{said}"
         return [self.vector(_REFERENCE, samples), *self.declared_tensors(**{_LENGTH: len(samples), _SAID: said})]
@@ -205,7 +230,8 @@ class Synthesizer(DescribedAdapter):
         )
 
     def _data(self, response: InferResponse) -> bytes:
-        name, datatype = self._output.name, self._output.datatype
+        name = self._output.name
+        datatype = self._output.datatype
         tensor = response.tensor(name)
         if tensor is not None:
             if tensor.datatype != datatype:
@@ -226,7 +252,9 @@ class Synthesizer(DescribedAdapter):
 
 def _declared(config: ModelConfig) -> int | None:
     value = config.parameter("reference_audio_sample_rate") or ""
-    return int(value) if value.isdecimal() else None
+    if value.isdecimal():
+        return int(value)
+    return None
 
 
 def _overlap(config: ModelConfig, usual: float) -> float:

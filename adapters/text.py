@@ -17,8 +17,12 @@ from triton_openai.errors import ConfigurationError
 from triton_openai.generation import Delta, FinishReason, Generation, TensorMapping
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
 
-_PROMPT, _STREAM, _TEXT = "prompt", "stream", "text"
-_FINISH, _COMPLETION, _PROMPT_TOKENS = "finish_reason", "completion_tokens", "prompt_tokens"
+_PROMPT = "prompt"
+_STREAM = "stream"
+_TEXT = "text"
+_FINISH = "finish_reason"
+_COMPLETION = "completion_tokens"
+_PROMPT_TOKENS = "prompt_tokens"
 #: What the settings can name, with the kind of its values.
 INPUTS: Mapping[str, Kind] = {
     _PROMPT: "text", _STREAM: "flag", "max_tokens": "integer", "min_tokens": "integer", "temperature": "number",
@@ -57,7 +61,8 @@ def _known(specs: Mapping[str, TensorSpec], kinds: Mapping[str, Kind], *but: str
 
 def _found(config: ModelConfig) -> TensorMapping | None:
     """Return what *config* shows by itself; ``None`` where it is no text model, or more has to be known."""
-    inputs, outputs = _known(config.inputs, INPUTS, _PROMPT), _known(config.outputs, OUTPUTS, _TEXT)
+    inputs = _known(config.inputs, INPUTS, _PROMPT)
+    outputs = _known(config.outputs, OUTPUTS, _TEXT)
     required = [spec for name, spec in config.inputs.items() if not spec.optional and name != inputs.get(_STREAM)]
     texts = [name for name, spec in config.outputs.items() if spec.datatype == "BYTES" and name != outputs.get(_FINISH)]
     if len(required) != 1 or required[0].datatype != "BYTES" or len(texts) != 1:
@@ -78,7 +83,8 @@ class Text(DescribedAdapter):
                 f"The model '{config.name}' has no single required BYTES input and single BYTES output: describe its "
                 "tensors with 'inputs', 'constants' and 'outputs' in its settings."
             )
-        self._inputs, self._outputs = found.inputs, found.outputs
+        self._inputs = found.inputs
+        self._outputs = found.outputs
         named_tensors(config, found, "inputs", INPUTS, required=_PROMPT)
         named_tensors(config, found, "outputs", OUTPUTS, required=_TEXT)
         always = [self._inputs[use] for use in (_PROMPT, _STREAM, "max_tokens") if use in self._inputs]
@@ -122,7 +128,9 @@ class Text(DescribedAdapter):
 
     def decoder(self, generation: Generation) -> TextDecoder:
         stages: Mapping[str, type[TextStage]] = {"cumulative": CumulativeText, "final": _LastText}
-        stage = stages[self._text]() if self._text in stages else None
+        stage = None
+        if self._text in stages:
+            stage = stages[self._text]()
         return TextDecoder(
             stage,
             text=self._outputs[_TEXT],
@@ -136,11 +144,15 @@ class Text(DescribedAdapter):
 
         def read(response: InferResponse, delta: Delta) -> None:
             nonlocal counted
-            finish, completion = self._outputs.get(_FINISH), self._outputs.get(_COMPLETION)
+            finish = self._outputs.get(_FINISH)
+            completion = self._outputs.get(_COMPLETION)
             if completion is not None:
                 tokens = next(iter(response.integers(completion)), counted if total else 0)
                 # A count that falls would be no tokens.
-                delta.tokens = max(0, tokens - counted) if total else tokens
+                if total:
+                    delta.tokens = max(0, tokens - counted)
+                else:
+                    delta.tokens = tokens
                 counted = tokens
             if finish is not None:
                 word = next(iter(response.texts(finish)), "")
@@ -161,5 +173,6 @@ class _LastText(TextStage):
         return ""
 
     def flush(self) -> str:
-        text, self._text = self._text, ""
+        text = self._text
+        self._text = ""
         return text

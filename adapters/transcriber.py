@@ -33,8 +33,15 @@ from triton_openai.jobs import Segment, Transcript, TranscriptionJob, Translatio
 from triton_openai.languages import LANGUAGES, blank_between, code_of
 from triton_openai.triton.tensors import ARRAY_CODES, InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
 
-_AUDIO, _LENGTH, _PREFIX, _LANGUAGE, _NORM, _IDS = "audio", "length", "prefix", "language", "norm", "ids"
-_PROMPT, _TEXT, _SEGMENTS = "prompt", "text", "segments"
+_AUDIO = "audio"
+_LENGTH = "length"
+_PREFIX = "prefix"
+_LANGUAGE = "language"
+_NORM = "norm"
+_IDS = "ids"
+_PROMPT = "prompt"
+_TEXT = "text"
+_SEGMENTS = "segments"
 # What the public repositories call them.
 _INPUTS: Mapping[str, str] = {
     _AUDIO: "WAV", _LENGTH: "WAV_LENS", _PREFIX: "TEXT_PREFIX", _LANGUAGE: "LANGUAGE", _NORM: "TEXT_NORM",
@@ -46,10 +53,14 @@ INPUTS: Mapping[str, Kind] = {_AUDIO: "audio", _LENGTH: "integer", _LANGUAGE: "c
 OUTPUTS: Mapping[str, Kind] = {_TEXT: "text", _LANGUAGE: "text", _SEGMENTS: "text"}
 # SenseVoice's languages, and its switch for inverse text normalization: numbers are written in digits.
 _SENSEVOICE: Mapping[str, int] = {"auto": 0, "zh": 3, "en": 4, "yue": 7, "ja": 11, "ko": 12}
-_AUTO, _NORMALIZED = "auto", 14
+_AUTO = "auto"
+_NORMALIZED = 14
 # Seconds of audio. Whisper sees 30 at once; the text that sherpa's and TensorRT-LLM's code generates for it ends after
 # about 20 and 10. The others take what fits into memory; in this service, a request is copied a few times, 4 MB each.
-_WINDOW, _SHERPA, _TENSORRT_LLM, _ANY = 30.0, 20.0, 10.0, 60.0
+_WINDOW = 30.0
+_SHERPA = 20.0
+_TENSORRT_LLM = 10.0
+_ANY = 60.0
 # Parameters of models that make features of a sequence, and what their code takes for one that is missing. A chunk of
 # the decoder has frames of the encoder, each of four.
 _FRAMING: Mapping[str, float] = {
@@ -73,7 +84,9 @@ def _known(config: ModelConfig) -> tuple[dict[str, TensorSpec], dict[str, Tensor
     audio = inputs.get(_AUDIO)
     by_ids = _IDS in inputs and _IDS in outputs
     fits = audio is not None and audio.datatype in ("FP32", "FP16") and (by_ids or _TEXT in outputs)
-    return (inputs, outputs) if fits and requires_only(config, _INPUTS.values()) else ({}, {})
+    if fits and requires_only(config, _INPUTS.values()):
+        return (inputs, outputs)
+    return ({}, {})
 
 
 def _framing(config: ModelConfig, rate: int | None) -> tuple[int, tuple[int, int]] | None:
@@ -89,7 +102,9 @@ def _framing(config: ModelConfig, rate: int | None) -> tuple[int, tuple[int, int
     shift, length = (int(told[f"frame_{name}_ms"] * rate / 1000) for name in ("shift", "length"))
     part = int(told["chunk_size_s"] * rate) or int(told["decode_chunk_size"]) * _SUBSAMPLED * shift
     missing = max(0, length + (window - 1) * shift - part)
-    return (rate, (part + -(-missing // shift) * shift, part)) if part and window > 0 else None
+    if part and window > 0:
+        return (rate, (part + -(-missing // shift) * shift, part))
+    return None
 
 
 class Transcriber(tensors.DescribedAdapter):
@@ -99,7 +114,8 @@ class Transcriber(tensors.DescribedAdapter):
     tokens_tell_more = True
 
     def _bind(self, mapping: TensorMapping | None) -> None:
-        config, audio = self.config, (mapping and mapping.audio) or AudioFormat()
+        config = self.config
+        audio = (mapping and mapping.audio) or AudioFormat()
         if mapping is not None and mapping.describes:
             inputs = tensors.named_tensors(config, mapping, "inputs", INPUTS, required=_AUDIO)
             outputs = tensors.named_tensors(config, mapping, "outputs", OUTPUTS, required=_TEXT)
@@ -111,7 +127,8 @@ class Transcriber(tensors.DescribedAdapter):
                     f"The model '{config.name}' has none of the tensors of the public recognizers: describe its own "
                     "with 'inputs', 'constants' and 'outputs' in its settings."
                 )
-        self._inputs, self._outputs = inputs, outputs
+        self._inputs = inputs
+        self._outputs = outputs
         self._ids = _IDS in inputs
         self._whisper = self._ids or _PREFIX in inputs
         self._text = "cumulative" if mapping is None else mapping.text
@@ -124,7 +141,10 @@ class Transcriber(tensors.DescribedAdapter):
                 f"form '{self._form}'."
             )
         self._languages = self._known_languages(audio)
-        self._language = None if audio.language is None else code_of(audio.language)
+        if audio.language is None:
+            self._language = None
+        else:
+            self._language = code_of(audio.language)
         if self._language is not None and self._language not in self._languages:
             raise ConfigurationError(
                 f"The settings of the model '{config.name}' name the language '{audio.language}', which is none of its "
@@ -141,10 +161,18 @@ class Transcriber(tensors.DescribedAdapter):
         )
         self._pad = audio.pad_seconds
         if self._pad is None:
-            self._pad = _WINDOW if self._ids else _PADDED if _LENGTH in inputs and config.batching else 0.0
+            if self._ids:
+                self._pad = _WINDOW
+            elif _LENGTH in inputs and config.batching:
+                self._pad = _PADDED
+            else:
+                self._pad = 0.0
         rate, self._parts = self._sequence(audio)
         self.prefers_grpc = config.decoupled
-        self.jobs = (TranscriptionJob, TranslationJob) if self._whisper else (TranscriptionJob,)
+        if self._whisper:
+            self.jobs = (TranscriptionJob, TranslationJob)
+        else:
+            self.jobs = (TranscriptionJob,)
         self.capabilities = Capabilities(
             streaming=(config.decoupled or self._parts is not None) and not self._ids,
             tokens=self._ids,
@@ -165,7 +193,9 @@ class Transcriber(tensors.DescribedAdapter):
             return {code_of(code): code for code in audio.languages}
         if _LANGUAGE in self._inputs and _NORM in self._inputs:
             return _SENSEVOICE
-        return {code: code for code in LANGUAGES} if self._whisper else {}
+        if self._whisper:
+            return {code: code for code in LANGUAGES}
+        return {}
 
     def _sequence(self, audio: AudioFormat) -> tuple[int, tuple[int, int] | None]:
         """Return the rate, and the samples of the first and of each further request, if a recording is a sequence."""
@@ -235,11 +265,15 @@ class Transcriber(tensors.DescribedAdapter):
 
     def _audio(self, samples: Any, length: int) -> Iterator[Tensor]:
         """Yield the audio and its *length* in samples, without what is padded."""
-        spec, rate = self._inputs[_AUDIO], self._recognition.sample_rate
+        spec = self._inputs[_AUDIO]
+        rate = self._recognition.sample_rate
         if self._form != "samples":
             file = _wav(samples, rate)
             values: Any = file if spec.datatype == "UINT8" else _bytes_element(file, encode=self._form == "base64")
-            count = len(file) if spec.datatype == "UINT8" else 1
+            if spec.datatype == "UINT8":
+                count = len(file)
+            else:
+                count = 1
         else:
             code = {"FP32": "<f4", "FP16": "<f2", "FP64": "<f8", "INT16": "<i2"}[spec.datatype]
             values = (_pcm(samples) if spec.datatype == "INT16" else samples.astype(code)).tobytes()
@@ -268,7 +302,10 @@ class Transcriber(tensors.DescribedAdapter):
 
     def _prefix(self, job: TranscriptionJob, language: str | None) -> str:
         """Return the prompt of Whisper's decoder. An empty one would mean Korean to sherpa's code."""
-        before = f"<|startofprev|> {job.prompt}" if job.prompt is not None else ""
+        if job.prompt is not None:
+            before = f"<|startofprev|> {job.prompt}"
+        else:
+            before = ""
         translates = isinstance(job, TranslationJob)
         if language is None and translates:
             raise UnsupportedParameter(
@@ -279,7 +316,10 @@ class Transcriber(tensors.DescribedAdapter):
         if language is None:
             # Whisper then begins with the language itself.
             return f"{before}<|startoftranscript|>"
-        task = "translate" if translates else "transcribe"
+        if translates:
+            task = "translate"
+        else:
+            task = "transcribe"
         return f"{before}<|startoftranscript|><|{self._languages[language]}|><|{task}|><|notimestamps|>"
 
     @property
@@ -297,7 +337,10 @@ class Transcriber(tensors.DescribedAdapter):
             for response in (responses if self._text == "delta" else reversed(responses))
         )
         # The last response may be empty.
-        text = "".join(texts) if self._text == "delta" else next(filter(None, texts), "")
+        if self._text == "delta":
+            text = "".join(texts)
+        else:
+            text = next(filter(None, texts), "")
         tagged = next((code for code in _TAG.findall(text) if code in LANGUAGES), None)
         told = {
             use: next((each for one in reversed(responses) for each in one.texts(spec.name)), "")
@@ -311,11 +354,18 @@ class Transcriber(tensors.DescribedAdapter):
         """Return the token ids of the best beam that follow the prompt."""
         name = self._outputs[_IDS].name
         for response in reversed(responses):
-            tensor, ids = response.tensor(name), list(response.integers(name))
+            tensor = response.tensor(name)
+            ids = list(response.integers(name))
             if ids:
-                width = tensor.shape[-1] if tensor is not None and tensor.shape else len(ids)
-                row, prompt = ids[:width], list(job.prompt_ids)
-                return row[len(prompt) :] if row[: len(prompt)] == prompt else row
+                if tensor is not None and tensor.shape:
+                    width = tensor.shape[-1]
+                else:
+                    width = len(ids)
+                row = ids[:width]
+                prompt = list(job.prompt_ids)
+                if row[: len(prompt)] == prompt:
+                    return row[len(prompt) :]
+                return row
         return ()
 
 
@@ -341,7 +391,8 @@ def _wav(samples: Any, rate: int) -> bytes:
 
 def _bytes_element(data: bytes, *, encode: bool) -> bytes:
     """Return the raw contents of a BYTES tensor with *data*, in base64 if asked to *encode* it."""
-    data = base64.b64encode(data) if encode else data
+    if encode:
+        data = base64.b64encode(data)
     return len(data).to_bytes(4, "little") + data
 
 

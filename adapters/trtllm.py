@@ -42,7 +42,8 @@ PARAMETERS: tuple[Parameter, ...] = (
 _SUPPLIED = frozenset({*common.ENGINE_INPUTS, "end_id", "pad_id", "streaming"})
 # The C++ flavour refuses a choice of outputs without the first two.
 _OUTPUTS = ("output_ids", "sequence_length")
-GENERATION, _CONTEXT = "generation_logits", "context_logits"
+GENERATION = "generation_logits"
+_CONTEXT = "context_logits"
 # As many alternatives as OpenAI allows: any number could be made from logits.
 _MOST_ALTERNATIVES = 20
 # Protocol buffers end at 2 GiB, and this process has to hold it.
@@ -61,7 +62,10 @@ class Trtllm(common.TrtllmAdapter):
         super().__init__(config, repository)
         name = config.parameter("generation_model_name")
         # A disaggregated model hands requests on.
-        self.engine = config if name is None else repository.get(name)
+        if name is None:
+            self.engine = config
+        else:
+            self.engine = repository.get(name)
         # Special tokens are added as the preprocessing for this engine does it. The engine itself names a tokenizer for
         # its guides (0.19 and later).
         steps = [step.model for user in users_of(config, repository) for step in user.steps]
@@ -87,7 +91,10 @@ class Trtllm(common.TrtllmAdapter):
         claimed = config.inputs.keys() >= common.ENGINE_INPUTS and "output_ids" in config.outputs
         if not claimed or not requires_only(config, _SUPPLIED) or config.parameter("encoder_model_path") is not None:
             return None
-        kind = "disaggregated, " if config.parameter("generation_model_name") is not None else ""
+        if config.parameter("generation_model_name") is not None:
+            kind = "disaggregated, "
+        else:
+            kind = ""
         return f"{kind}inputs input_ids, input_lengths and request_output_len and output output_ids"
 
     def encode(self, generation: Generation, /) -> Sequence[InferRequest]:
@@ -97,7 +104,9 @@ class Trtllm(common.TrtllmAdapter):
 
         Raises :class:`UnsupportedParameter` for alternatives to the chosen tokens.
         """
-        ids, vocabulary, sampling = generation.prompt_ids, generation.vocabulary, generation.sampling
+        ids = generation.prompt_ids
+        vocabulary = generation.vocabulary
+        sampling = generation.sampling
         if ids is None or vocabulary is None:
             raise ConfigurationError(
                 f"The model '{self.config.name}' takes token ids: give its tokenizer with --tokenizer."
@@ -136,7 +145,10 @@ class Trtllm(common.TrtllmAdapter):
 
     def _switches(self, generation: Generation, vocabulary: Vocabulary) -> list[Tensor]:
         """Return the inputs that are there in every request: where to end, and in what form to answer."""
-        end_id = vocabulary.end_ids[0] if vocabulary.end_ids else -1
+        if vocabulary.end_ids:
+            end_id = vocabulary.end_ids[0]
+        else:
+            end_id = -1
         values = {
             "end_id": -1 if generation.sampling.ignore_eos else end_id,
             "pad_id": end_id if vocabulary.pad_id is None else vocabulary.pad_id,
@@ -184,14 +196,17 @@ class Trtllm(common.TrtllmAdapter):
 
     def cancel(self, generation: Generation) -> InferRequest | None:
         """Return the engine's stop request for answers that come at once: Triton does not see such a client leave."""
-        return None if self.config.decoupled else common.stop_request(self.config, generation.id)
+        if self.config.decoupled:
+            return None
+        return common.stop_request(self.config, generation.id)
 
 
 class TokenDecoder:
     """Reads the ids of each response: those that are new when it streams, all of them when it does not."""
 
     def __init__(self, config: ModelConfig, generation: Generation, readers: Sequence[Reader]) -> None:
-        vocabulary, logprobs = generation.vocabulary, generation.sampling.logprobs
+        vocabulary = generation.vocabulary
+        logprobs = generation.sampling.logprobs
         self._prompt_ids = generation.prompt_ids or ()
         # Streams never repeat the prompt.
         self._repeats = "exclude_input_in_output" not in config.inputs and not config.decoupled
@@ -200,7 +215,12 @@ class TokenDecoder:
             # Without lengths (0.5) the ids are filled up after the end.
             self._padding = {*vocabulary.end_ids[:1], vocabulary.pad_id, -1}
         # From which log probabilities are made: those of the chosen tokens, or the logits of all
-        self._logprobs = None if logprobs is None else GENERATION if logprobs else common.LOGPROBS
+        if logprobs is None:
+            self._logprobs = None
+        elif logprobs:
+            self._logprobs = GENERATION
+        else:
+            self._logprobs = common.LOGPROBS
         self._readers = readers
         # The tokens so far, None before the first response.
         self._count: int | None = None
@@ -258,19 +278,26 @@ def read_logits(response: InferResponse, name: str, *, count: int, total: int) -
 
     Raises :class:`UnsupportedParameter` where there are none, :class:`InvalidAnswer` where they do not fit.
     """
-    tensor, what = response.tensor(name), name.replace("_", " ")
+    tensor = response.tensor(name)
+    what = name.replace("_", " ")
     if tensor is None or not tensor.data:
         raise UnsupportedParameter(
             f"The model's engine sends no {what}, which this needs: it has to be built with gather_{name}.",
             param="logprobs",
         )
-    width = tensor.shape[-1] if tensor.shape else 0
+    if tensor.shape:
+        width = tensor.shape[-1]
+    else:
+        width = 0
     rows = math.prod(tensor.shape[:-1])
     if width < 2 or len(tensor.data) != rows * width * _SIZES.get(tensor.datatype, 0):
         raise response.invalid(f"its {what} have another type or shape")
     if rows != count and rows < total:
         raise response.invalid("its logits do not match its tokens")
-    first = 0 if rows == count else total - count
+    if rows == count:
+        first = 0
+    else:
+        first = total - count
     return Logits(data=tensor.data, datatype=tensor.datatype, width=width, first=first)
 
 

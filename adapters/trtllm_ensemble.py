@@ -35,7 +35,8 @@ _WORDS = ("stop_words", "bad_words")
 _SUPPLIED = frozenset({"text_input", "stream", *_FLAGS, *_WORDS, *(name for row in PARAMETERS for name in row.inputs)})
 _OUTPUTS = ("text_output", "num_input_tokens", "num_output_tokens")
 # By which a BLS names its encoders, without which its image inputs lead nowhere; and a draft model.
-_ENCODERS, _DRAFT = "multimodal_encoders_name", "tensorrt_llm_draft_model_name"
+_ENCODERS = "multimodal_encoders_name"
+_DRAFT = "tensorrt_llm_draft_model_name"
 # The others take decoded pixels. This one takes addresses too, but those the backend would fetch from anywhere.
 _IMAGE = "image_url_input"
 _IMAGE_ID = "prompt_table_extra_id"
@@ -59,7 +60,8 @@ class TrtllmText(common.TrtllmAdapter):
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
         self.metadata = common.tokenizing_metadata(self.steps) or ModelMetadata()
-        inputs, outputs = config.inputs, config.outputs
+        inputs = config.inputs
+        outputs = config.outputs
         logprobs = "return_log_probs" in inputs
         # An answer that comes at once does not say which text is which token's.
         steps = logprobs and common.LOGPROBS in outputs and config.decoupled
@@ -89,7 +91,10 @@ class TrtllmText(common.TrtllmAdapter):
             return None
         if not requires_only(config, _SUPPLIED) or "text_output" not in config.outputs:
             return None
-        kind = "an ensemble" if cls.is_ensemble else "not an ensemble,"
+        if cls.is_ensemble:
+            kind = "an ensemble"
+        else:
+            kind = "not an ensemble,"
         return f"{kind} with inputs text_input and max_tokens and output text_output"
 
     @property
@@ -102,7 +107,9 @@ class TrtllmText(common.TrtllmAdapter):
             and not any(self.config.parameter(name) for name in (_ENCODERS, _DRAFT))
             and not any("OUT_PROMPT_EMBEDDING_TABLE" in step.output_map for step in self.config.steps)
         )
-        return engine if alone else None
+        if alone:
+            return engine
+        return None
 
     def returns_whole(self, generation: Generation) -> bool:
         """
@@ -122,7 +129,8 @@ class TrtllmText(common.TrtllmAdapter):
 
     def encode(self, generation: Generation, /) -> Sequence[InferRequest]:
         """Return the request: the prompt, the flags that are always set, and what the client asked for."""
-        config, sampling = self.config, generation.sampling
+        config = self.config
+        sampling = generation.sampling
         flags = dict.fromkeys(_FLAGS, True)
         # Always explicit: the Python flavour of the engine fails where it is absent.
         inputs = [
@@ -190,7 +198,10 @@ class TrtllmEnsemble(TrtllmText):
         self.steps = [repository.get(step.model) for step in config.steps]
         # The step that takes stop requests.
         engines = [step for step in self.steps if step is not None and step.inputs.keys() >= common.ENGINE_INPUTS]
-        self.engine = engines[0] if engines else None
+        if engines:
+            self.engine = engines[0]
+        else:
+            self.engine = None
         maps = [step.input_map for step in config.steps]
         if any("request_output_len" in each and "bad_words_list" not in each for each in maps):
             # That of 0.5, whose preprocessing encodes them for nobody.
@@ -201,7 +212,9 @@ class TrtllmEnsemble(TrtllmText):
     def token_level(self) -> ModelConfig | None:
         """The engine, unless more takes part than the three steps of every release."""
         plain = all(step is not None and any(name in step.inputs for name in _STAGES) for step in self.steps)
-        return super().token_level if plain else None
+        if plain:
+            return super().token_level
+        return None
 
     def cancel(self, generation: Generation) -> InferRequest | None:
         """
@@ -210,7 +223,9 @@ class TrtllmEnsemble(TrtllmText):
         Triton does not tell a running step that the ensemble was cancelled, but it gives every step the ensemble's
         request id, and the engine ends the request whose id comes with ``stop`` set.
         """
-        return None if self.engine is None else common.stop_request(self.engine, generation.id)
+        if self.engine is None:
+            return None
+        return common.stop_request(self.engine, generation.id)
 
 
 class StepLogprobs:
@@ -241,12 +256,17 @@ class StepLogprobs:
     def _new(self, response: InferResponse, delta: Delta) -> Sequence[float]:
         if delta.tokens is not None:
             self._total += delta.tokens
-            return common.newest(response, count=delta.tokens, total=self._total) if delta.tokens else ()
+            if delta.tokens:
+                return common.newest(response, count=delta.tokens, total=self._total)
+            return ()
         values = response.numbers(common.LOGPROBS)
         # A release that does not count tokens: the list grows, or shows that it does not.
         if not self._only_new and len(values) > self._total:
-            new, self._total = values[self._total :], len(values)
+            new = values[self._total :]
+            self._total = len(values)
             return new
         # As long as before although there is new text: these are the new token's, and so were those before.
         self._only_new = self._only_new or bool(delta.text)
-        return values if delta.text else ()
+        if delta.text:
+            return values
+        return ()

@@ -106,9 +106,12 @@ class TrtllmLlmapi(TrtllmAdapter):
             return self.metadata
         if not isinstance(arguments, dict):
             return self.metadata
-        own, longest = arguments.get("triton_config"), arguments.get("max_num_tokens")
+        own = arguments.get("triton_config")
+        longest = arguments.get("max_num_tokens")
         lora = arguments.get("lora_config")
-        most = lora.get("max_loras") if isinstance(lora, dict) else None
+        most = None
+        if isinstance(lora, dict):
+            most = lora.get("max_loras")
         return msgspec.structs.replace(
             with_engine_arguments(self.metadata, arguments, length="max_seq_len"),
             # A prompt is read in one step unless it may be read in chunks.
@@ -126,7 +129,10 @@ class TrtllmLlmapi(TrtllmAdapter):
         """Return what fails before the model knows the request, as of 1.3 and as far as it cannot be found out here."""
         if _LORA[0] not in self.config.inputs:
             return None
-        files = ", or the LoRA adapter's files are not on its machine" if generation.lora is not None else ""
+        if generation.lora is not None:
+            files = ", or the LoRA adapter's files are not on its machine"
+        else:
+            files = ""
         return f"It leaves requests that it refuses without an answer: maybe the prompt is too long for it{files}."
 
     def encode(self, generation: Generation, /) -> Sequence[InferRequest]:
@@ -155,5 +161,7 @@ class TrtllmLlmapi(TrtllmAdapter):
         return [self.tensor(name, value) for name, value in zip(_LORA, values, strict=True) if value is not None]
 
     def decoder(self, generation: Generation) -> TextDecoder:
-        finish = "finish_reason" if self.capabilities.finish_reason else None
+        finish = None
+        if self.capabilities.finish_reason:
+            finish = "finish_reason"
         return TextDecoder(self.text_stage(generation), finish=finish, readers=self.readers(generation))

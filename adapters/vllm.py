@@ -95,7 +95,10 @@ class Vllm(Adapter):
             Parameter("logprobs") if row.name == "logprobs" and not logprobs else row for row in PARAMETERS
         )
         self._logprobs = logprobs
-        self.jobs = (Generation, EmbeddingJob) if "embedding_request" in config.inputs else (Generation,)
+        if "embedding_request" in config.inputs:
+            self.jobs = (Generation, EmbeddingJob)
+        else:
+            self.jobs = (Generation,)
         self.capabilities = Capabilities(
             streaming=config.decoupled,
             stop="shown" if finish else "hidden",
@@ -121,7 +124,9 @@ class Vllm(Adapter):
             return None
         if _KEYS in config.inputs:
             return "inputs text_input and sampling_parameters and output text_output"
-        return "backend vllm" if config.backend == "vllm" else None
+        if config.backend == "vllm":
+            return "backend vllm"
+        return None
 
     def metadata_with(self, files: ModelFiles) -> ModelMetadata:
         """Return what ``model.json`` says: that of the model, or of the step that an ensemble is made around."""
@@ -154,7 +159,8 @@ class Vllm(Adapter):
         """
         if isinstance(job, EmbeddingJob):
             return self._embeddings(job)
-        generation, asked = job, job.sampling
+        generation = job
+        asked = job.sampling
         sampling = {}
         for name, value in asked.given.items():
             if (row := self.parameters_by_name.get(name)) is not None and row.target is not None:
@@ -196,7 +202,9 @@ class Vllm(Adapter):
         return [self.request(generation.id, inputs, outputs)]
 
     def decoder(self, generation: Generation) -> TextDecoder:
-        can, count, ids = self.capabilities, generation.sampling.logprobs, self._wants_ids(generation)
+        can = self.capabilities
+        count = generation.sampling.logprobs
+        ids = self._wants_ids(generation)
         readers: list[Reader] = []
         if count is not None or ids:
             readers.append(token_logprobs(count, ids=ids))
@@ -272,7 +280,9 @@ def _guide_key(config: ModelConfig) -> str | None:
         return "structured_outputs"
     if config.server_version.startswith(_SERVER_24_12):
         return None
-    return "guided_decoding" if "return_finish_reason" in config.inputs else None
+    if "return_finish_reason" in config.inputs:
+        return "guided_decoding"
+    return None
 
 
 def _guide_fields(guide: Guide) -> dict[str, Any]:
@@ -330,7 +340,8 @@ def _read(text: str) -> _Positions:
 
 def _entry(position: dict[str, _Entry], count: int) -> TokenLogprob:
     alternatives = [_alternative(key, entry) for key, entry in position.items()]
-    entries, chosen = list(position.values()), alternatives[0]
+    entries = list(position.values())
+    chosen = alternatives[0]
     # The chosen token comes on top of the most likely ones unless it is one of them: rank says which those are.
     ranks = [index if entry.rank is None else entry.rank for index, entry in enumerate(entries)]
     top = sorted(range(len(ranks)), key=ranks.__getitem__)[:count]
@@ -347,6 +358,11 @@ def _entry(position: dict[str, _Entry], count: int) -> TokenLogprob:
 def _alternative(key: str, entry: _Entry) -> Alternative:
     token = entry.decoded_token or ""
     # A part of a character shows as U+FFFD: its bytes are not known here. Where there is a tokenizer, it has them.
-    raw = None if "\ufffd" in token else token.encode()
-    number = int(key) if key.isdecimal() else None
+    if "\ufffd" in token:
+        raw = None
+    else:
+        raw = token.encode()
+    number = None
+    if key.isdecimal():
+        number = int(key)
     return Alternative(token=token, logprob=entry.logprob, raw=raw, id=number)

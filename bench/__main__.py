@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("bench: interrupted", file=sys.stderr)
         return 130
-    return 0 if measured else 1
+    if measured:
+        return 0
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,13 +103,19 @@ def _run(options: argparse.Namespace) -> bool:
                 paths += measure_path(url, name)
     for path in paths:
         print(report.path_line(path))
-    chains = measure_chains() if "chains" in options.cases else None
-    footprint = measure_footprint() if "footprint" in options.cases else None
+    chains = None
+    if "chains" in options.cases:
+        chains = measure_chains()
+    footprint = None
+    if "footprint" in options.cases:
+        footprint = measure_footprint()
     if "parsers" in options.cases:
         for parser in measure_parsers(quick=options.quick):
             parsers.append(parser)
             print(report.parser_line(parser), flush=True)
-    demo = measure_demo() if "demo" in options.cases else None
+    demo = None
+    if "demo" in options.cases:
+        demo = measure_demo()
     print(f"\n{report.render(rows, parsers, paths, footprint, demo, chains)}")
     _write(options.json, facts, cores, rows, parsers, paths, footprint, demo, chains)
     return bool(rows or parsers or paths or footprint or demo or chains)
@@ -120,7 +128,10 @@ def _blaming(triton: EmbeddedTriton) -> Iterator[None]:
         yield
     except BenchError as error:
         status = triton.poll()
-        state = "still runs" if status is None else f"has ended with status {status}"
+        if status is None:
+            state = "still runs"
+        else:
+            state = f"has ended with status {status}"
         raise BenchError(f"{error}\nTriton {state}; the end of its log:\n{triton.log_tail(20)}") from error
 
 

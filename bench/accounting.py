@@ -68,7 +68,9 @@ class CpuClock:
         seen = sum(spent for (owner, _), spent in self._threads.items() if owner == pid)
         # Two ticks of doubt: the total is rounded, and read a moment after the threads.
         unseen = self._totals[pid] - seen
-        return seen + unseen if unseen > 2 * self._tick else seen
+        if unseen > 2 * self._tick:
+            return seen + unseen
+        return seen
 
     def _read_threads(self, pid: int) -> dict[int, int]:
         threads = {}
@@ -80,7 +82,9 @@ class CpuClock:
 
     def _read_total(self, pid: int) -> int:
         text = _read(self._proc / str(pid) / "stat")
-        return parse_stat(text) * self._tick if text else self._totals.get(pid, 0)
+        if text:
+            return parse_stat(text) * self._tick
+        return self._totals.get(pid, 0)
 
 
 def memory(roots: Iterable[int], proc: Path = _PROC) -> Memory:

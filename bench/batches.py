@@ -41,14 +41,21 @@ from triton_openai.telemetry.logging import configure_logging
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 #: What the aims of the issue ask for.
-LIVE, USED, COST = 1.3, 0.8, 1.2
-MEMORY_MIB, TURN_MS, CREATE_MS = 64.0, 50.0, 200.0
+LIVE = 1.3
+USED = 0.8
+COST = 1.2
+MEMORY_MIB = 64.0
+TURN_MS = 50.0
+CREATE_MS = 200.0
 _MODEL = "vllm_model"
-_PLACES, _TOKENS, _TOKEN_MS = 32, 12, 40
+_PLACES = 32
+_TOKENS = 12
+_TOKEN_MS = 40
 _SEED = 28
 _MIB = 1024 * 1024
 _OPEN = ("validating", "in_progress", "finalizing", "cancelling")
-_INPUT_LINES, _INPUT_BYTES = 50_000, 200_000_000
+_INPUT_LINES = 50_000
+_INPUT_BYTES = 200_000_000
 
 
 class Live(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +95,8 @@ class Stopwatch(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Note how long the turn took, and wait."""
         now = time.process_time()
-        self.longest, self._last = max(self.longest, now - self._last), now
+        self.longest = max(self.longest, now - self._last)
+        self._last = now
         return super().select(0.001 if timeout is None else min(timeout, 0.001))
 
 
@@ -141,7 +149,8 @@ async def _asked(session: aiohttp.ClientSession, count: int, body: dict[str, Any
 
 async def _costs(port: int, pid: int, count: int, rounds: int) -> list[tuple[float, float]]:
     """Return the microseconds of CPU time of a live request and of a line, in each round."""
-    clock, found = CpuClock([pid]), []
+    clock = CpuClock([pid])
+    found = []
     body = {"model": PACED, "messages": [{"role": "user", "content": "Say something."}], "max_tokens": 1}
     async with aiohttp.ClientSession(f"http://{HOST}:{port}") as session:
         await _asked(session, 200, body)
@@ -168,7 +177,8 @@ def measure_costs(count: int, rounds: int) -> list[tuple[float, float]]:
 
 
 async def _ask_live(session: aiohttp.ClientSession, body: dict[str, Any], found: list[tuple[float, float]]) -> None:
-    began, first = time.perf_counter(), 0.0
+    began = time.perf_counter()
+    first = 0.0
     async with session.post("/v1/chat/completions", json=body) as response:
         response.raise_for_status()
         async for event in response.content:
@@ -179,7 +189,9 @@ async def _ask_live(session: aiohttp.ClientSession, body: dict[str, Any], found:
 
 async def _live(session: aiohttp.ClientSession, rate: float, seconds: float) -> list[tuple[float, float]]:
     """Return the seconds until the first token and the end of each request, which come as they would from many."""
-    draw, found, tasks = random.Random(_SEED), list[tuple[float, float]](), list[asyncio.Task[None]]()
+    draw = random.Random(_SEED)
+    found = list[tuple[float, float]]()
+    tasks = list[asyncio.Task[None]]()
     body = {**_body(), "stream": True}
     due = began = time.perf_counter()
     while rate and (due := due + draw.expovariate(rate)) < began + seconds:
@@ -247,7 +259,8 @@ async def _large(port: int, pid: int) -> tuple[float, float, float]:
         # What the first batch of all brings into memory stays there.
         batch, _ = await start_batch(session, line(0, body))
         await left(session, batch, *_OPEN)
-        before, began = memory([pid]).resident, time.perf_counter()
+        before = memory([pid]).resident
+        began = time.perf_counter()
         batch, created = await start_batch(session, content())
         began = time.perf_counter()
         found = await left(session, batch, "validating", every=0.05)
@@ -263,7 +276,9 @@ async def _large(port: int, pid: int) -> tuple[float, float, float]:
 def measure_input() -> Input:
     """Return what an input of as many lines and bytes as a batch may have takes."""
     with tempfile.TemporaryDirectory(prefix="triton-openai-bench-") as name, _fake(Path(name)) as triton:
-        port, log, told = free_port(), Path(name) / "service.log", Path(name) / "longest"
+        port = free_port()
+        log = Path(name) / "service.log"
+        told = Path(name) / "longest"
         with running([sys.executable, "-m", "bench.batches", "--serve", str(port), triton, name], log) as pid:
             wait_until_answers(port, "/health/ready", log)
             created, seconds, more = asyncio.run(_large(port, pid))
@@ -300,7 +315,8 @@ async def _serve(stopwatch: Stopwatch, port: int, triton: str, folder: Path) -> 
 @contextlib.contextmanager
 def _fake(folder: Path) -> Iterator[str]:
     """Run a Triton that answers at once; yield its URL."""
-    port, log = free_port(), folder / "triton.log"
+    port = free_port()
+    log = folder / "triton.log"
     with running([sys.executable, "-m", "bench.fake_triton", str(port), "0"], log):
         wait_until_answers(port, "/v2", log)
         yield f"http://{HOST}:{port}"
@@ -312,7 +328,8 @@ def serving(*, fake: bool) -> Iterator[tuple[int, int]]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="triton-openai-bench-")))
         settings = folder / "settings.yaml"
-        port, log = free_port(), folder / "service.log"
+        port = free_port()
+        log = folder / "service.log"
         options = ["--host", HOST, "--port", str(port), "--config", str(settings)]
         settings.write_text(f"batches: {{max_running: {_PLACES}}}\n" if not fake else "{}\n")
         if fake:
@@ -338,14 +355,19 @@ def serving(*, fake: bool) -> Iterator[tuple[int, int]]:
 
 def _mark(value: float | None, aim: float, *, most: bool = True) -> str:
     reached = value is not None and (value <= aim if most else value >= aim)
-    return "yes" if reached else "NO"
+    if reached:
+        return "yes"
+    return "NO"
 
 
 def render_live(found: Sequence[tuple[Live, Live]]) -> str:
     """Return the table of live requests without and with a batch."""
     cells = []
     for alone, beside in found:
-        usual = sum(alone.whole) / len(alone.whole) if alone.whole else _TOKENS * _TOKEN_MS / 1000
+        if alone.whole:
+            usual = sum(alone.whole) / len(alone.whole)
+        else:
+            usual = _TOKENS * _TOKEN_MS / 1000
         # What lines may have of the limit is the operator's choice.
         free = min(_PLACES - alone.places, BatchesSettings().max_share * _PLACES)
         used = beside.lines / beside.seconds * usual

@@ -126,11 +126,17 @@ def plans(cases: Sequence[str], streams: Sequence[int], seconds: float, rounds: 
         elif case == "choices":
             yield _compared(case, PACED, COMPARED // CHOICES, seconds, rounds, form="choices", subjects=_OURS)
         elif case in ("responses", "messages"):
-            form = "responses" if case == "responses" else "messages"
+            if case == "responses":
+                form = "responses"
+            else:
+                form = "messages"
             yield _compared(case, PACED, COMPARED, seconds, rounds, form=form, subjects=_OURS)
         elif case == "agents":
             for form in AGENTS:
-                answers = 100 if quick else 500
+                if quick:
+                    answers = 100
+                else:
+                    answers = 500
                 yield Plan(
                     case, FLOOD_CALL, _SHORT_CLIENTS, 1, answers=answers, rounds=rounds, form=form, subjects=_OURS
                 )
@@ -140,7 +146,10 @@ def plans(cases: Sequence[str], streams: Sequence[int], seconds: float, rounds: 
                 yield Plan(case, FLOOD_CALL, 1, tokens, answers=1, rounds=rounds, form="tools", subjects=_OURS)
         elif case == "traces":
             # Once more without them, in turns: what is added to a request is less than what a noisy minute adds.
-            answers = 100 if quick else 500
+            if quick:
+                answers = 100
+            else:
+                answers = 500
             yield Plan(case, FLOOD, 1, 1, answers=answers, rounds=2 * rounds, subjects=_TRACED)
             yield _compared(case, PACED, COMPARED, seconds, rounds, form="text", subjects=_TRACED)
 

@@ -76,11 +76,13 @@ class _Client:
 def measure_chains(turns: int = TURNS, rounds: int = _ROUNDS) -> Chains:
     """Measure. Raises :class:`BenchError`."""
     with tempfile.TemporaryDirectory(prefix="triton-openai-bench-") as name:
-        folder, port = Path(name), free_port()
+        folder = Path(name)
+        port = free_port()
         log = folder / "triton.log"
         with running([sys.executable, "-m", "bench.fake_triton", str(port), "0"], log):
             wait_until_answers(port, "/v2", log)
-            url, environment = f"http://{HOST}:{port}", {"XDG_STATE_HOME": name}
+            url = f"http://{HOST}:{port}"
+            environment = {"XDG_STATE_HOME": name}
             with ours("ours-http", url, folder, environment) as subject, closing(_Client(subject)) as client:
                 costs = _kept(client, turns, rounds)
             options = ("--tokenizer", _byte_tokenizer(folder), "--max-model-len", str(_CONTEXT * turns))

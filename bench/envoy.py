@@ -139,7 +139,8 @@ class Bench:
     async def spread(self, rival: Rival, requests: int, streams: int) -> list[int]:
         """Return how many of *requests* of mixed length each Triton got, of which *streams* ran at a time."""
         before = [len(record.events(model=_MODEL, event="request")) for _, record in self._tritons]
-        order, limit = random.Random(7), asyncio.Semaphore(streams)
+        order = random.Random(7)
+        limit = asyncio.Semaphore(streams)
         lengths = [min(400, max(1, round(order.lognormvariate(math.log(30), 1.2)))) for _ in range(requests)]
         async with _session(rival) as session:
 
@@ -198,7 +199,8 @@ class Bench:
 
     async def _first_tokens(self, session: aiohttp.ClientSession, requests: int) -> list[float]:
         """Return the seconds until the first token of each request, of 16 at a time; without those that got none."""
-        limit, found = asyncio.Semaphore(16), []
+        limit = asyncio.Semaphore(16)
+        found = []
 
         async def ask() -> None:
             async with limit:
@@ -250,11 +252,13 @@ async def _stream(
     text = "one two three four five six seven eight nine ten"
     prompt = f"Hello <<steer {json.dumps({'text': text, **orders})}>>"
     body = {"model": _MODEL, "prompt": prompt, "max_tokens": tokens, "stream": True}
-    data, ended = b"", time.monotonic()
+    data = b""
+    ended = time.monotonic()
     with contextlib.suppress(aiohttp.ClientError):
         async with session.post("/v1/completions", json=body) as response:
             async for piece in response.content.iter_any():
-                data, ended = (data + piece)[-200:], time.monotonic()
+                data = (data + piece)[-200:]
+                ended = time.monotonic()
                 if first is not None:
                     first.set()
     if first is not None:
@@ -263,7 +267,9 @@ async def _stream(
 
 
 def _p99(times: Sequence[float]) -> float:
-    return statistics.quantiles(times, n=100)[98] if len(times) > 1 else math.nan
+    if len(times) > 1:
+        return statistics.quantiles(times, n=100)[98]
+    return math.nan
 
 
 def _cpu(pid: int) -> float:
@@ -276,7 +282,8 @@ def _cpu(pid: int) -> float:
 def _started(envoy: str, folder: Path) -> Iterator[Bench]:
     """Run three Tritons, and what is compared in front of them."""
     with contextlib.ExitStack() as opened:
-        tritons, tokenizer = [], ""
+        tritons = []
+        tokenizer = ""
         for number in range(_TRITONS):
             record = folder / f"record{number}.jsonl"
             repository = build_repository(folder / f"triton{number}", models=[_MODEL], record=record)
@@ -290,7 +297,8 @@ def _started(envoy: str, folder: Path) -> Iterator[Bench]:
         urls = [server.http_url for server, _ in tritons]
 
         def service(name: str, *flags: str) -> tuple[int, int]:
-            port, log = free_port(), folder / f"{name}.log"
+            port = free_port()
+            log = folder / f"{name}.log"
             command = [sys.executable, "-m", "triton_openai", "serve", "--port", str(port), "--tokenizer", tokenizer]
             environment = {"XDG_STATE_HOME": str(folder), "TRITON_OPENAI_RESPONSES_STORE": "memory"}
             pid = opened.enter_context(running([*command, *flags], log, environment))
@@ -300,7 +308,9 @@ def _started(envoy: str, folder: Path) -> Iterator[Bench]:
         port, pid = service("alone", *(part for url in urls for part in ("--endpoint", url)))
         rivals = [Rival("the service alone", port, (pid,))]
         for number, (name, retried) in enumerate(_RETRIES.items()):
-            envoy_port, config, log = free_port(), folder / f"envoy{number}.json", folder / f"envoy{number}.log"
+            envoy_port = free_port()
+            config = folder / f"envoy{number}.json"
+            log = folder / f"envoy{number}.log"
             config.write_text(_envoy_config(envoy_port, urls, retried))
             # One worker, as the service has.
             command = [envoy, "-c", str(config), "--concurrency", "1", "--use-dynamic-base-id", "--log-level", "error"]

@@ -133,7 +133,11 @@ class _Connection(asyncio.Protocol):
         path = head.split(b" ", 2)[1].decode()
         if path.endswith("/generate_stream"):
             self.left = json.loads(json.loads(body)["sampling_parameters"])["max_tokens"]
-            opening, self._last = _CALL_CHUNKS if PACED_CALL in path else (b"", _LAST_CHUNK)
+            if PACED_CALL in path:
+                opening, self._last = _CALL_CHUNKS
+            else:
+                opening = b""
+                self._last = _LAST_CHUNK
             self._transport.write(_STREAM + opening)
             self._triton.begin(self)
             return

@@ -18,12 +18,16 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 def written(value: float | None, digits: int = 1) -> str:
     """Return a number for the table, a dash for what was not measured."""
-    return "-" if value is None else f"{value:,.{digits}f}"
+    if value is None:
+        return "-"
+    return f"{value:,.{digits}f}"
 
 
 def ratio(value: float | None, base: float | None) -> float | None:
     """Return *value* / *base* where both are known and the base is not zero."""
-    return value / base if value is not None and base else None
+    if value is not None and base:
+        return value / base
+    return None
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:

@@ -19,7 +19,8 @@ from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfi
 
 _CHOICES = 20_000
 _RUNNING = 64
-_REQUESTS, _AT_A_TIME = 1200, 12
+_REQUESTS = 1200
+_AT_A_TIME = 12
 #: What chat templates put before a system prompt.
 TEMPLATES = {
     "ChatML": "<|im_start|>system\n",
@@ -96,7 +97,8 @@ def share_at_one_triton(size: int, head: str, tenants: int) -> tuple[float, floa
     *size* is the setting ``prefix_size``, *head* what the chat template begins with. Returns the part of a tenant's
     requests that its busiest Triton got, and the most that a Triton ran, as a multiple of its share.
     """
-    order, settings = random.Random(5), RoutingSettings()
+    order = random.Random(5)
+    settings = RoutingSettings()
     beginnings = [f"You are an assistant for {order.random()} " for _ in range(tenants)]
     systems = [beginning.ljust(order.randint(200, 800), "x") for beginning in beginnings]
     pool = Pool("affinity", max_ejected=0.5, load_factor=settings.load_factor, seed=1)

@@ -48,11 +48,15 @@ def measure_footprint(streams: int | None = None) -> Footprint:
     """Measure. Raises :class:`BenchError`."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     # A stream takes two files of the service, an idle connection one.
-    most = STREAMS if hard == resource.RLIM_INFINITY else min(STREAMS, (hard - _IDLE - _SPARE) // 2)
+    if hard == resource.RLIM_INFINITY:
+        most = STREAMS
+    else:
+        most = min(STREAMS, (hard - _IDLE - _SPARE) // 2)
     count = streams or most
     make_room(2 * count + _IDLE + _SPARE)
     with tempfile.TemporaryDirectory(prefix="triton-openai-bench-") as name:
-        folder, port = Path(name), free_port()
+        folder = Path(name)
+        port = free_port()
         log = folder / "triton.log"
         with running([sys.executable, "-m", "bench.fake_triton", str(port), str(_SECONDS_A_TOKEN)], log):
             wait_until_answers(port, "/v2", log)

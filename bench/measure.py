@@ -58,7 +58,10 @@ def measure(plan: Plan, subject: Subject, triton: int, control: Target, cores: C
         raise BenchError(f"{subject.name}: the load generator failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
     outcome = msgspec.json.decode(done.stdout, type=Outcome)
     if outcome.errors:
-        said = subject.log.read_text(errors="replace")[-2000:] if subject.log is not None else ""
+        if subject.log is not None:
+            said = subject.log.read_text(errors="replace")[-2000:]
+        else:
+            said = ""
         raise BenchError(f"{plan.case}, {plan.streams} streams, {subject.name}: {outcome.errors[0]}\n{said}")
     return outcome
 
@@ -70,7 +73,9 @@ def row(plan: Plan, subject: Subject, outcomes: Sequence[Outcome]) -> Row:
     answers = sum(each.answers for each in outcomes)
     first = [waited for each in outcomes for waited in each.first]
     gaps = [gap for each in outcomes for gap in each.gaps]
-    relay = sum(each.relay_cpu for each in outcomes) if subject.relay else None
+    relay = None
+    if subject.relay:
+        relay = sum(each.relay_cpu for each in outcomes)
     last = outcomes[-1]
     return Row(
         case=plan.case,
@@ -98,8 +103,12 @@ def row(plan: Plan, subject: Subject, outcomes: Sequence[Outcome]) -> Row:
 
 
 def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
+    if value is None:
+        return None
+    return value * factor
 
 
 def _per(nanoseconds: int | None, count: int) -> float | None:
-    return None if nanoseconds is None or not count else nanoseconds / 1000 / count
+    if nanoseconds is None or not count:
+        return None
+    return nanoseconds / 1000 / count

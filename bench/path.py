@@ -63,9 +63,12 @@ _ROOT = Path(__file__).parents[1]
 # What a call takes for the profiler: its frame. Before Python 3.14, integers that the profiler frees make up for it.
 _FRAME_BLOCKS = int(sys.version_info >= (3, 14))
 
-TOKEN, STREAMED, WHOLE = "token of a stream", "streamed chat of one token", "whole chat of one token"
+TOKEN = "token of a stream"
+STREAMED = "streamed chat of one token"
+WHOLE = "whole chat of one token"
 LINE = "line of a batch, a whole chat of one token"
-TRACED, UNSAMPLED = "whole chat with traces", "whole chat with traces, of a parent that is not sampled"
+TRACED = "whole chat with traces"
+UNSAMPLED = "whole chat with traces, of a parent that is not sampled"
 _UNSAMPLED_PARENT = f"traceparent: 00-{'a' * 32}-{'b' * 16}-00\r\n"
 
 
@@ -127,7 +130,10 @@ class _Profiler:
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         now = sys.getallocatedblocks() - _FRAME_BLOCKS * (event == "call")
         stack = self._stack
-        owner = stack[-1] if stack else "bench"
+        if stack:
+            owner = stack[-1]
+        else:
+            owner = "bench"
         if owner != "bench" and now > self._last:
             self._blocks += now - self._last
         if event == "call":
@@ -169,7 +175,8 @@ class _Client(asyncio.Protocol):
 
     def ask(self, request: bytes) -> None:
         """Send *request*."""
-        self._reader, self.tokens = AnswerReader(), 0
+        self._reader = AnswerReader()
+        self.tokens = 0
         assert self._transport is not None
         self._transport.write(request)
 
@@ -188,7 +195,10 @@ class _Client(asyncio.Protocol):
 async def _count(url: str | None, *, lines: bool) -> list[PathRow]:
     fake = FakeTriton()
     step: Callable[[], None] = fake.step if url is None else lambda: None
-    began = fake.began if url is None else partial(asyncio.sleep, 0.1)
+    if url is None:
+        began = fake.began
+    else:
+        began = partial(asyncio.sleep, 0.1)
     url = url or f"http://{HOST}:{await fake.listen()}"
     settings = Settings(
         server=ServerSettings(log_format="json"),
@@ -246,7 +256,8 @@ async def _rows(
 async def _line(settings: Settings) -> PathRow:
     """Return the counts of a line: what more lines of a batch add, in equal parts."""
     with tempfile.TemporaryDirectory(prefix="triton-openai-bench-") as folder:
-        files, batches = FilesSettings(store=f"dir:{folder}/files"), BatchesSettings(store=f"sqlite:{folder}/db")
+        files = FilesSettings(store=f"dir:{folder}/files")
+        batches = BatchesSettings(store=f"sqlite:{folder}/db")
         settings = msgspec.structs.replace(settings, files=files, batches=batches)
         app = create_app(settings)
         server = HttpServer(app, settings.limits)
@@ -268,14 +279,16 @@ async def _batch(app: web.Application, count: int) -> PathRow:
     service = app[SERVICE]
     assert service.files is not None
     assert service.batches is not None
-    store, name = service.files.store, f"batch_{os.urandom(8).hex()}"
+    store = service.files.store
+    name = f"batch_{os.urandom(8).hex()}"
     body = {"model": PACED, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1}
     asked = {"method": "POST", "url": "/v1/chat/completions", "body": body}
     content = b"".join([msgspec.json.encode({"custom_id": f"id-{n}", **asked}) + b"\n" for n in range(count)])
     writing = await service.files.write(f"file-{name}")
     await writing.add(content)
     await writing.end()
-    now, profiler = time.time(), _Profiler()
+    now = time.time()
+    profiler = _Profiler()
     fields: dict[str, Any] = {"owner": "", "created": now, "expires": now + 3600}
     file = StoredFile(id=f"file-{name}", purpose="batch", filename="a", bytes=len(content), **fields)
     batch = Batch(id=name, kind="openai", endpoint="/v1/chat/completions", input=file.id, window="1h", **fields)
@@ -295,7 +308,8 @@ async def _take(
     what: str, client: _Client, request: bytes, began: Callable[[], Awaitable[None]], step: Callable[[], None]
 ) -> list[PathRow]:
     """Return the counts of one token or request after the other."""
-    profiler, rows = _Profiler(), []
+    profiler = _Profiler()
+    rows = []
     if what == TOKEN:
         client.ask(request)
         await began()
@@ -339,7 +353,9 @@ def _counted(arguments: Sequence[str], subject: str, seconds: float) -> list[Pat
 
 
 if __name__ == "__main__":
-    argument = sys.argv[1] if len(sys.argv) > 1 else None
+    argument = None
+    if len(sys.argv) > 1:
+        argument = sys.argv[1]
     of_lines = argument == _OF_LINES
     rows = uvloop.run(_count(None if of_lines else argument, lines=of_lines))
     sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")

@@ -61,9 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _profile(name: str, folder: Path, seconds: float) -> list[Line]:
     plan, pace = LOADS[name]
-    port, log, output = free_port(), folder / "triton.log", folder / "profile"
+    port = free_port()
+    log = folder / "triton.log"
+    output = folder / "profile"
     spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
-    prefix = [] if spy else [sys.executable, "-m", "cProfile", "-o", str(output)]
+    if spy:
+        prefix = []
+    else:
+        prefix = [sys.executable, "-m", "cProfile", "-o", str(output)]
     with running([sys.executable, "-m", "bench.fake_triton", str(port), str(pace)], log) as triton:
         wait_until_answers(port, "/v2", log)
         with ours("ours-http", f"http://{HOST}:{port}", folder, prefix=prefix) as subject:
@@ -77,12 +82,16 @@ def _profile(name: str, folder: Path, seconds: float) -> list[Line]:
             if spying is not None and spying.wait(30):
                 said = (spying.stderr.read() if spying.stderr else b"").decode(errors="replace")
                 raise BenchError(f"py-spy may not look into the service: {said}")
-    return sampled(output.read_text()) if spy else _traced(output)
+    if spy:
+        return sampled(output.read_text())
+    return _traced(output)
 
 
 def sampled(stacks: str) -> list[Line]:
     """Return the lines of py-spy's *stacks*: on each line the frames, outermost first, and how often they were seen."""
-    own, whole, total = Counter[str](), Counter[str](), 0
+    own = Counter[str]()
+    whole = Counter[str]()
+    total = 0
     for line in stacks.splitlines():
         stack, _, count = line.rpartition(" ")
         # "function (file:line)": of one function, whatever the line.

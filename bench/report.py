@@ -86,7 +86,9 @@ class Aim:
         """Whether it is reached."""
         if self.value is None:
             return None
-        return self.value <= self.limit if self.at_most else self.value >= self.limit
+        if self.at_most:
+            return self.value <= self.limit
+        return self.value >= self.limit
 
 
 def find(rows: Sequence[Row], case: str, streams: int, subject: str) -> Row | None:
@@ -105,7 +107,8 @@ def aims(
     """Return the project's aims with what these rows say about them."""
 
     def cpu(subject: str, streams: int, limit: float) -> Aim:
-        ours, nginx = find(rows, "paced", streams, subject), find(rows, "paced", streams, "nginx")
+        ours = find(rows, "paced", streams, subject)
+        nginx = find(rows, "paced", streams, "nginx")
         text = f"{_PROTOCOLS[subject]}, {streams} paced streams: CPU per token / nginx's"
         if ours is None or nginx is None:
             return Aim(text, limit, None)
@@ -113,7 +116,8 @@ def aims(
         return Aim(text, limit, value, rounds=_ratios(ours.round_cpu_us_per_token, nginx.round_cpu_us_per_token))
 
     def flood() -> Aim:
-        ours, direct = find(rows, "flood", 128, "ours-http"), find(rows, "flood", 128, "triton-http")
+        ours = find(rows, "flood", 128, "ours-http")
+        direct = find(rows, "flood", 128, "triton-http")
         text = "HTTP, 128 streams flooding: tokens/s / direct HTTP's"
         if ours is None or direct is None:
             return Aim(text, 0.85, None, at_most=False)
@@ -123,11 +127,16 @@ def aims(
 
     def first(subject: str) -> float | None:
         row = find(rows, "latency", 1, subject)
-        return row.first_p50_ms if row else None
+        if row:
+            return row.first_p50_ms
+        return None
 
     def added(subject: str, direct: str) -> float | None:
-        with_us, without = first(subject), first(direct)
-        return None if with_us is None or without is None else with_us - without
+        with_us = first(subject)
+        without = first(direct)
+        if with_us is None or without is None:
+            return None
+        return with_us - without
 
     stalls = [row.stalls for row in rows if row.case == "burst" and row.subject.startswith("ours")]
     return [
@@ -173,7 +182,8 @@ def _beside_text(rows: Sequence[Row], case: str, streams: int, subject: str, lim
     """Return what a token costs in *case*, beside what it costs as the text of as many single answers."""
     what = {"tools": "tool calls", "choices": f"n={CHOICES}", "responses": "Responses", "messages": "Messages"}[case]
     text = f"{_PROTOCOLS[subject]}, {what}, {COMPARED} answers at a time: CPU per token / that of single texts"
-    found, plain = find(rows, case, streams, subject), find(rows, "paced", COMPARED, subject)
+    found = find(rows, case, streams, subject)
+    plain = find(rows, "paced", COMPARED, subject)
     if found is None or plain is None:
         return Aim(text, limit, None)
     rounds = _ratios(found.round_cpu_us_per_token, plain.round_cpu_us_per_token)
@@ -184,7 +194,10 @@ def _agent(rows: Sequence[Row], form: str) -> Aim:
     """Return what an agent's request takes, with an answer of one token."""
     text = f"HTTP, {form}: 150 kB of instructions and 40 tools: CPU in ms"
     found = next((row for row in rows if (row.form, row.subject) == (form, "ours-http")), None)
-    micros = None if found is None else found.cpu_us_per_answer
+    if found is None:
+        micros = None
+    else:
+        micros = found.cpu_us_per_answer
     return Aim(text, _AGENT_MS, None if micros is None else micros / 1000)
 
 
@@ -213,8 +226,14 @@ def _counted(paths: Sequence[PathRow]) -> Iterator[Aim]:
 
 def _kept(chains: Chains | None) -> Iterator[Aim]:
     for what, limit in (("chain", _CHAIN), ("conversation", _CHAIN), ("truncated", _TRUNCATED)):
-        base = "fitting" if what == "truncated" else "sent"
-        value = None if chains is None else ratio(getattr(chains, what), getattr(chains, base))
+        if what == "truncated":
+            base = "fitting"
+        else:
+            base = "sent"
+        if chains is None:
+            value = None
+        else:
+            value = ratio(getattr(chains, what), getattr(chains, base))
         yield Aim(f"A turn after {TURNS}, {_KEPT[what]}: CPU / one that {_KEPT[base]}", limit, value)
 
 
@@ -224,7 +243,8 @@ def _growth(rows: Sequence[Row], subject: str) -> Aim:
     calls = sorted((row for row in rows if (row.case, row.subject) == ("long", subject)), key=lambda row: row.tokens)
     if len(calls) < 2:
         return Aim(text, _LINEAR, None)
-    short, long = calls[0], calls[-1]
+    short = calls[0]
+    long = calls[-1]
     rounds = _ratios(long.round_cpu_us_per_token, short.round_cpu_us_per_token)
     return Aim(text, _LINEAR, ratio(long.cpu_us_per_token, short.cpu_us_per_token), rounds=rounds)
 
@@ -325,20 +345,32 @@ def _case_table(rows: Sequence[Row], everything: Sequence[Row]) -> str:
 
 
 def _name(row: Row) -> str:
-    return f"{row.subject}, {row.form}" if row.case in ("short", "agents") and row.form != "text" else row.subject
+    if row.case in ("short", "agents") and row.form != "text":
+        return f"{row.subject}, {row.form}"
+    return row.subject
 
 
 def _nginx(row: Row, rows: Sequence[Row]) -> float | None:
     # Answers of one request are as many streams for nginx.
-    case, streams = ("paced", row.streams * CHOICES) if row.case == "choices" else (row.case, row.streams)
+    if row.case == "choices":
+        case = "paced"
+        streams = row.streams * CHOICES
+    else:
+        case = row.case
+        streams = row.streams
     found = find(rows, case, streams, "nginx")
-    return found.cpu_us_per_token if found else None
+    if found:
+        return found.cpu_us_per_token
+    return None
 
 
 def _aim_lines(found: Sequence[Aim]) -> Iterator[str]:
     marks = {True: "reached", False: "MISSED", None: "not measured"}
     for aim in found:
-        sign = "<=" if aim.at_most else ">="
+        if aim.at_most:
+            sign = "<="
+        else:
+            sign = ">="
         said = f"  {marks[aim.reached]:<12}  {aim.text}: {written(aim.value, 2)} (aim {sign} {aim.limit:g})"
         if len(aim.rounds) > 1:
             said += "; by round " + ", ".join(written(value, 2) for value in aim.rounds)

@@ -54,7 +54,10 @@ def build_repository(destination: Path) -> Path:
     for name, tick_ms in TICK_MS.items():
         version = destination / name / "1"
         version.mkdir(parents=True)
-        ends = (OPENING, CLOSING) if name in (PACED_CALL, FLOOD_CALL) else (TOKEN, TOKEN)
+        if name in (PACED_CALL, FLOOD_CALL):
+            ends = (OPENING, CLOSING)
+        else:
+            ends = (TOKEN, TOKEN)
         opening, token, closing = (json.dumps(text) for text in (ends[0], TOKEN, ends[1]))
         (version.parent / "config.pbtxt").write_text(
             _CONFIG.format(name=name, tick_ms=tick_ms, opening=opening, token=token, closing=closing)

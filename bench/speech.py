@@ -119,7 +119,10 @@ def _service(transport: str) -> Iterator[tuple[Subject, Path]]:
             version = folder / "models" / model / "1"
             version.mkdir(parents=True)
             shutil.copyfile(Path(__file__).with_name("model") / "speech.py", version / "model.py")
-            given = config % json.dumps(str(note)) if model == "speaks" else config
+            if model == "speaks":
+                given = config % json.dumps(str(note))
+            else:
+                given = config
             text = (
                 f'name: "{model}"\nbackend: "python"\nmax_batch_size: 0\ninstance_group [ {{ kind: KIND_CPU }} ]{given}'
             )
@@ -129,7 +132,10 @@ def _service(transport: str) -> Iterator[tuple[Subject, Path]]:
         triton = EmbeddedTriton(model_repository=folder / "models", environment=os.environ)
         triton.start()
         try:
-            url = triton.http_url if transport == "http" else triton.grpc_url
+            if transport == "http":
+                url = triton.http_url
+            else:
+                url = triton.grpc_url
             with ours(f"ours-{transport}", url, folder, options=["--config", str(settings)]) as subject:
                 yield subject, note
         finally:

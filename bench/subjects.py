@@ -74,7 +74,8 @@ def _triton_grpc(name: str, triton: EmbeddedTriton, folder: Path) -> contextlib.
 @contextlib.contextmanager
 def _nginx(name: str, triton: EmbeddedTriton, folder: Path) -> Iterator[Subject]:
     port = free_port()
-    config, log = folder / "nginx.conf", folder / "nginx.log"
+    config = folder / "nginx.conf"
+    log = folder / "nginx.log"
     config.write_text(_NGINX.format(folder=folder, triton=urlsplit(triton.http_url).netloc, host=HOST, port=port))
     with running([nginx_path() or "nginx", "-c", str(config), "-p", str(folder)], log) as pid:
         wait_until_answers(port, "/v2/health/ready", log)

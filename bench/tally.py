@@ -68,7 +68,9 @@ class Tally:
     async def measure(self) -> None:
         """Wait for the beginning, keep the window open for its time, and read the clocks at both ends."""
         load = self._load
-        relay, triton, client = CpuClock(load.relay), CpuClock(load.triton), CpuClock([os.getpid()])
+        relay = CpuClock(load.relay)
+        triton = CpuClock(load.triton)
+        client = CpuClock([os.getpid()])
         if load.answers is None:
             if not await self._wait(self._all_begun, _FIRST_TOKEN_SECONDS):
                 self.failed(f"only {self._begun} of {load.streams} streams had a token")
@@ -87,7 +89,8 @@ class Tally:
         outcome.client_cpu = client.read() - begin[1]
         outcome.triton_cpu = triton.read() - begin[0]
         seen = memory(load.relay)
-        outcome.resident, outcome.peak = seen.resident, seen.peak
+        outcome.resident = seen.resident
+        outcome.peak = seen.peak
         outcome.gaps = [round(gap * 1e6) for gap in self._gaps]
 
     async def drain(self, ended: Callable[[], bool]) -> None:

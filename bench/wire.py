@@ -48,7 +48,8 @@ def http_request(target: Target, model: str, tokens: int, form: Form = "text", m
         if form == "agent-messages":
             body |= {"system": _INSTRUCTIONS, "tools": [{"input_schema": _COMMAND, **tool} for tool in _AGENT_TOOLS]}
     elif form == "embeddings":
-        path, body = "/v1/embeddings", {"model": model, "input": PROMPT}
+        path = "/v1/embeddings"
+        body = {"model": model, "input": PROMPT}
     elif target.protocol == "chat":
         path = "/v1/chat/completions"
         body = {"model": model, "messages": asked, "max_tokens": tokens, "stream": True, **_FIELDS.get(form, {})}
@@ -96,6 +97,9 @@ class AnswerReader:
             self.ended = not self._left
         else:
             # Also when the end comes in two pieces.
-            self._tail = data if len(data) >= len(_END) else self._tail[-len(_END) :] + data
+            if len(data) >= len(_END):
+                self._tail = data
+            else:
+                self._tail = self._tail[-len(_END) :] + data
             self.ended = self._tail.endswith(_END)
         return data.count(MARK)

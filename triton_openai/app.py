@@ -113,7 +113,8 @@ def create_app(
 
     fleet.watch(ask=ask_at)
     canary = Canary(models, ask, metrics)
-    files, first_tokens = _files(settings, worker), FirstTokens()
+    files = _files(settings, worker)
+    first_tokens = FirstTokens()
     observers = [AccessLog(), metrics, tracing, canary, UnknownFields(metrics), InvalidAnswers()]
     if files is not None and settings.batches.live_first_token is not None:
         observers.append(first_tokens)
@@ -264,7 +265,8 @@ def _state(models: Models, worker: Worker, responses: ResponseStore) -> State:
     unloaded = sum(reason in ("unloaded", "") for reason in snapshot.waiting.values())
     served = []
     for name, model in models.served.items():
-        adapter, inner = model.adapter, model.adapter.token_level
+        adapter = model.adapter
+        inner = model.adapter.token_level
         # The Triton models that may do its work.
         engines = {adapter.config.name, *(step.model for step in adapter.config.steps)}
         served.append(
@@ -327,7 +329,8 @@ async def apply_settings(app: web.Application, settings: Settings, reload: bool)
     Running requests keep what they began with. Raises :class:`ConfigurationError` for settings that cannot work.
     """
     await asyncio.to_thread(_check_names, settings)
-    service, authorizer = app[SERVICE], app[AUTHORIZER]
+    service = app[SERVICE]
+    authorizer = app[AUTHORIZER]
     # Whatever can refuse the settings comes first.
     take_access = authorizer.prepare(settings.access)
     take_endpoints = await service.fleet.prepare(settings.triton)

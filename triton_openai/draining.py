@@ -68,7 +68,9 @@ class Draining:
     def reason(self) -> ServiceError | None:
         """Return the error for the client of the cancelled request; ``None`` when it is the client that left."""
         task = asyncio.current_task()
-        return None if task is None else self._reasons.get(task)
+        if task is None:
+            return None
+        return self._reasons.get(task)
 
     async def drain(self, grace: float, hurried: asyncio.Event | None = None) -> None:
         """Wait until every request has ended, for *grace* seconds at most or until *hurried*; then cancel the rest."""
@@ -196,7 +198,9 @@ class ModelDraining:
             await asyncio.wait(changing, timeout=_ANSWER_SECONDS)
 
     def _change_peers(self, action: ModelChange, models: Collection[str]) -> set[asyncio.Future[Any]]:
-        return set() if self._peers is None else {self._peers.change(action, models)}
+        if self._peers is None:
+            return set()
+        return {self._peers.change(action, models)}
 
     async def apply(self, action: ModelChange, models: Collection[str]) -> None:
         """Make a change here and return when it is made: a closed model is idle then."""

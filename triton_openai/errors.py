@@ -38,7 +38,9 @@ def printable(text: str, longest: int) -> str:
     """Return the first *longest* characters of *text*, masked, with ``?`` for what is not printable."""
     # Cut twice: a long text is not searched as a whole, and no cut leaves a part of a key that looks like no key.
     short = masked(text[: longest + 256])[:longest]
-    return short if short.isprintable() else "".join([c if c.isprintable() else "?" for c in short])
+    if short.isprintable():
+        return short
+    return "".join([c if c.isprintable() else "?" for c in short])
 
 
 def summary(text: str) -> str:
@@ -96,7 +98,10 @@ class ServiceError(Exception):
         super().__init__(message)
         # What quotes a header or a query may hold bytes that are no UTF-8, and no JSON is made of them.
         self.message = message.encode(errors="replace").decode()
-        self.param = None if param is None else param.encode(errors="replace").decode()
+        if param is None:
+            self.param = None
+        else:
+            self.param = param.encode(errors="replace").decode()
         if code is not None:
             self.code = code
         self.detail = detail
@@ -111,7 +116,9 @@ class ServiceError(Exception):
     def trace(self) -> str | None:
         """A detail of several lines, such as the traceback of a backend, for the log at "debug"."""
         detail = (self.detail or "").strip()
-        return masked(detail[:_LONGEST_TRACE]) if "\n" in detail else None
+        if "\n" in detail:
+            return masked(detail[:_LONGEST_TRACE])
+        return None
 
     def body(self) -> dict[str, Any]:
         """Return the ``error`` object of OpenAI's envelope."""
@@ -130,7 +137,9 @@ class ServiceError(Exception):
         """
         if self.retry_after is not None or self.status in (429, 503):
             return {"Retry-After": f"{max(1, math.ceil(self.retry_after or 1))}"}
-        return {} if self.retryable else {"x-should-retry": "false"}
+        if self.retryable:
+            return {}
+        return {"x-should-retry": "false"}
 
 
 class InvalidRequest(ServiceError, status=400, type="invalid_request_error", code="invalid_request"):
@@ -150,7 +159,10 @@ class RequestRefused(InvalidRequest):
     """The model's backend refused the request; the message has its reason, without server details."""
 
     def __init__(self, said: str | None, *, detail: str | None = None, param: str | None = None) -> None:
-        message = f"The model refused the request: {said}" if said else "The model refused the request."
+        if said:
+            message = f"The model refused the request: {said}"
+        else:
+            message = "The model refused the request."
         super().__init__(message, detail=detail, param=param)
         self.said = said
 
@@ -233,7 +245,10 @@ class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
     ) -> None:
         self.name = name[:200]
         self.hidden = hidden
-        what = "does not exist, or this key may not use it" if hidden else why
+        if hidden:
+            what = "does not exist, or this key may not use it"
+        else:
+            what = why
         super().__init__(f"The model '{self.name}' {what}.{hint}", param="model", detail=detail)
 
 
@@ -345,7 +360,10 @@ class InvalidAnswer(UpstreamError, code="upstream_invalid_answer"):
     """
 
     def __init__(self, problem: str, *, model: str = "", detail: str | None = None) -> None:
-        of_model = f" for the model '{model}'" if model else ""
+        if model:
+            of_model = f" for the model '{model}'"
+        else:
+            of_model = ""
         super().__init__(f"Triton's answer{of_model} is invalid: {problem}.", detail=detail)
         self.problem = problem
 

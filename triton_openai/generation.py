@@ -257,7 +257,9 @@ class Generation(Job[Any], frozen=True, kw_only=True):
     @property
     def shown_prompt(self) -> str:
         """The prompt as ``echo`` shows it."""
-        return self.prompt if self.original_prompt is None else self.original_prompt
+        if self.original_prompt is None:
+            return self.prompt
+        return self.original_prompt
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -381,7 +383,9 @@ class AnswerState:
             self.cumulative_logprob = delta.cumulative_logprob
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
-            last = delta.token_ids[-1] if delta.token_ids else None
+            last = None
+            if delta.token_ids:
+                last = delta.token_ids[-1]
             if delta.finish_reason is FinishReason.STOP and last in self._generation.sampling.stop_token_ids:
                 self.stop_reason = last
 
@@ -410,9 +414,13 @@ class AnswerState:
     @property
     def usage_estimate(self) -> Usage:
         """An estimate of the counts, from the known ones and from the texts."""
-        prompt, ids = self.prompt_tokens, self._generation.prompt_ids
+        prompt = self.prompt_tokens
+        ids = self._generation.prompt_ids
         if prompt is None:
-            prompt = len(ids) if ids is not None else self._generation.prompt_tokens
+            if ids is not None:
+                prompt = len(ids)
+            else:
+                prompt = self._generation.prompt_tokens
         if prompt is None:
             prompt = tokens_in(self._generation.prompt)
         return Usage(prompt_tokens=prompt, completion_tokens=self.tokens or tokens_in_pieces(self.pieces))

@@ -37,7 +37,9 @@ _UNSPACED = re.compile(f"[{UNSPACED}]")
 
 def blank_between(before: str, after: str) -> str:
     """Return what stands between two pieces of a text: a blank, unless one is empty or its script has none there."""
-    return " " if before and after and not _UNSPACED.search(before[-1] + after[0]) else ""
+    if before and after and not _UNSPACED.search(before[-1] + after[0]):
+        return " "
+    return ""
 
 
 def code_of(language: str) -> str:

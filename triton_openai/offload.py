@@ -74,13 +74,19 @@ class Lane:
         with self._lock:
             total = sum(self._costs.values())
             # The first piece of work is done however long it takes.
-            free = _MOST_WORK - total if total > INLINE else math.inf
+            if total > INLINE:
+                free = _MOST_WORK - total
+            else:
+                free = math.inf
             if refusable and not may_take(cost, own=self._costs.get(key, 0.0), free=free):
                 raise ServiceOverloaded(
                     "Too many texts wait to be tokenized.", retry_after=math.ceil(total / 1_000_000)
                 )
             self._costs[key] += cost
-        future = self._threads.submit(_frugal, function) if cost > _FRUGAL else self._threads.submit(function)
+        if cost > _FRUGAL:
+            future = self._threads.submit(_frugal, function)
+        else:
+            future = self._threads.submit(function)
         future.add_done_callback(lambda _: self._done(key, cost))
         return future
 

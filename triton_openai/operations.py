@@ -247,7 +247,9 @@ class Operation(msgspec.Struct, frozen=True):
         """How the body is read."""
         if self.reads is not None:
             return self.reads
-        return BodyKind.NONE if self.request is None else BodyKind.JSON
+        if self.request is None:
+            return BodyKind.NONE
+        return BodyKind.JSON
 
     @property
     def path(self) -> str:

@@ -69,7 +69,9 @@ class Parameter(msgspec.Struct, frozen=True):
     @property
     def rule(self) -> Rule:
         """What happens to the parameter on the model."""
-        return self.otherwise if self.target is None else Rule.MAPPED
+        if self.target is None:
+            return self.otherwise
+        return Rule.MAPPED
 
 
 def bind(table: Sequence[Parameter], config: ModelConfig, *overrides: Parameter) -> tuple[Parameter, ...]:
@@ -83,7 +85,10 @@ def bind(table: Sequence[Parameter], config: ModelConfig, *overrides: Parameter)
     for row in table:
         specs = [config.inputs[name] for name in row.inputs if name in config.inputs]
         spec = next((each for each in specs if not (row.signed and each.datatype.startswith("UINT"))), None)
-        found = {} if spec is None else {"target": spec.name, "datatype": spec.datatype}
+        if spec is None:
+            found = {}
+        else:
+            found = {"target": spec.name, "datatype": spec.datatype}
         bound[row.name] = msgspec.structs.replace(row, **found)
     bound |= {row.name: row for row in overrides}
     bound.setdefault("stop", Parameter("stop", otherwise=Rule.SERVICE))
@@ -252,15 +257,18 @@ def with_engine_arguments(metadata: ModelMetadata, arguments: Mapping[str, Any],
     The tokenizer is the model's own unless there is another one; of the hub it is ``NAME@REVISION`` where a revision is
     given. *length* is the argument for the context length: "auto" and "32k" leave it to the engine, as -1 does.
     """
-    source, revision = arguments.get("tokenizer"), arguments.get("tokenizer_revision")
+    source = arguments.get("tokenizer")
+    revision = arguments.get("tokenizer_revision")
     if not isinstance(source, str):
-        source, revision = arguments.get("model"), revision or arguments.get("revision")
+        source = arguments.get("model")
+        revision = revision or arguments.get("revision")
     if not isinstance(source, str):
         source = None
     elif isinstance(revision, str) and not Path(source).exists():
         source = f"{source}@{revision}"
     limit = arguments.get(length)
-    limit = limit if type(limit) is int and limit > 0 else None
+    if not (type(limit) is int and limit > 0):
+        limit = None
     return msgspec.structs.replace(metadata, tokenizer=source, max_model_len=limit)
 
 
@@ -407,7 +415,10 @@ class Adapter:
             raise ConfigurationError(
                 f"The adapter '{self.name}' needs the input '{name}', which the model '{self.config.name}' lacks."
             )
-        shape = self._shapes[name] if len(values) == 1 else self.config.wire_shape(spec, len(values))
+        if len(values) == 1:
+            shape = self._shapes[name]
+        else:
+            shape = self.config.wire_shape(spec, len(values))
         return Tensor(name, spec.datatype, shape, values)
 
     def declared_tensors(self, **values: Any) -> list[Tensor]:
@@ -441,9 +452,13 @@ class Adapter:
         classification: int = 0,
     ) -> InferRequest:
         """Return the request to the adapter's own model, asking for those of *outputs* that it declares."""
-        config, declared = self.config, self.config.outputs
+        config = self.config
+        declared = self.config.outputs
         asked = tuple([name for name in outputs if name in declared])
-        rows = inputs[0].shape[0] if inputs and inputs[0].shape else 1
+        if inputs and inputs[0].shape:
+            rows = inputs[0].shape[0]
+        else:
+            rows = 1
         max_answer = self._answer_sizes.get((asked, rows)) or self._max_answer(asked, rows)
         if classification:
             # Labels are texts, whatever the output is declared as.

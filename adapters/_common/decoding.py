@@ -89,14 +89,18 @@ class TextDecoder:
         if not self._ended:
             # Triton's HTTP threads drop responses when they fall behind, and then end the stream in good order.
             raise UpstreamError("Triton ended the answer before it was complete.", code="upstream_disconnected")
-        return "" if self._stage is None else self._stage.flush()
+        if self._stage is None:
+            return ""
+        return self._stage.flush()
 
 
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
 
 def _finish_reason(reason: Any) -> FinishReason:
-    found = _FINISH_REASONS.get(reason) if isinstance(reason, str) else None
+    found = None
+    if isinstance(reason, str):
+        found = _FINISH_REASONS.get(reason)
     if found is None:
         # "abort" and the like: the generation did not end by itself, so there is no reason to report.
         raise UpstreamError(f"The backend ended the generation with '{str(reason)[:50]}'.", code="generation_aborted")
@@ -174,5 +178,6 @@ class CumulativeText(TextStage):
 
     def flush(self) -> str:
         """Return the held back end: now it is known to stay."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held

@@ -59,7 +59,9 @@ def helper_role(config: ModelConfig, repository: Mapping[str, ModelConfig]) -> s
     """
     for role, inputs, outputs in _ROLES:
         if inputs <= config.inputs.keys() and outputs <= config.outputs.keys():
-            return None if role == ENGINE and not users_of(config, repository) else role
+            if role == ENGINE and not users_of(config, repository):
+                return None
+            return role
     return None
 
 

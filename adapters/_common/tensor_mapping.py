@@ -18,7 +18,9 @@ from triton_openai.triton.tensors import INTEGER_RANGES, InferRequest, ModelConf
 FLOATS = ("FP32", "FP16", "FP64")
 _INTEGERS = ("INT64", "INT32")
 #: The inputs of an exported Hugging Face model.
-IDS, MASK, SEGMENTS = "input_ids", "attention_mask", "token_type_ids"
+IDS = "input_ids"
+MASK = "attention_mask"
+SEGMENTS = "token_type_ids"
 
 
 class DescribedAdapter(Adapter):
@@ -53,8 +55,13 @@ def text_input(config: ModelConfig) -> TensorSpec | None:
     if len(config.required) != 1 or config.required[0].datatype != "BYTES":
         return None
     dims = config.required[0].dims
-    free = dims[1:] if not config.batching and dims[:1] == (-1,) else dims
-    return config.required[0] if all(dim in (1, -1) for dim in free) else None
+    if not config.batching and dims[:1] == (-1,):
+        free = dims[1:]
+    else:
+        free = dims
+    if all(dim in (1, -1) for dim in free):
+        return config.required[0]
+    return None
 
 
 def text_tensor(config: ModelConfig, spec: TensorSpec, texts: Sequence[str]) -> Tensor:
@@ -70,7 +77,9 @@ def id_inputs(config: ModelConfig) -> Mapping[str, TensorSpec]:
     required = {spec.name for spec in config.required}
     fit = all(spec.datatype in _INTEGERS and spec.dims == specs[IDS].dims for spec in specs.values() if IDS in specs)
     known = {IDS, MASK} <= required <= specs.keys()
-    return specs if known and fit and len(config.row_dims(specs[IDS])) == 1 else {}
+    if known and fit and len(config.row_dims(specs[IDS])) == 1:
+        return specs
+    return {}
 
 
 # Padded ids of a request that are never too many.
@@ -84,13 +93,23 @@ def id_batches(config: ModelConfig, spec: TensorSpec, lengths: Sequence[int], pa
     They are as many as the model batches: one where sequences can be of any length and not be padded. A batch ends
     before most of it would be padding, so that one long sequence among many short ones does not take gigabytes.
     """
-    most = 1 if pad_id is None and spec.dims[-1] < 0 else config.batch_size(spec)
-    batches, first, longest, total = [], 0, 0, 0
+    if pad_id is None and spec.dims[-1] < 0:
+        most = 1
+    else:
+        most = config.batch_size(spec)
+    batches = []
+    first = 0
+    longest = 0
+    total = 0
     for place, length in enumerate(lengths):
-        longest, total, rows = max(longest, length), total + length, place - first + 1
+        longest = max(longest, length)
+        total = total + length
+        rows = place - first + 1
         if rows > 1 and (rows > most or rows * longest > max(_FEW_IDS, 2 * total)):
             batches.append(range(first, place))
-            first, longest, total = place, length, length
+            first = place
+            longest = length
+            total = length
     return [*batches, range(first, len(lengths))]
 
 
@@ -104,7 +123,10 @@ def id_tensors(
     :class:`ConfigurationError` if padding is needed and *pad_id* is not known.
     """
     longest = max(len(each.ids) for each in sequences)
-    width = specs[IDS].dims[-1] if specs[IDS].dims[-1] > 0 else longest
+    if specs[IDS].dims[-1] > 0:
+        width = specs[IDS].dims[-1]
+    else:
+        width = longest
     if longest > width:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {width} tokens. However, the longest sequence of the request has "
@@ -118,7 +140,10 @@ def id_tensors(
         values: list[int] = []
         for each in sequences:
             row = {IDS: each.ids, MASK: [1] * len(each.ids), SEGMENTS: each.segments}[use]
-            fill = (pad_id or 0) if use == IDS else 0
+            if use == IDS:
+                fill = pad_id or 0
+            else:
+                fill = 0
             values += [*row, *[fill] * (width - len(row))]
         yield Tensor(spec.name, spec.datatype, (len(sequences), width), values)
 
@@ -191,7 +216,10 @@ def constants(config: ModelConfig, mapping: TensorMapping | None, *, filled: Col
                 f"The settings of the model '{config.name}' name '{name}' under 'constants', which the model does not "
                 f"declare{_similar(name, config.inputs)}."
             )
-        values[name] = value if isinstance(value, list) else [value]
+        if isinstance(value, list):
+            values[name] = value
+        else:
+            values[name] = [value]
         spec = config.inputs[name]
         if not all(_holds(spec, item) for item in values[name]):
             raise ConfigurationError(
@@ -230,4 +258,6 @@ def _holds(spec: TensorSpec, value: Any) -> bool:
 
 def _similar(name: str, known: Collection[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean '{close[0]}'?" if close else f" (known are {', '.join(known)})"
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return f" (known are {', '.join(known)})"

@@ -50,7 +50,8 @@ LOGPROBS = "output_log_probs"
 CUMULATIVE = "cum_log_probs"
 # OpenAI's; a top_k of 0 is none.
 _DEFAULTS: Mapping[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-_GUIDE_TYPE, _GUIDE = "guided_decoding_guide_type", "guided_decoding_guide"
+_GUIDE_TYPE = "guided_decoding_guide_type"
+_GUIDE = "guided_decoding_guide"
 _GUIDE_TYPES: Mapping[str, str] = {
     "json": "json",
     "json_schema": "json_schema",
@@ -67,7 +68,9 @@ _CACHE_REPORTS = (
     # The LLM API's model.
     ("sampling_param_return_perf_metrics", "kv_cache_reused_block"),
 )
-_TASK, _WEIGHTS, _CONFIG = "lora_task_id", "lora_weights", "lora_config"
+_TASK = "lora_task_id"
+_WEIGHTS = "lora_weights"
+_CONFIG = "lora_config"
 _CONFIG_WIDTH = 3
 
 
@@ -84,12 +87,16 @@ class TrtllmAdapter(Adapter):
 
     def capabilities_with(self, **more: Any) -> Capabilities:
         """Return those that the model's config and its engine's decide, and *more*."""
-        config, engine = self.config, self.engine
+        config = self.config
+        engine = self.engine
         # An engine without a backend for guides ignores them: a refusal is better than an answer that looks right.
         guided = {_GUIDE_TYPE, _GUIDE} <= config.inputs.keys() and (
             engine is None or engine.parameter("guided_decoding_backend") is not None
         )
-        guides = frozenset(_GUIDE_TYPES) if guided else frozenset()
+        if guided:
+            guides = frozenset(_GUIDE_TYPES)
+        else:
+            guides = frozenset()
         own: dict[str, Any] = {"streaming": config.decoupled, "guides": guides, "lora": _lora_format(config)}
         return Capabilities(**{**own, "fixed_seed": True, **more})
 
@@ -106,7 +113,9 @@ class TrtllmAdapter(Adapter):
 
     @property
     def default_sampling(self) -> str:
-        return super().default_sampling if self._samples else "the engine's own (decoding_mode)"
+        if self._samples:
+            return super().default_sampling
+        return "the engine's own (decoding_mode)"
 
     def metadata_with(self, files: ModelFiles) -> ModelMetadata:
         """Return what the engine's config and files say of the longest prompt, too."""
@@ -132,20 +141,29 @@ class TrtllmAdapter(Adapter):
     def text_stage(self, generation: Generation) -> TextStage | None:
         """Return what makes new text of the responses, ``None`` where they are just that."""
         if not self.returns_whole(generation):
-            return CumulativeText() if self.cumulative else None
-        return PromptEcho(generation.prompt, generation.prompt_echo) if self.capabilities.echoes else None
+            if self.cumulative:
+                return CumulativeText()
+            return None
+        if self.capabilities.echoes:
+            return PromptEcho(generation.prompt, generation.prompt_echo)
+        return None
 
     def readers(self, generation: Generation) -> list[Reader]:
         """Return what reads the use of the cache, and the log probability of the answer, where they are asked for."""
-        cache, size = self._cache_report(generation), generation.kv_cache_block_size
-        readers = [cumulative_logprob(CUMULATIVE)] if generation.cumulative_logprob else []
+        cache = self._cache_report(generation)
+        size = generation.kv_cache_block_size
+        if generation.cumulative_logprob:
+            readers = [cumulative_logprob(CUMULATIVE)]
+        else:
+            readers = []
         if cache is not None and size is not None:
             readers.append(_cached_tokens(cache[1], size))
         return readers
 
     def _cache_report(self, generation: Generation) -> tuple[str, str] | None:
         """Return the flag and the output where the model reports its cache and the size of a block is known."""
-        inputs, outputs = self.config.inputs, self.config.outputs
+        inputs = self.config.inputs
+        outputs = self.config.outputs
         if generation.kv_cache_block_size is None:
             return None
         return next((pair for pair in _CACHE_REPORTS if pair[0] in inputs and pair[1] in outputs), None)
@@ -161,7 +179,10 @@ class TrtllmAdapter(Adapter):
         """
         sampling = generation.sampling
         values: dict[str, float] = dict(_DEFAULTS) if self._samples else {}
-        top_k = None if sampling.top_k is None else max(0, sampling.top_k)
+        if sampling.top_k is None:
+            top_k = None
+        else:
+            top_k = max(0, sampling.top_k)
         asked = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": top_k}
         values |= {name: value for name, value in asked.items() if value is not None}
         scored = generation.cumulative_logprob or sampling.logprobs is not None
@@ -183,7 +204,9 @@ class TrtllmAdapter(Adapter):
             choices = msgspec.json.decode(text, type=list[str])
             text = "(" + "|".join(_META.sub(r"\\\g<0>", choice) for choice in choices) + ")"
         tensors = [self.tensor(_GUIDE_TYPE, _GUIDE_TYPES[guide.kind])]
-        return tensors if guide.kind == "json" else [*tensors, self.tensor(_GUIDE, text)]
+        if guide.kind == "json":
+            return tensors
+        return [*tensors, self.tensor(_GUIDE, text)]
 
     def lora_tensors(self, lora: Lora | None) -> list[Tensor]:
         """Return the inputs of a LoRA adapter: its number, and its weights where they are sent."""
@@ -278,10 +301,14 @@ def _lora_format(config: ModelConfig) -> LoraFormat | None:
     """Return how the model takes weights, ``None`` where it takes no LoRA adapters."""
     if not {_TASK, _WEIGHTS, _CONFIG} <= config.inputs.keys():
         return None
-    weights, table = config.inputs[_WEIGHTS], config.inputs[_CONFIG]
+    weights = config.inputs[_WEIGHTS]
+    table = config.inputs[_CONFIG]
     if weights.datatype not in ("FP16", "BF16", "FP32") or table.datatype != "INT32":
         return None
-    width = table.dims[-1] if table.dims else -1
+    if table.dims:
+        width = table.dims[-1]
+    else:
+        width = -1
     return LoraFormat(weights.datatype, width if width > 0 else _CONFIG_WIDTH)
 
 
@@ -306,12 +333,17 @@ def _prompt_limit(engine: ModelConfig | None) -> int | None:
 def _engine_config(folder: str | None) -> Mapping[str, Any]:
     """Return what an engine was built with: ``build_config``, before 0.8 ``builder_config``, of its ``config.json``."""
     try:
-        content = msgspec.json.decode(Path(folder, "config.json").read_bytes(), type=dict) if folder else {}
+        if folder:
+            content = msgspec.json.decode(Path(folder, "config.json").read_bytes(), type=dict)
+        else:
+            content = {}
     except (OSError, ValueError):
         # The path is one of the server's machine.
         return {}
     built = content.get("build_config", content.get("builder_config"))
-    return built if isinstance(built, dict) else {}
+    if isinstance(built, dict):
+        return built
+    return {}
 
 
 def _positive(value: int | str | None) -> int | None:
@@ -319,4 +351,6 @@ def _positive(value: int | str | None) -> int | None:
         number = int(value or 0)
     except (TypeError, ValueError):
         return None
-    return number if number > 0 else None
+    if number > 0:
+        return number
+    return None

@@ -89,7 +89,10 @@ class _Stream:
     def __init__(self, request: Any) -> None:
         self._sender = request.get_response_sender()
         sampling = pb.get_input_tensor_by_name(request, "sampling_parameters")
-        values = {} if sampling is None else json.loads(sampling.as_numpy()[0])
+        if sampling is None:
+            values = {}
+        else:
+            values = json.loads(sampling.as_numpy()[0])
         self._left = int(values.get("max_tokens", 16))
         self._begun = False
         self._next_check = time.monotonic() + _CANCEL_CHECK_SECONDS

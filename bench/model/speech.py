@@ -14,7 +14,8 @@ import numpy as np
 import triton_python_backend_utils as pb  # type: ignore[import-not-found]  # exists inside Triton only
 
 # Seconds of a part of what is said, and from a request to the first one.
-_PART, _WORK = 0.5, 0.05
+_PART = 0.5
+_WORK = 0.05
 _RATE = 24_000
 
 

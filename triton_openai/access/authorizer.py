@@ -90,9 +90,16 @@ class Authorizer:
 
         Raises :class:`InvalidApiKey`, and :class:`InvalidRequest` for a name of a tenant that cannot be logged.
         """
-        ring, gateway = self.keys.ring, self.gateway
-        key = None if ring is None else identify(headers, ring)
-        tenant = "" if gateway is None else gateway_header(headers, "fairness-id")
+        ring = self.keys.ring
+        gateway = self.gateway
+        if ring is None:
+            key = None
+        else:
+            key = identify(headers, ring)
+        if gateway is None:
+            tenant = ""
+        else:
+            tenant = gateway_header(headers, "fairness-id")
         if gateway is None or not tenant:
             return key
         if not _TENANT.fullmatch(tenant):
@@ -107,11 +114,14 @@ class Authorizer:
 
         It has the rights and limits that a request has with it.
         """
-        ring, gateway = self.keys.ring, self.gateway
+        ring = self.keys.ring
+        gateway = self.gateway
         if ring is None:
             if not name:
                 return NO_KEY
-            return None if gateway is None else _of_tenant(None, name, gateway)
+            if gateway is None:
+                return None
+            return _of_tenant(None, name, gateway)
         # No key has a slash in its name.
         base, slash, tenant = name.partition("/")
         keys = [key for key in ring.values() if key.name == base]
@@ -121,7 +131,9 @@ class Authorizer:
         key = keys[-1]
         if not slash:
             return key
-        return None if gateway is None else _of_tenant(key, tenant, gateway)
+        if gateway is None:
+            return None
+        return _of_tenant(key, tenant, gateway)
 
     def share(self, key: ApiKey | None) -> None:
         """Have the current request count for *key* where keys share something, see :mod:`triton_openai.shares`."""
@@ -164,7 +176,10 @@ class Authorizer:
 
 def _of_tenant(key: ApiKey | None, tenant: str, gateway: GatewaySettings) -> ApiKey:
     """Return the key of a *tenant* that *gateway* names, which sends *key* if the service asks for keys."""
-    key = ApiKey(name=tenant) if key is None else msgspec.structs.replace(key, name=f"{key.name}/{tenant}")
+    if key is None:
+        key = ApiKey(name=tenant)
+    else:
+        key = msgspec.structs.replace(key, name=f"{key.name}/{tenant}")
     if key.limit != RateLimit():
         return key
     limit = RateLimit(**{name: getattr(gateway, name) for name in RateLimit.__struct_fields__})

@@ -100,7 +100,10 @@ class BrowserGuard:
             return
         if self._cors.allows(origin):
             return
-        page = "other sites" if origin is None else f"the origin '{origin[:_MAX_SHOWN]}'"
+        if origin is None:
+            page = "other sites"
+        else:
+            page = f"the origin '{origin[:_MAX_SHOWN]}'"
         message = f"Web pages of {page} may not send this request (access.cors_allow_origin, --cors-allow-origin)."
         raise OriginNotAllowed(message, detail=message)
 
@@ -131,7 +134,10 @@ def _is_local(name: str) -> bool:
 def _local_address(request: web.Request) -> str:
     """Return the address at which *request* arrived; ``localhost`` where it came by no network."""
     transport = request.transport
-    address = None if transport is None else transport.get_extra_info("sockname")
+    if transport is None:
+        address = None
+    else:
+        address = transport.get_extra_info("sockname")
     if not isinstance(address, tuple):
         return "localhost"
     return str(address[0]).lower()

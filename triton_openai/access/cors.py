@@ -55,12 +55,19 @@ class Cors:
         """Add the headers with which the browser lets the page read *response*, if the page may."""
         if not self._origins:
             return
-        origin, headers = request.headers.get(hdrs.ORIGIN), response.headers
+        origin = request.headers.get(hdrs.ORIGIN)
+        headers = response.headers
         if not self._anybody:
             # Also without an origin: a cache must not give this answer to a page of another one.
-            headers[hdrs.VARY] = f"{headers[hdrs.VARY]}, Origin" if hdrs.VARY in headers else "Origin"
+            if hdrs.VARY in headers:
+                headers[hdrs.VARY] = f"{headers[hdrs.VARY]}, Origin"
+            else:
+                headers[hdrs.VARY] = "Origin"
         if origin is not None and self.allows(origin):
-            headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = "*" if self._anybody else origin
+            if self._anybody:
+                headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = "*"
+            else:
+                headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
             headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = ", ".join(EXPOSED)
 
     def preflight(self, request: web.Request) -> web.Response | None:

@@ -161,7 +161,10 @@ class Keys:
         """*again* is whether the service has read its keys before: from then on, their file must not be a pipe."""
         self._settings = settings
         self._file = FileWatch([settings.api_keys_file], problem="the old API keys stay in force")
-        self.ring = self._read_again() if again else read_keys(settings)
+        if again:
+            self.ring = self._read_again()
+        else:
+            self.ring = read_keys(settings)
 
     def _read_again(self) -> Keyring | None:
         self._file.check("file of API keys")

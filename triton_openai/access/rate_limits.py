@@ -109,7 +109,8 @@ class Minute:
 
         A minute at most, though a tick may last longer: the official clients try at once when they are told more.
         """
-        used, wait = self.used(now), 0.0
+        used = self.used(now)
+        wait = 0.0
         for tick, count in self._ticks:
             if used < limit:
                 break
@@ -180,7 +181,10 @@ def headers_of(limit: RateLimit, now: float, account: Account, refusal: Refusal 
         headers[f"x-ratelimit-limit-{kind}"] = str(most)
         headers[f"x-ratelimit-remaining-{kind}"] = str(left)
         # Until something is left of it, or, while there is, until nothing is used; never longer than Retry-After.
-        wanted = most if refusal is not None or not left else 1
+        if refusal is not None or not left:
+            wanted = most
+        else:
+            wanted = 1
         headers[f"x-ratelimit-reset-{kind}"] = _duration(minute.below_in(wanted, now))
     return headers
 
@@ -230,7 +234,10 @@ class Reservation:
         self._open = decision.refusal is None
         self.headers: Mapping[str, str] = decision.headers
         refusal = decision.refusal
-        self.refusal = None if refusal is None else RateLimited(refusal.message, kind=refusal.kind, wait=refusal.wait)
+        if refusal is None:
+            self.refusal = None
+        else:
+            self.refusal = RateLimited(refusal.message, kind=refusal.kind, wait=refusal.wait)
 
     def take(self) -> Reservation:
         """Return a reservation that takes the place of this one, which is closed without effect from now on."""
@@ -253,7 +260,9 @@ def _duration(seconds: float) -> str:
     """Return *seconds*, rounded up, as OpenAI writes them: ``1s``, ``6m0s``."""
     whole = math.ceil(seconds)
     minutes, rest = divmod(whole, 60)
-    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
+    if minutes:
+        return f"{minutes}m{rest}s"
+    return f"{rest}s"
 
 
 def tokens_charged(record: RequestRecord, *, served: bool, cut_short: bool) -> int:

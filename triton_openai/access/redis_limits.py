@@ -279,7 +279,8 @@ class RedisLimits:
         """Tell the requests of a *group*, which came in this order, whether they are admitted."""
         count, time, running, requests, tokens = answer
         now = float(time)
-        name, limit = group[0].name, group[0].limit
+        name = group[0].name
+        limit = group[0].limit
         account = Account(running, _minute(requests), _minute(tokens))
         for admission in group[:count]:
             account.running += 1
@@ -313,7 +314,10 @@ class RedisLimits:
         pipeline = self._client.pipeline(transaction=False)
         for script, keys, arguments in commands:
             pipeline.eval(script, len(keys), *keys, *arguments)
-        patience = self._patience if self._called else max(self._patience, _FIRST_PATIENCE)
+        if self._called:
+            patience = self._patience
+        else:
+            patience = max(self._patience, _FIRST_PATIENCE)
         try:
             answers: Sequence[Any] = await answered_within(pipeline.execute(), patience)
         except self._failures as error:

@@ -172,6 +172,9 @@ def media_of(
             source = part.image_url
             if source is None:
                 raise missing(f"{place}.image_url")
-            url = source if isinstance(source, str) else source.url
+            if isinstance(source, str):
+                url = source
+            else:
+                url = source.url
             images.append(ImageReference(f"{place}.image_url", url.strip()))
     return images, audio

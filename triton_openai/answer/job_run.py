@@ -61,7 +61,8 @@ async def run_job(
 
 async def _run(sender: Sender, model: ServedModel, job: Job[_R], cut: Truncation | None, timeout: float | None) -> _R:
     taken: Job[Any] = replace(job, **await _taken(model, job.inputs, cut)) if isinstance(job, TextJob) else job
-    adapter, (rows, size) = model.adapter, taken.extent
+    adapter = model.adapter
+    (rows, size) = taken.extent
     requests = await offload.run(lambda: adapter.encode(taken), cost=offload.ITEM * rows + offload.BYTE * size)
     answers = await _answers(sender, model, requests, timeout=timeout)
     result: _R = await offload.run(lambda: adapter.decode(taken, answers), cost=10 * offload.ITEM * rows)
@@ -105,7 +106,10 @@ async def _taken(
     encodes = model.adapter.capabilities.tokens
     takes_ids = encodes or model.adapter.capabilities.token_inputs
     decodes = not takes_ids and not isinstance(inputs[0], str)
-    hint = _LANGCHAIN if EmbeddingJob in model.jobs else ""
+    if EmbeddingJob in model.jobs:
+        hint = _LANGCHAIN
+    else:
+        hint = ""
     if cut is None and not decodes and not encodes:
         await _check_sizes(model, inputs)
         return {}
@@ -121,7 +125,8 @@ async def _taken(
             param="input" if decodes else "truncate_prompt_tokens",
         )
     longest = model.settings.max_model_len or tokenizer.model_max_length
-    cut = cut if cut is None else cut.within(longest).checked(longest)
+    if cut is not None:
+        cut = cut.within(longest).checked(longest)
     if cut is None:
         await _check_sizes(model, inputs)
     taken: list[Any] = []
@@ -154,7 +159,10 @@ async def _check_sizes(model: ServedModel, inputs: Sequence[str] | Sequence[Sequ
     """Raise :class:`ContextLengthExceeded` for token ids, and texts with any tokens, that exceed the context length."""
     # The tokenizer's own limit does not count here: models that make embeddings often cut what is longer.
     limit = model.settings.max_model_len
-    tokenizer = None if limit is None else (await model.prompter()).tokenizer
+    if limit is None:
+        tokenizer = None
+    else:
+        tokenizer = (await model.prompter()).tokenizer
     if limit is None or tokenizer is None:
         return
     for item in inputs:
@@ -170,7 +178,10 @@ async def _with_token_pairs(model: ServedModel, job: ScoreJob, cut: Truncation |
         return job
     tokenizer = await tokenizer_of(model)
     longest = model.settings.max_model_len
-    limit = None if cut is None else cut.within(longest or tokenizer.model_max_length).tokens
+    if cut is None:
+        limit = None
+    else:
+        limit = cut.within(longest or tokenizer.model_max_length).tokens
     if limit is None and longest is not None:
         for text in {text for pair in job.pairs for text in pair}:
             check_size(text, tokenizer, longest)
@@ -186,14 +197,20 @@ async def _count(model: ServedModel, job: Job[Any]) -> int | None:
     if isinstance(job, ScoreJob):
         tokenizer = (await model.prompter()).tokenizer
         pairs = job.encoded or (await tokenizer.encode_pairs_async(job.pairs) if tokenizer is not None else ())
-        return sum(len(pair.ids) for pair in pairs) if pairs else None
+        if pairs:
+            return sum(len(pair.ids) for pair in pairs)
+        return None
     if not isinstance(job, TextJob):
         return None
     texts = [item for item in job.inputs if isinstance(item, str)]
     ids = sum(len(item) for item in job.inputs if not isinstance(item, str))
-    tokenizer = (await model.prompter()).tokenizer if texts else None
+    tokenizer = None
+    if texts:
+        tokenizer = (await model.prompter()).tokenizer
     if tokenizer is None:
-        return None if texts else ids
+        if texts:
+            return None
+        return ids
     return ids + await tokenizer.count_async(texts, True, refusable=False)
 
 
@@ -216,7 +233,9 @@ def _unit(vector: bytes) -> Sequence[float]:
     """Return *vector* at length one; one of length zero has no direction, and stays what it is."""
     values = array("f", vector)
     length = math.sqrt(sum(map(mul, values, values)))
-    return values if length == 0 else array("d", [value / length for value in values])
+    if length == 0:
+        return values
+    return array("d", [value / length for value in values])
 
 
 def sigmoid(value: float) -> float:
@@ -229,7 +248,9 @@ def activation_of(model: ServedModel, tokenizer: Tokenizer | None) -> Activation
     kind = model.settings.problem_type or (tokenizer.problem_type if tokenizer is not None else None)
     if not model.adapter.capabilities.logits or kind == "regression":
         return "none"
-    return "sigmoid" if kind == "multi_label_classification" else "softmax"
+    if kind == "multi_label_classification":
+        return "sigmoid"
+    return "softmax"
 
 
 def activated(values: Sequence[float], activation: Activation) -> Sequence[float]:

@@ -31,7 +31,10 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, settings: TritonSettings, headers: Mapping[str, str], *, stream: bool) -> TimeLimits:
         """Return the limits of a request; a *stream* has another total. Raises :class:`InvalidRequest`."""
-        total = settings.stream_timeout if stream else settings.request_timeout
+        if stream:
+            total = settings.stream_timeout
+        else:
+            total = settings.request_timeout
         limits = cls(first_token=settings.first_token_timeout, idle=settings.idle_timeout, total=total)
         for name, header in _HEADERS.items():
             if header in headers:
@@ -42,13 +45,18 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def patience(self) -> float:
         """The longest time that a request may wait for admission."""
-        return self.first_token if self.total is None else min(self.first_token, self.total)
+        if self.total is None:
+            return self.first_token
+        return min(self.first_token, self.total)
 
     def after(self, seconds: float) -> TimeLimits:
         """Return the limits that remain after a wait of *seconds*, less than :attr:`patience`."""
         if not seconds:
             return self
-        total = None if self.total is None else max(self.total - seconds, _LEAST_SECONDS)
+        if self.total is None:
+            total = None
+        else:
+            total = max(self.total - seconds, _LEAST_SECONDS)
         first_token = max(self.first_token - seconds, _LEAST_SECONDS)
         return msgspec.structs.replace(self, first_token=first_token, total=total)
 
@@ -89,7 +97,9 @@ class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def room_for_prompt(self) -> int | None:
         """The tokens that a prompt can have before the answer, or before one token of an open answer."""
-        return None if self.context is None else self.context - (1 if self.open else self.tokens)
+        if self.context is None:
+            return None
+        return self.context - (1 if self.open else self.tokens)
 
     def behind(self, prompt: int) -> int:
         """
@@ -103,7 +113,9 @@ class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
             return self.tokens
         room = self.context - prompt
         if self.open:
-            return room if self.endless else min(self.tokens, room)
+            if self.endless:
+                return room
+            return min(self.tokens, room)
         if self.tokens > room:
             asked = f"{prompt + self.tokens} tokens ({prompt} in the prompt, {self.tokens} in the completion)"
             raise too_many_tokens_error(self.context, f"you requested {asked}")
@@ -115,7 +127,9 @@ class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
 
         *sent* is the limit in the request, *prompt* the tokens of the prompt, as far as they are known.
         """
-        return sent if self.context is None or prompt is None else min(sent, self.context - prompt)
+        if self.context is None or prompt is None:
+            return sent
+        return min(sent, self.context - prompt)
 
 
 def too_many_tokens_error(

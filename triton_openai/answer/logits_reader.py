@@ -143,9 +143,11 @@ class LogitsReader:
         try:
             while self._waiting:
                 delta: Any = self._decoder.feed(self._waiting.popleft())
-                logits, delta.logits = delta.logits, None
+                logits = delta.logits
+                delta.logits = None
                 if logits is not None:
-                    ids, cost = delta.token_ids, _cost(logits, delta.token_ids)
+                    ids = delta.token_ids
+                    cost = _cost(logits, delta.token_ids)
                     delta.logprobs = await offload.run(log_probabilities, logits, ids, self._count, cost=cost)
                 run.receive((delta,))
         except Exception as error:  # noqa: BLE001 - the run ends with any error
@@ -235,7 +237,8 @@ def _named(tokenizer: Tokenizer, generation: Generation, entries: Sequence[Token
 
     Special tokens in the prompt's text have entries; those that the tokenizer put in front of it have none.
     """
-    pieces, prompt = tokenizer.pieces, generation.prompt
+    pieces = tokenizer.pieces
+    prompt = generation.prompt
     names = TokenNames(pieces, skip_special_tokens=False)
     ids = generation.prompt_ids or ()
     named = [names.named(entry) for entry in (*(TokenLogprob("", None, id=number) for number in ids[:1]), *entries)]

@@ -64,7 +64,9 @@ async def prepare(
     every request (``capabilities.fixed_seed``). Raises :class:`InvalidRequest`, and :class:`ConfigurationError` for a
     model that needs a tokenizer and has none.
     """
-    count, adapter, template = spec.n, model.adapter, spec.template
+    count = spec.n
+    adapter = model.adapter
+    template = spec.template
     if len(prompts) * count > _MAX_RUNS:
         raise InvalidValue(
             f"A request can have {_MAX_RUNS} answers at most, this one asks for {len(prompts) * count}.",
@@ -130,7 +132,9 @@ async def generation_of(
     generation = msgspec.structs.replace(
         spec.template, lora=model.lora, kv_cache_block_size=model.settings.kv_cache_block_size, **fields
     )
-    return generation if tokenizer is None else await _fitted(model, tokenizer, generation, spec.limit)
+    if tokenizer is None:
+        return generation
+    return await _fitted(model, tokenizer, generation, spec.limit)
 
 
 async def _as_text(model: ServedModel, tokenizer: Tokenizer | None, ids: Sequence[int]) -> tuple[str, str]:
@@ -146,7 +150,10 @@ async def _as_text(model: ServedModel, tokenizer: Tokenizer | None, ids: Sequenc
     if not ids:
         raise InvalidValue("'prompt' must not hold an empty list of token ids.", "prompt")
     adds_bos = model.adapter.metadata.adds_bos and tokenizer.adds_bos
-    own = ids[1:] if adds_bos and ids[0] == tokenizer.special_id("bos_token") else ids
+    if adds_bos and ids[0] == tokenizer.special_id("bos_token"):
+        own = ids[1:]
+    else:
+        own = ids
     check_ids(ids, tokenizer, "prompt")
     text = await tokenizer.decode_async(own, skip_special_tokens=False)
     if await tokenizer.encode_async(text, adds_bos) != ids:
@@ -182,9 +189,16 @@ async def _text_fields(
     model: ServedModel, tokenizer: Tokenizer | None, prompt: str, original: str | None, spec: GenerationSpec
 ) -> dict[str, Any]:
     """Return the fields of a :class:`Generation` for a model that takes text."""
-    capabilities, special = model.adapter.capabilities, model.adapter.metadata.adds_bos
-    template, truncation = spec.template, spec.truncation
-    needs = "truncate_prompt_tokens" if truncation is not None else "return_token_ids" if template.token_ids else None
+    capabilities = model.adapter.capabilities
+    special = model.adapter.metadata.adds_bos
+    template = spec.template
+    truncation = spec.truncation
+    if truncation is not None:
+        needs = "truncate_prompt_tokens"
+    elif template.token_ids:
+        needs = "return_token_ids"
+    else:
+        needs = None
     if tokenizer is None and needs is not None:
         raise UnsupportedParameter(
             f"'{needs}' needs the model's tokenizer, which is not configured (--tokenizer).", param=needs
@@ -198,7 +212,10 @@ async def _text_fields(
             echo = await tokenizer.decode_async(await tokenizer.encode_async(prompt))
         if template.token_ids:
             ids = tuple(await tokenizer.encode_async(prompt, special))
-    biases = template.sampling.logit_bias if capabilities.bias_words else ()
+    if capabilities.bias_words:
+        biases = template.sampling.logit_bias
+    else:
+        biases = ()
     words: Sequence[tuple[str, float]] = ()
     if biases:
         words = await offload.run(bias_words, tokenizer, biases, cost=3 * offload.ITEM * len(biases))
@@ -239,12 +256,16 @@ async def _id_fields(model: ServedModel, tokenizer: Tokenizer, prompt: Prompt, s
 
 async def _fitted(model: ServedModel, tokenizer: Tokenizer, generation: Generation, limit: TokenLimit) -> Generation:
     """Return *generation* with an answer that fits the model's context. Raises :class:`ContextLengthExceeded`."""
-    ids, longest = generation.prompt_ids, limit.longest_prompt
+    ids = generation.prompt_ids
+    longest = limit.longest_prompt
     # There are no more tokens than bytes.
     if longest is None or (ids is None and limit.context is None and size_of(generation.prompt) <= longest):
         return generation
     adds_bos = model.adapter.metadata.adds_bos
-    count = len(ids) if ids is not None else await tokenizer.count_async(generation.prompt, adds_bos)
+    if ids is not None:
+        count = len(ids)
+    else:
+        count = await tokenizer.count_async(generation.prompt, adds_bos)
     sampling = msgspec.structs.replace(generation.sampling, max_tokens=limit.behind(count))
     return msgspec.structs.replace(generation, sampling=sampling, prompt_tokens=count)
 

@@ -50,7 +50,8 @@ Push = Callable[[int, Sequence[Delta]], None]
 _UNSEEN_TOKENS = 2
 _REPLACEMENT = "\ufffd"
 # Responses of an answer: a backend may send parts of tokens, and some without any, but not without end.
-_STEPS_PER_TOKEN, _MORE_STEPS = 16, 1000
+_STEPS_PER_TOKEN = 16
+_MORE_STEPS = 1000
 # Tokens that a character may lack its last byte after: it has four at most.
 _MOST_HALVES = 3
 _STOP_REQUEST_TIMEOUT = 5.0
@@ -78,11 +79,15 @@ class Sender(msgspec.Struct, frozen=True):
 
         *heard* gets those so far, if they come one by one; from their beginning, if another Triton is asked again.
         """
-        request = replace(request, priority=self.priority) if self.priority else request
+        if self.priority:
+            request = replace(request, priority=self.priority)
 
         async def attempt(lease: Lease) -> Sequence[InferResponse]:
             with self.upstream.call(request, lease) as sent:
-                ask = self._ask_sequence if sent.following else gather
+                if sent.following:
+                    ask = self._ask_sequence
+                else:
+                    ask = gather
                 return await ask(lease.client, sent, heard)
 
         return await self.route.ask(attempt)
@@ -163,7 +168,8 @@ class Run:
         self._half = ""
         self._pauses = 0
         # When the last response came, and the seconds within which the next one has to come.
-        self._last_response, self._silence_limit = 0.0, math.inf
+        self._last_response = 0.0
+        self._silence_limit = math.inf
         self._number = 0
         self._push: Push | None = None
         self._done: Callable[[int], None] | None = None
@@ -174,7 +180,9 @@ class Run:
 
         Raises :class:`ServiceError`.
         """
-        self._number, self._push, self._done = number, push, done
+        self._number = number
+        self._push = push
+        self._done = done
         if not self.generation.sampling.max_tokens:
             self._finish(None)
             return
@@ -198,7 +206,8 @@ class Run:
             receiver = self._decoder = self._logits = LogitsReader(self, self._decoder, self.generation)
         if self._limits.total is None or not self._adapter.returns_whole(self.generation):
             # An answer that comes as a whole has no first token: only the limit for the whole answer applies.
-            self._last_response, self._silence_limit = monotonic(), self._limits.first_token
+            self._last_response = monotonic()
+            self._silence_limit = self._limits.first_token
         if self._lora_delivery is not None:
             self._stream = LoraAnswers(self._lora_delivery.at(lease.endpoint), self._open, receiver)
         else:
@@ -239,7 +248,8 @@ class Run:
             self._abort(error)
 
     def _release(self, error: Exception | None) -> None:
-        lease, self._lease = self._lease, None
+        lease = self._lease
+        self._lease = None
         if lease is not None:
             lease.close(error, answered=self.progress.first is not None)
 
@@ -247,7 +257,8 @@ class Run:
         """Take the responses that arrived together, and push their deltas."""
         if self.over:
             return
-        progress, pipeline = self.progress, self._pipeline
+        progress = self.progress
+        pipeline = self._pipeline
         progress.now = self._last_response = monotonic()
         if progress.first is None:
             progress.first = progress.now
@@ -263,7 +274,8 @@ class Run:
                 if delta.text or delta.logprobs or (delta.token_ids and pipeline.token_ids):
                     if unshown:
                         # Its text ends with what was held back.
-                        delta.tokens, unshown = (delta.tokens or 0) + unshown, 0
+                        delta.tokens = (delta.tokens or 0) + unshown
+                        unshown = 0
                     shown.append(delta)
                 elif delta.tokens:
                     unshown += delta.tokens
@@ -347,7 +359,10 @@ class Run:
     def check(self, now: float) -> float:
         """Fail if nothing has come for too long; a pause does not count. Return the seconds until the next check."""
         longest = min(self._limits.first_token, self._limits.idle)
-        left = longest if self.over or self._pauses else self._last_response + self._silence_limit - now
+        if self.over or self._pauses:
+            left = longest
+        else:
+            left = self._last_response + self._silence_limit - now
         if left <= 0:
             self._fall_silent()
             return longest
@@ -356,8 +371,13 @@ class Run:
     @property
     def cause_of_silence(self) -> str:
         """The likely cause of a missing answer, to append to an error, if the adapter knows one."""
-        cause = None if self.progress.steps else self._adapter.cause_of_silence(self.generation)
-        return f" {cause}" if cause else ""
+        if self.progress.steps:
+            cause = None
+        else:
+            cause = self._adapter.cause_of_silence(self.generation)
+        if cause:
+            return f" {cause}"
+        return ""
 
     def close(self) -> None:
         """Stop the work on the backend unless it has ended. Never raises; may be called twice."""
@@ -369,7 +389,8 @@ class Run:
 
     def _open(self, lora: Lora | None, receiver: Receiver) -> ResponseStream:
         """Send the request. Raises :class:`ServiceError`."""
-        generation, progress = self.generation, self.progress
+        generation = self.generation
+        progress = self.progress
         if lora is not generation.lora:
             generation = replace(generation, lora=lora)
         (request,) = self._adapter.encode(generation)
@@ -389,11 +410,13 @@ class Run:
 
     def _stop(self, *, silent: bool = False) -> None:
         """Stop the backend's work, if it is running."""
-        stream, self._stream = self._stream, None
+        stream = self._stream
+        self._stream = None
         if stream is None:
             return
         stream.close(silent=silent)
-        order, lease = self._adapter.cancel(self.generation), self._lease
+        order = self._adapter.cancel(self.generation)
+        lease = self._lease
         if order is not None and lease is not None:
             # With its first answer it is certain that the engine has the request.
             delays = _STOP_DELAYS if self.progress.first is None else _STOP_DELAYS[:1]
@@ -402,7 +425,10 @@ class Run:
             )
 
     def _fall_silent(self) -> None:
-        what = "no further token" if self.progress.steps else "no answer"
+        if self.progress.steps:
+            what = "no further token"
+        else:
+            what = "no answer"
         message = f"The model sent {what} for {self._silence_limit:g} seconds.{self.cause_of_silence}"
         error = UpstreamTimeout(message, code="upstream_silent")
         if not self._begin_again(error):
@@ -432,8 +458,10 @@ class Run:
 
         An answer that its limit cuts inside a character ends before that.
         """
-        progress, generation = self.progress, self.generation
-        tokens, prompt = progress.tokens, progress.prompt_tokens
+        progress = self.progress
+        generation = self.generation
+        tokens = progress.tokens
+        prompt = progress.prompt_tokens
         if prompt is None and generation.prompt_ids is not None:
             prompt = len(generation.prompt_ids)
         if prompt is None:
@@ -445,7 +473,10 @@ class Run:
         if tokens is None:
             tokens = await self._infer(limit)
         elif progress.finish_reason is None:
-            progress.finish_reason = FinishReason.LENGTH if tokens >= limit else FinishReason.STOP
+            if tokens >= limit:
+                progress.finish_reason = FinishReason.LENGTH
+            else:
+                progress.finish_reason = FinishReason.STOP
         if tokens is not None and prompt is not None:
             cached = progress.cached_tokens
             progress.usage = Usage(
@@ -454,7 +485,8 @@ class Run:
                 # A backend may count a whole block of its cache that the prompt fills only in part.
                 cached_tokens=None if cached is None else min(cached, prompt),
             )
-        half, self._half = self._half, ""
+        half = self._half
+        self._half = ""
         if half and progress.finish_reason is not FinishReason.LENGTH and self._push is not None:
             # It is what the model wrote.
             self._push(self._number, [Delta(half)])
@@ -468,9 +500,12 @@ class Run:
         than *limit* show that the limit was not reached. Of an answer in one response only the text is known: if it
         ends within a character, the limit cut it there.
         """
-        progress, most = self.progress, self.generation.sampling.max_tokens
-        text, steps = progress.text, progress.steps
-        counted, cut = None, steps >= limit
+        progress = self.progress
+        most = self.generation.sampling.max_tokens
+        text = progress.text
+        steps = progress.steps
+        counted = None
+        cut = steps >= limit
         if self._tokenizer is not None:
             counted = max(
                 await count_pieces(self._tokenizer, progress.pieces, progress.dropped), steps - progress.silent
@@ -483,7 +518,9 @@ class Run:
                 progress.finish_reason = FinishReason.STOP
         if counted is not None and cut and progress.finish_reason is FinishReason.LENGTH:
             counted = max(counted, limit)
-        return None if counted is None else min(counted, most)
+        if counted is None:
+            return None
+        return min(counted, most)
 
 
 async def _send_stop(upstream: Upstream, lease: Lease, order: InferRequest, delays: Sequence[float]) -> None:

@@ -58,7 +58,8 @@ def _length(text: str) -> int:
 
 def longest_piece(speech: Synthesis, voice: Voice | None) -> int:
     """Return how many letters a model speaks at most at once, with *voice*."""
-    rate, seconds = _PER_SECOND, speech.longest
+    rate = _PER_SECOND
+    seconds = speech.longest
     if voice is not None and voice.seconds:
         rate = max(1.0, _length(voice.text) / voice.seconds)
         seconds -= voice.seconds if speech.with_reference else 0.0
@@ -73,16 +74,24 @@ def pieces(text: str, longest: int, *, streams: bool) -> list[str]:
     """
     found: list[str] = []
     start = end = 0
-    room = longest if streams else min(longest, _FEWEST)
+    if streams:
+        room = longest
+    else:
+        room = min(longest, _FEWEST)
     for stop in _stops(text, 0, len(text), longest, _CUTS):
         piece = text[start:end].strip()
         if piece and _length(text[start:stop].strip()) > room:
             found.append(piece)
-            room = longest if streams else min(longest, max(_FEWEST, _GROWTH * _length(piece)))
+            if streams:
+                room = longest
+            else:
+                room = min(longest, max(_FEWEST, _GROWTH * _length(piece)))
             start = end
         end = stop
     rest = text[start:].strip()
-    return [*found, rest] if rest else found
+    if rest:
+        return [*found, rest]
+    return found
 
 
 def _stops(text: str, start: int, end: int, longest: int, cuts: Sequence[re.Pattern[str]]) -> Iterator[int]:
@@ -109,7 +118,8 @@ class _Answers:
         self._error: Exception | None = None
         self._news = asyncio.Event()
         self._paused = self._came = False
-        self._sender, self._request = sender, request
+        self._sender = sender
+        self._request = request
         self._tried = sender.route.tried()
         self._begin()
 
@@ -117,11 +127,18 @@ class _Answers:
         """Send the request to a Triton that has not had it. Raises :class:`ServiceError`."""
         self._lease = lease = self._sender.route.lease(self._tried)
         self._tried.append(lease.endpoint)
-        lease.lost = self._lose if lease.counted else None
+        if lease.counted:
+            lease.lost = self._lose
+        else:
+            lease.lost = None
         self._call = self._sender.upstream.call(self._request, lease)
-        sent, client = self._call.__enter__(), lease.client
+        sent = self._call.__enter__()
+        client = lease.client
         try:
-            self._stream = client.stream(sent, self) if sent.stream else SingleAnswer(client, sent, self)
+            if sent.stream:
+                self._stream = client.stream(sent, self)
+            else:
+                self._stream = SingleAnswer(client, sent, self)
         except BaseException as error:
             self._leave(error)
             raise
@@ -189,7 +206,10 @@ class _Answers:
                 async with asyncio.timeout(timeout):
                     await self._news.wait()
             except TimeoutError as error:
-                what = "no further audio" if self._came else "no audio"
+                if self._came:
+                    what = "no further audio"
+                else:
+                    what = "no audio"
                 self._stream.close(silent=True)
                 message = f"The model sent {what} for {timeout:g} seconds."
                 silence = UpstreamTimeout(message, code="upstream_silent")
@@ -222,7 +242,10 @@ class Speaker:
         limits: TimeLimits,
         progress: AnswerState,
     ) -> None:
-        self._sender, self._model, self._job, self._limits = sender, model, job, limits
+        self._sender = sender
+        self._model = model
+        self._job = job
+        self._limits = limits
         self._left = deque(enumerate(texts))
         self._progress = progress
         self._current: _Answers | None = None
@@ -233,14 +256,20 @@ class Speaker:
         while self._left or self._upcoming is not None:
             if self._current is not None:
                 self._current.close()
-            self._current, self._upcoming = self._upcoming or self._open(), None
+            self._current = self._upcoming or self._open()
+            self._upcoming = None
             self._look_ahead()
             yield self._parts(self._current)
 
     async def _parts(self, answers: _Answers) -> AsyncIterator[Speech]:
-        progress, adapter, silent = self._progress, self._model.adapter, True
+        progress = self._progress
+        adapter = self._model.adapter
+        silent = True
         while True:
-            limit = self._limits.idle if progress.first is not None else self._limits.first_token
+            if progress.first is not None:
+                limit = self._limits.idle
+            else:
+                limit = self._limits.first_token
             response = await answers.next(limit)
             if response is None:
                 break

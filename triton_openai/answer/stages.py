@@ -24,7 +24,10 @@ class TokenNames:
 
     def __init__(self, pieces: TokenPieces, *, skip_special_tokens: bool = True) -> None:
         self._pieces = pieces
-        self._skipped = pieces.special_ids if skip_special_tokens else frozenset[int]()
+        if skip_special_tokens:
+            self._skipped = pieces.special_ids
+        else:
+            self._skipped = frozenset[int]()
 
     def feed(self, delta: Delta) -> None:
         """Name the tokens of the log probabilities in *delta*."""
@@ -48,7 +51,9 @@ class TokenNames:
     def _name(self, number: int, given: str, given_raw: bytes | None) -> tuple[str, bytes | None]:
         raw = self._pieces.raw(number)
         if raw is None:
-            return (given, given_raw) if given else (self._pieces.decode([number], False), None)
+            if given:
+                return (given, given_raw)
+            return (self._pieces.decode([number], False), None)
         token = raw.decode("utf-8", "replace")
         if given and not _same(given, token):
             # The configured tokenizer is not the backend's: the backend names another token.
@@ -87,7 +92,9 @@ class TokenText:
     def feed(self, delta: Delta) -> None:
         """Set the text of *delta*, and cut it before the id that ends the answer."""
         if self.stopped:
-            delta.token_ids, delta.logprobs, delta.tokens = (), (), 0
+            delta.token_ids = ()
+            delta.logprobs = ()
+            delta.tokens = 0
             return
         ids = delta.token_ids
         if not self._any.isdisjoint(ids):
@@ -105,7 +112,10 @@ class TokenText:
         for place, number in enumerate(ids):
             if number in self._ends or (number in self._stops and self._count + place >= self._min_tokens):
                 self.stopped = True
-                self.stop_id = None if number in self._ends else number
+                if number in self._ends:
+                    self.stop_id = None
+                else:
+                    self.stop_id = number
                 delta.token_ids = ids = ids[:place]
                 delta.logprobs = delta.logprobs[:place]
                 delta.tokens = place
@@ -143,9 +153,14 @@ class StopStrings:
             start, self.matched = found
             end = start + len(self.matched)
             self._held, self.dropped = "", len(text) - end
-            return text[:end] if self._include else text[:start]
+            if self._include:
+                return text[:end]
+            return text[:start]
         keep = self._could_begin(text)
-        self._held = text[len(text) - keep :] if keep else ""
+        if keep:
+            self._held = text[len(text) - keep :]
+        else:
+            self._held = ""
         return text[: len(text) - keep]
 
     def end(self, piece: str) -> str:
@@ -155,18 +170,24 @@ class StopStrings:
         If one token completes several stop strings, the backend may find a later one than :meth:`feed`. ``matched`` is
         the first of those with which the text ends.
         """
-        text, self._held = self._held + piece, ""
+        text = self._held + piece
+        self._held = ""
         self.matched = next((stop for stop in self._stops if text.endswith(stop)), None)
-        return text if self._include or self.matched is None else text.removesuffix(self.matched)
+        if self._include or self.matched is None:
+            return text
+        return text.removesuffix(self.matched)
 
     def flush(self) -> str:
         """Return the delayed text, which cannot become a stop string any more."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
     def _find(self, text: str) -> tuple[int, str] | None:
         found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        return min(found)[1:] if found else None
+        if found:
+            return min(found)[1:]
+        return None
 
     def _could_begin(self, text: str) -> int:
         """Return the length of the longest suffix of *text* that is a prefix of a stop string."""
@@ -224,8 +245,12 @@ class LogprobsStage:
         kept = [entry for entry, _ in self._held]
         if matches:
             end, start = min(matches)
-            border = end if self._include else start
-            kept, position = [], before
+            if self._include:
+                border = end
+            else:
+                border = start
+            kept = []
+            position = before
             for entry, own in self._held:
                 if position >= border:
                     break
@@ -239,7 +264,9 @@ class LogprobsStage:
 def _raw(entry: TokenLogprob) -> bytes:
     if entry.hidden:
         return b""
-    return entry.token.encode() if entry.raw is None else entry.raw
+    if entry.raw is None:
+        return entry.token.encode()
+    return entry.raw
 
 
 class StopStage:
@@ -258,7 +285,10 @@ class StopStage:
     def feed(self, delta: Delta) -> None:
         """Set the text of *delta* to what can be shown."""
         reported = self._backend_stops and delta.finish_reason is FinishReason.STOP
-        delta.text = self.stops.end(delta.text) if reported else self.stops.feed(delta.text)
+        if reported:
+            delta.text = self.stops.end(delta.text)
+        else:
+            delta.text = self.stops.feed(delta.text)
         if self.stops.matched is not None:
             self.conclude()
             self.cut = not reported
@@ -266,7 +296,8 @@ class StopStage:
     def conclude(self) -> None:
         """Record the stop string, if one was found."""
         if self.stops.matched is not None:
-            self._progress.finish_reason, self._progress.stop_reason = FinishReason.STOP, self.stops.matched
+            self._progress.finish_reason = FinishReason.STOP
+            self._progress.stop_reason = self.stops.matched
             self._progress.dropped = self.stops.dropped
 
 
@@ -315,7 +346,10 @@ class Pipeline:
                 self._logprobs = LogprobsStage(sampling.stop, include=include)
                 stages.append(self._logprobs.feed)
         #: Most answers only have to be counted.
-        self.feed = _in_order(stages) if len(stages) > 1 else progress.add
+        if len(stages) > 1:
+            self.feed = _in_order(stages)
+        else:
+            self.feed = progress.add
         self.may_end = self._token_text is not None or self._stop is not None
         self.token_ids = generation.token_ids
         self.reads_logits = capabilities.tokens and sampling.logprobs is not None
@@ -339,7 +373,8 @@ class Pipeline:
 
     def _flush_text(self, decoder: Decoder, shown: list[Delta]) -> None:
         if self._token_text is not None and self._token_text.stopped:
-            self._progress.finish_reason, self._progress.stop_reason = FinishReason.STOP, self._token_text.stop_id
+            self._progress.finish_reason = FinishReason.STOP
+            self._progress.stop_reason = self._token_text.stop_id
         text = decoder.flush()
         if text:
             self._progress.add_text(text)

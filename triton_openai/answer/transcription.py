@@ -67,7 +67,9 @@ class Transcription:
         self.segments: list[Segment] = []
         #: The code of the language, once it is known.
         self.language = wish.job.language
-        self._sender, self._model, self._wish = sender, model, wish
+        self._sender = sender
+        self._model = model
+        self._wish = wish
         self._whisper: WhisperTokens | None = None
         self._number = 0
 
@@ -109,16 +111,22 @@ class Transcription:
         ids = await self._whisper.prompt(None, translate=False, times=False, before=None)
         found = self._whisper.language((await self._run(chunk, ids, None)).token_ids)
         wanted = self._wish.languages
-        self.language = wanted[0] if wanted and found not in wanted else found
+        if wanted and found not in wanted:
+            self.language = wanted[0]
+        else:
+            self.language = found
         if self.language is None and isinstance(self._wish.job, TranslationJob):
             raise UpstreamError("The model did not tell the language of the audio.")
 
     async def _ask(self, chunk: Chunk, tell: _Tell | None) -> Transcript:
-        whisper, job = self._whisper, self._wish.job
+        whisper = self._whisper
+        job = self._wish.job
         if whisper is None:
             return await self._run(chunk, (), tell)
         translate = isinstance(job, TranslationJob)
-        language = self.language if self.language in whisper.languages else None
+        language = None
+        if self.language in whisper.languages:
+            language = self.language
         ids = await whisper.prompt(language, translate=translate, times=self._wish.times, before=job.prompt)
         result = await self._run(chunk, ids, None)
         text, segments = whisper.read(result.token_ids, chunk.seconds)
@@ -127,7 +135,8 @@ class Transcription:
     async def _run(self, chunk: Chunk, ids: Sequence[int], tell: _Tell | None) -> Transcript:
         """Return what *chunk* says; *tell* gets what hears its text so far. Raises :class:`ServiceError`."""
         self._number += 1
-        adapter, wish = self._model.adapter, self._wish.job
+        adapter = self._model.adapter
+        wish = self._wish.job
         job = replace(wish, id=f"{wish.id}-{self._number}", samples=chunk.samples, prompt_ids=ids)
 
         def heard(responses: Sequence[InferResponse]) -> None:
@@ -145,10 +154,14 @@ class Transcription:
         """Yield the pieces that a chunk adds to the text, and take its segments over."""
         first = len(self.text)
         async for piece in asked.pieces():
-            blank = blank_between(self.text, piece) if first == len(self.text) else ""
+            if first == len(self.text):
+                blank = blank_between(self.text, piece)
+            else:
+                blank = ""
             self.text += blank + piece
             yield blank + piece
-        result, chunk = asked.task.result(), asked.chunk
+        result = asked.task.result()
+        chunk = asked.chunk
         self.language = self.language or result.language
         self.segments += [
             replace(each, start=chunk.start + each.start, end=chunk.start + each.end) for each in result.segments
@@ -194,14 +207,16 @@ class _Asked:
 
         What was said stays said, even if the model changes its mind about what two of its answers agreed on.
         """
-        told, self._reads = 0, True
+        told = 0
+        self._reads = True
         if self._hear is not None:
             self._listen(self._hear)
         while not self.task.done():
             await self._news.wait()
             self._news.clear()
             if len(self._sure) > told:
-                piece, told = self._sure[told:], len(self._sure)
+                piece = self._sure[told:]
+                told = len(self._sure)
                 yield piece
         text = (await self.task).text
         if len(text) > told:

@@ -45,7 +45,9 @@ def unsealed(sealed: str | None) -> str | None:
         text = base64.b64decode(sealed or "", validate=True).decode(errors="surrogatepass")
     except (binascii.Error, ValueError):
         return None
-    return text.removeprefix(_SEALED) if text.startswith(_SEALED) else None
+    if text.startswith(_SEALED):
+        return text.removeprefix(_SEALED)
+    return None
 
 
 async def known_effort(model: ServedModel, effort: str | None) -> str | None:
@@ -57,7 +59,9 @@ async def known_effort(model: ServedModel, effort: str | None) -> str | None:
     except ConfigurationError:
         # The request says so when it is rendered.
         return None
-    return effort if "reasoning_effort" in known else None
+    if "reasoning_effort" in known:
+        return effort
+    return None
 
 
 def tell_left_out(record: RequestRecord, kinds: Sequence[str]) -> None:

@@ -136,7 +136,8 @@ async def add(service: Service, record: RequestRecord, batch: Batch, param: str)
 
     Raises :class:`TooManyBatches`, :class:`PayloadTooLarge` and :class:`ObjectNotFound`.
     """
-    most, files = service.settings.batches.max_batches, files_of(service)
+    most = service.settings.batches.max_batches
+    files = files_of(service)
     if "trace_id" in (fields := record.log_fields):
         batch.trace = "00-{trace_id}-{span_id}-{trace_flags}".format_map(fields)
     added = await files.store.add(batch, most=most, most_bytes=files.settings.max_total)
@@ -153,8 +154,11 @@ async def find_batch(
     service: Service, call: Call[Any], kind: Literal["openai", "anthropic"], param: str = "batch_id"
 ) -> Batch:
     """Return the batch that the path of *call* names, if it is its key's. Raises :class:`ObjectNotFound`."""
-    files, batch_id = files_of(service), call.path["batch"]
-    batch = await files.store.batch(batch_id, call.key.name, kind) if files.exist else None
+    files = files_of(service)
+    batch_id = call.path["batch"]
+    batch = None
+    if files.exist:
+        batch = await files.store.batch(batch_id, call.key.name, kind)
     if batch is None:
         raise errors.ObjectNotFound(f"There is no batch '{batch_id[:100]}'.", param=param)
     return batch
@@ -198,14 +202,17 @@ async def cancel(service: Service, call: Call[None]) -> Reply:
 async def list_batches(service: Service, call: Call[None]) -> Reply:
     """List the batches of the request's key, newest first."""
     files = files_of(service)
-    find = partial(files.store.batches, call.key.name, "openai") if files.exist else None
+    find = None
+    if files.exist:
+        find = partial(files.store.batches, call.key.name, "openai")
     batches, more = await fetch_page(find, page_limit(call.query, 100), call.query.get("after"))
     return await page_reply(BatchList, batches, batch_object, more=more)
 
 
 def batch_object(batch: Batch) -> BatchObject:
     """Return *batch* as clients see it. Its files are told once they are there."""
-    usage, ended = batch.usage, not batch.open
+    usage = batch.usage
+    ended = not batch.open
     faults = [BatchFault(**msgspec.structs.asdict(one)) for one in batch.problems]
     statuses = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     times: dict[str, Any] = {f"{status}_at": batch.times.get(f"{status}_at") for status in statuses}

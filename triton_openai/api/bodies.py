@@ -41,7 +41,8 @@ class ModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 IGNORED_HEADER = "x-triton-openai-ignored"
 #: The header of an answer that names the functions whose past calls had arguments that were no object.
 REPAIRED_HEADER = "x-triton-openai-repaired"
-_MOST_IGNORED, _LONGEST_IGNORED = 16, 64
+_MOST_IGNORED = 16
+_LONGEST_IGNORED = 64
 # Others would end a name, or the header.
 _NOT_IN_NAMES = re.compile(r"[^!-+\--~]")
 
@@ -75,10 +76,16 @@ async def decode_json(body: bytes, operation: Operation, record: RequestRecord, 
     """
     limits = settings.limits
     kind: Any = operation.hidden_request or operation.request
-    strict = settings.api.strict_parameters if operation.strict is None else operation.strict
+    if operation.strict is None:
+        strict = settings.api.strict_parameters
+    else:
+        strict = operation.strict
     record.body_size = len(body)
     ignored = record.unknown_fields = []
-    names = None if strict else ignored
+    if strict:
+        names = None
+    else:
+        names = ignored
     cost = offload.json_cost(len(body))
     if cost <= offload.INLINE:
         # Nothing is awaited for most requests.
@@ -191,7 +198,10 @@ def _form_fields(kind: type[msgspec.Struct]) -> tuple[frozenset[str], frozenset[
     described = msgspec.inspect.type_info(kind)
     assert isinstance(described, msgspec.inspect.StructType)
     for field in described.fields:
-        types = field.type.types if isinstance(field.type, msgspec.inspect.UnionType) else (field.type,)
+        if isinstance(field.type, msgspec.inspect.UnionType):
+            types = field.type.types
+        else:
+            types = (field.type,)
         for one in types:
             if isinstance(one, msgspec.inspect.StructType) and one.cls is FileField:
                 files.add(field.encode_name)
@@ -246,7 +256,10 @@ def _normalized(body: bytes, kind: type[msgspec.Struct], ignored: list[str] | No
     for name, raw in fields.items():
         if name in known:
             number = _NUMBER.fullmatch(raw)
-            normalized[name] = raw if number is None else msgspec.Raw(_integer(number))
+            if number is None:
+                normalized[name] = raw
+            else:
+                normalized[name] = msgspec.Raw(_integer(number))
         elif ignored is None:
             raise unknown_field(name)
         elif bytes(raw) != b"null" and len(ignored) < _MOST_UNKNOWN:
@@ -258,7 +271,9 @@ def _integer(match: re.Match[bytes]) -> bytes:
     number = Decimal(match[0].decode())
     # A number that no integer field can hold is not written out.
     whole = number.adjusted() < _DIGITS and number == number.to_integral_value()
-    return b"%d" % int(number) if whole else match[0]
+    if whole:
+        return b"%d" % int(number)
+    return match[0]
 
 
 def unknown_field(name: str) -> InvalidRequest:
@@ -279,17 +294,29 @@ _TYPE_NAMES = {
 def explain(message: str) -> InvalidRequest:
     """Turn a msgspec validation message (``… - at `$.messages[0].role```) into our error with OpenAI's ``param``."""
     where = _WHERE.search(message)
-    path = where.group("path").lstrip(".") if where else ""
+    if where:
+        path = where.group("path").lstrip(".")
+    else:
+        path = ""
     # msgspec writes [...] where it does not say which element it is.
     param = path.replace("[...]", "").rstrip(".") or None
-    what = message[: where.start()] if where else message
+    if where:
+        what = message[: where.start()]
+    else:
+        what = message
     if lacking := _MISSING.search(what):
         return missing(f"{param}.{lacking.group('field')}" if param else lacking.group("field"))
-    subject = f"'{param}'" if param else "the request's body"
+    if param:
+        subject = f"'{param}'"
+    else:
+        subject = "the request's body"
     if where and where.group("key"):
         subject = f"a key of {subject}"
     too_long = "`array` of length <=" in what
-    fault = "type" if _WRONG_TYPE.search(what) else "value"
+    if _WRONG_TYPE.search(what):
+        fault = "type"
+    else:
+        fault = "value"
     # Types stand in backticks, with bars between alternatives.
     what = _TYPE.sub(lambda found: " or ".join(_TYPE_NAMES.get(name, name) for name in found[1].split(" | ")), what)
     what = what.removeprefix("Invalid enum value ").removeprefix("Invalid value ")
@@ -328,7 +355,8 @@ _MOST_DATA_URLS = 4096
 MAX_DEPTH = 100
 MAX_VALUES = 50_000
 # What is around a request in a batch: its id and its URL, and names; some clients have fields of their own there.
-_ENVELOPE_VALUES, _ENVELOPE_SIZE = 100, 16 * 1024
+_ENVELOPE_VALUES = 100
+_ENVELOPE_SIZE = 16 * 1024
 
 
 class JsonCheck:
@@ -362,8 +390,12 @@ class JsonCheck:
         is known to be. Returns whether its strings need no check: the JSON that they may hold is clearly within the
         limits too.
         """
-        limits, max_size = self._limits, self._max_text_size
-        text = body if len(body) <= max_size else _without_images(body, max_size)
+        limits = self._limits
+        max_size = self._max_text_size
+        if len(body) <= max_size:
+            text = body
+        else:
+            text = _without_images(body, max_size)
         opened = text.count(b"[") + text.count(b"{")
         values = self.most + opened + text.count(b",")
         few = values < self._values and (nested or opened <= self._max_depth)
@@ -372,7 +404,10 @@ class JsonCheck:
             self.most = values
             return values < self._ids and text is body and text.find(b"\\u") < 0
         # Without escaped characters, every second part is a string.
-        plain = text.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in text else text
+        if b"\\" in text:
+            plain = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+        else:
+            plain = text
         too_many = PayloadTooLarge(f"The request's JSON has more than {MAX_VALUES} values.")
         if plain.count(b'"') > 4 * self._values:
             # A value has two quotes, and its key two.
@@ -414,7 +449,8 @@ def _without_images(body: bytes, most: int) -> bytes:
     :class:`PayloadTooLarge` if more than *most* bytes are left.
     """
     # Without copies of what may be tens of megabytes: to make one keeps the interpreter lock.
-    plain, view = body.isascii(), memoryview(body)
+    plain = body.isascii()
+    view = memoryview(body)
     places: list[int] = []
     place = body.find(_DATA)
     while place >= 0 and len(places) < _MOST_DATA_URLS:
@@ -425,7 +461,10 @@ def _without_images(body: bytes, most: int) -> bytes:
     for place, following in pairwise([*places, len(body)]):
         opening = next((one for one in _OPENINGS if body.startswith(_DATA + one, place)), b"")
         start = place + len(_DATA) + len(opening)
-        end = body.find(b'"', start, following) if opening else -1
+        if opening:
+            end = body.find(b'"', start, following)
+        else:
+            end = -1
         if end < 0 or not (plain or body[start:end].isascii()) or not _has_few_escapes(body, start, end):
             continue
         if opening == b":" and body[place + 6 : place + 12].lower() != b"image/":
@@ -483,7 +522,10 @@ def check_texts(body: msgspec.Struct, check: JsonCheck) -> None:
             texts[f"messages[{index}].tool_calls[{number}]"] = getattr(call.function, "arguments", None)
     items = getattr(body, "input", None)
     for index, item in enumerate(items if isinstance(items, list) else ()):
-        texts[f"input[{index}].arguments"] = item.get("arguments") if isinstance(item, dict) else None
+        if isinstance(item, dict):
+            texts[f"input[{index}].arguments"] = item.get("arguments")
+        else:
+            texts[f"input[{index}].arguments"] = None
     for place, text in texts.items():
         if isinstance(text, str):
             try:

@@ -84,7 +84,9 @@ class ChatRequest(SamplingRequest, kw_only=True):
     @property
     def limit(self) -> tuple[str, int | None]:
         newer = self.max_completion_tokens
-        return ("max_tokens", self.max_tokens) if newer is None else ("max_completion_tokens", newer)
+        if newer is None:
+            return ("max_tokens", self.max_tokens)
+        return ("max_completion_tokens", newer)
 
     @property
     def alternatives(self) -> tuple[str, int | None]:
@@ -246,7 +248,9 @@ async def prompt_of(
     context: RequestContext[ChatRequest], plan: ToolPlan, prompter: Prompter
 ) -> tuple[str, Sequence[ImageReference], Sequence[AudioReference]]:
     """Return a chat's prompt, made by *prompter*, and its images and audio, not loaded. Raises ServiceError."""
-    service, model, body = context.service, context.model, context.body
+    service = context.service
+    model = context.model
+    body = context.body
     pictures, audio = media_of(model, body.messages)
     # Before they are rendered: each is looked for in all of its message's text.
     service.images.check_count(pictures, most=model.adapter.capabilities.images)
@@ -279,7 +283,8 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
     With *fitting*, ``max_tokens`` may ask for more than the model's context has room for. Raises
     :class:`InvalidRequest` and its subclasses, and :class:`ConfigurationError` for a model that cannot chat.
     """
-    body, record = context.body, context.record
+    body = context.body
+    record = context.record
     plan = plan_of(body)
     prompter = await context.model.prompter()
     parsers = context.model.lazy_prompter.parsers
@@ -308,7 +313,8 @@ async def _with_media(
     audio: Sequence[AudioReference],
 ) -> GenerationSpec:
     """Return *spec* with the media, for which memory is reserved until the request ends. Raises ServiceError."""
-    service, record = context.service, context.record
+    service = context.service
+    record = context.record
     memory = record.memory = record.memory or media_reservation(service)
     # Of an earlier attempt of the same request, if there was one.
     before = memory.size
@@ -331,7 +337,8 @@ async def _with_media(
 
 async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Keep | None = None) -> Reply:
     """Answer a chat. The whole answer, in JSON, is given to *keep* first, also that of a stream before its end."""
-    service, body = context.service, context.body
+    service = context.service
+    body = context.body
     turn = await turn_of(context, answer_id)
     if keep is None:
         context.forget_messages()
@@ -341,7 +348,10 @@ async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Kee
     if body.include_reasoning is False:
         fields = ()
     if body.stream:
-        chunks = ChatChunks(context, turn, fields) if keep is None else _KeptChunks(context, turn, fields, keep)
+        if keep is None:
+            chunks = ChatChunks(context, turn, fields)
+        else:
+            chunks = _KeptChunks(context, turn, fields, keep)
         return await context.stream(runs, chunks)
     answers = await collect(runs, timeout=context.limits.total)
     choices = (chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers))
@@ -350,7 +360,10 @@ async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Kee
         cost += cost_of(len(runs[0].prompt_logprobs), body.prompt_logprobs)
     # Nothing is awaited for most answers.
     whole = partial(_completion, context, turn, choices)
-    content = whole() if cost <= offload.INLINE else await offload.run(whole, cost=cost)
+    if cost <= offload.INLINE:
+        content = whole()
+    else:
+        content = await offload.run(whole, cost=cost)
     if keep is not None:
         await keep(content)
     return Whole(content)
@@ -358,7 +371,8 @@ async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Kee
 
 def _completion(context: RequestContext[ChatRequest], turn: Turn, choices: Iterable[ChatChoice]) -> bytes:
     """Return the whole answer with its *choices*, in JSON."""
-    body, runs = context.body, turn.runs
+    body = context.body
+    runs = turn.runs
     # As they are parsed, reasoning is counted.
     shown: Any = in_pieces(choices)
     usage = usage_of(runs, n=turn.spec.n, reasoning_tokens=reasoning_tokens(turn.parsers))
@@ -381,7 +395,9 @@ def _completion(context: RequestContext[ChatRequest], turn: Turn, choices: Itera
 def _spec(
     context: RequestContext[ChatRequest], answer_id: str, plan: ToolPlan, prompter: Prompter, parsers: Parsers
 ) -> GenerationSpec:
-    body, model, forced = context.body, context.model, plan.forced
+    body = context.body
+    model = context.model
+    forced = plan.forced
     if body.top_logprobs and not body.logprobs:
         raise InvalidValue("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     if forced:
@@ -414,7 +430,10 @@ def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str, *, streams: bool 
     """Return the parser of one choice; *streams* is whether a client sees what it finds while it comes."""
     if plan.forced:
         # These calls have ids of the model's family too: its template may take no others.
-        new_id = ToolParser.new_id if parsers.tools is None else parsers.tools.new_id
+        if parsers.tools is None:
+            new_id = ToolParser.new_id
+        else:
+            new_id = parsers.tools.new_id
         # The answer is calls and nothing else: no reasoning comes before it.
         forced: ToolParser = GuidedCalls(plan.schemas, new_id=new_id)
         if plan.name is not None:
@@ -422,11 +441,16 @@ def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str, *, streams: bool 
         own = (parsers.tools or Llama3Json)(plan.schemas)
         forced.may_wait = own.may_wait = not streams
         return AnswerParser(None, ConstrainedCalls(forced, own), parallel=plan.parallel)
-    tools = parsers.tools(plan.schemas) if plan.mode == "auto" and parsers.tools is not None else None
+    tools = None
+    if plan.mode == "auto" and parsers.tools is not None:
+        tools = parsers.tools(plan.schemas)
     if tools is not None:
         tools.may_wait = not streams
     kind = parsers.reasoning
-    reasoning = None if kind is None else kind(inside=kind.inside_after(prompt))
+    if kind is None:
+        reasoning = None
+    else:
+        reasoning = kind(inside=kind.inside_after(prompt))
     return AnswerParser(reasoning, tools, parallel=plan.parallel, streams=streams)
 
 
@@ -441,8 +465,14 @@ def finish_reason(progress: AnswerState, parser: AnswerParser, plan: ToolPlan) -
     if reason is not None and parser.cut and not progress.cut:
         return "length"
     if reason is not FinishReason.LENGTH and parser.calls and not parser.cut and plan.mode != "named":
-        return "function_call" if plan.legacy else "tool_calls"
-    return None if reason is None else "length" if reason is FinishReason.LENGTH else "stop"
+        if plan.legacy:
+            return "function_call"
+        return "tool_calls"
+    if reason is None:
+        return None
+    if reason is FinishReason.LENGTH:
+        return "length"
+    return "stop"
 
 
 def reasoning_tokens(parsers: Sequence[AnswerParser]) -> int | None:
@@ -520,7 +550,10 @@ class ChatChunks(Chunks):
         )
         self._parsers = turn.parsers
         # All choices have one prompt.
-        self._prompt_ids = encode(turn.runs[0].generation.prompt_ids) if self._ids else b""
+        if self._ids:
+            self._prompt_ids = encode(turn.runs[0].generation.prompt_ids)
+        else:
+            self._prompt_ids = b""
         self._plan = turn.plan
         self._reasoning_fields = fields
         # By choice and index, what the model writes as the argument of a custom tool.
@@ -536,7 +569,10 @@ class ChatChunks(Chunks):
 
     def first(self, choice: int) -> bytes:
         """Return the chunk with the role, and with the prompt's ids where they are wanted."""
-        tail = b'],"prompt_token_ids":%b%b' % (self._prompt_ids, self._tail[1:]) if self._ids else self._tail
+        if self._ids:
+            tail = b'],"prompt_token_ids":%b%b' % (self._prompt_ids, self._tail[1:])
+        else:
+            tail = self._tail
         return self._chunk(choice, b'{"role":"assistant","content":"","refusal":null}', b"null", tail)
 
     def piece(self, choice: int, delta: Delta) -> bytes:
@@ -549,8 +585,12 @@ class ChatChunks(Chunks):
 
     def last(self, choice: int) -> bytes:
         """Return the text that the parser delayed, and the chunk with the finish reason."""
-        parser, progress = self._parsers[choice], self._runs[choice].progress
-        delayed = b"" if parser.plain else self._events(choice, parser.flush(cut=progress.cut), Delta())
+        parser = self._parsers[choice]
+        progress = self._runs[choice].progress
+        if parser.plain:
+            delayed = b""
+        else:
+            delayed = self._events(choice, parser.flush(cut=progress.cut), Delta())
         for (of, index), parts in self._custom.items():
             if of == choice:
                 call = {"index": index, "custom": {"input": custom_input("".join(parts))}}
@@ -568,14 +608,21 @@ class ChatChunks(Chunks):
             events = [event for event in events if not isinstance(event, Reasoning)]
         if self._plan.custom:
             events = [event for event in events if not self._held(choice, event)]
-        logprobs = encode(chat_logprobs(delta.logprobs)) if delta.logprobs else b"null"
-        ids = b',"token_ids":' + encode(list(delta.token_ids)) if self._ids else b""
+        if delta.logprobs:
+            logprobs = encode(chat_logprobs(delta.logprobs))
+        else:
+            logprobs = b"null"
+        if self._ids:
+            ids = b',"token_ids":' + encode(list(delta.token_ids))
+        else:
+            ids = b""
         if not events and (delta.logprobs or (ids and delta.token_ids)):
             return self._chunk(choice, b'{"content":""}', logprobs, self._counted(choice), ids)
         chunks = []
         for event in events:
             chunks.append(self._chunk(choice, encode(self._delta(event)), logprobs, self._counted(choice), ids))
-            logprobs, ids = b"null", b""
+            logprobs = b"null"
+            ids = b""
         return b"".join(chunks)
 
     def _held(self, choice: int, event: Event) -> bool:
@@ -600,7 +647,9 @@ class ChatChunks(Chunks):
                 call |= {"type": "custom", "custom": {"name": event.name, "input": ""}}
             else:
                 call["function"] = {"name": event.name, "arguments": ""}
-        return {"function_call": call["function"]} if self._plan.legacy else {"tool_calls": [call]}
+        if self._plan.legacy:
+            return {"function_call": call["function"]}
+        return {"tool_calls": [call]}
 
     def _chunk(self, choice: int, delta: bytes, logprobs: bytes, tail: bytes, ids: bytes = b"") -> bytes:
         body = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}' % (choice, delta, logprobs, ids)
@@ -612,7 +661,9 @@ class _KeptChunks(ChatChunks):
 
     def __init__(self, context: RequestContext[ChatRequest], turn: Turn, fields: Sequence[str], keep: Keep) -> None:
         super().__init__(context, turn, fields)
-        self._context, self._turn, self._keep = context, turn, keep
+        self._context = context
+        self._turn = turn
+        self._keep = keep
         # Text takes the way of everything else, too.
         self._text_heads = [b""] * len(turn.runs)
         self._found: list[list[Event]] = [[] for _ in turn.runs]
@@ -631,7 +682,8 @@ class _KeptChunks(ChatChunks):
         return await super().ended(error)
 
     def _whole(self) -> bytes:
-        body, turn = self._context.body, self._turn
+        body = self._context.body
+        turn = self._turn
         found = zip(map(Collected, turn.runs, self._deltas), self._found, strict=True)
         choices = (chat_choice(body, turn, self._reasoning_fields, index, *each) for index, each in enumerate(found))
         return _completion(self._context, turn, choices)

@@ -46,7 +46,8 @@ class ClassificationList(ListOf[Classification], frozen=True, kw_only=True):
 async def handle(service: Service, call: Call[ClassifyRequest]) -> Reply:
     """Classify texts."""
     context = await begin(service, call)
-    body, model = context.body, context.model
+    body = context.body
+    model = context.model
     if body.use_activation is False and not model.adapter.capabilities.logits:
         raise UnsupportedParameter(
             "This model gives probabilities, and 'use_activation' cannot turn them into logits.", param="use_activation"
@@ -54,7 +55,9 @@ async def handle(service: Service, call: Call[ClassifyRequest]) -> Reply:
     job = ClassificationJob(id=new_id("classify"), inputs=inputs_of(body))
     result = await context.result_of(job, cut=truncation(body, side="right"))
     tokenizer = (await model.prompter()).tokenizer
-    activation = "none" if body.use_activation is False else activation_of(model, tokenizer)
+    activation = activation_of(model, tokenizer)
+    if body.use_activation is False:
+        activation = "none"
     labels = labels_of(result, tokenizer)
 
     def answer() -> ClassificationList:

@@ -102,7 +102,8 @@ async def handle(service: Service, call: Call[CompletionRequest]) -> Reply:
 
 
 async def _answer(context: RequestContext[CompletionRequest]) -> Reply:
-    model, body = context.model, context.body
+    model = context.model
+    body = context.body
     prompter = await model.prompter()
     spec = _spec(context, prompter)
     if body.prompt is None:
@@ -112,9 +113,11 @@ async def _answer(context: RequestContext[CompletionRequest]) -> Reply:
         if body.suffix:
             given = _filled(given, body.suffix, model, prompter.tokenizer, echo=bool(body.echo))
     runs = await runs_of(context, prompter.tokenizer, given, spec)
-    prompts, n = runs[:: spec.n], body.n or 1
+    prompts = runs[:: spec.n]
+    n = body.n or 1
     echoes = await offload.run(_echoes, body, runs, spec.n, cost=_echo_cost(spec, prompts))
-    size, most = n * sum(echo.size for echo in echoes), context.service.settings.server.max_body_size
+    size = n * sum(echo.size for echo in echoes)
+    most = context.service.settings.server.max_body_size
     if size > most:
         raise InvalidValue(
             f"What the answers repeat of their prompts has more than {most} bytes together (server.max_body_size).",
@@ -139,9 +142,13 @@ async def _answer(context: RequestContext[CompletionRequest]) -> Reply:
 
 
 def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> GenerationSpec:
-    body, model = context.body, context.model
+    body = context.body
+    model = context.model
     n = body.n or 1
-    best_of = n if body.best_of is None else body.best_of
+    if body.best_of is None:
+        best_of = n
+    else:
+        best_of = body.best_of
     if best_of < n:
         raise InvalidValue("'best_of' must not be less than 'n'.", "best_of")
     if best_of > n and body.stream:
@@ -171,7 +178,10 @@ def _filled(
     form = fim_form(model.settings.fim_template, tokenizer)
     if form is None:
         known = known_fim_form(tokenizer)
-        hint = f" Its tokenizer has the tokens of the form '{known}': if it does, say so with it." if known else ""
+        if known:
+            hint = f" Its tokenizer has the tokens of the form '{known}': if it does, say so with it."
+        else:
+            hint = ""
         raise UnsupportedParameter(
             f"The model is not configured to fill in the middle (fim_template).{hint}", param="suffix"
         )
@@ -220,7 +230,10 @@ def _echoes(body: CompletionRequest, runs: Sequence[Run], n: int) -> list[_Echo]
 
 
 def _echo(body: CompletionRequest, run: Run) -> _Echo:
-    text = run.generation.shown_prompt if body.echo else ""
+    if body.echo:
+        text = run.generation.shown_prompt
+    else:
+        text = ""
     logprobs: CompletionLogprobs | None = None
     scores: Any = msgspec.UNSET
     ids: Any = msgspec.UNSET
@@ -244,17 +257,27 @@ def _in_pieces(logprobs: CompletionLogprobs) -> CompletionLogprobs:
 
 def _echo_cost(spec: GenerationSpec, runs: Sequence[Run]) -> float:
     """Return about how many microseconds :func:`_echoes` takes for *runs*."""
-    ids = sum(len(run.generation.prompt_ids or ()) for run in runs) if spec.template.token_ids else 0
-    alternatives = None if spec.prompt_scoring is None else spec.prompt_scoring.count
+    if spec.template.token_ids:
+        ids = sum(len(run.generation.prompt_ids or ()) for run in runs)
+    else:
+        ids = 0
+    if spec.prompt_scoring is None:
+        alternatives = None
+    else:
+        alternatives = spec.prompt_scoring.count
     return offload.BYTE * ids + cost_of(sum(len(run.prompt_logprobs) for run in runs), alternatives)
 
 
 def _choice(body: CompletionRequest, echo: _Echo, index: int, answer: Collected) -> CompletionChoice:
     """Return a choice of the whole answer."""
-    run, logprobs = answer.run, echo.logprobs
+    run = answer.run
+    logprobs = echo.logprobs
     if body.logprobs is not None:
         found = _in_pieces(completion_logprobs(answer.logprobs, offset=len(echo.text))[0])
-        logprobs = found if logprobs is None else joined(logprobs, found)
+        if logprobs is None:
+            logprobs = found
+        else:
+            logprobs = joined(logprobs, found)
     return CompletionChoice(
         text=echo.text + answer.text,
         index=index,
@@ -299,9 +322,13 @@ class CompletionChunks(Chunks):
         if not self._body.echo and not self._ids:
             return b""
         text, logprobs, ids = self._echoes[choice // self._n]
-        ids = b',"prompt_token_ids":%b,"token_ids":[]' % ids if self._ids else b""
+        if self._ids:
+            ids = b',"prompt_token_ids":%b,"token_ids":[]' % ids
+        else:
+            ids = b""
         # Copied once: together, the choices may be tens of megabytes.
-        index, end = b',"index":%d,"logprobs":' % choice, b',"finish_reason":null%b}' % ids
+        index = b',"index":%d,"logprobs":' % choice
+        end = b',"finish_reason":null%b}' % ids
         return b"".join((self._text, text, index, logprobs, end, self._tail))
 
     def piece(self, choice: int, delta: Delta) -> bytes:
@@ -312,7 +339,10 @@ class CompletionChunks(Chunks):
         logprobs = None
         if delta.logprobs:
             logprobs, self._offsets[choice] = completion_logprobs(delta.logprobs, offset=self._offsets[choice])
-        ids = b',"token_ids":%b' % encode(list(delta.token_ids)) if self._ids else b""
+        if self._ids:
+            ids = b',"token_ids":%b' % encode(list(delta.token_ids))
+        else:
+            ids = b""
         tail = b',"index":%d,"logprobs":%b,"finish_reason":null%b}' % (choice, encode(logprobs), ids)
         return self._text + encode(delta.text) + tail + self._counted(choice)
 

@@ -49,7 +49,9 @@ def _text(cut: str) -> str | None:
     """Return the text that *cut* begins, or None if it is no text."""
     match = _TEXT.fullmatch(cut)
     if match is None:
-        return "" if not cut else None
+        if not cut:
+            return ""
+        return None
     try:
         text: str = json.loads(f'"{match[1]}"')
         if "\ud800" <= text[-1:] <= "\udbff":

@@ -61,7 +61,9 @@ class InputUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 def input_usage(tokens: int | None) -> InputUsage | msgspec.UnsetType:
     """Return the usage, left out if the tokens are not known."""
-    return msgspec.UNSET if tokens is None else InputUsage(prompt_tokens=tokens, total_tokens=tokens)
+    if tokens is None:
+        return msgspec.UNSET
+    return InputUsage(prompt_tokens=tokens, total_tokens=tokens)
 
 
 class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,8 +152,10 @@ async def _score(
     context: RequestContext[_Request], job_id: str, pairs: Sequence[tuple[str, str]], *, param: str
 ) -> ScoreResult:
     """Return the scores of *pairs*; *param* is the client's name of the documents. Raises :class:`ServiceError`."""
-    model, request = context.model, context.body
-    crosses, cut = ScoreJob in model.jobs, request.truncate_prompt_tokens
+    model = context.model
+    request = context.body
+    crosses = ScoreJob in model.jobs
+    cut = request.truncate_prompt_tokens
     if cut is not None and not (crosses and model.adapter.capabilities.tokens):
         raise errors.UnsupportedParameter(
             "'truncate_prompt_tokens' is not supported with this model, because it takes texts.",

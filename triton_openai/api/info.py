@@ -241,7 +241,8 @@ async def live(service: Service, call: Call[None]) -> Reply:
 
 async def ready(service: Service, call: Call[None]) -> Reply:
     """Return 200 when requests can be served, else 503 with the reason."""
-    models, canary = service.models, service.canary
+    models = service.models
+    canary = service.canary
     snapshot = models.fleet.snapshot
     silent = sorted(canary.not_answering) or msgspec.UNSET
     if service.executor.draining.begun:
@@ -283,7 +284,8 @@ async def probe(service: Service, model: ServedModel, *, timeout: float, at: str
     Raises :class:`ServiceError`.
     """
     route = Route(service.fleet, model.triton_model, among=model.endpoints, at=at)
-    sender, kind = Sender(route, Upstream(), service.background), model.jobs[0]
+    sender = Sender(route, Upstream(), service.background)
+    kind = model.jobs[0]
     job = kind(id=new_id("probe"), **kind.least)
     if isinstance(job, SynthesisJob) and model.voices is not None:
         job = msgspec.structs.replace(job, voice=model.voices.any())
@@ -314,7 +316,8 @@ class Status(msgspec.Struct, kw_only=True):
 
 async def status(service: Service, call: Call[None]) -> Reply:
     """Answer with each model, what it can do and why it cannot chat, and with what the service does now."""
-    models, key = service.models, call.key
+    models = service.models
+    key = call.key
     snapshot = models.fleet.snapshot
     silent = service.canary.not_answering
     lines = [

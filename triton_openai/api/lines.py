@@ -93,11 +93,16 @@ class LineHost:
     def target(self, model: str) -> str | None:
         models = self._service.models
         try:
-            name = model if model in models.served else models.wanted(model)
+            if model in models.served:
+                name = model
+            else:
+                name = models.wanted(model)
         except errors.InvalidRequest:
             return None
         served = models.served.get(name) or models.unlisted_lora(name)
-        return None if served is None or not models.fleet.snapshot.reachable else served.triton_model
+        if served is None or not models.fleet.snapshot.reachable:
+            return None
+        return served.triton_model
 
     def room(self, target: str, running: int) -> bool:
         return self._service.admission.spare(target, running, self.settings.max_share)
@@ -144,10 +149,13 @@ class LineHost:
         if tokens is not None:
             limit = RateLimit(tokens_per_minute=tokens)
             return await authorizer.admit(msgspec.structs.replace(key, name=_POOL + owner, limit=limit))
-        return await authorizer.admit(key) if key.limit.any else None
+        if key.limit.any:
+            return await authorizer.admit(key)
+        return None
 
     async def answer(self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None) -> Outcome:
-        service, operation = self._service, self._by_path[batch.endpoint]
+        service = self._service
+        operation = self._by_path[batch.endpoint]
         record = RequestRecord(
             request_id=request_id({}), method="POST", path=batch.endpoint, batch=batch.id, custom_id=custom_id
         )

@@ -71,7 +71,9 @@ def cost_of(count: int, alternatives: int | None) -> float:
 
 def rendering_cost(answers: Sequence[Collected], per_character: float = offload.BYTE) -> float:
     """Return about how many microseconds it takes to render *answers*, with so many for each character."""
-    alternatives = answers[0].run.generation.sampling.logprobs if answers else None
+    alternatives = None
+    if answers:
+        alternatives = answers[0].run.generation.sampling.logprobs
     deltas = [delta for answer in answers for delta in answer.deltas]
     cost = per_character * sum([len(delta.text) for delta in deltas])
     if alternatives is not None:
@@ -154,7 +156,9 @@ def _considered(entry: TokenLogprob) -> dict[str, float] | None:
 
 
 def _chosen(entry: TokenLogprob) -> float | None:
-    return None if entry.logprob is None else _as_json(entry.logprob)
+    if entry.logprob is None:
+        return None
+    return _as_json(entry.logprob)
 
 
 def _as_json(logprob: float) -> float:
@@ -174,4 +178,6 @@ def _characters(entry: TokenLogprob) -> int:
 
 
 def _bytes(raw: bytes | None) -> list[int] | None:
-    return None if raw is None else list(raw)
+    if raw is None:
+        return None
+    return list(raw)

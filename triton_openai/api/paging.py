@@ -26,7 +26,12 @@ class Page(msgspec.Struct, Generic[_Item], kw_only=True):
     @classmethod
     def of(cls, data: Sequence[Any], *, more: bool) -> Self:
         """Return a page of *data*, each of which has an id."""
-        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        if data:
+            first = data[0].id
+            last = data[-1].id
+        else:
+            first = None
+            last = None
         return cls(data=data, first_id=first, last_id=last, has_more=more)
 
 
@@ -52,7 +57,8 @@ def page_query(
 
     *order* and *default* hold where the query has none. Raises :class:`InvalidValue`.
     """
-    order, after = query.get("order", order), query.get("after")
+    order = query.get("order", order)
+    after = query.get("after")
     if order not in ("asc", "desc"):
         raise InvalidValue("'order' must be 'asc' or 'desc'.", "order")
     if after is not None and not is_id(after):
@@ -66,7 +72,10 @@ def message_page_query(query: Mapping[str, str]) -> tuple[int, str, str | None, 
     is next to, that id, and whether the page is before it. Raises :class:`InvalidValue`.
     """
     before = "before_id" in query
-    param = "before_id" if before else "after_id"
+    if before:
+        param = "before_id"
+    else:
+        param = "after_id"
     return page_limit(query, 1000), param, query.get(param), before
 
 

@@ -61,7 +61,12 @@ def _with_fields(fields: Sequence[tuple[str, Any, Any]]) -> Callable[[type[_Requ
 
 
 def _unsupported(values: Any) -> Meta:
-    neutral = values if isinstance(values, tuple) else (values,) if values is not None else ()
+    if isinstance(values, tuple):
+        neutral = values
+    elif values is not None:
+        neutral = (values,)
+    else:
+        neutral = ()
     description = "Not supported: any other value is refused."
     # `typing` takes equal annotations for the same one, and True equals 1: the types tell them apart.
     extra = {"neutral": neutral, "types": tuple(map(type, neutral))}
@@ -307,7 +312,8 @@ def token_limit(
 
     The last two are in the *defaults*; without them the limit is *default*, or the end of the context.
     """
-    (param, asked), settings = request.limit, model.settings
+    (param, asked) = request.limit
+    settings = model.settings
     unlimited = asked is None and settings.default_parameters.max_tokens is None
     known = filter(None, (settings.max_model_len, model.metadata.max_prompt_len))
     return TokenLimit(
@@ -326,7 +332,8 @@ def sampling(request: SamplingRequest, *, limit: TokenLimit, defaults: DefaultPa
     alternatives_name, logprobs = request.alternatives
     given = _given(defaults)
     stop = request.stop if request.stop is not None else given.get("stop")
-    plain, values = _plain(request), {}
+    plain = _plain(request)
+    values = {}
     if plain.count(None) < len(plain):
         values = {name: value for name, value in zip(_PLAIN, plain, strict=True) if value is not None}
     if given:
@@ -351,12 +358,19 @@ def sampling(request: SamplingRequest, *, limit: TokenLimit, defaults: DefaultPa
         # A limit that the client did not set is no reason to refuse the request.
         del asked["max_tokens"]
     for name, value in asked.items():
-        row, usual = adapter.parameters_by_name.get(name) or _NOT_IN_TABLE.get(name), _PLAIN.get(name, ())
+        row = adapter.parameters_by_name.get(name) or _NOT_IN_TABLE.get(name)
+        usual = _PLAIN.get(name, ())
         if row is None or value in usual:
             continue
-        called = limit.param if name == "max_tokens" else name
+        if name == "max_tokens":
+            called = limit.param
+        else:
+            called = name
         if row.target is None and row.rule is Rule.REFUSED and value not in row.neutral:
-            why = f": {row.why}" if row.why else ""
+            if row.why:
+                why = f": {row.why}"
+            else:
+                why = ""
             raise UnsupportedParameter(f"The parameter '{called}' is not supported with this model{why}.", param=called)
         # Checked here because the adapter does not know the client's name of the limit.
         if isinstance(value, (int, float)):
@@ -412,7 +426,9 @@ def priority(request: SamplingRequest, levels: int, objective: int = 0) -> int:
             f"'priority' must be from 0 (the default) or 1 (the first) to {levels} for this model, got {given}.",
             "priority",
         )
-    return objective if 0 < objective <= levels else given
+    if 0 < objective <= levels:
+        return objective
+    return given
 
 
 def token_ids(request: SamplingRequest, adapter: Adapter) -> bool:
@@ -430,15 +446,20 @@ def prompt_scoring(
     request: SamplingRequest, model: ServedModel, *, echo_logprobs: int | None, timeout: float
 ) -> PromptScoring | None:
     """Return how the prompt's log probabilities are made, ``None`` for not at all. Raises :class:`InvalidRequest`."""
-    count, param = echo_logprobs, "logprobs"
+    count = echo_logprobs
+    param = "logprobs"
     if request.prompt_logprobs is not None:
         if request.stream:
             raise InvalidValue("'prompt_logprobs' cannot be used with 'stream'.", "prompt_logprobs")
-        count, param = max(request.prompt_logprobs, echo_logprobs or 0), "prompt_logprobs"
+        count = max(request.prompt_logprobs, echo_logprobs or 0)
+        param = "prompt_logprobs"
     if count is None:
         return None
     if not model.adapter.capabilities.prompt_logprobs:
-        with_echo = "'echo' cannot be used with 'logprobs': " if param == "logprobs" else ""
+        if param == "logprobs":
+            with_echo = "'echo' cannot be used with 'logprobs': "
+        else:
+            with_echo = ""
         raise UnsupportedParameter(
             f"{with_echo}This model does not tell the log probabilities of the prompt's tokens.", param=param
         )
@@ -456,7 +477,8 @@ _GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "gramm
 def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | None:
     """Return the guide that *request* asks for, of a *supported* kind. Raises :class:`InvalidRequest`."""
     guides: list[Guide] = []
-    wanted, outputs = request.response_format, request.structured_outputs
+    wanted = request.response_format
+    outputs = request.structured_outputs
     if isinstance(wanted, JsonObjectFormat):
         guides.append(Guide(kind="json"))
     elif isinstance(wanted, JsonSchemaFormat):
@@ -477,7 +499,10 @@ def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | Non
         )
     guide = guides[0]
     if guide.kind not in supported:
-        can = f"it supports {', '.join(sorted(supported))}" if supported else "it has no guided decoding"
+        if supported:
+            can = f"it supports {', '.join(sorted(supported))}"
+        else:
+            can = "it has no guided decoding"
         raise UnsupportedParameter(f"The model cannot be held to '{guide.kind}' output: {can}.", param=guide.param)
     return guide
 
@@ -488,7 +513,10 @@ def _guide(kind: Any, value: Any, param: str) -> Guide:
     if kind != "json":
         return Guide(kind=kind, value=value if isinstance(value, str) else _encoded(value), param=param)
     try:
-        schema = json_decoder(dict[str, Any]).decode(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            schema = json_decoder(dict[str, Any]).decode(value)
+        else:
+            schema = value
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise InvalidValue(f"'{param}' must be a JSON schema.", param) from error
     return Guide(kind="json_schema", value=_encoded(schema), param=param)

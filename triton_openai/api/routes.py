@@ -138,15 +138,26 @@ def describe(settings: Settings) -> dict[str, Any]:
     raised: dict[tuple[str, int], dict[type[errors.ServiceError], None]] = {}
     for operation in OPERATIONS:
         failures: dict[int, dict[str, Any]] = {}
-        form = "Anthropic" if operation.anthropic else "Either" if operation.shared is not None else ""
+        if operation.anthropic:
+            form = "Anthropic"
+        elif operation.shared is not None:
+            form = "Either"
+        else:
+            form = ""
         for kind in _errors(operation, keys=keys, restricted=not restricted.isdisjoint(_groups_needed(operation))):
-            status = status_of(kind) if operation.anthropic else kind.status
+            if operation.anthropic:
+                status = status_of(kind)
+            else:
+                status = kind.status
             raised.setdefault((form, status), {})[kind] = None
             failures[status] = {"$ref": f"#/components/responses/{form}Error{status}"}
         if operation.failure is not None and operation.answer is not None:
             either = {"anyOf": [_schema(operation.answer), _schema(ErrorEnvelope)]}
             failures[operation.failure] = _failure(operation.failure, (), either)
-        read = {} if operation.request is None else {IGNORED_HEADER: _IGNORED}
+        if operation.request is None:
+            read = {}
+        else:
+            read = {IGNORED_HEADER: _IGNORED}
         if operation.label == "chat":
             read[REPAIRED_HEADER] = _REPAIRED
         headers = {**_ALWAYS, **read, **(_RATE_LIMITS if keys and operation.group in COUNTED else {})}
@@ -169,15 +180,24 @@ def describe(settings: Settings) -> dict[str, Any]:
         }
         if keys:
             # Any one of them is enough.
-            described["security"] = [] if operation.group == "health" else [{name: []} for name in _SCHEMES]
+            if operation.group == "health":
+                described["security"] = []
+            else:
+                described["security"] = [{name: []} for name in _SCHEMES]
         if operation.request is not None:
             is_form = issubclass(operation.request, FormRequest | FileUpload)
-            media_type = "multipart/form-data" if is_form else "application/json"
+            if is_form:
+                media_type = "multipart/form-data"
+            else:
+                media_type = "application/json"
             content = {media_type: {"schema": _schema(operation.request)}}
             described["requestBody"] = {"required": True, "content": content}
         for number, route in enumerate(operation.routes):
             method, path = re.sub(r":[^}]+", "", route).split()
-            servers = {"servers": [{"url": "/"}, {"url": _AZURE}]} if _at_azure(operation, path) else {}
+            if _at_azure(operation, path):
+                servers = {"servers": [{"url": "/"}, {"url": _AZURE}]}
+            else:
+                servers = {}
             one = {**described, **servers, "parameters": list(_parameters(operation, path, settings))}
             if number:
                 one["operationId"] += "_" + re.sub(r"[^a-z0-9]+", "_", f"{method}{path}".lower()).rstrip("_")
@@ -208,7 +228,8 @@ def describe(settings: Settings) -> dict[str, Any]:
 
 
 def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Sequence[type[errors.ServiceError]]:
-    group, body = operation.group, operation.request
+    group = operation.group
+    body = operation.request
     rules: Sequence[tuple[bool, Sequence[type[errors.ServiceError]]]] = (
         (True, (errors.ServiceError, errors.UpstreamUnavailable)),
         (keys and group != "health", (errors.InvalidApiKey,)),
@@ -251,7 +272,12 @@ def _content(operation: Operation) -> dict[str, Any]:
         return {"description": "The answer.", "content": content}
     failure = AnthropicEnvelope if operation.anthropic else ErrorEnvelope
     content["text/event-stream"] = {"schema": {"anyOf": [_schema(operation.event), _schema(failure)]}}
-    about = _NAMED_STREAM if operation.anthropic else _AUDIO_STREAM if operation.media else _STREAM
+    if operation.anthropic:
+        about = _NAMED_STREAM
+    elif operation.media:
+        about = _AUDIO_STREAM
+    else:
+        about = _STREAM
     return {"description": f"The answer. {about}", "content": content}
 
 
@@ -414,10 +440,12 @@ _MESSAGE_PAGE: Query = {
 # Files and batches may be off.
 _STORED = (errors.EndpointNotFound, errors.ObjectNotFound, errors.StorageFull, errors.StoreUnavailable)
 _KEPT = (errors.UnsupportedParameter, errors.ObjectNotFound, errors.ConversationBusy, errors.StoreUnavailable)
-_CHAT, _RESPONSE = "/chat/completions/{completion:[^/]+}", "/responses/{response:[^/]+}"
+_CHAT = "/chat/completions/{completion:[^/]+}"
+_RESPONSE = "/responses/{response:[^/]+}"
 _CONVERSATION = "/conversations/{conversation:[^/]+}"
 _ITEM = _CONVERSATION + "/items/{item:[^/]+}"
-_FILE, _BATCH = "/files/{file:[^/]+}", "/batches/{batch:[^/]+}"
+_FILE = "/files/{file:[^/]+}"
+_BATCH = "/batches/{batch:[^/]+}"
 _MESSAGES = f"/messages{_BATCH}"
 _Type: TypeAlias = type[msgspec.Struct] | None
 
@@ -563,4 +591,6 @@ RECORDED = tuple(dict.fromkeys(operation.label or operation.name for operation i
 
 def prefixes(operation: Operation, path: str) -> tuple[str, ...]:
     """Return what precedes *path* of *operation* where it is served."""
-    return ("", _AZURE) if _at_azure(operation, path) else ("",)
+    if _at_azure(operation, path):
+        return ("", _AZURE)
+    return ("",)

@@ -119,8 +119,11 @@ async def counting_audio(service: Service, call: Call[Any]) -> AsyncIterator[Non
 
     Raises :class:`RateLimited` where the key has none left in this minute.
     """
-    key, record, limits = call.key, call.record, service.authorizer.limits
-    most, account = key.limit.audio_seconds_per_minute, _AUDIO + key.name
+    key = call.key
+    record = call.record
+    limits = service.authorizer.limits
+    most = key.limit.audio_seconds_per_minute
+    account = _AUDIO + key.name
     if most is None:
         yield
         return
@@ -190,7 +193,10 @@ async def receiving_audio(service: Service, call: Call[Form]) -> AsyncIterator[U
     limits = service.settings.audio
     max_size = max_form_size(service.settings)
     # Unless a client says how much it sends.
-    size = max_size if call.body.declared_size is None else call.body.declared_size
+    if call.body.declared_size is None:
+        size = max_size
+    else:
+        size = call.body.declared_size
     if size > max_size:
         raise audio_too_large(limits.max_file_size)
     async with counting_audio(service, call):
@@ -253,14 +259,22 @@ class RequestContext(Generic[_Body]):
         They take as much memory again as the prompt, and the garbage collector looks at each while the event loop
         waits. They stay where another variant of the model may get the request, and where contents are logged.
         """
-        model, settings = self.model, self.service.settings
+        model = self.model
+        settings = self.service.settings
         if not (model.variants or model.text_level or settings.server.log_content or settings.traces.content):
             self.body.messages = []  # type: ignore[attr-defined]
 
     def sender(self) -> Sender:
         """Return what sends the work for the request to Triton; of several Tritons, the way is recorded from now on."""
-        fleet, model = self.service.fleet, self.model
-        key, lora = self._key() if fleet.several else None, "" if model.lora is None else model.lora.name
+        fleet = self.service.fleet
+        model = self.model
+        key = None
+        if fleet.several:
+            key = self._key()
+        if model.lora is None:
+            lora = ""
+        else:
+            lora = model.lora.name
         route = Route(
             fleet,
             model.triton_model,
@@ -274,7 +288,10 @@ class RequestContext(Generic[_Body]):
         if fleet.listed:
             self.record.route = route
         # Lines of batches come last.
-        priority = 0 if self.record.batch is None else model.priorities
+        if self.record.batch is None:
+            priority = 0
+        else:
+            priority = model.priorities
         return Sender(route, self.record.upstream, self.service.background, priority)
 
     def _key(self) -> str | None:
@@ -317,7 +334,8 @@ class RequestContext(Generic[_Body]):
         gets it. *param* is the field to blame if the model refuses the input and names no field. Raises as
         :meth:`Admission.enter`, and the engine's :class:`UnsupportedParameter` if neither takes the request.
         """
-        admission, triton_model = self.service.admission, self.model.triton_model
+        admission = self.service.admission
+        triton_model = self.model.triton_model
         task = None
         if runs:
             task = await admission.enter(triton_model, self.record, patience=self.limits.patience)
@@ -342,9 +360,12 @@ class RequestContext(Generic[_Body]):
         """Yield the other ways in which the model may take a request, by the most usual one first."""
         if self.model.text_level is not None and isinstance(failure, UnsupportedParameter):
             yield replace(self, model=self.model.on_text_level("its engine does not take the request"))
-        tried = self.record.route.left if isinstance(self.record.route, Route) else None
+        tried = None
+        if isinstance(self.record.route, Route):
+            tried = self.record.route.left
         if tried is not None or isinstance(failure, InvalidRequest):
-            fleet, name = self.service.fleet, self.model.triton_model
+            fleet = self.service.fleet
+            name = self.model.triton_model
             for variant in self.model.variants:
                 at = next((endpoint for endpoint in variant.endpoints if fleet.takes(name, endpoint)), None)
                 if at is not None:
@@ -358,7 +379,10 @@ def job_not_taken_error(service: Service, model: ServedModel, job: JobType) -> I
         if not set(model.jobs).isdisjoint(operation.jobs):
             paths.setdefault(operation.jobs[0].does[0], []).append(operation.path)
     instead = " and ".join(f"{does} ({', '.join(where)})" for does, where in paths.items())
-    does = f" It {instead}." if instead else ""
+    if instead:
+        does = f" It {instead}."
+    else:
+        does = ""
     return InvalidRequest(f"The model '{model.name}' does not {job.does[1]}.{does}", param="model")
 
 
@@ -374,8 +398,12 @@ def _session_of(call: Call[Any]) -> str | None:
     for name in _SESSION_FIELDS:
         if value := _text_of(getattr(call.body, name, None)):
             return value
-    metadata = _decoded(getattr(call.body, "metadata", None), _Metadata) if call.operation.anthropic else None
-    return None if metadata is None else _text_of(metadata.user_id)
+    metadata = None
+    if call.operation.anthropic:
+        metadata = _decoded(getattr(call.body, "metadata", None), _Metadata)
+    if metadata is None:
+        return None
+    return _text_of(metadata.user_id)
 
 
 def _text_of(value: Any) -> str | None:
@@ -407,19 +435,27 @@ async def begin(service: Service, call: Call[_Body], *, read_as_chat: bool = Fal
 
     Of a body that is to be *read_as_chat*, the parameters that are recorded are the chat's: the operation sets them.
     """
-    operation, body, record = call.operation, call.body, call.record
+    operation = call.operation
+    body = call.body
+    record = call.record
     model = await service.models.find(call.path.get("deployment", body.model), call.key.allows)
     body.model = model.name
     stream = bool(getattr(body, "stream", False))
     if operation.jobs:
         # Metrics have a name for each model, and none for each name that a client makes up.
-        label = model.name if model.listed else model.triton_model
+        if model.listed:
+            label = model.name
+        else:
+            label = model.triton_model
         record.identify(operation.label or operation.name, model=label, adapter=model.adapter.name, stream=stream)
         record.response_model = model.answers_as
         service.executor.observer.identified(record)
         if set(model.jobs).isdisjoint(operation.jobs):
             raise job_not_taken_error(service, model, operation.jobs[0])
-    triton = service.settings.triton if record.batch is None else service.settings.triton_for_batches
+    if record.batch is None:
+        triton = service.settings.triton
+    else:
+        triton = service.settings.triton_for_batches
     limits = TimeLimits.of(triton, call.headers, stream=stream)
     if not read_as_chat:
         record.parameters = body
@@ -448,8 +484,12 @@ def spec_of(
     *echo_logprobs* is the number of alternatives to each token of the echoed prompt, ``None`` for no log probabilities.
     For the rest see :class:`GenerationSpec` and :mod:`triton_openai.api.parameters`. Raises :class:`InvalidRequest`.
     """
-    body, model, settings = context.body, context.model, context.service.settings
-    adapter, defaults, objective = model.adapter, model.default_parameters(prompter), 0
+    body = context.body
+    model = context.model
+    settings = context.service.settings
+    adapter = model.adapter
+    defaults = model.default_parameters(prompter)
+    objective = 0
     if settings.access.trust_gateway:
         name = gateway_header(context.call.headers, "objective")
         objective = settings.access.gateway.objectives.get(name, 0)
@@ -486,11 +526,14 @@ async def runs_of(
     context: RequestContext[Any], tokenizer: Tokenizer | None, prompts: Sequence[Prompt], spec: GenerationSpec
 ) -> list[Run]:
     """Return the runs that answer *prompts* as :func:`prepare` does, with the log probabilities of the prompts."""
-    model, record, sender = context.model, context.record, context.sender()
+    model = context.model
+    record = context.record
+    sender = context.sender()
     with record.stage(TOKENIZE):
         runs = await prepare(model, tokenizer, prompts, spec, sender, context.limits)
     record.answers = [run.progress for run in runs]
-    record.n, record.response_id = spec.n, spec.template.id
+    record.n = spec.n
+    record.response_id = spec.template.id
     if spec.prompt_scoring is not None and tokenizer is not None:
         generations = [run.generation for run in runs[:: spec.n]]
         scores = await score_prompts(model.adapter, tokenizer, generations, spec.prompt_scoring, sender.ask)

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 _LONGEST_INPUT = 4096
 # Seconds that are encoded at once; the first ones are to leave soon.
-_FIRST_BLOCK, _BLOCK = 0.1, 1.0
+_FIRST_BLOCK = 0.1
+_BLOCK = 1.0
 # Of what a model sends as a file, whose length nobody knows before.
 _READING = 20_000
 
@@ -106,8 +107,10 @@ async def handle(service: Service, call: Call[SpeechRequest]) -> Reply:
 
 
 async def _spoken(context: RequestContext[SpeechRequest]) -> Reply:
-    body, model = context.body, context.model
-    capabilities, voices = model.adapter.capabilities, model.voices
+    body = context.body
+    model = context.model
+    capabilities = model.adapter.capabilities
+    voices = model.voices
     if capabilities.synthesis is None or voices is None:
         raise ConfigurationError(f"The adapter '{model.adapter.name}' does not say how it speaks.", param="model")
     await voices.reload()
@@ -131,9 +134,11 @@ async def _spoken(context: RequestContext[SpeechRequest]) -> Reply:
 
 async def _speak(context: RequestContext[SpeechRequest], job: SynthesisJob, texts: Sequence[str]) -> Reply:
     """Answer with the speech of *texts*. Raises :class:`ServiceError`."""
-    body, record = context.body, context.record
+    body = context.body
+    record = context.record
     progress = AnswerState(Generation(id=job.id, prompt=body.input, sampling=Sampling(max_tokens=0)))
-    record.answers, record.response_id = [progress], job.id
+    record.answers = [progress]
+    record.response_id = job.id
     speaker = Speaker(context.sender(), context.model, job, texts, context.limits, progress)
     parts = _file(context, speaker)
     try:
@@ -158,11 +163,15 @@ async def _file(context: RequestContext[SpeechRequest], speaker: Speaker) -> Asy
     """Yield the bytes of the file as they are made, some of them empty. Raises :class:`ServiceError`."""
     from triton_openai.media.encode import encoder
 
-    record, kind, synthesis = context.record, context.body.response_format, context.model.adapter.capabilities.synthesis
+    record = context.record
+    kind = context.body.response_format
+    synthesis = context.model.adapter.capabilities.synthesis
     assert synthesis is not None, "it was checked before"
     rate = synthesis.rate
     # Before the model is asked: what it needs may be missing.
-    made = await asyncio.to_thread(encoder, kind, rate) if rate else None
+    made = None
+    if rate:
+        made = await asyncio.to_thread(encoder, kind, rate)
     async for samples, rate in _spoken_samples(speaker, synthesis):
         if made is None:
             made = await asyncio.to_thread(encoder, kind, rate)

@@ -84,7 +84,10 @@ class Chunks(EventRenderer):
         self._ids = spec.template.token_ids
         self._fingerprint = b',"system_fingerprint":' + encode(fingerprint)
         #: What follows the choice in most chunks.
-        self._tail = b'],"usage":null}' + _END if self._include_usage else b"]}" + _END
+        if self._include_usage:
+            self._tail = b'],"usage":null}' + _END
+        else:
+            self._tail = b"]}" + _END
 
     @abstractmethod
     def first(self, choice: int) -> bytes:
@@ -101,7 +104,9 @@ class Chunks(EventRenderer):
         """Return the chunk with the usage of all choices, where it is wanted and known, and the end; or the *error*."""
         if error is not None:
             return error_event(error)
-        usage = self._usage() if self._include_usage else None
+        usage = None
+        if self._include_usage:
+            usage = self._usage()
         if usage is None:
             return _DONE
         return self._head + b"]" + self._fingerprint + b',"usage":' + encode(usage) + b"}" + _END + _DONE
@@ -125,7 +130,9 @@ class Chunks(EventRenderer):
     def _ended(self, choice: int) -> bytes:
         """Return what follows the choice in its last chunk."""
         tail = self._counted(choice)
-        return tail if self._include_usage else tail[:1] + self._fingerprint + tail[1:]
+        if self._include_usage:
+            return tail
+        return tail[:1] + self._fingerprint + tail[1:]
 
 
 def event_count(events: bytes) -> int:
@@ -141,4 +148,6 @@ def event_data(events: bytes) -> Iterator[bytes]:
 
 def without_events(events: bytes, number: int) -> bytes:
     """Return whole *events* without the first *number* of them."""
-    return b"" if event_count(events) < number else events.split(_END, max(number, 0))[-1]
+    if event_count(events) < number:
+        return b""
+    return events.split(_END, max(number, 0))[-1]

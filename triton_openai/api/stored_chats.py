@@ -52,7 +52,8 @@ async def create(service: Service, call: Call[chat.ChatRequest]) -> Reply:
     body = context.body
     if body.verbosity in ("low", "high"):
         tell_ignored(context.record, ["verbosity"])
-    answer_id, keep = new_id("chatcmpl"), None
+    answer_id = new_id("chatcmpl")
+    keep = None
     if body.store and service.responses.keeps:
         described = converted({"metadata": body.metadata}, CompletionUpdate)
         answer_id = f"{_PREFIX}{time.time_ns() // 1000:014x}{token_hex(9)}"
@@ -69,7 +70,8 @@ async def _keep(context: RequestContext[chat.ChatRequest], answer_id: str, head:
         messages = [_message(message, f"{answer_id}-{n}") for n, message in enumerate(context.body.messages)]
         return [Row("answer", answer_id, answer), *messages]
 
-    state, owner = context.service.responses, context.call.key.name
+    state = context.service.responses
+    owner = context.call.key.name
     kept = await offload.run(rows, cost=offload.json_cost(context.record.body_size or 0))
     try:
         await state.store().put(answer_id, owner, msgspec.json.encode(head), 0, rows=kept)
@@ -81,7 +83,8 @@ async def _keep(context: RequestContext[chat.ChatRequest], answer_id: str, head:
 def _message(message: Message, message_id: str) -> Row:
     """Return the row of a message: its content is a text, or null if it has parts."""
     fields = _given(msgspec.to_builtins(message))
-    content, parts = fields.pop("content", None), None
+    content = fields.pop("content", None)
+    parts = None
     if isinstance(content, list):
         parts = [{"type": "text", "text": part} if isinstance(part, str) else _given(part) for part in content]
         content = None
@@ -145,7 +148,9 @@ async def list_messages(service: Service, call: Call[None]) -> Reply:
 
 async def list_all(service: Service, call: Call[None]) -> Reply:
     """List the chat completions that were stored, of a ``model``, and with ``metadata[KEY]`` of a value."""
-    store, owner, model = service.responses.store(), call.key.name, call.query.get("model")
+    store = service.responses.store()
+    owner = call.key.name
+    model = call.query.get("model")
     limit, place, reverse = page_query(call.query, "asc")
     if place is not None and not is_key(_PREFIX, place):
         raise unknown_place_error("after")
@@ -156,7 +161,10 @@ async def list_all(service: Service, call: Call[None]) -> Reply:
         batch = await store.entries(owner, _PREFIX, after=place, limit=BATCH, reverse=reverse)
         more = len(batch) == BATCH
         for place, data in batch:
-            head = None if data is None else _HEAD.decode(data)
+            if data is None:
+                head = None
+            else:
+                head = _HEAD.decode(data)
             if head is not None and model in (None, head.model) and wanted.items() <= head.metadata.items():
                 found[place] = head
     sizes = await store.sizes(owner, [Place(key, key) for key in found])

@@ -69,7 +69,8 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 async def tokenize(service: Service, call: Call[TokenizeRequest]) -> Reply:
     """Return the tokens of a prompt, or of messages as the model's template renders them."""
     context = await begin(service, call)
-    body, model = context.body, context.model
+    body = context.body
+    model = context.model
     tokenizer = await tokenizer_of(model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'.", param="prompt", code="missing_required_parameter")
@@ -107,7 +108,8 @@ def _joined(pieces: Iterable[Sequence[Any]]) -> Any:
 async def detokenize(service: Service, call: Call[DetokenizeRequest]) -> Reply:
     """Return the text of tokens."""
     context = await begin(service, call)
-    body, model = context.body, context.model
+    body = context.body
+    model = context.model
     tokenizer = await tokenizer_of(model)
     check_ids(body.tokens, tokenizer, "tokens")
     return whole(DetokenizeAnswer(prompt=await tokenizer.decode_async(body.tokens, False)))

@@ -124,9 +124,13 @@ def custom_input(arguments: str) -> str:
         given = msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         cut = read_cut_object(arguments)
-        return arguments if cut.text is None or cut.members else cut.text
+        if cut.text is None or cut.members:
+            return arguments
+        return cut.text
     text = given.get("input", next(iter(given.values())) if len(given) == 1 else None)
-    return text if isinstance(text, str) else arguments
+    if isinstance(text, str):
+        return text
+    return arguments
 
 
 class NamedFunction(msgspec.Struct):
@@ -206,7 +210,9 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def param(self) -> str:
         """What the client calls the choice among its tools."""
-        return "function_call" if self.legacy else "tool_choice"
+        if self.legacy:
+            return "function_call"
+        return "tool_choice"
 
     @property
     def forced(self) -> bool:
@@ -233,7 +239,12 @@ def plan_tools(
 ) -> ToolPlan:
     """Return the plan of a request. Raises :class:`InvalidRequest`."""
     legacy = not tools and bool(functions)
-    names, key = ("functions", "function_call") if legacy else ("tools", "tool_choice")
+    if legacy:
+        names = "functions"
+        key = "function_call"
+    else:
+        names = "tools"
+        key = "tool_choice"
     choice = function_call if legacy else tool_choice
     if choice is None and not tools and not legacy:
         return ToolPlan()
@@ -246,7 +257,8 @@ def plan_tools(
         if tool.type == "custom":
             if tool.custom is None:
                 raise missing(f"tools[{index}].custom")
-            name, form = tool.custom.name, tool.custom.format
+            name = tool.custom.name
+            form = tool.custom.format
             made = custom_function(tool.custom.description, None if form is None else form.grammar)
             function = FunctionDefinition(name, parameters=made["parameters"])
             listed[index] = {"type": "function", "function": {"name": name, **made}}
@@ -256,7 +268,10 @@ def plan_tools(
         if function.name in schemas:
             raise InvalidValue(f"There are two tools of the name '{function.name}'.", names)
         parameters = function.parameters
-        schemas[function.name] = {"type": "object", "properties": {}} if parameters is None else parameters
+        if parameters is None:
+            schemas[function.name] = {"type": "object", "properties": {}}
+        else:
+            schemas[function.name] = parameters
     if not schemas and choice not in (None, "none", "auto"):
         raise InvalidValue(f"'{key}' is only allowed when '{names}' are given.", key)
     if not schemas or choice == "none":
@@ -286,9 +301,11 @@ def plan_tools(
 
 def _known(tool: NamedTool | NamedCustomTool | NamedFunction, place: str, schemas: Mapping[str, Any]) -> str:
     if isinstance(tool, NamedTool):
-        tool, place = tool.function, f"{place}.function"
+        tool = tool.function
+        place = f"{place}.function"
     elif isinstance(tool, NamedCustomTool):
-        tool, place = tool.custom, f"{place}.custom"
+        tool = tool.custom
+        place = f"{place}.custom"
     if tool.name not in schemas:
         raise InvalidValue(f"'{place}.name' is not one of the given tools.", f"{place}.name")
     return tool.name

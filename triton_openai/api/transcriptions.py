@@ -178,7 +178,10 @@ async def _transcribe(context: RequestContext[TranscriptionRequest], upload: Upl
     # The first one that the model knows, where it cannot choose.
     known = [code for code in map(code_of, body.languages) if code in _recognition(context).languages]
     given = body.language or (body.languages[0] if body.languages and not known else None)
-    language = None if not given else _language(context, given, "language" if body.language else "languages")
+    if not given:
+        language = None
+    else:
+        language = _language(context, given, "language" if body.language else "languages")
     if language is None and known and not context.model.adapter.capabilities.tokens:
         language = known[0]
     job = TranscriptionJob(id=new_id("transcr"), samples=b"", language=language, prompt=hint or None)
@@ -206,7 +209,8 @@ async def _answer(
     languages: Sequence[str] = (),
 ) -> Reply:
     """Return the answer to a request for *job*, whose recording is cut at *pauses*. Raises :class:`ServiceError`."""
-    body, limits = context.body, context.service.settings.audio
+    body = context.body
+    limits = context.service.settings.audio
     if body.response_format == "diarized_json":
         raise UnsupportedParameter("This model does not tell speakers apart.", param="response_format")
     if body.temperature:
@@ -227,7 +231,9 @@ async def _transcribed(
     pauses: Pauses | None,
     languages: Sequence[str],
 ) -> Reply:
-    body, limits, recognition = context.body, context.service.settings.audio, _recognition(context)
+    body = context.body
+    limits = context.service.settings.audio
+    recognition = _recognition(context)
     longest = recognition.max_seconds * limits.parallel_chunks
     await upload.reserve_decoded(decoded_size(longest, recognition.sample_rate))
     recording = Recording(
@@ -269,11 +275,15 @@ async def _events(transcription: Transcription, recording: Recording) -> AsyncGe
 
 def _rendered(form: _Format, transcription: Transcription, recording: Recording, *, translated: bool) -> Reply:
     """Return the answer in the format *form*."""
-    segments, usage = transcription.segments, DurationUsage(seconds=math.ceil(recording.seconds))
+    segments = transcription.segments
+    usage = DurationUsage(seconds=math.ceil(recording.seconds))
     if form == "json":
         return whole(TranscriptObject(text=transcription.text, usage=usage))
     if form == "verbose_json":
-        code = "en" if translated else transcription.language or ""
+        if translated:
+            code = "en"
+        else:
+            code = transcription.language or ""
         verbose = TranscriptObject(
             task="translate" if translated else "transcribe",
             language=LANGUAGES.get(code, code),
@@ -283,7 +293,10 @@ def _rendered(form: _Format, transcription: Transcription, recording: Recording,
             usage=usage,
         )
         return whole(verbose)
-    point = "," if form == "srt" else "."
+    if form == "srt":
+        point = ","
+    else:
+        point = "."
     cues = [f"{_time(each.start, point)} --> {_time(each.end, point)}\n{_line(each)}\n\n" for each in segments]
     if form == "srt":
         text = "".join([f"{number}\n{cue}" for number, cue in enumerate(cues, 1)])
@@ -326,7 +339,8 @@ def _recognition(context: RequestContext[Any]) -> Recognition:
 
 def _language(context: RequestContext[Any], given: str, param: str) -> str:
     """Return the code of the language that a request names. Raises :class:`InvalidRequest`."""
-    code, known = code_of(given), _recognition(context).languages
+    code = code_of(given)
+    known = _recognition(context).languages
     if not known:
         raise UnsupportedParameter(
             f"The model '{context.model.name}' cannot be told the language. Its operator can say which it knows "

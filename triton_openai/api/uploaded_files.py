@@ -29,7 +29,8 @@ Purpose = Literal["batch", "user_data", "vision", "evals", "assistants", "fine-t
 #: Seconds that clients may say files are kept.
 Lifetime = Annotated[int, Meta(ge=3600, le=2_592_000)]
 # Bytes of a form besides its file, and of a field of it.
-_FORM_SIZE, _FIELD_SIZE = 64 * 1024, 1024
+_FORM_SIZE = 64 * 1024
+_FIELD_SIZE = 1024
 _LONGEST_NAME = 512
 
 
@@ -82,7 +83,9 @@ def check_files(service: Service, key: ApiKey) -> None:
 async def find_file(service: Service, key: ApiKey, file_id: str, param: str) -> StoredFile:
     """Return a file of *key*. Raises :class:`ObjectNotFound`."""
     files = files_of(service)
-    file = await files.store.file(file_id, key.name) if files.exist else None
+    file = None
+    if files.exist:
+        file = await files.store.file(file_id, key.name)
     if file is None:
         raise errors.ObjectNotFound(f"There is no file '{file_id[:100]}'.", param=param)
     return file
@@ -110,11 +113,16 @@ async def create(service: Service, call: Call[Form]) -> Reply:
     try:
         writing = await files.write(file.id)
         upload = await _read(call, parts, writing, strict=service.settings.api.strict_parameters)
-        largest = files.settings.max_batch_size if upload.purpose == "batch" else most
+        if upload.purpose == "batch":
+            largest = files.settings.max_batch_size
+        else:
+            largest = most
         if writing.size > largest:
             raise errors.PayloadTooLarge(f"The file is larger than the limit of {largest} bytes.", param="file")
         await writing.end()
-        seconds = files.settings.max_age * 86_400 if upload.purpose == "batch" else None
+        seconds = None
+        if upload.purpose == "batch":
+            seconds = files.settings.max_age * 86_400
         if upload.expires_after is not None:
             seconds = upload.expires_after.seconds
         file = msgspec.structs.replace(
@@ -160,8 +168,14 @@ async def _read(call: Call[Form], parts: AsyncIterator[FormPart], writing: Writi
     lifetime: dict[str, object] = {}
     ignored: list[str] = []
     async for part in parts:
-        name, inner = part.name, part.name.removeprefix("expires_after[").removesuffix("]")
-        into, key = (lifetime, inner) if inner in ("anchor", "seconds") and inner != name else (fields, name)
+        name = part.name
+        inner = part.name.removeprefix("expires_after[").removesuffix("]")
+        if inner in ("anchor", "seconds") and inner != name:
+            into = lifetime
+            key = inner
+        else:
+            into = fields
+            key = name
         if into is fields and name not in FileUpload.__struct_fields__:
             if strict:
                 raise unknown_field(name)
@@ -181,7 +195,10 @@ async def _read(call: Call[Form], parts: AsyncIterator[FormPart], writing: Writi
                 continue
             try:
                 # Some clients send the object as JSON.
-                into[key] = msgspec.json.decode(text) if name == "expires_after" else text.decode()
+                if name == "expires_after":
+                    into[key] = msgspec.json.decode(text)
+                else:
+                    into[key] = text.decode()
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise errors.InvalidValue(f"'{name}' cannot be read.", name) from error
     if lifetime:
@@ -212,7 +229,9 @@ async def list_files(service: Service, call: Call[None]) -> Reply:
     # OpenAI's default is the most: clients that go through all pages notice no difference.
     limit, after, reverse = page_query(call.query, most=10_000, default=100)
     files = files_of(service)
-    find = partial(files.store.files, call.key.name, purpose=purpose, reverse=reverse) if files.exist else None
+    find = None
+    if files.exist:
+        find = partial(files.store.files, call.key.name, purpose=purpose, reverse=reverse)
     rows, more = await fetch_page(find, limit, after)
     return await page_reply(FileList, rows, file_object, more=more)
 

@@ -42,10 +42,15 @@ def usage_of(runs: Sequence[Run], *, n: int = 1, reasoning_tokens: int | None = 
     usages: list[Usage | None] = []
     for run in runs:
         tokens = run.progress.tokens
-        counted = None if tokens is None else Usage(prompt_tokens=0, completion_tokens=tokens)
+        if tokens is None:
+            counted = None
+        else:
+            counted = Usage(prompt_tokens=0, completion_tokens=tokens)
         usages.append(run.progress.usage or counted)
     total = total_usage(usages, n=n)
-    return None if total is None else usage_object(total, reasoning_tokens)
+    if total is None:
+        return None
+    return usage_object(total, reasoning_tokens)
 
 
 def usage_object(usage: Usage, reasoning_tokens: int | None = None) -> UsageObject:

@@ -65,15 +65,19 @@ from triton_openai.telemetry.metrics import (
 
 _log = structlog.get_logger(__name__)
 # The tables are looked at this often, and leases renewed so many times while they last.
-_POLL, _RENEWALS = 1.0, 4
+_POLL = 1.0
+_RENEWALS = 4
 # Batches of one owner, and of all, that a process runs at the same time.
-_OWNERS_BATCHES, _BATCHES = 16, 256
+_OWNERS_BATCHES = 16
+_BATCHES = 256
 # Lines that are looked at together, and are added to the tables at once.
-_WINDOW, _CHUNK = 1000, 1000
+_WINDOW = 1000
+_CHUNK = 1000
 # Of a batch; with lines for models that are away, which are read over.
 _MAX_WINDOW = 10_000
 # Results are kept together: those of so many seconds, or so many.
-_GROUP_SECONDS, _GROUP = 0.2, 100
+_GROUP_SECONDS = 0.2
+_GROUP = 100
 # A line is not begun again once so many processes, or so many Tritons, have ended while it ran alone. To start a Triton
 # takes minutes, so that fewer of those have to.
 _MAX_PROCESSES = 3
@@ -82,7 +86,8 @@ _MAX_TRITONS = 2
 _MAX_EXONERATED = 3
 # A line whose model answers others is tried so often again.
 _RETRIES = 3
-_RETRY_SECONDS, _LONGEST_RETRY = 1.0, 60.0
+_RETRY_SECONDS = 1.0
+_LONGEST_RETRY = 60.0
 # Lines of a batch for one model that wait for another attempt; no others begin then.
 _MAX_RETRYING = 32
 _CANCEL_SECONDS = 600.0
@@ -152,7 +157,10 @@ class BatchRunner:
     """Runs the batches in *files* that nobody else runs, and counts in *metrics*; *host* answers their lines."""
 
     def __init__(self, files: Files, host: Host, first_tokens: FirstTokens, metrics: Metrics | None = None) -> None:
-        self._files, self._store, self._host, self._first_tokens = files, files.store, host, first_tokens
+        self._files = files
+        self._store = files.store
+        self._host = host
+        self._first_tokens = first_tokens
         self._series = (metrics or Metrics(Worker())).child
         self._holder = os.urandom(16).hex()
         self._held: dict[str, RunningBatch] = {}
@@ -248,7 +256,10 @@ class BatchRunner:
         if slowest is not None and self._first_tokens.slowest() > slowest:
             for limit in self._limits.values():
                 limit.overloaded(now)
-        found = await self._store.held(self._holder) if self._held else {}
+        if self._held:
+            found = await self._store.held(self._holder)
+        else:
+            found = {}
         for batch_id, held in list(self._held.items()):
             batch = found.get(batch_id)
             if batch is None or batch.generation != held.batch.generation:
@@ -257,7 +268,8 @@ class BatchRunner:
                     self._lose(held)
             elif batch.status == "cancelling" and held.batch.status in ("validating", "in_progress"):
                 # Nothing else of a batch is changed by others.
-                held.batch.status, held.batch.times = batch.status, batch.times
+                held.batch.status = batch.status
+                held.batch.times = batch.times
                 held.woken.set()
         if not self._host.stopping:
             await self._claim()
@@ -283,7 +295,8 @@ class BatchRunner:
                 await self._files.forget(holder)
         owners = [held.batch.owner for held in self._held.values()]
         full = {owner for owner in owners if owners.count(owner) >= _OWNERS_BATCHES}
-        lease, max_running = self._host.settings.lease, self._host.most_running
+        lease = self._host.settings.lease
+        max_running = self._host.most_running
         batch = await self._store.claim(self._holder, lease, max_running=max_running, full=full)
         if batch is None:
             return
@@ -402,11 +415,14 @@ class BatchRunner:
 
     def _limit(self, model: str) -> Limit | None:
         """Return what limits lines for *model*, if it has room for one."""
-        target, most = self._host.target(model), self._host.most_running
+        target = self._host.target(model)
+        most = self._host.most_running
         if target is None:
             return None
         limit = self._limits.get(target) or self._limits.setdefault(target, Limit(most))
-        return limit if limit.has_room(most) and self._host.room(target, limit.running) else None
+        if limit.has_room(most) and self._host.room(target, limit.running):
+            return limit
+        return None
 
     async def _start(self, held: RunningBatch, picked: Sequence[tuple[Line, Limit]]) -> None:
         """Begin those of the *picked* lines that the limits of their key admit; the others wait again."""
@@ -480,7 +496,8 @@ class BatchRunner:
         self, held: RunningBatch, line: Line, content: bytes, limit: Limit, reservation: Reservation | None
     ) -> None:
         """Have a line answered, and keep its result, or let it wait for another attempt."""
-        batch, began = held.batch, time.monotonic()
+        batch = held.batch
+        began = time.monotonic()
         custom_id = ""
         try:
             custom_id, body = await offload.run(id_and_body, content, cost=offload.json_cost(len(content)))
@@ -510,7 +527,10 @@ class BatchRunner:
     @staticmethod
     async def _add_result(held: RunningBatch, line: Line, custom_id: str, outcome: Outcome) -> None:
         """Have *outcome* kept as the result of a line."""
-        state = SUCCEEDED if outcome.error is None else FAILED
+        if outcome.error is None:
+            state = SUCCEEDED
+        else:
+            state = FAILED
         cost = offload.BYTE * len(outcome.body)
         data = await offload.run(rendered, held.batch, line.number, custom_id, outcome, cost=cost)
         exonerated = state == SUCCEEDED and line.deaths > 0
@@ -535,7 +555,10 @@ class BatchRunner:
     ) -> Outcome | None:
         """Return the result of a line that had *outcome*; ``None`` if the line waits for another attempt."""
         error = outcome.error
-        verdict = Verdict.ENDS if error is None else verdict_on(error)
+        if error is None:
+            verdict = Verdict.ENDS
+        else:
+            verdict = verdict_on(error)
         if error is None or verdict is Verdict.ENDS:
             limit.ended(self._host.most_running)
             return outcome
@@ -547,7 +570,10 @@ class BatchRunner:
             and not await self._away.answers(held.batch, line.model)
         ):
             # A model that did not end the request itself may hang because of it.
-            verdict = Verdict.DIED if may_hang(error) else Verdict.AWAY
+            if may_hang(error):
+                verdict = Verdict.DIED
+            else:
+                verdict = Verdict.AWAY
         if self._host.stopping:
             # No line begins any more: whoever takes the batch over begins this one.
             held.put_back(line)
@@ -654,7 +680,8 @@ class BatchRunner:
                 held.problems = [problem]
             return
         await self._keep(held)
-        batch, now = held.batch, time.time()
+        batch = held.batch
+        now = time.time()
         outcome = ""
         if self._host.problem(batch) is not None:
             outcome = "failed"
@@ -687,7 +714,8 @@ class BatchRunner:
     async def _validate(self, held: RunningBatch) -> None:
         batch = held.batch
         await self._store.clear_lines(batch)
-        most, longest = self._host.settings.max_requests, self._host.longest_line
+        most = self._host.settings.max_requests
+        longest = self._host.longest_line
         make = partial(InputReader, held.input, batch, most=most, longest=longest, check=self._host.check_line)
         with closing(await asyncio.to_thread(make)) as reader:
             checked = 0
@@ -711,7 +739,10 @@ class BatchRunner:
 
         def begin(found: Batch) -> None:
             found.total, found.times["validated_at"] = reader.total, int(time.time())
-            found.model = next(iter(reader.models)) if len(reader.models) == 1 else None
+            if len(reader.models) == 1:
+                found.model = next(iter(reader.models))
+            else:
+                found.model = None
             if found.status == "validating":
                 found.enter("in_progress")
 
@@ -751,11 +782,17 @@ class BatchRunner:
         problem = self._host.problem(held.batch)
 
         def decide(found: Batch) -> None:
-            found.outcome = "cancelled" if found.status == "cancelling" and outcome == "completed" else outcome
+            if found.status == "cancelling" and outcome == "completed":
+                found.outcome = "cancelled"
+            else:
+                found.outcome = outcome
             if found.status != "cancelling":
                 found.enter("finalizing")
             if outcome == "failed":
-                found.problems = [] if problem is None else [problem]
+                if problem is None:
+                    found.problems = []
+                else:
+                    found.problems = [problem]
             never = found.total - found.succeeded - found.failed
             if found.succeeded or (found.kind == "anthropic" and found.total):
                 found.output = f"file-{os.urandom(16).hex()}"
@@ -766,7 +803,8 @@ class BatchRunner:
 
     async def _end(self, held: RunningBatch, sizes: Mapping[str, int]) -> None:
         """End a batch with its files, of which *sizes* are known."""
-        batch, now = held.batch, time.time()
+        batch = held.batch
+        now = time.time()
         seconds = batch.output_seconds or self._files.settings.max_age * 86_400
         names = {batch.output: "output", batch.errors: "error"}
         files = [
@@ -783,7 +821,8 @@ class BatchRunner:
         ]
 
         def end(found: Batch) -> None:
-            found.outcome, found.problems = batch.outcome, batch.problems
+            found.outcome = batch.outcome
+            found.problems = batch.problems
             if found.outcome:
                 found.enter(found.outcome)
 
@@ -802,9 +841,11 @@ def _fatal_error(batch: Batch, line: Line) -> ServiceError | None:
     """Return the result of a *line* that ends whatever runs it; ``None`` for a line that may run (again)."""
     further = min(batch.exonerated, _MAX_EXONERATED)
     if line.triton_deaths >= _MAX_TRITONS + further:
-        times, what = line.triton_deaths, "Triton"
+        times = line.triton_deaths
+        what = "Triton"
     elif line.process_deaths >= _MAX_PROCESSES + further:
-        times, what = line.process_deaths, "The service"
+        times = line.process_deaths
+        what = "The service"
     else:
         return None
     message = f"{what} ended {times} times while the request ran as the only one of a batch in its process."

@@ -27,8 +27,11 @@ from triton_openai.config.tree import BatchesSettings, FilesSettings
 from triton_openai.storage.batch_store import Batch
 
 # Bytes that are fetched at once, and those of a part of an upload, of which some are sent at the same time.
-_PIECE, _PART, _AT_ONCE = 4 * 1024 * 1024, 8 * 1024 * 1024, 2
-_RETRIES, _RETRY_TIME = 3, timedelta(seconds=30)
+_PIECE = 4 * 1024 * 1024
+_PART = 8 * 1024 * 1024
+_AT_ONCE = 2
+_RETRIES = 3
+_RETRY_TIME = timedelta(seconds=30)
 
 
 class BucketFiles(Files):
@@ -148,7 +151,9 @@ class BucketFiles(Files):
 def file_key(name: str) -> str:
     """Return the key of the file *name*, or of the requests of a batch."""
     batch, _, suffix = name.partition(".")
-    return f"batches/{batch}/{suffix}" if suffix else f"files/{name}"
+    if suffix:
+        return f"batches/{batch}/{suffix}"
+    return f"files/{name}"
 
 
 @contextmanager

@@ -61,7 +61,10 @@ class Files:
     def __init__(self, settings: FilesSettings, batches: BatchesSettings) -> None:
         self.settings = settings
         kind, _, given = settings.store.partition(":")
-        self.folder = Path(given) if given and kind == "dir" else state_folder() / "files"
+        if given and kind == "dir":
+            self.folder = Path(given)
+        else:
+            self.folder = state_folder() / "files"
         self.store, self._path = open_batch_store(batches.store)
         self._place: str | None = None
         if self._path is None and settings.store == "dir":
@@ -81,8 +84,13 @@ class Files:
             there = next(one for one in (path, *path.absolute().parents) if one.exists())
             if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
                 return f"{path} cannot be written to"
-        kind = "" if self._path is None else file_system(self._path)
-        return f"{self._path} is on {kind}, where SQLite loses data" if kind in _SHARED else None
+        if self._path is None:
+            kind = ""
+        else:
+            kind = file_system(self._path)
+        if kind in _SHARED:
+            return f"{self._path} is on {kind}, where SQLite loses data"
+        return None
 
     async def check(self) -> None:
         """
@@ -165,7 +173,8 @@ class Files:
     async def state(self) -> BatchState | None:
         """Return what the tables say of files and batches; ``None`` if they cannot be read soon."""
         batches: Sequence[tuple[Batch, bool]] = ()
-        size, now = 0.0, time.time()
+        size = 0.0
+        now = time.time()
         try:
             async with asyncio.timeout(_STATE_SECONDS):
                 if self.exist:
@@ -290,7 +299,9 @@ class Writing:
     """A file *name* that is being written; it is there as a whole after :meth:`end`, or not at all."""
 
     def __init__(self, files: Files, name: str, descriptor: int) -> None:
-        self._files, self._name, self._descriptor = files, name, descriptor
+        self._files = files
+        self._name = name
+        self._descriptor = descriptor
         self._pieces: list[bytes] = []
         self._waiting = 0
         #: The bytes that were written.
@@ -335,8 +346,15 @@ def write_at(descriptor: int, data: bytes, place: int | None) -> None:
     """Write all of *data*, at *place* or behind what was written before."""
     view = memoryview(data)
     while view:
-        count = os.write(descriptor, view) if place is None else os.pwrite(descriptor, view, place)
-        view, place = view[count:], None if place is None else place + count
+        if place is None:
+            count = os.write(descriptor, view)
+        else:
+            count = os.pwrite(descriptor, view, place)
+        view = view[count:]
+        if place is None:
+            place = None
+        else:
+            place = place + count
 
 
 def sync_folder(folder: Path) -> None:
@@ -390,4 +408,6 @@ def file_system(path: Path) -> str:
         key=lambda fields: len(fields[4]),
         default=(),
     )
-    return found[found.index("-") + 1] if found else ""
+    if found:
+        return found[found.index("-") + 1]
+    return ""

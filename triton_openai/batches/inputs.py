@@ -18,7 +18,8 @@ MOST_ERRORS = 100
 LONGEST_ID = 512
 # No model has such a name, and many lines would hold much memory.
 _LONGEST_MODEL = 1024
-_Decoder, _PIECE = getincrementaldecoder("utf-8"), 256 * 1024
+_Decoder = getincrementaldecoder("utf-8")
+_PIECE = 256 * 1024
 _BOM = b"\xef\xbb\xbf"
 # Lines whose prompts begin with the same bytes run together, so that they stay in the engine's cache.
 _PREFIX = 1024
@@ -66,7 +67,9 @@ class InputReader:
     ) -> None:
         self._file = BufferedReader(FileIO(descriptor, closefd=False))
         self._file.seek(0)
-        self._batch, self._most, self._longest = batch, most, longest
+        self._batch = batch
+        self._most = most
+        self._longest = longest
         self._check = check
         self._seen: set[bytes] = set()
         self._number = 0
@@ -103,7 +106,8 @@ class InputReader:
                     data = self._file.readline(self._longest)
                 continue
             if self._number == 1 and data.startswith(_BOM):
-                data, place = data[len(_BOM) :], len(_BOM)
+                data = data[len(_BOM) :]
+                place = len(_BOM)
             try:
                 # First: nothing else takes as little time for a line of any length.
                 self._check(data)
@@ -145,8 +149,18 @@ class InputReader:
         except msgspec.ValidationError as error:
             text = str(error)
             lacking = text.startswith("Object missing required field")
-            field = text.split("`")[1] if lacking else (text.rpartition("$.")[2].rstrip("`") if "$." in text else None)
-            code = "missing_required_parameter" if lacking else "invalid_type" if field else "invalid_json_line"
+            if lacking:
+                field = text.split("`")[1]
+            elif "$." in text:
+                field = text.rpartition("$.")[2].rstrip("`")
+            else:
+                field = None
+            if lacking:
+                code = "missing_required_parameter"
+            elif field:
+                code = "invalid_type"
+            else:
+                code = "invalid_json_line"
             self.report(code, f"{text}.", field, number)
             return None
         except (msgspec.DecodeError, RecursionError) as error:
@@ -154,7 +168,8 @@ class InputReader:
             return None
         named = request.custom_id
         digest = blake2b(named.encode(errors="surrogatepass"), digest_size=16).digest()
-        body, seen = request.body, digest in self._seen
+        body = request.body
+        seen = digest in self._seen
         checks = (
             (not 1 <= len(named) <= LONGEST_ID, "invalid_custom_id", "custom_id", f"have 1 to {LONGEST_ID} characters"),
             (seen, "duplicate_custom_id", "custom_id", "differ from that of every earlier line"),

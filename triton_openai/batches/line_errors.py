@@ -44,7 +44,9 @@ def verdict_on(error: ServiceError) -> Verdict:
         return Verdict.DIED
     if isinstance(error, errors.ModelNotFound):
         # A key that may not use the model any more is no matter of time.
-        return Verdict.ENDS if error.hidden else Verdict.AWAY
+        if error.hidden:
+            return Verdict.ENDS
+        return Verdict.AWAY
     if isinstance(error, errors.UpstreamUnavailable):
         return Verdict.AWAY
     if isinstance(error, _BUSY):

@@ -8,9 +8,11 @@ from collections import deque
 from triton_openai.telemetry.request_record import Observer, RequestRecord
 
 # Seconds after which a model that is away is looked for again: the first ones, and the most.
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+_FIRST_PAUSE = 1.0
+_LONGEST_PAUSE = 30.0
 # What is known of first tokens is that of the last seconds, and of so many requests.
-_SECONDS, _MOST = 10.0, 1000
+_SECONDS = 10.0
+_MOST = 1000
 
 
 class Limit:
@@ -102,7 +104,9 @@ class FirstTokens(Observer):
         while self._waits and self._waits[0][0] < since:
             self._waits.popleft()
         waits = sorted(wait for _, wait in self._waits)
-        return waits[len(waits) * 19 // 20] if waits else 0.0
+        if waits:
+            return waits[len(waits) * 19 // 20]
+        return 0.0
 
 
 def is_open(hours: str | None) -> bool:
@@ -111,4 +115,6 @@ def is_open(hours: str | None) -> bool:
         return True
     begin, end = hours.split("-")
     now = time.strftime("%H:%M")
-    return begin <= now < end if begin < end else now >= begin or now < end
+    if begin < end:
+        return begin <= now < end
+    return now >= begin or now < end

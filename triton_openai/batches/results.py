@@ -20,7 +20,8 @@ from triton_openai.storage.batch_store import SUCCEEDED, Batch, BatchUsage, Done
 from triton_openai.telemetry.metrics import BATCH_LINES, Series
 
 # Results that become safe from the loss of this machine together, though no checkpoint is due: bytes, or lines.
-_MAX_UNSAFE, _MAX_UNSAFE_LINES = 64 * 1024 * 1024, 10_000
+_MAX_UNSAFE = 64 * 1024 * 1024
+_MAX_UNSAFE_LINES = 10_000
 # Rows that are read at once.
 _CHUNK = 1000
 # What Anthropic's API calls it, and code and message of OpenAI's.
@@ -75,7 +76,9 @@ class Results:
         return True
 
     async def _write(self, held: RunningBatch) -> None:
-        ended, place, done = held.done[:], held.size, list[Done]()
+        ended = held.done[:]
+        place = held.size
+        done = list[Done]()
         for one, _ in ended:
             done.append(one._replace(place=place))
             place += one.length
@@ -101,7 +104,9 @@ class Results:
 
         Doing it again makes the same ones.
         """
-        batch, writings, parts = held.batch, dict[str, Writing](), dict[int, int]()
+        batch = held.batch
+        writings = dict[str, Writing]()
+        parts = dict[int, int]()
         with ExitStack() as stack:
             for file_id in filter(None, (batch.output, batch.errors)):
                 writings[file_id] = await self._files.write(file_id)
@@ -111,7 +116,10 @@ class Results:
 
             def copy(rows: Sequence[Result]) -> None:
                 for row in rows:
-                    into = succeeded if row.state == SUCCEEDED else failed
+                    if row.state == SUCCEEDED:
+                        into = succeeded
+                    else:
+                        into = failed
                     assert into is not None
                     into.put(os.pread(parts[row.part], row.length, row.place))
 
@@ -140,7 +148,12 @@ class Results:
 def rendered(batch: Batch, number: int, custom_id: str, outcome: Outcome) -> bytes:
     """Return the line of a batch's file with the answer to a line."""
     body = msgspec.Raw(outcome.body)
-    kind, field = ("succeeded", "message") if outcome.error is None else ("errored", "error")
+    if outcome.error is None:
+        kind = "succeeded"
+        field = "message"
+    else:
+        kind = "errored"
+        field = "error"
     response = {"status_code": outcome.status, "request_id": outcome.request_id, "body": body}
     return _line(batch, number, custom_id, {"type": kind, field: body}, response=response, error=None)
 

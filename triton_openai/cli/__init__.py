@@ -63,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return serve(settings, source, environ)
     except ServiceError as error:
         print(f"triton-openai: {error.message}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigurationError) else 1
+        if isinstance(error, ConfigurationError):
+            return 2
+        return 1
     except KeyboardInterrupt:
         # Only before or after serving, which ends by itself when it is interrupted.
         return 130

@@ -129,11 +129,14 @@ def translate(
         flag, equals, value = argument.partition("=")
         if flag not in _REFUSED and not argument.startswith("--") and len(argument) > 2:
             # A short flag and its value in one word.
-            flag, equals, value = argument[:2], "=", argument[2:].removeprefix("=")
+            flag = argument[:2]
+            equals = "="
+            value = argument[2:].removeprefix("=")
         _check(flag, flag)
         if flag in _WITHOUT_EFFECT:
             warnings.append(f"{flag} is accepted without effect. {_WITHOUT_EFFECT[flag]}")
-            convert = None if equals else lambda _: None
+            if not equals:
+                convert = _drop
             continue
         if flag not in _ALIASES:
             written.append(argument)
@@ -156,8 +159,15 @@ def translate(
             warnings.append(f"{variable} is ignored: {ours} is set.")
             continue
         warnings.append(f"{variable} is accepted; its name here is {ours}.")
-        translated[ours] = value if converter is None else converter(value)
+        if converter is None:
+            translated[ours] = value
+        else:
+            translated[ours] = converter(value)
     return written, MappingProxyType(translated), warnings
+
+
+def _drop(value: str) -> None:
+    """Convert the value of a flag without effect to nothing."""
 
 
 def _check(flag: str, origin: str) -> None:

@@ -121,7 +121,10 @@ def parse(arguments: Sequence[str]) -> Parsed:
 def _check_command(first: str) -> None:
     if first in (*_COMMANDS, "-h", "--help", "--version"):
         return
-    problem = "The command is missing." if first[:1] in ("", "-") else f"There is no command {first!r}."
+    if first[:1] in ("", "-"):
+        problem = "The command is missing."
+    else:
+        problem = f"There is no command {first!r}."
     raise ConfigurationError(
         f"{problem}{closest(first, _COMMANDS)} The commands are {', '.join(_COMMANDS)}. See triton-openai --help."
     )
@@ -181,7 +184,10 @@ def _add_settings(parser: argparse.ArgumentParser, command: str, *, everything: 
     groups: dict[str, Any] = {}
     for option in _usable(command):
         # Aliases belong to single models, and their group in the help is that of the models.
-        section = "defaults" if option.is_alias else option.section
+        if option.is_alias:
+            section = "defaults"
+        else:
+            section = option.section
         if not everything and section in _FEW:
             section = "server"
         if section not in groups:
@@ -197,9 +203,14 @@ def _add_settings(parser: argparse.ArgumentParser, command: str, *, everything: 
         if option.is_switch:
             keywords["action"] = argparse.BooleanOptionalAction
         else:
-            choices = f"{{{','.join(option.choices)}}}" if option.choices else None
+            choices = None
+            if option.choices:
+                choices = f"{{{','.join(option.choices)}}}"
             metavar = option.metavar or choices or option.name.rpartition("-")[2].upper()
-            keywords["metavar"] = f"[MODEL=]{metavar}" if option.per_model else metavar
+            if option.per_model:
+                keywords["metavar"] = f"[MODEL=]{metavar}"
+            else:
+                keywords["metavar"] = metavar
         if option.is_list or option.per_model:
             keywords["action"] = "append"
         if option.fields:
@@ -211,14 +222,20 @@ def _add_settings(parser: argparse.ArgumentParser, command: str, *, everything: 
 
 
 def _help(option: Option, default: Any, *, everything: bool) -> str:
-    text = option.help if everything else re.split(r"(?<=[.;]) ", option.help)[0].replace(";", ".")
+    if everything:
+        text = option.help
+    else:
+        text = re.split(r"(?<=[.;]) ", option.help)[0].replace(";", ".")
     text = text.replace("%", "%%")
     if option.is_switch and default is not None:
         return f"{text} (default: {'on' if default else 'off'})"
     if default in (None, ()):
         return text
-    default = ", ".join(map(str, default)) if isinstance(default, tuple) else default
-    return f"{text} (default: {default:g})" if isinstance(default, float) else f"{text} (default: {default})"
+    if isinstance(default, tuple):
+        default = ", ".join(map(str, default))
+    if isinstance(default, float):
+        return f"{text} (default: {default:g})"
+    return f"{text} (default: {default})"
 
 
 def _about(section: str) -> str:
@@ -229,7 +246,10 @@ def _about(section: str) -> str:
 def _unknown(argument: str, command: str) -> str:
     if not argument.startswith("-"):
         # Such as the model that `vllm serve` takes.
-        models = " The models are those that Triton has." if command == "serve" else ""
+        if command == "serve":
+            models = " The models are those that Triton has."
+        else:
+            models = ""
         return f"`triton-openai {command}` takes options only, and {argument!r} is none.{models}"
     flag = argument.partition("=")[0]
     known = {option.flag: option for option in options()}

@@ -96,13 +96,19 @@ def _not_printed(reason: str) -> None:
 def _enumerated(names: Sequence[str]) -> str:
     """Return *names* as a sentence lists them."""
     *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
+    if others:
+        return f"{', '.join(others)} and {last}"
+    return last
 
 
 def _chat(model: ModelLine) -> str:
     if "generate" not in model.tasks:
         return ""
-    return "loading" if model.chat is None else "yes" if model.chat else "no"
+    if model.chat is None:
+        return "loading"
+    if model.chat:
+        return "yes"
+    return "no"
 
 
 async def banner_of(settings: Settings, app: web.Application, address: str, *, launched: bool = False) -> Banner:

@@ -70,7 +70,10 @@ def demo(settings: Settings, environ: Mapping[str, str], options: Parsed) -> int
         tempfile.TemporaryDirectory(prefix="triton-openai-demo-") as folder,
         contextlib.ExitStack() as running,
     ):
-        engine = None if options.scripted else _start_engine(Path(folder), environ, options, required=asked_for)
+        if options.scripted:
+            engine = None
+        else:
+            engine = _start_engine(Path(folder), environ, options, required=asked_for)
         if engine is not None:
             running.callback(engine.stop)
         repository = build_repository(
@@ -121,7 +124,10 @@ def _defaults(given: ModelDefaults, tokenizer: Path, *, speaks: bool) -> ModelDe
     if not speaks:
         own = given.tokenizer or given.chat_template or given.history_template
         # That of their tokenizer shows no tools.
-        template = given.chat_template if own else str(files("triton_openai.demo") / "chat_template.jinja")
+        if own:
+            template = given.chat_template
+        else:
+            template = str(files("triton_openai.demo") / "chat_template.jinja")
         return replace(defaults, chat_template=template)
     sampling = given.default_parameters
     return replace(
@@ -157,7 +163,10 @@ async def _talk(banner: Banner, *, access: AccessSettings, speaks: bool, once: b
     names = [model.name for model in banner.models if model.adapter]
     if not names:
         raise ConfigurationError("The demo's models did not become ready.")
-    model = _PREFERRED_MODEL if _PREFERRED_MODEL in names else names[0]
+    if _PREFERRED_MODEL in names:
+        model = _PREFERRED_MODEL
+    else:
+        model = names[0]
     timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout, headers=_headers(access)) as session:
         url = f"{banner.base_url}/chat/completions"
@@ -168,7 +177,9 @@ async def _talk(banner: Banner, *, access: AccessSettings, speaks: bool, once: b
     if problem:
         print(problem, flush=True)
     if once:
-        return 1 if problem else 0
+        if problem:
+            return 1
+        return 0
     print(_snippets(banner.base_url, model, access, speaks=speaks), flush=True)
     return None
 
@@ -191,7 +202,10 @@ async def _ask(session: aiohttp.ClientSession, url: str, asked: Mapping[str, Any
                     print(choice["delta"].get("content") or "", end="", flush=True)
                     for call in choice["delta"].get("tool_calls") or ():
                         function = call["function"]
-                        name = f"{function['name']} " if function.get("name") else ""
+                        if function.get("name"):
+                            name = f"{function['name']} "
+                        else:
+                            name = ""
                         print(f"{name}{function.get('arguments', '')}", end="", flush=True)
     except TimeoutError:
         return f"No answer within {_ANSWER_SECONDS} s."

@@ -172,11 +172,14 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
     lora_problems = models.loras.problems.get(model.triton_model, ())
     differences = models.differences.get(model.triton_model, ())
     missing = models.fleet.without(model.triton_model)
-    capabilities, generates = model.adapter.capabilities, "generate" in model.tasks
+    capabilities = model.adapter.capabilities
+    generates = "generate" in model.tasks
     found: dict[str, Any] = {"images": "none"}
     try:
         prompter = await model.lazy_prompter.get()
-        origins, parsers, notes = prompter.provenance, model.lazy_prompter.parsers, list(prompter.provenance.notes)
+        origins = prompter.provenance
+        parsers = model.lazy_prompter.parsers
+        notes = list(prompter.provenance.notes)
         found = {
             "tokenizer": origins.tokenizer,
             "tool_calls": parsers.tools and parsers.tools.__name__,
@@ -199,13 +202,25 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         notes.append(_NO_GRPC)
     if not generates:
         # Only the note about the tokenizer, which comes first, for a model that takes token ids.
-        notes = notes[:1] if capabilities.tokens and not tokenizer else []
+        if capabilities.tokens and not tokenizer:
+            notes = notes[:1]
+        else:
+            notes = []
     notes += [*lora_problems, *differences, *([f"it is not ready at {', '.join(missing)}"] if missing else ())]
-    counted = "from the responses and the tokenizer" if tokenizer else "left out (not counted)"
-    counts = "from the token counts" if capabilities.usage else "from the number of responses"
+    if tokenizer:
+        counted = "from the responses and the tokenizer"
+    else:
+        counted = "left out (not counted)"
+    if capabilities.usage:
+        counts = "from the token counts"
+    else:
+        counts = "from the number of responses"
     refused = {*neutral_values(ChatRequest), *neutral_values(CompletionRequest)} if generates else ()
     sigmoid = model.settings.score_activation == "sigmoid"
-    scores = "the sigmoid of what the model gives" if sigmoid else "as the model gives them (score_activation)"
+    if sigmoid:
+        scores = "the sigmoid of what the model gives"
+    else:
+        scores = "as the model gives them (score_activation)"
     return ModelReport(
         name=model.triton_model,
         served_as=list(names),
@@ -229,7 +244,10 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
 
 
 def _parameter(row: Parameter) -> ParameterReport:
-    note = row.why if row.rule is Rule.REFUSED else row.note
+    if row.rule is Rule.REFUSED:
+        note = row.why
+    else:
+        note = row.note
     return ParameterReport(row.name, row.rule.value, row.target, row.datatype, note)
 
 
@@ -243,7 +261,9 @@ def _images(model: ServedModel, prompter: Prompter) -> str:
         return "none"
     if not model.marks_images:
         return "none: the chat template takes none, and no image_placeholder is set"
-    return "as many as the model takes" if capabilities.images == math.inf else f"{capabilities.images} at most"
+    if capabilities.images == math.inf:
+        return "as many as the model takes"
+    return f"{capabilities.images} at most"
 
 
 def _sampling(model: ServedModel, defaults: DefaultParameters, source: str | None) -> str:
@@ -264,14 +284,21 @@ def _logprobs(adapter: Adapter) -> str:
         return "none"
     most = adapter.capabilities.top_logprobs
     text = f"of the chosen tokens{f', with up to {most} alternatives' if most else ''}"
-    return f"{text}, and of the prompt's" if adapter.capabilities.prompt_logprobs else text
+    if adapter.capabilities.prompt_logprobs:
+        return f"{text}, and of the prompt's"
+    return text
 
 
 def _classes(model: ServedModel, tokenizer: Tokenizer | None) -> str:
     """Return what the probabilities are, and where the labels come from."""
     activation = activation_of(model, tokenizer)
-    what = "as the model gives them" if activation == "none" else f"the {activation} of its logits (problem_type)"
-    read = "the tokenizer's config.json" if tokenizer is not None and tokenizer.labels else None
+    if activation == "none":
+        what = "as the model gives them"
+    else:
+        what = f"the {activation} of its logits (problem_type)"
+    read = None
+    if tokenizer is not None and tokenizer.labels:
+        read = "the tokenizer's config.json"
     source = "Triton" if model.adapter.capabilities.labels else read
     return f"{what}; {f'labels from {source}' if source else 'no labels'}"
 
@@ -281,7 +308,9 @@ def _suffix(model: ServedModel, tokenizer: Tokenizer | None) -> str | None:
     if (form := fim_form(model.settings.fim_template, tokenizer)) is not None:
         return form
     known = known_fim_form(tokenizer)
-    return None if known is None else f"refused (fim_template; the tokenizer has the tokens of '{known}')"
+    if known is None:
+        return None
+    return f"refused (fim_template; the tokenizer has the tokens of '{known}')"
 
 
 def overview(reports: Sequence[ModelReport], command: str) -> str:
@@ -303,12 +332,18 @@ def overview(reports: Sequence[ModelReport], command: str) -> str:
 def _state(one: ModelReport) -> str:
     if one.adapter is not None:
         return "ready"
-    return "not ready" if not one.ready else "not served" if one.problems else "serves others"
+    if not one.ready:
+        return "not ready"
+    if one.problems:
+        return "not served"
+    return "serves others"
 
 
 def render(reports: Sequence[ModelReport]) -> str:
     """Return the reports as text for a person."""
-    return "\n\n".join(_render(item) for item in reports) if reports else "Triton has no models."
+    if reports:
+        return "\n\n".join(_render(item) for item in reports)
+    return "Triton has no models."
 
 
 def _render(item: ModelReport) -> str:

@@ -93,7 +93,9 @@ def serve(settings: Settings, source: Source, environ: Mapping[str, str]) -> int
     raise_limit()
     with contextlib.ExitStack() as opened:
         sockets = opened.enter_context(listening_sockets(settings.server))
-        triton = triton_for(settings, environ) if settings.triton.model_repository else None
+        triton = None
+        if settings.triton.model_repository:
+            triton = triton_for(settings, environ)
         given: Mapping[str, Any] = {"sockets": sockets, "launched": triton is not None}
         service: Runner = partial(_one_process, **given)
         if settings.server.workers > 1:
@@ -116,7 +118,10 @@ def raise_limit() -> None:
     Systems keep the low default for programs that use ``select``, which this one does not.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
+    if hard == resource.RLIM_INFINITY:
+        wanted = _ENOUGH_FILES
+    else:
+        wanted = min(hard, _ENOUGH_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
@@ -231,11 +236,16 @@ async def _serve(
 
 async def _show_start(started: asyncio.Event) -> None:
     """Say that Triton starts, and on a terminal for how long."""
-    line, terminal, begin = "Starting Triton ...", sys.stderr.isatty(), time.monotonic()
+    line = "Starting Triton ..."
+    terminal = sys.stderr.isatty()
+    begin = time.monotonic()
     print(line, end="" if terminal else "\n", file=sys.stderr, flush=True)
     while terminal and not started.is_set():
         await wait_any(started, timeout=1)
-        end = "\n" if started.is_set() else ""
+        if started.is_set():
+            end = "\n"
+        else:
+            end = ""
         print(f"\r{line} {time.monotonic() - begin:.0f} s", end=end, file=sys.stderr, flush=True)
 
 
@@ -251,7 +261,9 @@ async def _one_process(
         async def show_banner() -> int | None:
             banner = await banner_of(settings, app, address_of(settings, sockets[0]), launched=launched)
             show(render_banner(banner, settings.server.log_format))
-            return None if on_ready is None else await on_ready(banner)
+            if on_ready is None:
+                return None
+            return await on_ready(banner)
 
         yield Running(partial(apply_settings, app), show_banner)
 
@@ -284,7 +296,8 @@ async def _shut_down(http: HttpServer, app: web.Application, stop: Stop) -> None
 
     First readiness turns false, for load balancers; then the sockets close; then running requests may finish.
     """
-    server, draining = app[SERVICE].settings.server, app[DRAINING]
+    server = app[SERVICE].settings.server
+    draining = app[DRAINING]
     draining.begun = True
     if stop.notice:
         await wait_any(stop.hurried, timeout=server.shutdown_delay)
@@ -306,7 +319,8 @@ async def _workers(
     environ: Mapping[str, str],
 ) -> AsyncIterator[Running]:
     """Serve with workers, which share *directory*."""
-    count, address = settings.server.workers, address_of(settings, sockets[0])
+    count = settings.server.workers
+    address = address_of(settings, sockets[0])
 
     async def start(index: int, settings: Settings) -> WorkerProcess:
         worker = Worker(index=index, count=count, directory=directory)

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 from triton_openai.config.terminal import shows_colours
 
-_BOLD, _GREEN, _YELLOW, _RED = "1", "32", "33", "31"
+_BOLD = "1"
+_GREEN = "32"
+_YELLOW = "33"
+_RED = "31"
 # By the content of a cell.
 _COLOURS = {"yes": _GREEN, "ready": _GREEN, "loading": _YELLOW, "no": _RED}
 
@@ -26,13 +29,19 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def problems(lines: Sequence[str]) -> list[str]:
     """Return *lines* as a part of their own, indented, in red; nothing where there are none."""
-    return ["", *(_painted(f"  {line}", _RED) for line in lines)] if lines else []
+    if lines:
+        return ["", *(_painted(f"  {line}", _RED) for line in lines)]
+    return []
 
 
 def _colour(text: str) -> str | None:
-    return _YELLOW if text.startswith("not ") else _COLOURS.get(text)
+    if text.startswith("not "):
+        return _YELLOW
+    return _COLOURS.get(text)
 
 
 def _painted(text: str, colour: str | None) -> str:
     """Return *text* in *colour* where stdout shows colours."""
-    return f"\033[{colour}m{text}\033[0m" if colour is not None and shows_colours(sys.stdout) else text
+    if colour is not None and shows_colours(sys.stdout):
+        return f"\033[{colour}m{text}\033[0m"
+    return text

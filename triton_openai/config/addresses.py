@@ -34,7 +34,10 @@ def check_urls(urls: Sequence[str], origin: str) -> None:
                 f"{origin}: {url!r} has spaces or characters that are not ASCII: write its path percent-encoded, and "
                 "its host as xn--…."
             )
-        kind = "HTTP" if parts.scheme.startswith("http") else "gRPC"
+        if parts.scheme.startswith("http"):
+            kind = "HTTP"
+        else:
+            kind = "gRPC"
         if kind == "gRPC" and parts.port is None:
             raise ConfigurationError(f"{origin}: {url!r} names no port; Triton's gRPC port is usually 8001.")
         if kind == "gRPC" and parts.path.strip("/"):
@@ -57,7 +60,10 @@ def check_address(url: str, origin: str, schemes: tuple[str, ...], beginnings: s
     except ValueError as error:
         raise ConfigurationError(f"{origin}: {url!r} is not an address: {error}.") from error
     if parts.scheme not in schemes or "://" not in url:
-        hint = "" if "://" in url else f" Did you mean http://{url}?"
+        if "://" in url:
+            hint = ""
+        else:
+            hint = f" Did you mean http://{url}?"
         raise ConfigurationError(f"{origin}: {url!r} is not accepted: it has to begin with {beginnings}.{hint}")
     if not parts.hostname:
         raise ConfigurationError(f"{origin}: {url!r} names no host.")
@@ -89,7 +95,8 @@ def _from_text(text: str) -> EndpointSettings:
     name: str | None
     name, equals, urls = text.partition("=")
     if not equals or "://" in name:
-        name, urls = None, text
+        name = None
+        urls = text
     dns = urls.startswith(_DNS)
     addresses = re.split(r"\+(?=\w+://)", urls.removeprefix(_DNS))
     return EndpointSettings(url=tuple(addresses), name=name, dns=dns)

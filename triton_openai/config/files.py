@@ -49,17 +49,21 @@ class FileWatch:
     def due(self, *, settled: bool = False) -> bool:
         """Return whether to read the files; if *settled*, once they look the same twice: their writer has finished."""
         found = self._signatures()
-        steady, self._looked = found == self._looked, found
+        steady = found == self._looked
+        self._looked = found
         if found == self._read:
             return self._reason is not None
         if settled and not steady:
             return False
-        self._read, self._reason = found, None
+        self._read = found
+        self._reason = None
         return True
 
     async def look(self, *, settled: bool) -> bool:
         """Call :meth:`due` in a thread if there are files: their disk may be slow."""
-        return await asyncio.to_thread(self.due, settled=settled) if self.paths else self.due(settled=settled)
+        if self.paths:
+            return await asyncio.to_thread(self.due, settled=settled)
+        return self.due(settled=settled)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -77,7 +81,10 @@ class FileWatch:
 
     def failed(self, error: Exception) -> None:
         """Log that the files cannot be used, once for each state of the files and each reason."""
-        reason = error.message if isinstance(error, ConfigurationError) else str(error) or repr(error)
+        if isinstance(error, ConfigurationError):
+            reason = error.message
+        else:
+            reason = str(error) or repr(error)
         if reason != self._reason:
             expected = isinstance(error, (ConfigurationError, OSError))
             _log.error(self._event, reason=reason, exc_info=None if expected else error, **self._fields)
@@ -186,7 +193,11 @@ def read_yaml(file: Path, what: str, *, secret: bool = False) -> Any:
         raise ConfigurationError(f"The {what} {file} cannot be read: {error.strerror or error}.") from error
     except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
-        line, words = "" if mark is None else f" in line {mark.line + 1}", " ".join(str(error).split())
+        if mark is None:
+            line = ""
+        else:
+            line = f" in line {mark.line + 1}"
+        words = " ".join(str(error).split())
         # YAML's own words, as those of a cause, show the lines that they are about.
         problem = f"The {what} {file} is not valid YAML{line if secret else f': {words}'}."
         raise ConfigurationError(problem) from (None if secret else error)

@@ -71,12 +71,16 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def item(self) -> Any:
         """The type of one value."""
-        return bare_type(get_args(self.type)[0]) if self.is_list else self.type
+        if self.is_list:
+            return bare_type(get_args(self.type)[0])
+        return self.type
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The accepted values, if there are only a few."""
-        return get_args(self.item) if get_origin(self.item) is Literal else ()
+        if get_origin(self.item) is Literal:
+            return get_args(self.item)
+        return ()
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -37,7 +37,8 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
 def changes_between(current: Settings, new: Settings) -> Changes:
     """Return what *new* changes of *current*."""
     fixed_keys = {option.key for option in options() if not option.live}
-    live, fixed = list[str](), list[str]()
+    live = list[str]()
+    fixed = list[str]()
     groups: dict[str, Any] = {}
     for group in Settings.__struct_fields__[:-1]:
         after = getattr(new, group)
@@ -78,8 +79,12 @@ class Source:
             # Whoever reads the settings reports it.
             return False
         for option in options():
-            group = settings.get(option.section) if isinstance(settings, dict) else None
-            value = group.get(option.path[-1]) if option.secret and isinstance(group, dict) else None
+            group = None
+            if isinstance(settings, dict):
+                group = settings.get(option.section)
+            value = None
+            if option.secret and isinstance(group, dict):
+                value = group.get(option.path[-1])
             # The address of a store without a user has no password.
             if value and (not isinstance(value, str) or "@" in value):
                 return True
@@ -123,7 +128,8 @@ class Reloader:
                 await self._reload(reload=reload)
 
     async def _reload(self, *, reload: bool) -> None:
-        watch, read = self._source.watch, False
+        watch = self._source.watch
+        read = False
         try:
             changes = await asyncio.to_thread(self._source.changes, self.settings)
             _check_restrictions(self.settings.access, changes.settings.access)

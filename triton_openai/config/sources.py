@@ -55,13 +55,18 @@ def config_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Path | 
     if named == "":
         raise ConfigurationError("--config: '' is not accepted: expected a path.")
     named = named or environ.get(_CONFIG_VARIABLE)
-    return Path(named) if named else None
+    if named:
+        return Path(named)
+    return None
 
 
 def refuse_if_file_only(option: Option, origin: str) -> None:
     """Raise :class:`ConfigurationError` where *origin*, a flag or a variable, sets what only the YAML file can set."""
     if option.file_only:
-        keys = f"{option.key} or models.NAME.{option.path[-1]}" if option.per_model else option.key
+        if option.per_model:
+            keys = f"{option.key} or models.NAME.{option.path[-1]}"
+        else:
+            keys = option.key
         raise ConfigurationError(
             f"{origin} is not accepted: set {keys} in the YAML file that --config or {_CONFIG_VARIABLE} names."
         )
@@ -123,7 +128,10 @@ def _add_assignments(written: _Layer, option: Option, values: list[str], origin:
         # is free to have one: clients call models "org/name".
         assigns = option.is_alias or (equals and "/" not in left)
         if assigns and not (left and right):
-            form = "NAME=MODEL" if option.is_alias else "MODEL=VALUE or VALUE"
+            if option.is_alias:
+                form = "NAME=MODEL"
+            else:
+                form = "MODEL=VALUE or VALUE"
             raise ConfigurationError(f"{origin}: {text!r} is not accepted: write {form}.")
         if option.is_alias:
             path = ("models", right, "aliases")
@@ -155,7 +163,9 @@ def _read_mapping(content: Any, kind: Any, at: _Path, file: Path) -> Iterator[tu
     """Yield the settings in *content*, which stands for a value of *kind* at this path of the file."""
 
     def place(*names: str) -> str:
-        return f"{'.'.join((*at, *names))} in {file}" if at or names else f"The settings file {file}"
+        if at or names:
+            return f"{'.'.join((*at, *names))} in {file}"
+        return f"The settings file {file}"
 
     if not isinstance(content, dict):
         raise ConfigurationError(f"{place()} has to be a mapping of names to values.")
@@ -168,13 +178,17 @@ def _read_mapping(content: Any, kind: Any, at: _Path, file: Path) -> Iterator[tu
             raise ConfigurationError(f"{place(str(name))} is not a name; put it in quotes.")
         if name not in known:
             raise ConfigurationError(f"{place(name)} is not a setting.{closest(name, known)}")
-        annotation, path = known[name], (*at, name)
+        annotation = known[name]
+        path = (*at, name)
         inner = bare_type(annotation)
         if is_struct(inner) or get_origin(inner) is Mapping:
             yield from _read_mapping({} if value is None else value, inner, path, file)
         elif value is not None:
             # A text stands for a list of one.
-            listed = [value] if isinstance(value, str) and get_origin(inner) is tuple else value
+            if isinstance(value, str) and get_origin(inner) is tuple:
+                listed = [value]
+            else:
+                listed = value
             yield path, (_converted(listed, annotation, path, place(name), strict=True), place(name))
 
 
@@ -214,7 +228,10 @@ def _converted(value: Any, annotation: Any, path: _Path, origin: str, *, strict:
         reason = re.sub("`str` matching regex .*", lambda _: form, problem).replace("Invalid enum value", wanted)
         raise ConfigurationError(f"{origin} is not accepted: {reason[0].lower()}{reason[1:]}.")
     choices = next((get_args(kind) for kind in (annotation, *get_args(annotation)) if get_origin(kind) is Literal), ())
-    reason = f"expected {', '.join(choices[:-1])} or {choices[-1]}" if choices else plain_words(problem)
+    if choices:
+        reason = f"expected {', '.join(choices[:-1])} or {choices[-1]}"
+    else:
+        reason = plain_words(problem)
     raise ConfigurationError(f"{origin}: {value!r} is not accepted: {reason[0].lower()}{reason[1:]}.")
 
 

@@ -51,7 +51,8 @@ def _file_only(text: str, **extra: Any) -> Meta:
 
 
 #: What a setting that names something can also be: found by the service itself, or nothing.
-AUTO, NONE = "auto", "none"
+AUTO = "auto"
+NONE = "none"
 
 _SECONDS = {"metavar": "SECONDS"}
 Seconds = Annotated[float, Meta(gt=0, le=86_400, extra=_SECONDS)]
@@ -557,7 +558,9 @@ class TracesSettings(_Group, frozen=True):
         if self.otlp_protocol is not None:
             return self.otlp_protocol
         port = urlsplit(self.otlp_endpoint or "").port
-        return "grpc" if port == OTLP_PORTS["grpc"] else "http/protobuf"
+        if port == OTLP_PORTS["grpc"]:
+            return "grpc"
+        return "http/protobuf"
 
     @property
     def exporter_url(self) -> str | None:
@@ -891,7 +894,8 @@ class Settings(_Group, frozen=True):
 
     def model(self, name: str) -> ModelSettings:
         """Return how the model *name* is used: its own settings, completed from the defaults."""
-        own, defaults = self.models.get(name, ModelSettings()), self.defaults
+        own = self.models.get(name, ModelSettings())
+        defaults = self.defaults
         used = {field: getattr(own, field) or getattr(defaults, field) for field in ModelDefaults.__struct_fields__}
         if own.chat_template or own.history_template:
             # A prompt is made in one way: what is said of a model takes the place of whatever is said of all.
@@ -912,7 +916,8 @@ class Settings(_Group, frozen=True):
     @property
     def triton_for_batches(self) -> TritonSettings:
         """The settings of Triton for requests of batches, which have time."""
-        seconds, triton = self.batches.request_timeout, self.triton
+        seconds = self.batches.request_timeout
+        triton = self.triton
         first = max(seconds, triton.first_token_timeout)
         return msgspec.structs.replace(triton, request_timeout=seconds, first_token_timeout=first)
 

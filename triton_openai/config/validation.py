@@ -39,7 +39,9 @@ def closest(name: str, known: Iterable[str]) -> str:
     words = _words(name)
     likeness = {one: _likeness(words, _words(one)) for one in known}
     best = max(likeness, key=likeness.__getitem__, default=None)
-    return "" if best is None or likeness[best] < _SAME_WORD else f" Did you mean {best}?"
+    if best is None or likeness[best] < _SAME_WORD:
+        return ""
+    return f" Did you mean {best}?"
 
 
 def _words(name: str) -> list[str]:
@@ -78,7 +80,10 @@ def explained(error: msgspec.ValidationError, annotation: Any) -> str:
     """
     text = str(error)
     place = _PLACE.search(text)
-    path = "" if place is None else place["path"]
+    if place is None:
+        path = ""
+    else:
+        path = place["path"]
     where = path.removeprefix(".")
     problem = _PLACE.sub("", text)
     kinds = _kinds_at(annotation, path)
@@ -93,7 +98,9 @@ def explained(error: msgspec.ValidationError, annotation: Any) -> str:
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if choices and (other := _UNKNOWN_CHOICE.fullmatch(problem)):
         reason = f"expected one of {', '.join(map(str, choices))}, not {masked(other['value'])}"
-    return f"{where}: {reason}." if where else f"{reason}."
+    if where:
+        return f"{where}: {reason}."
+    return f"{reason}."
 
 
 def path_of(target: type, value: Any) -> Path:

@@ -80,12 +80,16 @@ def _run(weights: str, socket: str) -> None:
     threads = min(os.cpu_count() or 1, 8)
     params = xllamacpp.CommonParams()
     params.model.path = weights
-    params.n_ctx, params.n_parallel, params.kv_unified = _CONTEXT, _SLOTS, True
+    params.n_ctx = _CONTEXT
+    params.n_parallel = _SLOTS
+    params.kv_unified = True
     # Small steps, because the engine notices cancellations between steps. From 64 tokens on, llama.cpp computes the
     # attention in another way: an answer would depend on how many tokens of other prompts share its step.
     params.n_batch = params.n_ubatch = 63
     params.sse_ping_interval = 1
-    params.cache_ram_mib, params.warmup, params.verbosity = 0, False, 0
+    params.cache_ram_mib = 0
+    params.warmup = False
+    params.verbosity = 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.hostnames = [socket]
     server = xllamacpp.Server(params)

@@ -33,7 +33,10 @@ class Record:
         """Return the events so far, oldest first, filtered by request id, model and kind of event."""
         with self._lock:
             self._read_on()
-            found = self._events if id is None else self._of.get(id, [])
+            if id is None:
+                found = self._events
+            else:
+                found = self._of.get(id, [])
             return [each for each in found if model in (None, each["model"]) and event in (None, each["event"])]
 
     def _read_on(self) -> None:

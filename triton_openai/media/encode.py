@@ -87,11 +87,13 @@ class _Pcm:
         self._head = head
 
     def encode(self, samples: Samples) -> bytes:
-        head, self._head = self._head, b""
+        head = self._head
+        self._head = b""
         return head + _int16(samples).tobytes()
 
     def finish(self) -> bytes:
-        head, self._head = self._head, b""
+        head = self._head
+        self._head = b""
         return head
 
 
@@ -134,7 +136,8 @@ class _Sink(io.RawIOBase):
 
     def take(self) -> bytes:
         """Return what was written since the last call."""
-        new, self._new = bytes(self._new), bytearray()
+        new = bytes(self._new)
+        self._new = bytearray()
         self._taken += len(new)
         return new
 
@@ -160,7 +163,9 @@ class _Aac:
     """Frames of AAC with heads of their own (ADTS), by FFmpeg."""
 
     def __init__(self, av: Any, rate: int) -> None:
-        self._av, self._rate, self._sent = av, rate, 0
+        self._av = av
+        self._rate = rate
+        self._sent = 0
         self._sink = _Sink()
         self._file = av.open(self._sink, "w", format="adts")
         self._stream = self._file.add_stream("aac", rate=rate, layout="mono")
@@ -194,7 +199,9 @@ class _Resampled:
     def _converted(self, samples: Samples, *, last: bool = False) -> bytes:
         converted = self._stream.resample_chunk(samples, last=last)
         # FFmpeg takes no frame without samples.
-        return self._encoder.encode(converted) if len(converted) else b""
+        if len(converted):
+            return self._encoder.encode(converted)
+        return b""
 
 
 def samples_of(data: bytes, datatype: str) -> Samples:
@@ -237,7 +244,8 @@ class Joiner:
 
     def rest(self) -> Samples:
         """Return the samples after the last part."""
-        tail, self._tail = self._tail, np.zeros(0, np.float32)
+        tail = self._tail
+        self._tail = np.zeros(0, np.float32)
         return tail
 
 

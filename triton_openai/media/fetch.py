@@ -132,14 +132,21 @@ class AllowedHosts:
         if not url.raw_host:
             raise _refused("The image's URL names no host.")
         if not self._covers(url):
-            source = f" from '{url.raw_host[:200]}'" if self._entries else ""
+            if self._entries:
+                source = f" from '{url.raw_host[:200]}'"
+            else:
+                source = ""
             raise _refused(f"This service does not fetch images{source}: {_INSTEAD}")
 
     def _covers(self, url: URL) -> bool:
-        host, default = url.raw_host or "", url.port == _DEFAULT_PORTS[url.scheme]
+        host = url.raw_host or ""
+        default = url.port == _DEFAULT_PORTS[url.scheme]
         first, *labels = host.split(".")
         names = {host, *("*." + ".".join(labels[number:]) for number in range(len(labels)) if first)}
-        ports = {url.port, None} if default else {url.port}
+        if default:
+            ports = {url.port, None}
+        else:
+            ports = {url.port}
         return any((name, port) in self._entries for name in names for port in ports)
 
 
@@ -163,10 +170,16 @@ def parse_url(text: str) -> URL:
 
 def _entry(text: str) -> tuple[str, int | None]:
     """Return the host of an entry, with its star, and its port."""
-    star, host_port = ("*.", text[2:]) if text.startswith("*.") else ("", text)
+    if text.startswith("*."):
+        star = "*."
+        host_port = text[2:]
+    else:
+        star = ""
+        host_port = text
     try:
         url = URL(f"http://{host_port}")
-        host, port = url.raw_host, url.explicit_port
+        host = url.raw_host
+        port = url.explicit_port
     except ValueError:
         host = port = None
     if not host or host_port.endswith(":") or any(character in host_port for character in "*/@?#\\ "):

@@ -148,7 +148,10 @@ class ImageLoader:
 
     def check_count(self, references: Sequence[ImageReference], *, most: float = math.inf) -> None:
         """Raise :class:`InvalidRequest` for too many; *most* is the model's own limit, where it is known."""
-        limit = self._most if most > self._most else int(most)
+        if most > self._most:
+            limit = self._most
+        else:
+            limit = int(most)
         if len(references) > limit:
             raise InvalidRequest(
                 f"A request to this model can have {limit} image{'' if limit == 1 else 's'} at most, and this one has "

@@ -23,7 +23,10 @@ _NOT_IN_NAMES = re.compile(r'["<>]|[^ -~\w]')
 
 def shown(name: str | None, text: str) -> str:
     """Return the *text* of a file as a prompt shows it, between lines that name the file."""
-    called = "" if name is None else f' name="{_NOT_IN_NAMES.sub("_", name[:_LONGEST_NAME])}"'
+    if name is None:
+        called = ""
+    else:
+        called = f' name="{_NOT_IN_NAMES.sub("_", name[:_LONGEST_NAME])}"'
     return f"<file{called}>\n{text}\n</file>"
 
 
@@ -33,13 +36,17 @@ def read(data: str, name: str | None) -> str:
 
     Raises :class:`UnsupportedParameter` for files that are not text, and :class:`InvalidRequest` for what is not UTF-8.
     """
-    called = f"The file '{printable(name, 100)}'" if name else "The file"
+    if name:
+        called = f"The file '{printable(name, 100)}'"
+    else:
+        called = "The file"
     kind = ""
     if is_data_url(data):
         head = DATA_URL.match(data[:LONGEST_HEAD])
         if head is None or head["base64"] is None:
             raise InvalidRequest("A file's data URL must have the form data:text/plain;base64,...", code="invalid_file")
-        kind, data = head["type"].strip().lower(), data[head.end() :]
+        kind = head["type"].strip().lower()
+        data = data[head.end() :]
     try:
         content = binascii.a2b_base64("".join(data.split()).encode("ascii"), strict_mode=True)
     except ValueError as error:

@@ -56,22 +56,34 @@ class Binder:
 
     def bind(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> ServedModel | Unserved:
         """Return the model with this *config* among those of *repository*. Blocks: it reads files."""
-        name, settings, own = config.name, self.settings.model(config.name), self.settings.models.get(config.name)
+        name = config.name
+        settings = self.settings.model(config.name)
+        own = self.settings.models.get(config.name)
         role = helper_role(config, repository)
         # A default adapter for all models is for those that could be served: a helper stays a helper.
         if role is not None and (own is None or own.adapter is None):
             return Unserved(name=name, why=f"it is the {role}", role=role)
         try:
             registry = self._registry
-            claim = registry.claim(config) if settings.adapter is None else registry.named(settings.adapter)
+            if settings.adapter is None:
+                claim = registry.claim(config)
+            else:
+                claim = registry.named(settings.adapter)
             if claim is None:
                 return Unserved(name=name, why=_why_unclaimed(config))
             told = _mapping(settings)
-            adapter, reason = claim.adapter.described(config, repository, told), claim.reason
-            metadata, text_level = adapter.metadata_with(self._files), None
+            adapter = claim.adapter.described(config, repository, told)
+            reason = claim.reason
+            metadata = adapter.metadata_with(self._files)
+            text_level = None
             synthesis = adapter.capabilities.synthesis
-            voices = None if synthesis is None else Voices(name, settings.audio, synthesis)
-            direct = self._token_level(adapter, repository, told) if settings.adapter is None else None
+            if synthesis is None:
+                voices = None
+            else:
+                voices = Voices(name, settings.audio, synthesis)
+            direct = None
+            if settings.adapter is None:
+                direct = self._token_level(adapter, repository, told)
             if direct is not None and may_have_tokenizer(settings.tokenizer, metadata.tokenizer_dir):
                 reason = f"{adapter.name}, answered by its engine '{direct.config.name}', see --prefer-token-level"
                 adapter, text_level = direct, adapter
@@ -107,12 +119,20 @@ class Binder:
         if mode == "never" or (mode == "auto" and not (adapter.splits_characters or adapter.tokens_tell_more)):
             return None
         engine = adapter.token_level
-        claim = None if engine is None else self._registry.claim(engine)
+        if engine is None:
+            claim = None
+        else:
+            claim = self._registry.claim(engine)
         if engine is None or claim is None:
             return None
-        audio = None if told is None or told.audio is None else TensorMapping(audio=told.audio)
+        if told is None or told.audio is None:
+            audio = None
+        else:
+            audio = TensorMapping(audio=told.audio)
         direct = claim.adapter.described(engine, repository, audio)
-        return direct if direct.capabilities.tokens else None
+        if direct.capabilities.tokens:
+            return direct
+        return None
 
 
 def _mapping(settings: ModelSettings) -> TensorMapping | None:
@@ -125,7 +145,9 @@ def _mapping(settings: ModelSettings) -> TensorMapping | None:
         text=settings.text,
         audio=None if audio == AudioFormat() else audio,
     )
-    return told if told.describes or told.audio is not None else None
+    if told.describes or told.audio is not None:
+        return told
+    return None
 
 
 def _priorities(config: ModelConfig, repository: Mapping[str, ModelConfig]) -> int:
@@ -152,6 +174,8 @@ def _read_file(repositories: Sequence[Path], model: str, name: str) -> bytes | N
     try:
         versions = [path for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
         path = max(versions, key=lambda path: int(path.name)) / name
-        return path.read_bytes() if path.stat().st_size <= _LARGEST else None
+        if path.stat().st_size <= _LARGEST:
+            return path.read_bytes()
+        return None
     except (OSError, ValueError):
         return None

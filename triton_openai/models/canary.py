@@ -65,7 +65,10 @@ class Canary(Observer):
         if model is None:
             return
         name = model.triton_model
-        silence = None if record.error is None else _silence(record)
+        if record.error is None:
+            silence = None
+        else:
+            silence = _silence(record)
         if silence is None and _answered(record):
             self._forget(name)
         elif silence is not None or _left_without(record):
@@ -143,7 +146,9 @@ def _silence(record: RequestRecord) -> UpstreamTimeout | None:
     if not isinstance(error := record.error, UpstreamTimeout):
         return None
     in_vain = record.time_to_first_token is None and any(answer.cancelled for answer in record.answers)
-    return error if in_vain or error.code == "upstream_silent" else None
+    if in_vain or error.code == "upstream_silent":
+        return error
+    return None
 
 
 def _answered(record: RequestRecord) -> bool:

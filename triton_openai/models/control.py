@@ -222,7 +222,10 @@ class ModelControl:
                 raise _conflict(f"The model '{model}' is not loaded.", "model_not_loaded")
             await self._models.fleet.reload()
             configs = self._models.fleet.snapshot.configs
-            parts = _parts(model, configs) if dependents else set()
+            if dependents:
+                parts = _parts(model, configs)
+            else:
+                parts = set()
             every = {model, *parts}
             async with self._draining.claim(sorted(parts)):
                 _refuse_used(every, configs)
@@ -258,10 +261,14 @@ def _held(index: Sequence[IndexEntry], models: Collection[str]) -> list[str]:
 
 def _parts(model: str, configs: Mapping[str, ModelConfig]) -> set[str]:
     """Return the models that *model* is an ensemble of, through all levels."""
-    found, left = {model}, [model]
+    found = {model}
+    left = [model]
     while left:
         config = configs.get(left.pop())
-        new = {step.model for step in config.steps} - found if config is not None else set()
+        if config is not None:
+            new = {step.model for step in config.steps} - found
+        else:
+            new = set()
         found |= new
         left += new
     return found - {model}
@@ -271,7 +278,10 @@ def _refuse_used(models: Collection[str], configs: Mapping[str, ModelConfig]) ->
     """Raise :class:`ModelConflict` when one of *models* is used by a loaded model that is to stay."""
     for model in sorted(models):
         config = configs.get(model)
-        users = [] if config is None else [user.name for user in users_of(config, configs) if user.name not in models]
+        if config is None:
+            users = []
+        else:
+            users = [user.name for user in users_of(config, configs) if user.name not in models]
         if users:
             raise _conflict(
                 f"The model '{model}' is used by {_listed(sorted(users))}, to be unloaded first.", "model_in_use"

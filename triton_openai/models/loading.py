@@ -82,7 +82,8 @@ class LazyPrompter:
     async def _resolve(self) -> Prompter:
         settings = self._settings
         prompter = await asyncio.to_thread(Prompter.resolve, settings, self.hint, self.named)
-        tools, reasoning = settings.tool_call_parser, settings.reasoning_parser
+        tools = settings.tool_call_parser
+        reasoning = settings.reasoning_parser
         self.parsers = await asyncio.to_thread(choose, prompter.tools_source, tools=tools, reasoning=reasoning)
         self.resolved = prompter
         return prompter
@@ -119,7 +120,8 @@ class LazyPrompter:
         except Exception as error:  # noqa: BLE001 - a third party's parser must not end the checks of all models
             _log.exception("tokenizer and template cannot be prepared", model=model)
             problem = ConfigurationError(f"Its tokenizer or template failed: {type(error).__name__}.")
-        before, self.problem = self.problem, problem
+        before = self.problem
+        self.problem = problem
         self.checked.set()
         if problem is None:
             if before is not None:
@@ -127,7 +129,10 @@ class LazyPrompter:
             return None
         if before is not None and before.message == problem.message:
             return None
-        event = "model cannot chat" if chats else "model cannot be used"
+        if chats:
+            event = "model cannot chat"
+        else:
+            event = "model cannot be used"
         return CheckFailure(event, problem.message, problem.detail)
 
 
@@ -144,7 +149,8 @@ class Prompters:
 
     def of(self, name: str, settings: ModelSettings, hint: str | None, named: str | None = None) -> LazyPrompter:
         """Return that of the model *name*: a new one if its *settings*, *hint* or *named* have changed."""
-        known, new = self._known.get(name), LazyPrompter(settings, hint, named)
+        known = self._known.get(name)
+        new = LazyPrompter(settings, hint, named)
         if known is None or known.key != new.key:
             known = self._known[name] = new
         return known

@@ -81,7 +81,9 @@ class Models:
 
     def triton_model(self, name: str) -> str:
         """Return the Triton model that *name* stands for, loaded or not: an alias's, or *name* itself."""
-        return name if self._exists(name) else self._binder.aliases.get(name, name)
+        if self._exists(name):
+            return name
+        return self._binder.aliases.get(name, name)
 
     def _exists(self, name: str) -> bool:
         return any(entry.name == name for entry in self.fleet.snapshot.index)
@@ -105,7 +107,9 @@ class Models:
             moderators = self._moderators(allows)
             if default in moderators:
                 return default
-            return moderators[0] if len(moderators) == 1 else name
+            if len(moderators) == 1:
+                return moderators[0]
+            return name
         if default is None and not name:
             raise missing("model")
         return default or name
@@ -134,14 +138,19 @@ class Models:
             name = self.wanted(name, allows)
         if not allows(name):
             raise ModelNotFound(name, hidden=True, hint=self._suggestion(name, allows))
-        unlisted = None if name in self.served else self.unlisted_lora(name)
+        if name in self.served:
+            unlisted = None
+        else:
+            unlisted = self.unlisted_lora(name)
         if (name not in self.served and unlisted is None) or not self.fleet.snapshot.reachable:
             await self.fleet.refresh_on_miss()
         model = self.served.get(name) or unlisted
         if model is not None:
             if model.variants:
                 model = model.variant_at(self.fleet.choose(model.triton_model))
-            return model if model.text_level is None else await model.settled()
+            if model.text_level is None:
+                return model
+            return await model.settled()
         snapshot = self.fleet.snapshot
         if snapshot.error is not None:
             raise UpstreamUnavailable(
@@ -167,7 +176,10 @@ class Models:
         names = [one for one in self.served if allows(one)]
         if len(names) > _MOST_SUGGESTED:
             return " GET /v1/models lists the models."
-        hint = closest(name, names) if len(name) <= _LONGEST_COMPARED else ""
+        if len(name) <= _LONGEST_COMPARED:
+            hint = closest(name, names)
+        else:
+            hint = ""
         return hint or (f" Available: {', '.join(names)}." if names else "")
 
     async def apply_settings(self, settings: Settings, *, reload: bool) -> None:
@@ -228,7 +240,9 @@ class Models:
         self.differences = differences
         now = int(time.time())
         self.created = {name: self.created.get(name, now) for name in configs}
-        self._binder, self.served, self.unserved = binder, served, unserved
+        self._binder = binder
+        self.served = served
+        self.unserved = unserved
         binder.prompters.keep({model.triton_model for model in served.values()})
         known = {entry.name for entry in snapshot.index}
         misnamed = _misnamed(binder.settings, known, served.keys() | self.loras.waiting)

@@ -44,7 +44,8 @@ class EndpointLine(msgspec.Struct, frozen=True, kw_only=True):
 
 def endpoint_lines(models: Models) -> list[EndpointLine]:
     """Return a line for each of several Tritons; none where there is only one."""
-    fleet, served = models.fleet, {model.triton_model for model in models.served.values()}
+    fleet = models.fleet
+    served = {model.triton_model for model in models.served.values()}
     lines = []
     for member in fleet.members.values() if fleet.listed else ():
         targets = {name: target for name, target in sorted(member.targets.items()) if name in served}
@@ -53,8 +54,10 @@ def endpoint_lines(models: Models) -> list[EndpointLine]:
             state = "does not answer"
         elif member.ejected:
             state = "ejected"
+        elif member.settings.weight:
+            state = "ready"
         else:
-            state = "ready" if member.settings.weight else "drained"
+            state = "drained"
         lines.append(
             EndpointLine(
                 name=member.name,

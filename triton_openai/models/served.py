@@ -57,7 +57,9 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def answers_as(self) -> str:
         """The name of what answers: that of the Triton model, or of the LoRA adapter."""
-        return self.triton_model if self.lora is None else self.lora.name
+        if self.lora is None:
+            return self.triton_model
+        return self.lora.name
 
     def variant_at(self, endpoint: str | None) -> ServedModel:
         """Return the model as the Triton *endpoint* has it, under this name."""
@@ -89,7 +91,9 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     def jobs(self) -> Sequence[JobType]:
         """The types of the jobs that the model takes, what it is mainly for first."""
         lacks = self.metadata.lacks
-        return [job for job in self.adapter.jobs if job not in lacks] if lacks else self.adapter.jobs
+        if lacks:
+            return [job for job in self.adapter.jobs if job not in lacks]
+        return self.adapter.jobs
 
     @property
     def tasks(self) -> tuple[str, ...]:

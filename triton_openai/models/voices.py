@@ -34,7 +34,9 @@ class Voices:
         from triton_openai.media import encode
 
         self._encode = encode
-        self._model, self._aliases, self._speech = name, settings.voice_aliases, speech
+        self._model = name
+        self._aliases = settings.voice_aliases
+        self._speech = speech
         self._folder: Path | None = None
         self._watch: FileWatch | None = None
         self._next_look = 0.0
@@ -108,7 +110,9 @@ class Voices:
             if not _NAME.fullmatch(known):
                 raise InvalidValue("'voice' must be a name of at most 100 letters, digits and ' .:+@()-'.", "voice")
             return Voice(name=name, known_as=known), False
-        found = voices.get(self._aliases.get(name, name)) if name is not None else None
+        found = None
+        if name is not None:
+            found = voices.get(self._aliases.get(name, name))
         if found is not None:
             return found, False
         own = self._speech.has_own_voice
@@ -146,7 +150,8 @@ class Voices:
             voices[voice.name] = voice
         if not voices:
             raise self._wrong(f"has no voices: {folder} has no recordings ({', '.join(_SUFFIXES)})")
-        self._voices, self._watch = voices, watch
+        self._voices = voices
+        self._watch = watch
 
     def _read(self, path: Path) -> Voice:
         """Return the voice recorded in the file *path*. Raises :class:`ConfigurationError`."""
@@ -157,7 +162,10 @@ class Voices:
             samples, given = self._encode.read_audio(path.read_bytes())
             samples = self._encode.resampled(samples, given, rate)
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
+            if isinstance(error, OSError):
+                reason = error.strerror
+            else:
+                reason = str(error)
             raise self._wrong(f"cannot use the voice {path.name} or its text {path.stem}.txt: {reason}") from error
         seconds = len(samples) / rate
         if not text or not seconds:

@@ -48,7 +48,8 @@ class AnswerParser:
         """Return what *text* adds; *tokens* is how many it is made of, where that is known."""
         if self.plain:
             return [Content(text)]
-        reasoning, tools = self._reasoning, self._tools
+        reasoning = self._reasoning
+        tools = self._tools
         if reasoning is None:
             assert tools is not None
             return self._take(tools.feed(text))
@@ -72,7 +73,8 @@ class AnswerParser:
 
     def flush(self, *, cut: bool = False) -> list[Event]:
         """Return what was held back: the text has ended, and was *cut* by its limit or a stop string."""
-        tools, reasoning = self._tools, self._reasoning
+        tools = self._tools
+        reasoning = self._reasoning
         events: list[Event] = []
         if reasoning is not None:
             reasoning.was_cut = cut

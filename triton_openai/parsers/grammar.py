@@ -183,7 +183,8 @@ class Output:
     def take(self) -> list[Event]:
         """Return the events and begin anew."""
         self._close()
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def _add(self, kind: Callable[[str], Event], *parts: str) -> None:
@@ -198,7 +199,8 @@ class Output:
             self._events.append(self._kind(text))
             if self._kind is self._arguments:
                 self._passed_on.append(text)
-            self._kind, self._parts = None, []
+            self._kind = None
+            self._parts = []
 
 
 class Grammar(TextParser):

@@ -75,7 +75,9 @@ class Registry(Generic[_Parser]):
         plain = name.lower().replace("-", "_")
         places = (place for own, (place, *aliases) in self.table.items() if plain in (own, *aliases))
         place = next(places, None)
-        return None if place is None else EntryPoint(name, f"{self.package}.{place}", self.group)
+        if place is None:
+            return None
+        return EntryPoint(name, f"{self.package}.{place}", self.group)
 
     def _third_party(self) -> dict[str, EntryPoint]:
         found: dict[str, EntryPoint] = {}
@@ -261,8 +263,14 @@ def choose(template: str, *, tools: str | None, reasoning: str | None) -> Parser
     Raises :class:`ConfigurationError` for names that do not exist.
     """
     found_tools, found_reasoning = detect(template)
-    tool_name = found_tools if tools in (None, AUTO) else tools
-    reasoning_name = found_reasoning if reasoning in (None, AUTO) else reasoning
+    if tools in (None, AUTO):
+        tool_name = found_tools
+    else:
+        tool_name = tools
+    if reasoning in (None, AUTO):
+        reasoning_name = found_reasoning
+    else:
+        reasoning_name = reasoning
     return Parsers(
         tools=None if tool_name in (None, NONE) else TOOL_PARSERS.load(tool_name),
         reasoning=None if reasoning_name in (None, NONE) else REASONING_PARSERS.load(reasoning_name),

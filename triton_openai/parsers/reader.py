@@ -91,13 +91,17 @@ def _branches(rest: frozenset[str]) -> str:
     for first in sorted({marker[0] for marker in rest if marker}):
         following = frozenset(marker[1:] for marker in rest if marker.startswith(first))
         branches.append(re.escape(first) + (_tail(following) if following != {""} else ""))
-    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
+    if len(branches) == 1:
+        return branches[0]
+    return f"(?:{'|'.join(branches)})"
 
 
 def _tail(following: frozenset[str]) -> str:
     """Return a pattern for what follows a first character."""
     branches = _branches(following - {""})
-    return f"(?:{branches})?" if "" in following else rf"(?:{branches}|\Z)"
+    if "" in following:
+        return f"(?:{branches})?"
+    return rf"(?:{branches}|\Z)"
 
 
 class Reader:
@@ -154,7 +158,9 @@ class Reader:
     def kept_size(self) -> int:
         """How much was read since :meth:`keep`."""
         size = sum(map(len, self._pieces or ()))
-        return size - self._unread if self._since is None else size + self._at - self._since
+        if self._since is None:
+            return size - self._unread
+        return size + self._at - self._since
 
     @property
     def _unread(self) -> int:
@@ -230,7 +236,10 @@ class Reader:
         """Consume as many of the *characters* (a pattern such as ``[a-z]*``) as stand here; pieces go to *sink*."""
         while True:
             match = characters.match(self._text, self._at)
-            end = match.end() if match else self._at
+            if match:
+                end = match.end()
+            else:
+                end = self._at
             self.examined += end - self._at + 1
             if end > self._at:
                 sink(self.take(end - self._at))
@@ -254,7 +263,10 @@ class Reader:
         parts: list[str] = []
         while True:
             match = characters.match(self._text, self._at, self._at + longest + 1)
-            size = match.end() - self._at if match else 0
+            if match:
+                size = match.end() - self._at
+            else:
+                size = 0
             self.examined += size + 1
             if size:
                 parts.append(self.take(size))
@@ -298,7 +310,9 @@ class Reader:
         while (marker := markers.at(self._text, self._at, ended=self._ended)) is None:
             yield
         self.examined += len(marker)
-        return self.take(len(marker)) if marker else ""
+        if marker:
+            return self.take(len(marker))
+        return ""
 
     def optional(self, character: str) -> Step[bool]:
         """Consume *character* if it is the next. Return whether it was."""

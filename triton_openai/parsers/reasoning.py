@@ -74,7 +74,10 @@ class Delimited(Grammar, ReasoningParser):
 
     def __init__(self, *, inside: bool | None = None) -> None:
         super().__init__()
-        self._inside = self.begins_inside if inside is None else inside
+        if inside is None:
+            self._inside = self.begins_inside
+        else:
+            self._inside = inside
         # Stream state
         self._space: list[str] = []
         self._has_reasoned = False
@@ -95,7 +98,9 @@ class Delimited(Grammar, ReasoningParser):
         end = prompt[-200:].rstrip()
         if end.endswith(cls.openings):
             return True
-        return False if end.endswith(cls.closings) else None
+        if end.endswith(cls.closings):
+            return False
+        return None
 
     def _text(self) -> Step[None]:
         reader = self._reader
@@ -143,7 +148,10 @@ class Delimited(Grammar, ReasoningParser):
 
     def _opens(self) -> Step[bool]:
         """Read an opening marker, if one is there. Return whether the thinking has begun."""
-        otherwise = self._think if self._inside else self._output.content
+        if self._inside:
+            otherwise = self._think
+        else:
+            otherwise = self._output.content
         if self._inside:
             self._skippable = []
             self.is_undecided = True

@@ -54,12 +54,16 @@ class TokenPieces:
         most = max((len(piece if self._read is _byte_level else piece.encode()) for piece in pieces), default=0)
         most = max(most, *map(len, self._added.values()), 1)
         # A normalizer composes characters: three decomposed ones of Hangul become one.
-        return most if self.backend.normalizer is None else 3 * most
+        if self.backend.normalizer is None:
+            return most
+        return 3 * most
 
     def first(self, token_id: int) -> bytes:
         """Return the bytes of a token at the start of a text, where some tokenizers drop the space that they add."""
         raw = self.raw(token_id) or b""
-        return self._drops(raw) if token_id not in self._added else raw
+        if token_id not in self._added:
+            return self._drops(raw)
+        return raw
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of *ids*, as the tokenizer decodes it."""
@@ -72,7 +76,9 @@ class TokenPieces:
             piece = None
         if piece is None:
             return b""
-        return None if self._read is None else self._read(piece)
+        if self._read is None:
+            return None
+        return self._read(piece)
 
     def _proves(self) -> bool:
         ids = self.backend.encode(_PROBE, add_special_tokens=False).ids
@@ -91,7 +97,9 @@ def _decoders(backend: tokenizers.Tokenizer) -> list[Mapping[str, Any]]:
     if backend.decoder is None:
         return []
     state = json.loads(backend.decoder.__getstate__())
-    return list(state["decoders"]) if state["type"] == "Sequence" else [state]
+    if state["type"] == "Sequence":
+        return list(state["decoders"])
+    return [state]
 
 
 def _way_of_writing(decoders: Sequence[Mapping[str, Any]]) -> tuple[_Read, _Drop]:
@@ -115,8 +123,12 @@ def _way_of_writing(decoders: Sequence[Mapping[str, Any]]) -> tuple[_Read, _Drop
         return None, bytes
 
     def read(piece: str) -> bytes:
-        byte = _BYTE.fullmatch(piece) if "ByteFallback" in kinds else None
-        return bytes([int(byte[1], 16)]) if byte else piece.replace(space, " ").encode()
+        byte = None
+        if "ByteFallback" in kinds:
+            byte = _BYTE.fullmatch(piece)
+        if byte:
+            return bytes([int(byte[1], 16)])
+        return piece.replace(space, " ").encode()
 
     return read, drops
 
@@ -144,7 +156,10 @@ class ByteDetokenizer:
 
     def __init__(self, pieces: TokenPieces, context: Sequence[int], skip_special_tokens: bool) -> None:
         self._pieces = pieces
-        self._skipped = pieces.special_ids if skip_special_tokens else frozenset[int]()
+        if skip_special_tokens:
+            self._skipped = pieces.special_ids
+        else:
+            self._skipped = frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._begun = bool(context)
         # A prompt of token ids may end inside a character.
@@ -176,11 +191,15 @@ class StreamDetokenizer:
         self._backend = pieces.backend
         self._stream = DecodeStream(list(context[-_CONTEXT:]), skip_special_tokens=skip_special_tokens)
         # The library's stream would keep the ids that have no text.
-        self._skipped = pieces.special_ids if skip_special_tokens else frozenset[int]()
+        if skip_special_tokens:
+            self._skipped = pieces.special_ids
+        else:
+            self._skipped = frozenset[int]()
 
     def feed(self, ids: Sequence[int]) -> str:
         """Return the text that *ids* complete."""
-        step, shown = self._stream.step, [number for number in ids if number not in self._skipped]
+        step = self._stream.step
+        shown = [number for number in ids if number not in self._skipped]
         return "".join([step(self._backend, number) or "" for number in shown])
 
     def flush(self) -> str:

@@ -90,4 +90,6 @@ def _item(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 def _words(error: Exception) -> str:
     """Return the message of *error*, without the excerpt of the template that may follow."""
     lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    if lines:
+        return lines[0].rstrip(".")
+    return type(error).__name__

@@ -52,7 +52,9 @@ def parse(spec: str) -> str:
 def known_fim_form(tokenizer: Tokenizer | None) -> str | None:
     """Return the name of the form whose tokens *tokenizer* has, if there is exactly one."""
     found = [name for name, form in FORMS.items() if tokenizer is not None and all(map(tokenizer.has, tokens_of(form)))]
-    return found[0] if len(found) == 1 else None
+    if len(found) == 1:
+        return found[0]
+    return None
 
 
 def fim_form(spec: str | None, tokenizer: Tokenizer | None) -> str | None:

@@ -275,7 +275,12 @@ def marks(
     """
     if setting not in (None, AUTO):
         return ImageMarks(placeholder=None if setting == NONE else setting)
-    part, what = (template.image_part, "images") if kind == "image" else (template.audio_part, "audio")
+    if kind == "image":
+        part = template.image_part
+        what = "images"
+    else:
+        part = template.audio_part
+        what = "audio"
     if part is None:
         raise UnsupportedParameter(
             f"The model's chat template takes no {what}. If the model does, its placeholder has to be configured "
@@ -332,7 +337,10 @@ def _prepare(
         if isinstance(message, ToolMessage) and message.tool_call_id is not None:
             prepared["tool_call_id"] = message.tool_call_id
     else:
-        role = "user" if isinstance(message, UserMessage) else "system"
+        if isinstance(message, UserMessage):
+            role = "user"
+        else:
+            role = "system"
         if isinstance(message, DeveloperMessage) and template.takes_developers:
             role = "developer"
         if content is None:
@@ -354,10 +362,13 @@ def _merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     # All contents of each are joined at once: pair by pair would copy the first ones again and again.
     contents: list[list[str | list[dict[str, str]]]] = []
     for message in messages:
-        last = merged[-1]["role"] if merged else None
+        last = None
+        if merged:
+            last = merged[-1]["role"]
         role = message["role"]
         leading = role in _SYSTEM and last in (None, *_SYSTEM)
-        role = "user" if role in _SYSTEM and not leading else role
+        if role in _SYSTEM and not leading:
+            role = "user"
         if merged and (leading or role == last == "user"):
             contents[-1].append(message["content"])
         else:
@@ -382,7 +393,9 @@ def _joined(contents: Sequence[str | list[dict[str, str]]]) -> str | list[dict[s
     text = "\n\n".join(texts)
     if not parts:
         return text
-    return [*parts, _text_part(text)] if texts else parts
+    if texts:
+        return [*parts, _text_part(text)]
+    return parts
 
 
 def _assistant(
@@ -401,16 +414,28 @@ def _assistant(
         function = _function(message.function_call, template, past)
         calls.append({"type": "function", "function": function})
     form = template.tool_form
-    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if message.reasoning_content is None:
+        reasoning = message.reasoning
+    else:
+        reasoning = message.reasoning_content
     if reasoning is not None and form.reasoning_alone and calls and content:
         # Such a template renders either of them as the thinking before the call.
-        words = content if isinstance(content, str) else _BETWEEN_PARTS.join(part["text"] for part in content)
-        reasoning = f"{reasoning}\n{words}" if reasoning else words
+        if isinstance(content, str):
+            words = content
+        else:
+            words = _BETWEEN_PARTS.join(part["text"] for part in content)
+        if reasoning:
+            reasoning = f"{reasoning}\n{words}"
+        else:
+            reasoning = words
         content = _empty(template)
     elif not content:
         # Most templates add content to other text: a null fails, or is rendered as "None". Other templates show calls
         # only if content is null, and clients often send an empty text instead.
-        content = None if calls and form.null_content else _empty(template)
+        if calls and form.null_content:
+            content = None
+        else:
+            content = _empty(template)
     prepared: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         # Left out when empty: templates ask whether the key is there.
@@ -458,7 +483,9 @@ def _content(
     if content is None:
         return None
     if isinstance(content, str):
-        return [_text_part(content)] if template.wants_parts else content
+        if template.wants_parts:
+            return [_text_part(content)]
+        return content
     images, audio = marks
     # A text, or how what is no text is marked.
     found = [
@@ -474,7 +501,8 @@ def _content(
         parts = [_text_part(one) if isinstance(one, str) else one.part for one in [*lacking, *found]]
         return [dict(part) for part in parts if part is not None]
     # On a line each, as in vLLM's server, whatever the template puts between parts.
-    texts = [_BETWEEN_PARTS.join([*lacking, *texts])] if lacking else texts
+    if lacking:
+        texts = [_BETWEEN_PARTS.join([*lacking, *texts])]
     # One part says no more than a string, and templates that take both handle strings better.
     if template.wants_parts or (template.takes_parts and len(texts) > 1):
         return [_text_part(text) for text in texts]
@@ -489,7 +517,9 @@ def _text(part: ContentPart | str, place: str) -> str:
     elif part.type == "refusal":
         text = part.refusal
     elif part.type in _FILE_TYPES:
-        return _file(part, place) if part.file is None else _file(part.file, f"{place}.file")
+        if part.file is None:
+            return _file(part, place)
+        return _file(part.file, f"{place}.file")
     else:
         raise UnsupportedParameter(
             f"Content of type '{part.type[:100]}' is not supported by this model; only text is.", param=place
@@ -519,7 +549,9 @@ def _text_part(text: str) -> dict[str, str]:
 
 
 def _empty(template: PromptTemplate) -> str | list[dict[str, str]]:
-    return [_text_part("")] if template.wants_parts else ""
+    if template.wants_parts:
+        return [_text_part("")]
+    return ""
 
 
 _SHORT = re.compile(r"[A-Za-z0-9]{9}")
@@ -539,7 +571,8 @@ def _fit_ids(messages: Sequence[dict[str, Any]], form: ToolForm) -> None:
     count = 0
     for message in messages:
         for call in message.get("tool_calls", ()):
-            name, old = call["function"]["name"], call.get("id")
+            name = call["function"]["name"]
+            old = call.get("id")
             call["id"] = _fitting(old, name, count, form)
             count += 1
             unanswered[call["id"], name] = None
@@ -547,7 +580,8 @@ def _fit_ids(messages: Sequence[dict[str, Any]], form: ToolForm) -> None:
                 given[old] = (call["id"], name)
         if message["role"] != "tool":
             continue
-        old, name = message.get("tool_call_id"), message.get("name")
+        old = message.get("tool_call_id")
+        name = message.get("name")
         if old is not None:
             found = given.get(old)
         else:
@@ -563,14 +597,20 @@ def _fit_ids(messages: Sequence[dict[str, Any]], form: ToolForm) -> None:
 
 def _fitting(old: str | None, name: str, count: int, form: ToolForm) -> str:
     if form.ids == "named":
-        return old if old is not None and _NAMED.fullmatch(old) else f"functions.{name}:{count}"
+        if old is not None and _NAMED.fullmatch(old):
+            return old
+        return f"functions.{name}:{count}"
     if form.ids == "short":
         return _short(old if old is not None else f"{name}:{count}")
-    return old if old is not None else f"call_{count}"
+    if old is not None:
+        return old
+    return f"call_{count}"
 
 
 def _short(text: str) -> str:
-    return text if _SHORT.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()[:9]
+    if _SHORT.fullmatch(text):
+        return text
+    return hashlib.sha256(text.encode()).hexdigest()[:9]
 
 
 def continued(messages: Sequence[dict[str, Any]], render: Callable[[Sequence[dict[str, Any]]], str]) -> str:
@@ -586,7 +626,12 @@ def continued(messages: Sequence[dict[str, Any]], render: Callable[[Sequence[dic
     content = last["content"]
     if last["role"] != "assistant" or "tool_calls" in last:
         raise InvalidRequest(f"'{param}' needs an assistant's last message, without tool calls.", param=param)
-    text = content if isinstance(content, str) else content[-1].get("text") if content else ""
+    if isinstance(content, str):
+        text = content
+    elif content:
+        text = content[-1].get("text")
+    else:
+        text = ""
     if not text:
         raise InvalidRequest(f"'{param}' needs the last message to have text.", param=param)
     mark = secrets.token_hex(16)
@@ -599,4 +644,6 @@ def continued(messages: Sequence[dict[str, Any]], render: Callable[[Sequence[dic
             "The model's chat template does not show the last message as it is, so it cannot be continued.",
             param=param,
         )
-    return before if after.startswith(" ") else before.rstrip()
+    if after.startswith(" "):
+        return before
+    return before.rstrip()

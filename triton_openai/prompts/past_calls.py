@@ -51,7 +51,11 @@ class PastCalls:
             return {}, False
         if isinstance(arguments, dict):
             return arguments, False
-        value, is_json = _decoded(arguments) if isinstance(arguments, str) else (arguments, True)
+        if isinstance(arguments, str):
+            value, is_json = _decoded(arguments)
+        else:
+            value = arguments
+            is_json = True
         if isinstance(value, dict):
             return value, False
         if self._repaired is not None:
@@ -97,7 +101,10 @@ def _schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, An
         function = tool.get("function")
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
             parameters = function.get("parameters")
-            schemas[function["name"]] = parameters if isinstance(parameters, Mapping) else {}
+            if isinstance(parameters, Mapping):
+                schemas[function["name"]] = parameters
+            else:
+                schemas[function["name"]] = {}
     return schemas
 
 
@@ -118,7 +125,9 @@ def _repaired(name: str, text: str, tools: Mapping[str, Mapping[str, Any]]) -> d
         except (tolerant.Unreadable, tolerant.Incomplete):
             pass
     value, _ = _decoded(_closed(text))
-    return value if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        return value
+    return None
 
 
 def _closed(text: str) -> str:
@@ -139,7 +148,10 @@ def _closed(text: str) -> str:
             return text
     if len(closing) > _DEEPEST:
         return text
-    text = _DANGLING.sub("", text) + '"' if in_string else _HALF_WORD.sub("", text)
+    if in_string:
+        text = _DANGLING.sub("", text) + '"'
+    else:
+        text = _HALF_WORD.sub("", text)
     text = text.rstrip().removesuffix(",")
     ending = "".join(reversed(closing))
     # A key whose value has not come
@@ -153,4 +165,6 @@ def _only_parameter(value: Any, schema: Mapping[str, Any] | None) -> str | None:
     """Return the name of the only parameter of a tool, if it takes *value*."""
     parameters = Parameters(schema)
     names = list(parameters.names)
-    return names[0] if len(names) == 1 and parameters.types(names[0]) and parameters.allows(names[0], value) else None
+    if len(names) == 1 and parameters.types(names[0]) and parameters.allows(names[0], value):
+        return names[0]
+    return None

@@ -122,7 +122,9 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def template_variables(self) -> Mapping[str, str]:
         """The special tokens for templates."""
-        return {} if self.tokenizer is None else self.tokenizer.special_tokens
+        if self.tokenizer is None:
+            return {}
+        return self.tokenizer.special_tokens
 
     @property
     def tools_source(self) -> str:
@@ -254,7 +256,12 @@ def _find_templates(
     tokens = {} if tokenizer is None else tokenizer.special_tokens
     spec = _given(settings.chat_template)
     if spec is not None:
-        source, name, origin = (read_builtin(spec), spec, f"built-in {spec}") if spec in NAMES else _read_template(spec)
+        if spec in NAMES:
+            source = read_builtin(spec)
+            name = spec
+            origin = f"built-in {spec}"
+        else:
+            source, name, origin = _read_template(spec)
         return {"default": ChatTemplate(source, name=name, special_tokens=tokens)}, f"{origin} (--chat-template)"
     if tokenizer is None:
         notes.append("no chat template: there is no tokenizer, and --chat-template is not given")
@@ -304,7 +311,8 @@ def check_files(settings: Settings) -> None:
 
 
 def _check_files(model: ModelDefaults) -> None:
-    template, tokenizer = _given(model.chat_template), _given(model.tokenizer)
+    template = _given(model.chat_template)
+    tokenizer = _given(model.tokenizer)
     if template is not None and template not in NAMES:
         source, name, _ = _read_template(template)
         check_template(source, name)
@@ -317,7 +325,9 @@ def _check_files(model: ModelDefaults) -> None:
 def _given(value: str | None) -> str | None:
     """Return *value* unless it is empty or an unfilled ``${placeholder}``, as TensorRT-LLM's configs hold them."""
     text = (value or "").strip()
-    return None if not text or (text.startswith("${") and text.endswith("}")) else text
+    if not text or (text.startswith("${") and text.endswith("}")):
+        return None
+    return text
 
 
 def _exists(path: str) -> bool:

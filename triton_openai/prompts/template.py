@@ -61,7 +61,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         """Return ``obj.attribute``, or the item where there is no such attribute, as in jinja2."""
         if type(obj) is not dict or attribute in _DICT:
             return super().getattr(obj, attribute)
-        return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if attribute in obj:
+            return obj[attribute]
+        return self.undefined(obj=obj, name=attribute)
 
 
 @cache
@@ -262,7 +264,10 @@ class ChatTemplate(PromptTemplate):
         return form
 
 
-_NAME, _KEY, _VALUE, _THOUGHT = "probed_function", "probed_key", "probed_value", "probed_thought"
+_NAME = "probed_function"
+_KEY = "probed_key"
+_VALUE = "probed_value"
+_THOUGHT = "probed_thought"
 _QUOTED = re.compile(rf"""["']{_NAME}["']""")
 _SHORT_ID = "Ab3dE6gH9"
 _LONG_ID = "call_0123456789abcdef01234567"
@@ -284,4 +289,6 @@ def _conversation(form: ToolForm, call_id: str) -> list[dict[str, Any]]:
 def _line_of(traceback: TracebackType | None) -> str:
     """Return " (line N of the template)" for the innermost template frame, which jinja2 puts in tracebacks."""
     lines = [line for frame, line in walk_tb(traceback) if frame.f_code.co_filename == "<template>"]
-    return f" (line {lines[-1]} of the template)" if lines else ""
+    if lines:
+        return f" (line {lines[-1]} of the template)"
+    return ""

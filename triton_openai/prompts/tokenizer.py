@@ -151,23 +151,39 @@ class Tokenizer:
         if len(text) <= size + 2 * _SEARCHED:
             return text
         # The tokens beyond this place are the same.
-        place = len(text) - size if side == "left" else size
-        searched = place - _SEARCHED if side == "left" else place
+        if side == "left":
+            place = len(text) - size
+        else:
+            place = size
+        if side == "left":
+            searched = place - _SEARCHED
+        else:
+            searched = place
         cuts = [match.start() for match in _BETWEEN_WORDS.finditer(text, searched, searched + _SEARCHED)]
         if len(cuts) < _WORDS:
             if len(text) <= _LONGEST_WORD:
                 return text
             # No text that somebody wrote: it is cut anywhere.
             cuts = [searched if side == "left" else searched + _SEARCHED] * _WORDS
-        start, end = (cuts[-_WORDS], len(text)) if side == "left" else (0, cuts[_WORDS - 1])
+        if side == "left":
+            start = cuts[-_WORDS]
+            end = len(text)
+        else:
+            start = 0
+            end = cuts[_WORDS - 1]
         # Near a cut, the tokens may be others than those of the whole text.
         sure = self.count(text[place:] if side == "left" else text[:place]) - _WORDS
-        return text[start:end] if sure >= count else text
+        if sure >= count:
+            return text[start:end]
+        return text
 
     async def part_async(self, text: str, count: int, side: Literal["left", "right"]) -> str:
         """Do :meth:`part` without holding the event loop for long. Raises as :meth:`encode_async`."""
         size = min(len(text), count * _CHARACTERS_PER_TOKEN + _NEAR + _SEARCHED)
-        cost = offload.CHARACTER * size if size < len(text) else 0
+        if size < len(text):
+            cost = offload.CHARACTER * size
+        else:
+            cost = 0
         return await offload.run(self.part, text, count, side, cost=cost, refusable=True)
 
     def joined(self, *texts: Sequence[int]) -> TokenPair:
@@ -288,7 +304,10 @@ def _special_tokens(files: TokenizerFiles) -> dict[str, str]:
         extra = mapping.get("extra_special_tokens")
         for name, value in (dict(mapping) | (extra if isinstance(extra, dict) else {})).items():
             # An ``AddedToken`` is written as an object.
-            token = value.get("content") if isinstance(value, dict) else value
+            if isinstance(value, dict):
+                token = value.get("content")
+            else:
+                token = value
             if name.endswith("_token") and isinstance(token, str):
                 named[name] = token
             elif value is None:
@@ -305,7 +324,9 @@ def _longest_prompt(told: int | None, model: Mapping[str, Any]) -> int | None:
     config = {**model, **text} if isinstance(text := model.get("text_config"), dict) else model
     positions = _max_length(config.get("max_position_embeddings"))
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
-    factor = scaling.get("factor") if isinstance(scaling, dict) else None
+    factor = None
+    if isinstance(scaling, dict):
+        factor = scaling.get("factor")
     if positions is not None and isinstance(factor, int | float) and 1 < factor < _LONGEST_CONTEXT:
         positions = int(positions * factor)
     return max((length for length in (told, positions) if length is not None), default=None)
@@ -320,7 +341,9 @@ def _labels(value: Any) -> dict[int, str]:
 def _max_length(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return int(value) if 0 < value <= _LONGEST_CONTEXT else None
+    if 0 < value <= _LONGEST_CONTEXT:
+        return int(value)
+    return None
 
 
 def tokenizing_cost(texts: Iterable[str]) -> float:
@@ -340,7 +363,8 @@ async def count_pieces(tokenizer: Tokenizer, pieces: Sequence[str], dropped: int
 
     def count(piece: str, dropped: int = 0) -> int:
         shown = piece[: len(piece) - dropped]
-        parts, text = shown.count("\ufffd"), piece.replace("\ufffd", "")
+        parts = shown.count("\ufffd")
+        text = piece.replace("\ufffd", "")
         return parts + (tokenizer.count_to(text, len(shown) - parts) if dropped else tokenizer.count(text))
 
     return await offload.run(

@@ -76,7 +76,12 @@ def locate(source: str) -> TokenizerFiles:
                 "that file itself, or a Hugging Face name such as 'org/name' or 'org/name@revision'."
             )
         path = fetch_from_hub(source)
-    folder, tokenizer_json = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
+    if path.is_dir():
+        folder = path
+        tokenizer_json = path / "tokenizer.json"
+    else:
+        folder = path.parent
+        tokenizer_json = path
     if not tokenizer_json.is_file():
         raise ConfigurationError(
             f"The tokenizer '{source}' given by --tokenizer has no tokenizer.json. Where it has only a slow form, such "
@@ -117,7 +122,12 @@ def fetch_from_hub(source: str) -> Path:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     match = _HUB_NAME.fullmatch(source)
-    name, revision = (source, None) if match is None else (match[1], match[2])
+    if match is None:
+        name = source
+        revision = None
+    else:
+        name = match[1]
+        revision = match[2]
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES)))
     except Exception as error:
@@ -154,7 +164,10 @@ def _read_json(path: Path, origin: str) -> dict[str, Any]:
     text = _read_text(path, origin)
     try:
         # Read as transformers does: with NaN and huge integers.
-        value = {} if text is None else json.loads(text)
+        if text is None:
+            value = {}
+        else:
+            value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path.name} {origin} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -164,7 +177,9 @@ def _read_json(path: Path, origin: str) -> dict[str, Any]:
 
 def _read_text(path: Path, origin: str) -> str | None:
     try:
-        return path.read_text(encoding="utf-8") if path.is_file() else None
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        return None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path.name} {origin} cannot be read.", detail=str(error)) from error
 
@@ -174,7 +189,10 @@ def _templates_of(config: Mapping[str, Any]) -> dict[str, str]:
     value = config.get("chat_template")
     if isinstance(value, str):
         return {"default": value}
-    entries = value if isinstance(value, list) else []
+    if isinstance(value, list):
+        entries = value
+    else:
+        entries = []
     return {
         entry["name"]: entry["template"]
         for entry in entries
@@ -206,13 +224,16 @@ def recommended_sampling(
     """
     if setting == NONE:
         return {}, None
-    config, origin = own, f"the tokenizer's {_GENERATION_CONFIG}"
+    config = own
+    origin = f"the tokenizer's {_GENERATION_CONFIG}"
     if setting not in (None, AUTO):
         path = Path(setting).expanduser()
-        path = path / _GENERATION_CONFIG if path.is_dir() else path
+        if path.is_dir():
+            path = path / _GENERATION_CONFIG
         if not path.is_file():
             raise ConfigurationError(f"There is no file '{setting}' given by generation_config.")
-        config, origin = _read_json(path, "given by generation_config"), f"{setting} (generation_config)"
+        config = _read_json(path, "given by generation_config")
+        origin = f"{setting} (generation_config)"
     found: dict[str, Any] = {}
     for key, name in _SAMPLING.items():
         value = config.get(key)

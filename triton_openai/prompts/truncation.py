@@ -61,7 +61,9 @@ def cut_ids(ids: Sequence[int], truncation: Truncation) -> Sequence[int]:
     """Return *ids*, cut."""
     if len(ids) <= truncation.tokens:
         return ids
-    return ids[len(ids) - truncation.tokens :] if truncation.side == "left" else ids[: truncation.tokens]
+    if truncation.side == "left":
+        return ids[len(ids) - truncation.tokens :]
+    return ids[: truncation.tokens]
 
 
 async def cut_encoded(tokenizer: Tokenizer, text: str, truncation: Truncation) -> Sequence[int]:
@@ -93,15 +95,20 @@ async def cut_text(tokenizer: Tokenizer, text: str, truncation: Truncation, *, s
 
 def _cut(tokenizer: Tokenizer, text: str, truncation: Truncation, special: bool) -> str:
     allowed = truncation.tokens - tokenizer.count("", special)
-    surplus, size = 0, _PIECE
+    surplus = 0
+    size = _PIECE
     # The rest may be tokenized differently, with more tokens.
     while allowed > 0 and (surplus or (surplus := max(tokenizer.count(text) - allowed, 0))):
-        piece = text[:size] if truncation.side == "left" else text[-size:]
+        if truncation.side == "left":
+            piece = text[:size]
+        else:
+            piece = text[-size:]
         tokens = tokenizer.tokens(piece)
         # Where a piece ends, its tokens may be others than those of the whole text.
         dropped = min(surplus, len(tokens) - (_MARGIN if len(piece) < len(text) else 0))
         if dropped <= 0:
-            surplus, size = 0, 2 * size
+            surplus = 0
+            size = 2 * size
             continue
         # What is dropped may have been more of the tokens of the whole text. In the end, they are counted again.
         surplus = max(surplus - dropped - _SLACK, 0)

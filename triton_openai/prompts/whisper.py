@@ -71,7 +71,8 @@ class WhisperTokens:
                 time = min((number - self._no_times - 1) * _STEP, seconds)
                 if tokens:
                     segments.append(self._segment(start, max(start, time), tokens))
-                start, tokens = max(start, time), []
+                start = max(start, time)
+                tokens = []
             elif number < self._end:
                 tokens.append(number)
                 words.append(number)

@@ -71,7 +71,9 @@ class Admission:
         self.admit()
 
     def _share(self, limit: int | None) -> float:
-        return math.inf if limit is None else self._worker.share(limit)
+        if limit is None:
+            return math.inf
+        return self._worker.share(limit)
 
     async def enter(self, model: str, record: RequestRecord, *, patience: float | None = None) -> _Task:
         """
@@ -121,7 +123,10 @@ class Admission:
         own = sum(waiting == key for _, _, waiting in self.queue.values())
         free = self._queue_limit - len(self.queue)
         if not may_take(1, own=own, free=free):
-            whose = "Too many requests" if free <= 0 else "Too many requests of this key"
+            if free <= 0:
+                whose = "Too many requests"
+            else:
+                whose = "Too many requests of this key"
             raise ServiceOverloaded(
                 f"{whose} are running and waiting already.", retry_after=self._settings.queue_timeout
             )

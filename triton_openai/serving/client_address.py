@@ -46,7 +46,10 @@ class ClientAddresses:
         agree.
         """
         peer = request.remote
-        address = None if peer is None else _parsed(peer)
+        if peer is None:
+            address = None
+        else:
+            address = _parsed(peer)
         if address is None:
             return peer
         if not self._trusted or not self._trusts(address):
@@ -59,7 +62,9 @@ class ClientAddresses:
             found.add(self._nearest(address, hops))
         if forwarded:
             found.add(self._nearest(address, list(reversed(list(_forwarded_for(_end_of(forwarded)))))))
-        return found.pop() if len(found) == 1 else str(address)
+        if len(found) == 1:
+            return found.pop()
+        return str(address)
 
     def _trusts(self, address: _Address) -> bool:
         return any(address in network for network in self._trusted)
@@ -95,13 +100,16 @@ def _parsed(text: str) -> _Address | None:
         address = ip_address(text.partition("%")[0])
     except ValueError:
         return None
-    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    mapped = None
+    if isinstance(address, IPv6Address):
+        mapped = address.ipv4_mapped
     return mapped or address
 
 
 def _forwarded_for(header: str) -> Iterator[str]:
     """Yield what each element of a ``Forwarded`` header names as its client, an empty text if nothing."""
-    place, client = 0, ""
+    place = 0
+    client = ""
     while place < len(header):
         pair = _PAIR.match(header, place)
         if pair is None:

@@ -42,7 +42,8 @@ class Connection(web.RequestHandler):
             # The rest of a refused body is read by finish_response, for as long as the client sends.
             lingering_time=0.0,
         )
-        self._header_timeout, self._observer = limits.header_timeout, observer
+        self._header_timeout = limits.header_timeout
+        self._observer = observer
         # When the first byte of a head came that is not complete.
         self._head_began: float | None = None
         # One timer that checks this time, instead of a new timer for every request.
@@ -100,7 +101,10 @@ class Connection(web.RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Send the rest of the response. The connection closes after it if the request's body was not read."""
-        self._unread = None if request.content.is_eof() else request.content
+        if request.content.is_eof():
+            self._unread = None
+        else:
+            self._unread = request.content
         if self.closes or self._unread is not None:
             resp.force_close()
         try:
@@ -121,7 +125,8 @@ class Connection(web.RequestHandler):
         """
         if isinstance(exc, ConnectionError) and (request.transport is None or request.transport.is_closing()):
             raise exc
-        request_id, error = uuid.uuid4().hex, ServiceError()
+        request_id = uuid.uuid4().hex
+        error = ServiceError()
         if isinstance(exc, HttpProcessingError):
             # Not the parser's own message: it repeats what it got.
             error = InvalidRequest("The request is not valid HTTP.", code="invalid_http")
@@ -192,14 +197,18 @@ class WholeResponse(web.Response):
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         """Send it, or prepare to send it in aiohttp's way."""
-        body, kept = self.body, request.keep_alive and self.keep_alive and request.version == HttpVersion11
+        body = self.body
+        kept = request.keep_alive and self.keep_alive and request.version == HttpVersion11
         if (
             not (kept and body and isinstance(body, bytes) and isinstance(request, web.Request))
             or request.method == "HEAD"
         ):
             return await super().prepare(request)
         await request.app.on_response_prepare.send(request, self)
-        length = "Transfer-Encoding: chunked" if self.chunked else f"Content-Length: {len(body)}"
+        if self.chunked:
+            length = "Transfer-Encoding: chunked"
+        else:
+            length = f"Content-Length: {len(body)}"
         lines = "".join([f"{name}: {value}\r\n" for name, value in self.headers.items()])
         if lines.count("\n") + lines.count("\r") != 2 * len(self.headers):
             raise ValueError("A header has a line break.")

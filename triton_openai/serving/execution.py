@@ -56,7 +56,9 @@ class Executor:
             return result
         except (asyncio.CancelledError, ConnectionError) as error:
             cut_short = True
-            reason = self.draining.reason() if isinstance(error, asyncio.CancelledError) else None
+            reason = None
+            if isinstance(error, asyncio.CancelledError):
+                reason = self.draining.reason()
             if reason is None:
                 # Nobody waits for an answer.
                 record.client_left = True

@@ -199,7 +199,9 @@ def _head_of(head: dict[bytes, bytes]) -> PartHead:
     coding = _text(head.get(b"content-transfer-encoding", b"binary"))
     if coding.strip().lower() not in _PLAIN_CODINGS:
         raise UnsupportedMediaType("The parts of a form cannot have a Content-Transfer-Encoding.")
-    filename = _text(options[b"filename"]) if b"filename" in options else None
+    filename = None
+    if b"filename" in options:
+        filename = _text(options[b"filename"])
     extended = _EXTENDED_NAME.search(disposition)
     if extended is not None:
         filename = unquote_to_bytes(extended[2]).decode(extended[1].decode(), "replace")

@@ -7,9 +7,11 @@ import gc
 
 # Collections of younger objects after which one of all objects is worthwhile: Python's default. After so many more,
 # Python runs one at once, whatever is in memory.
-_WORTHWHILE, _OVERDUE = 10, 1000
+_WORTHWHILE = 10
+_OVERDUE = 1000
 # Seconds between two looks, and the objects that a collection looks through in some ten milliseconds.
-_INTERVAL, _FEW = 1.0, 20_000
+_INTERVAL = 1.0
+_FEW = 20_000
 
 
 def collect_if_few() -> None:

@@ -74,11 +74,14 @@ class HttpOperations:
 
     def handler(self, operation: Operation) -> Handler:
         """Return the handler of aiohttp's requests for *operation*."""
-        service, run, check = self._service, operation.handler, operation.check
+        service = self._service
+        run = operation.handler
+        check = operation.check
         kind = operation.body_kind
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            record, key = request[RECORD], request[KEY]
+            record = request[RECORD]
+            key = request[KEY]
             settings = service.settings
             if check is not None:
                 check(service, key)
@@ -149,7 +152,8 @@ async def _send_file(request: web.Request, file: LocalFile | RemoteFile) -> web.
         response.set_status(304)
         await response.prepare(request)
         return response
-    start, end = 0, file.size
+    start = 0
+    end = file.size
     if "Range" in request.headers and request.headers.get("If-Range", tag) == tag:
         try:
             start, end, _ = request.http_range.indices(file.size)
@@ -158,14 +162,23 @@ async def _send_file(request: web.Request, file: LocalFile | RemoteFile) -> web.
             pass
         else:
             response.set_status(206 if start < end else 416)
-            told = f"{start}-{end - 1}" if start < end else "*"
+            if start < end:
+                told = f"{start}-{end - 1}"
+            else:
+                told = "*"
             response.headers["Content-Range"] = f"bytes {told}/{file.size}"
     response.content_length = max(0, end - start)
     # Before the head: what fails now is still an error that the client can read.
-    piece = await file.read(start, end) if start < end and request.method != "HEAD" else b""
+    if start < end and request.method != "HEAD":
+        piece = await file.read(start, end)
+    else:
+        piece = b""
     await response.prepare(request)
     while piece:
         await response.write(piece)
         start += len(piece)
-        piece = await file.read(start, end) if start < end else b""
+        if start < end:
+            piece = await file.read(start, end)
+        else:
+            piece = b""
     return response

@@ -92,7 +92,10 @@ class EventStream:
     def push(self, choice: int, deltas: Sequence[Delta]) -> None:
         """Send the *deltas* of run number *choice* in one write."""
         piece = self._piece
-        events = piece(choice, deltas[0]) if len(deltas) == 1 else b"".join([piece(choice, each) for each in deltas])
+        if len(deltas) == 1:
+            events = piece(choice, deltas[0])
+        else:
+            events = b"".join([piece(choice, each) for each in deltas])
         if self._flowing and events:
             self._write(events)
         elif events:
@@ -108,7 +111,10 @@ class EventStream:
         renderer = self._renderer
         with closing(self._group) as group:
             await group.start()
-            unanswered = [run for run in group.runs if run.progress.sent is not None] if self._waits else []
+            if self._waits:
+                unanswered = [run for run in group.runs if run.progress.sent is not None]
+            else:
+                unanswered = []
             ended: list[int] = []
             while group.unfinished:
                 ended += await group.wait()
@@ -119,7 +125,10 @@ class EventStream:
                     continue
                 if group.unfinished and not self._flowing:
                     await self._send_head()
-                events = b"" if self._flowing else await self._first_events(answered=bool(ended))
+                if self._flowing:
+                    events = b""
+                else:
+                    events = await self._first_events(answered=bool(ended))
                 events += b"".join([renderer.last(choice) for choice in ended])
                 if not group.unfinished:
                     await self._finish(events + await renderer.ended(None))
@@ -133,7 +142,10 @@ class EventStream:
 
     async def fail(self, error: ServiceError) -> None:
         """Send *error* as the last event. Raises ``ConnectionResetError`` if the client has disconnected."""
-        events = b"" if self._flowing or not self._pending else await self._first_events(answered=True)
+        if self._flowing or not self._pending:
+            events = b""
+        else:
+            events = await self._first_events(answered=True)
         events += await self._renderer.ended(error)
         # The end of the connection is that of the body over HTTP/1.0.
         await self._finish(events, broken=self._chunked and not self._renderer.ends_failed)
@@ -166,12 +178,14 @@ class EventStream:
             if size > _HIGH_WATER:
                 await self._send_head()
                 self._write(b"".join(rest))
-                rest, size = [], 0
+                rest = []
+                size = 0
                 await self._drained()
                 # Also a client that reads fast leaves others their turns.
                 await asyncio.sleep(0)
         self._flowing = True
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         return b"".join((*rest, *pending))
 
     async def _drained(self) -> None:

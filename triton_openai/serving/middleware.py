@@ -49,8 +49,12 @@ def add_middleware(app: web.Application, *, reports_load: bool) -> None:
 
 
 def _middleware(app: web.Application) -> Middleware:
-    executor, authorizer, cors, groups = app[EXECUTOR], app[AUTHORIZER], app[CORS], app[ROUTE_GROUPS]
-    addresses, guard = app[CLIENT_ADDRESSES], app[BROWSER_GUARD]
+    executor = app[EXECUTOR]
+    authorizer = app[AUTHORIZER]
+    cors = app[CORS]
+    groups = app[ROUTE_GROUPS]
+    addresses = app[CLIENT_ADDRESSES]
+    guard = app[BROWSER_GUARD]
     draining = executor.draining
 
     @web.middleware
@@ -127,7 +131,9 @@ def _error_response(request: web.Request, error: ServiceError) -> web.Response:
 
 
 def _headers(app: web.Application) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    draining, authorizer, cors = app[DRAINING], app[AUTHORIZER], app[CORS]
+    draining = app[DRAINING]
+    authorizer = app[AUTHORIZER]
+    cors = app[CORS]
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:
         """
@@ -135,7 +141,8 @@ def _headers(app: web.Application) -> Callable[[web.Request, web.StreamResponse]
 
         While the service is ending, every connection closes after its answer, so that no client sends to a closed one.
         """
-        record, headers = request[RECORD], response.headers
+        record = request[RECORD]
+        headers = response.headers
         headers["Server"] = "triton-openai"
         headers["x-request-id"] = record.request_id
         headers["openai-processing-ms"] = str(round((time.monotonic() - record.began) * 1000))
@@ -156,7 +163,8 @@ def _headers(app: web.Application) -> Callable[[web.Request, web.StreamResponse]
 
 async def _report_load(request: web.Request, response: web.StreamResponse) -> None:
     """Report the load of the request's model, where the gateway asks for it: ORCA, as vLLM's server does."""
-    form, model = request.headers.get("endpoint-load-metrics-format", "").upper(), request[RECORD].model
+    form = request.headers.get("endpoint-load-metrics-format", "").upper()
+    model = request[RECORD].model
     if model is None or form not in ("TEXT", "JSON"):
         return
     load = await request.app[EXPOSITION].load(model)

@@ -54,24 +54,31 @@ _LONGEST_JOINED = 1024 * 1024
 
 async def read_body(request: web.Request, limits: LimitSettings) -> bytes:
     """Return the body of *request*, which is authorized, decompressed. Raises :class:`InvalidRequest`."""
-    coding, most = content_coding(request), request.client_max_size
+    coding = content_coding(request)
+    most = request.client_max_size
     check_body_size(most, request.content_length or 0)
     ask_for_body(request)
     try:
         # Mostly it came with the head.
-        body = request.content.read_nowait() if request.content.is_eof() else await _arrived(request, limits)
+        if request.content.is_eof():
+            body = request.content.read_nowait()
+        else:
+            body = await _arrived(request, limits)
     except web.RequestPayloadError as error:
         raise InvalidRequest(
             "The request's body cannot be read: it is not what its Transfer-Encoding says.", code="invalid_encoding"
         ) from error
     if len(body) > most:
         check_body_size(most, len(body))
-    return body if coding is None or not body else await decompress(body, coding, most)
+    if coding is None or not body:
+        return body
+    return await decompress(body, coding, most)
 
 
 async def _arrived(request: web.Request, limits: LimitSettings) -> bytes:
     """Return a body that is still arriving. Raises :class:`PayloadTooLarge` and :class:`RequestTimeout`."""
-    pieces, size = [bytearray()], 0
+    pieces = [bytearray()]
+    size = 0
     began = asyncio.get_running_loop().time()
     allowed = limits.body_timeout
     try:

@@ -100,7 +100,10 @@ class HttpServer:
 
     def _connections(self) -> set[Connection]:
         server = self._runner.server
-        known = [] if server is None else server.connections
+        if server is None:
+            known = []
+        else:
+            known = server.connections
         return {*cast(list[Connection], known), *self._handshakes}
 
     async def _stop_listening(self) -> None:
@@ -150,7 +153,8 @@ class HttpServer:
         deadline = time.monotonic() + grace
         await draining.drain(grace, hurried)
         if hurried.is_set():
-            deadline, hurried = 0.0, asyncio.Event()
+            deadline = 0.0
+            hurried = asyncio.Event()
         await self._while_any(Connection.owes, max(deadline - time.monotonic(), _LAST_ANSWERS_SECONDS), hurried)
 
     async def _while_any(self, state: Callable[[Connection], bool], timeout: float, hurried: asyncio.Event) -> None:
@@ -178,7 +182,8 @@ def listening_sockets(server: ServerSettings) -> Iterator[list[socket.socket]]:
 
     They are made before anything else is started, because a port in use is the most common error.
     """
-    host, port = server.host, server.port
+    host = server.host
+    port = server.port
     with contextlib.ExitStack() as opened:
         sockets: list[socket.socket] = []
         try:
@@ -190,7 +195,10 @@ def listening_sockets(server: ServerSettings) -> Iterator[list[socket.socket]]:
                 sockets.append(opened.enter_context(socket.create_server(where, family=family, backlog=_BACKLOG)))
         except OSError as error:
             # Those of a socket repeat the address in their words.
-            reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+            if isinstance(error, socket.gaierror):
+                reason = error.strerror
+            else:
+                reason = os.strerror(error.errno or 0)
             raise ConfigurationError(
                 f"Cannot listen on {host} port {port}: {reason}. Choose another with --port or --host."
             ) from error
@@ -200,5 +208,8 @@ def listening_sockets(server: ServerSettings) -> Iterator[list[socket.socket]]:
 def address_of(settings: Settings, bound: socket.socket) -> str:
     """Return a URL for clients on this machine: one cannot connect to the address of all interfaces."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.server.host, settings.server.host)
-    scheme = "http" if settings.tls.certificate is None else "https"
+    if settings.tls.certificate is None:
+        scheme = "http"
+    else:
+        scheme = "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"

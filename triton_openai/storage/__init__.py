@@ -47,7 +47,10 @@ def open_store(settings: ResponsesSettings) -> Store | None:
     except (ImportError, AttributeError) as error:
         # A driver, which only few services need. The extras are called as the modules here.
         package, _, extra = points[kind].module.rpartition(".")
-        advice = f" It needs the extra [{extra}]: pip install 'triton-openai[{extra}]'." if package == __name__ else ""
+        if package == __name__:
+            advice = f" It needs the extra [{extra}]: pip install 'triton-openai[{extra}]'."
+        else:
+            advice = ""
         raise ConfigurationError(f"--responses-store: '{kind}' cannot be loaded: {error}.{advice}") from error
     if not (isinstance(loaded, type) and issubclass(loaded, Store)):
         raise ConfigurationError(f"--responses-store: {points[kind].value} is no subclass of {Store.__module__}.Store.")

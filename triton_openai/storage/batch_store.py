@@ -258,7 +258,10 @@ class BatchStore:
             raise failed_write(error) from error
 
     async def _run(self, steps: Steps[_T], *, write: bool = False, long: bool = False) -> _T:
-        timeout = _LONG_TIMEOUT if long else _TIMEOUT
+        if long:
+            timeout = _LONG_TIMEOUT
+        else:
+            timeout = _TIMEOUT
         try:
             if not self._prepared:
                 await self._prepare(timeout)
@@ -324,7 +327,9 @@ class BatchStore:
             " AND (expires IS NULL OR expires > $3)",
             *(file_id, owner, time.time()),
         )
-        return _file(found[0]) if found else None
+        if found:
+            return _file(found[0])
+        return None
 
     @operation()
     def files(
@@ -334,7 +339,9 @@ class BatchStore:
         condition = "state = 'processed' AND (expires IS NULL OR expires > $5) AND ($6 = '' OR purpose = $6)"
         values = (time.time(), purpose or "")
         found = yield from _listed("file", _FILE, condition, owner, after, limit, reverse, values)
-        return None if found is None else [_file(row) for row in found]
+        if found is None:
+            return None
+        return [_file(row) for row in found]
 
     @operation(write=True)
     def hide_file(self, file_id: str) -> Steps[bool]:
@@ -396,7 +403,9 @@ class BatchStore:
             f"SELECT {_BATCH} FROM batch WHERE id = $1 AND owner = $2 AND kind = $3",
             *(batch_id, owner, kind),
         )
-        return _batch(found[0]) if found else None
+        if found:
+            return _batch(found[0])
+        return None
 
     @operation()
     def batches(
@@ -404,7 +413,9 @@ class BatchStore:
     ) -> Steps[Sequence[Batch] | None]:
         """Return batches of *owner*, the newest first if *reverse*; ``None`` if there is none *after*."""
         found = yield from _listed("batch", _BATCH, "kind = $5", owner, after, limit, reverse, (kind,))
-        return None if found is None else [_batch(row) for row in found]
+        if found is None:
+            return None
+        return [_batch(row) for row in found]
 
     @operation()
     def figures(self) -> Steps[tuple[Sequence[tuple[Batch, bool]], float]]:
@@ -677,7 +688,9 @@ def _locked(batch_id: str, generation: int | None) -> Steps[Batch | None]:
     found = yield f"SELECT {_BATCH} FROM batch WHERE id = $1 AND open = 1 FOR UPDATE", batch_id
     if generation is not None and not (found and found[0][1] == generation):
         raise LeaseLost
-    return _batch(found[0]) if found else None
+    if found:
+        return _batch(found[0])
+    return None
 
 
 def _replace(batch: Batch) -> Steps[None]:
@@ -701,7 +714,12 @@ def _listed(
         if not found:
             return None
         place = found[0][0], found[0][1]
-    way, order = ("<", "DESC") if reverse else (">", "ASC")
+    if reverse:
+        way = "<"
+        order = "DESC"
+    else:
+        way = ">"
+        order = "ASC"
     return (
         yield (
             f"SELECT {columns} FROM {table} WHERE owner = $1 AND (created, id) {way} ($2, $3) AND {condition}"

@@ -171,10 +171,21 @@ class SqlStore(Store):
             " WHERE key = $1 FOR UPDATE",
             key,
         )
-        now, new, head, rows = time.time(), change.version == 0, change.head, list[Row]()
-        owner, version, holder, until, size, count, position, head_size = (
-            found[0] if found else (change.owner, 0, "", 0.0, 0, 0, 0, 0)
-        )
+        now = time.time()
+        new = change.version == 0
+        head = change.head
+        rows = list[Row]()
+        if found:
+            owner, version, holder, until, size, count, position, head_size = found[0]
+        else:
+            owner = change.owner
+            version = 0
+            holder = ""
+            until = 0.0
+            size = 0
+            count = 0
+            position = 0
+            head_size = 0
         if new is bool(found) or change.owner not in (None, owner) or change.version not in (None, version):
             return False
         if change.lease is not None:
@@ -182,17 +193,24 @@ class SqlStore(Store):
             if change.needs and holder != wanted and (change.needs == "held" or until > now):
                 return False
             # One that is ended is over by any clock.
-            holder, until = (wanted, now + seconds) if seconds else ("", 0.0)
+            if seconds:
+                holder = wanted
+                until = now + seconds
+            else:
+                holder = ""
+                until = 0.0
         if change.rows:
             ids = json.dumps([row.id for row in change.rows])
             known = yield "SELECT id FROM triton_openai_row WHERE key = $1 AND id IN EACH($2)", key, ids
             there = {row_id for (row_id,) in known}
             rows = list({row.id: row for row in reversed(change.rows) if row.id not in there}.values())[::-1]
-            size, count = size + sum(len(row.data) for row in rows), count + len(rows)
+            size = size + sum(len(row.data) for row in rows)
+            count = count + len(rows)
             if size > change.most_size or count > change.most_rows:
                 raise EntryFull
         if head is not None:
-            size, version = size + len(head) - head_size, version + 1
+            size = size + len(head) - head_size
+            version = version + 1
         values = (key, version, now, holder, until, size, count, position + len(rows), head)
         if new:
             parent = change.parent
@@ -226,7 +244,8 @@ class SqlStore(Store):
     def page(
         self, key: str, name: str, *, after: str | None = None, limit: int, most_size: int, reverse: bool = False
     ) -> Steps[Page | None]:
-        first, last = -1, LARGEST
+        first = -1
+        last = LARGEST
         if after is not None:
             found = yield (
                 "SELECT position FROM triton_openai_row WHERE key = $1 AND list = $2 AND id = $3",
@@ -234,7 +253,10 @@ class SqlStore(Store):
             )
             if not found:
                 return None
-            first, last = (first, found[0][0]) if reverse else (found[0][0], last)
+            if reverse:
+                last = found[0][0]
+            else:
+                first = found[0][0]
         rows = (
             "FROM triton_openai_row WHERE key = $1 AND list = $2 AND position > $3 AND position < $4"
             f" ORDER BY position {'DESC' if reverse else 'ASC'} LIMIT $5"
@@ -246,7 +268,10 @@ class SqlStore(Store):
 
     @operation()
     def _at(self, what: str, owner: str, places: Collection[Place]) -> Steps[Mapping[Place, Any]]:
-        column = "LENGTH(r.data)" if what == "sizes" else "r.data"
+        if what == "sizes":
+            column = "LENGTH(r.data)"
+        else:
+            column = "r.data"
         found = yield (
             f"SELECT p.key, p.id, {column} FROM PAIRS($1) p CROSS JOIN triton_openai_row r CROSS JOIN"
             " triton_openai_entry e WHERE r.key = p.key AND r.id = p.id AND e.key = r.key AND e.owner = $2"
@@ -289,7 +314,12 @@ class SqlStore(Store):
         self, owner: str, prefix: str, *, after: str | None, limit: int, reverse: bool
     ) -> Steps[Sequence[tuple[str, bytes]]]:
         # No digit is greater than f.
-        first, last = (prefix, after or f"{prefix}g") if reverse else (after or prefix, f"{prefix}g")
+        if reverse:
+            first = prefix
+            last = after or f"{prefix}g"
+        else:
+            first = after or prefix
+            last = f"{prefix}g"
         found = yield (
             "SELECT key, head FROM triton_openai_entry WHERE owner = $1 AND key > $2 AND key < $3 AND used >= $4"
             f" ORDER BY key {'DESC' if reverse else 'ASC'} LIMIT $5",
@@ -328,7 +358,8 @@ class SqlStore(Store):
             f"SELECT key, used, size FROM triton_openai_entry WHERE owner = $1 ORDER BY used LIMIT {BATCH}",
             owner,
         )
-        dropped, total = list[str](), 0
+        dropped = list[str]()
+        total = 0
         for key, used, size in found:
             if (used >= before and total >= surplus) or total > BATCH_SIZE:
                 break

@@ -213,7 +213,9 @@ def _first_damage(connection: sqlite3.Connection) -> str | None:
         return None
     finally:
         connection.set_progress_handler(None, 0)
-    return None if result == "ok" else str(result).strip().splitlines()[-1]
+    if result == "ok":
+        return None
+    return str(result).strip().splitlines()[-1]
 
 
 def _check(deadline: float) -> None:

@@ -342,7 +342,8 @@ class Store(ABC):
         """
         size += sum(len(row.data) for row in rows)
         async with self._operation():
-            own, whole = self._written[owner] + size, self._written.total() + size
+            own = self._written[owner] + size
+            whole = self._written.total() + size
             part = max(own / self._share, whole / self._settings.max_size)
             if part > _SWEEP_PART:
                 self._next_sweep = 0.0
@@ -362,7 +363,10 @@ class Store(ABC):
             while owners:
                 largest = max(owners, key=owners.__getitem__)
                 surplus = max(owners[largest] - self._share, sum(owners.values()) - self._settings.max_size)
-                dropped = await self._drop_batch(largest, before, surplus) if surplus > 0 else 0
+                if surplus > 0:
+                    dropped = await self._drop_batch(largest, before, surplus)
+                else:
+                    dropped = 0
                 if not dropped:
                     break
                 owners[largest] -= dropped

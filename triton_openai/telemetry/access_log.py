@@ -35,7 +35,9 @@ def input_messages(body: object, max_chars: int) -> list[Message]:
     if given is not None:
         return cut.last(given, cut.message, role="omitted", parts=[])
     texts = [text for field in _TEXTS for text in _texts(getattr(body, field, None))]
-    return [{"role": "user", "parts": cut.last(texts, cut.part, type="omitted")}] if texts else []
+    if texts:
+        return [{"role": "user", "parts": cut.last(texts, cut.part, type="omitted")}]
+    return []
 
 
 def output_messages(answers: Sequence[AnswerState], max_chars: int) -> list[Message]:
@@ -59,17 +61,22 @@ class _Cut:
         missing = len(text) - len(kept)
         # Lone surrogates could not be sent.
         shown = _DATA_URL.sub("<data URL>", kept).encode("utf-8", "replace").decode("utf-8")
-        return f"{shown}…(+{missing} characters)" if missing else shown
+        if missing:
+            return f"{shown}…(+{missing} characters)"
+        return shown
 
     def last(self, items: Sequence[Any], make: Callable[[Any], Part], **omitted: Any) -> list[Part]:
         """Return the last of *items*, each converted by *make*, after *omitted* with the number of the others."""
         missing = len(items) - _MAX_ITEMS
         found = [make(item) for item in items[-_MAX_ITEMS:]]
-        return [{**omitted, "count": missing}, *found] if missing > 0 else found
+        if missing > 0:
+            return [{**omitted, "count": missing}, *found]
+        return found
 
     def message(self, message: Any) -> Message:
         """Return a message of a chat."""
-        role, content = message.__struct_config__.tag, message.content
+        role = message.__struct_config__.tag
+        content = message.content
         parts: list[Part] = []
         thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
         if thoughts:
@@ -78,7 +85,10 @@ class _Cut:
             if not isinstance(content, str):
                 content = "".join([part if isinstance(part, str) else part.text or "" for part in content or ()])
             called = getattr(message, "tool_call_id", None) or message.name
-            name = None if called is None else self.text(called)
+            if called is None:
+                name = None
+            else:
+                name = self.text(called)
             parts.append({"type": "tool_call_response", "id": name, "response": self.text(content)})
         else:
             parts += self.last([content] if isinstance(content, str) else content or (), self.part, type="omitted")
@@ -92,14 +102,18 @@ class _Cut:
 
     def part(self, part: Any) -> Part:
         """Return a text, or a part of a message."""
-        text = part if isinstance(part, str) else part.text if part.text is not None else part.refusal
-        if text is not None:
-            return {"type": "text", "content": self.text(text)}
+        if isinstance(part, str):
+            return {"type": "text", "content": self.text(part)}
+        if part.text is not None:
+            return {"type": "text", "content": self.text(part.text)}
+        if part.refusal is not None:
+            return {"type": "text", "content": self.text(part.refusal)}
         return {"type": self.text(part.type or "image_url")}
 
     def call(self, call: Any) -> Part:
         """Return the call of a tool, or of a function, which has no id."""
-        function, name = getattr(call, "function", call), getattr(call, "id", None)
+        function = getattr(call, "function", call)
+        name = getattr(call, "id", None)
         found: Part = {"type": "tool_call", "id": None if name is None else self.text(name)}
         if function is not None:
             arguments = function.arguments
@@ -111,7 +125,9 @@ class _Cut:
     def answer(self, answer: AnswerState) -> Message:
         """Return an answer as a message."""
         found: Message = {"role": "assistant", "parts": [self.part(answer.text)]}
-        return found if answer.finish_reason is None else {**found, "finish_reason": answer.finish_reason.value}
+        if answer.finish_reason is None:
+            return found
+        return {**found, "finish_reason": answer.finish_reason.value}
 
 
 def _texts(value: Any) -> Iterable[str]:
@@ -141,7 +157,8 @@ class AccessLog(Observer):
     """Writes a line for each request: at "info", or at "debug" for reads that go well, such as health checks."""
 
     def ended(self, record: RequestRecord) -> None:
-        error, left = record.error, record.client_left
+        error = record.error
+        left = record.client_left
         fields: dict[str, Any] = {"request_id": record.request_id}
         if record.method:
             fields["method"], fields["path"] = record.method, record.path
@@ -169,7 +186,8 @@ class AccessLog(Observer):
             fields["endpoint"], fields["attempts"] = route.name, route.attempts
         if record.response_id is not None:
             fields["response_id"] = record.response_id
-        usage, first = record.usage, record.time_to_first_token
+        usage = record.usage
+        first = record.time_to_first_token
         reasons = {one.finish_reason: None for one in record.answers if one.finish_reason is not None}
         if usage is not None:
             fields["input_tokens"], fields["output_tokens"] = usage.prompt_tokens, usage.completion_tokens
@@ -223,7 +241,8 @@ class UnknownFields(Observer):
 
     def ended(self, record: RequestRecord) -> None:
         """Look at the fields of a request for a served model."""
-        model, adapter = record.model, record.adapter
+        model = record.model
+        adapter = record.adapter
         if not record.unknown_fields or model is None or adapter is None:
             return
         for name in dict.fromkeys(map(self._bounded, record.unknown_fields)):
@@ -265,6 +284,11 @@ class InvalidAnswers(Observer):
 
 def _similar(name: str, body: object) -> dict[str, str]:
     """Return the field of the endpoint that has almost this *name*, for the log."""
-    known = [field.encode_name for field in msgspec.structs.fields(body)] if isinstance(body, msgspec.Struct) else []
+    if isinstance(body, msgspec.Struct):
+        known = [field.encode_name for field in msgspec.structs.fields(body)]
+    else:
+        known = []
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    return {"similar": close[0]} if close else {}
+    if close:
+        return {"similar": close[0]}
+    return {}

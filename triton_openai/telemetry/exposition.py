@@ -66,8 +66,10 @@ class Exposition:
         batches: Callable[[], Awaitable[BatchState | None]] | None = None,
     ) -> None:
         self._metrics = counted
-        self._state, self._batches = state, batches
-        self._relay, self._vllm_names = settings.relay_triton, settings.vllm_names
+        self._state = state
+        self._batches = batches
+        self._relay = settings.relay_triton
+        self._vllm_names = settings.vllm_names
         self._triton = TritonMetrics(triton_url) if self._relay or self._vllm_names else None
         # Kept when a model is unloaded: the counts of its aliases must stay in the same series.
         self._triton_models: dict[str, str] = {}
@@ -81,7 +83,10 @@ class Exposition:
 
         With Triton's metrics in it, it is always the text format: their names break OpenMetrics's rules.
         """
-        triton = None if self._triton is None else await self._triton.read()
+        if self._triton is None:
+            triton = None
+        else:
+            triton = await self._triton.read()
         state = self._current_state()
         families = gauges.state_metrics(state)
         if self._batches is not None and (found := await self._batches()) is not None:
@@ -121,7 +126,10 @@ class Exposition:
                 async with asyncio.timeout(_LOAD_TIMEOUT):
                     triton = await self._triton.read()
         state = self._current_state()
-        shown = [] if triton is None else cache_metrics(state, cache_blocks(triton))[:1]
+        if triton is None:
+            shown = []
+        else:
+            shown = cache_metrics(state, cache_blocks(triton))[:1]
         shown += renamed("vllm:num_requests_waiting", await asyncio.to_thread(self._counted), self._triton_models)
         loads: defaultdict[str, dict[str, float]] = defaultdict(dict)
         for sample in (sample for each in shown for sample in each.samples):

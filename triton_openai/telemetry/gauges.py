@@ -97,7 +97,10 @@ def gauge(one: Instrument, series: Mapping[tuple[str, ...], float]) -> Metric:
 def state_metrics(state: State) -> list[Metric]:
     """Return the metrics of *state*."""
     # Nothing is served while Triton does not answer, though its models stay known.
-    served = state.served if state.triton_up else ()
+    if state.triton_up:
+        served = state.served
+    else:
+        served = ()
     return [
         gauge(BUILD, {(__version__,): 1}),
         gauge(WORKERS, {(): state.workers}),

@@ -48,7 +48,9 @@ def warn(log: FilteringBoundLogger, event: str, error: ServiceError, /, **fields
 
 def _is_not_http_noise(record: logging.LogRecord) -> bool:
     """Return false for the HTTP server's lines about clients that do not speak HTTP, such as port scans."""
-    error = record.exc_info[1] if record.exc_info else None
+    error = None
+    if record.exc_info:
+        error = record.exc_info[1]
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
@@ -61,7 +63,9 @@ class _Logger:
     """Hands events to *processors*. structlog's own loggers copy their fields four times, which takes the most time."""
 
     def __init__(self, name: str, processors: Sequence[Processor], context: Mapping[str, Any]) -> None:
-        self._name, self._processors, self._context = name, processors, context
+        self._name = name
+        self._processors = processors
+        self._context = context
 
     def bind(self, **values: Any) -> _Logger:
         """Return a logger whose events have *values* too. An adapter of a third party may use it."""
@@ -107,7 +111,10 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
     """
     level = logging.getLevelName(settings.log_level.upper())
     stderr = in_background("stderr")
-    render = _json if settings.log_format == "json" else _plain
+    if settings.log_format == "json":
+        render = _json
+    else:
+        render = _plain
     if render is _plain and shows_colours(stderr):
         render = partial(_console, structlog.dev.ConsoleRenderer(exception_formatter=plain_traceback, pad_event_to=0))
     line = partial(_line, {} if worker is None else {"worker": worker}, render)
@@ -207,4 +214,6 @@ def _console(renderer: structlog.dev.ConsoleRenderer, event: EventDict) -> bytes
 
 
 def _shown(text: str) -> str:
-    return text if text.isprintable() and _QUOTED.search(text) is None else repr(text)
+    if text.isprintable() and _QUOTED.search(text) is None:
+        return text
+    return repr(text)

@@ -76,12 +76,18 @@ class Instrument(msgspec.Struct, frozen=True, eq=False):
     @property
     def kind(self) -> Literal["counter", "gauge", "histogram"]:
         """Its type."""
-        return "histogram" if self.buckets else "counter" if self.name.endswith("_total") else "gauge"
+        if self.buckets:
+            return "histogram"
+        if self.name.endswith("_total"):
+            return "counter"
+        return "gauge"
 
     @property
     def bounds(self) -> Sequence[str]:
         """The upper bounds of its buckets as Prometheus writes them."""
-        return [*map(floatToGoString, self.buckets), "+Inf"] if self.buckets else []
+        if self.buckets:
+            return [*map(floatToGoString, self.buckets), "+Inf"]
+        return []
 
 
 REQUESTS = Instrument(
@@ -426,7 +432,10 @@ class Metrics(Observer, Collector):
     def __init__(self, worker: Worker) -> None:
         self.folder = worker.directory
         replaces = self.folder is not None and share_between_workers(self.folder, worker.index)
-        self._cell = None if self.folder is None else MultiProcessValue(lambda: worker.index)
+        if self.folder is None:
+            self._cell = None
+        else:
+            self._cell = MultiProcessValue(lambda: worker.index)
         # The kinds of repairs that the log has named, with their models
         self._repairs: set[tuple[str, str]] = set()
         self._made: list[tuple[Instrument, Sequence[str], Series]] = []
@@ -445,7 +454,8 @@ class Metrics(Observer, Collector):
             self.child(WORKERS_REPLACED).inc()
 
     def _make(self, instrument: Instrument, *labels: str) -> Series:
-        one, names = instrument, tuple(instrument.labels)
+        one = instrument
+        names = tuple(instrument.labels)
         if self._cell is None:
             numbers = [0.0] * (len(one.bounds) + 1)
         else:
@@ -534,17 +544,31 @@ class Metrics(Observer, Collector):
         return key
 
     def ended(self, record: RequestRecord) -> None:
-        child, left, error = self.child, record.client_left, record.error
+        child = self.child
+        left = record.client_left
+        error = record.error
         model, adapter = _model(record)
-        operation, outcome = record.operation or OTHER, outcome_of(record)
+        operation = record.operation or OTHER
+        outcome = outcome_of(record)
         # The client did not get the answer, whatever status was sent.
-        status = CLIENT_CLOSED_REQUEST if left else record.status
+        if left:
+            status = CLIENT_CLOSED_REQUEST
+        else:
+            status = record.status
         child(REQUESTS, operation, model, adapter, str(status), outcome).inc()
-        code = "cancelled" if left else "" if error is None else error.code
+        if left:
+            code = "cancelled"
+        elif error is None:
+            code = ""
+        else:
+            code = error.code
         if error is not None and not left:
             child(ERRORS, operation, model, adapter, outcome, code).inc()
             if outcome == "refused":
-                reason = error.kind if isinstance(error, RateLimited) else code
+                if isinstance(error, RateLimited):
+                    reason = error.kind
+                else:
+                    reason = code
                 child(KEY_REFUSALS, self._key(record.key or ""), reason).inc()
         if record.operation is None:
             return
@@ -613,4 +637,6 @@ def outcome_of(record: RequestRecord) -> Outcome:
         return "answered"
     if error.status in (401, 403, 429, 503) and not isinstance(error, UpstreamError):
         return "refused"
-    return "invalid" if error.status < ServiceError.status else "failed"
+    if error.status < ServiceError.status:
+        return "invalid"
+    return "failed"

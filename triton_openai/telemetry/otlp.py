@@ -48,13 +48,17 @@ _QUEUE_LOGGER = "opentelemetry.sdk._shared_internal"
 # More than our spans have, with those of a sampler: the SDK's own limit.
 _MOST_ATTRIBUTES = 128
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-_UNSET, _FAILED = Status(StatusCode.UNSET), Status(StatusCode.ERROR)
+_UNSET = Status(StatusCode.UNSET)
+_FAILED = Status(StatusCode.ERROR)
 
 
 def exporter_class(settings: TracesSettings) -> type[SpanExporter]:
     """Return the exporter that *settings* need. Raises :class:`ConfigurationError` where it is not installed."""
     try:
-        protocol = "grpc" if settings.protocol == "grpc" else "http"
+        if settings.protocol == "grpc":
+            protocol = "grpc"
+        else:
+            protocol = "http"
         module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter")
     except ImportError as error:
         raise ConfigurationError(
@@ -98,21 +102,27 @@ class SdkSpans(Spans, SpanExporter):
         lost: Callable[[int], object] = lambda _: None,
     ) -> None:
         self._lost = lost
-        self._sampler, self._ids, self._resource = provider.sampler, provider.id_generator, provider.resource
+        self._sampler = provider.sampler
+        self._ids = provider.id_generator
+        self._resource = provider.resource
         self.new_id = self._ids.generate_span_id
         self._exporter = exporter
         self._scope = InstrumentationScope("triton_openai", __version__, SCHEMA_URL)
         limits = SpanLimits()
-        self._most, self._longest = limits.max_span_attributes, limits.max_span_attribute_length
+        self._most = limits.max_span_attributes
+        self._longest = limits.max_span_attribute_length
         self._unlimited = self._longest is None and (self._most is None or self._most >= _MOST_ATTRIBUTES)
         self._processor = processor(self)
         provider.add_span_processor(self._processor)
 
     def begin(self, record: RequestRecord, parent: Context, attributes: Attributes) -> SpanIds:
-        trace_id, sampled, state = 0, True, None
+        trace_id = 0
+        sampled = True
+        state = None
         if parent:
             above = get_current_span(parent).get_span_context()
-            trace_id, state = above.trace_id, above.trace_state
+            trace_id = above.trace_id
+            state = above.trace_state
             sampled = not above.is_valid or above.trace_flags.sampled
         trace_id = trace_id or self._ids.generate_trace_id()
         # What the default decides is known: asking it takes a tenth of the cost of a trace.
@@ -120,7 +130,8 @@ class SdkSpans(Spans, SpanExporter):
             name = span_name(record)
             sampling = self._sampler.should_sample(parent, trace_id, name, SpanKind.SERVER, attributes, ())
             attributes.update(sampling.attributes)
-            sampled, state = sampling.decision is Decision.RECORD_AND_SAMPLE, sampling.trace_state
+            sampled = sampling.decision is Decision.RECORD_AND_SAMPLE
+            state = sampling.trace_state
         return SpanIds(trace_id, self.new_id(), sampled, state)
 
     def end(self, ids: SpanIds, spans: Sequence[Span]) -> None:
@@ -178,7 +189,8 @@ class _SpeaksGrpc(logging.Filter):
             self._said = self._hides_failure = True
             return False
         # The line that a batch is given up follows those of its attempts.
-        hidden, self._hides_failure = self._hides_failure, False
+        hidden = self._hides_failure
+        self._hides_failure = False
         return not hidden
 
 
@@ -222,10 +234,12 @@ async def spans(
     except Exception as error:
         # Any exception: only the SDK's own variables can still be wrong.
         raise ConfigurationError(f"{SDK_REFUSES}: {error}") from error
-    log, speaks_grpc = logging.getLogger(type(exporter).__module__), _SpeaksGrpc()
+    log = logging.getLogger(type(exporter).__module__)
+    speaks_grpc = _SpeaksGrpc()
     log.addFilter(speaks_grpc)
     # First: the SDK's own filter drops lines that are alike.
-    queue_log, queue_full = logging.getLogger(_QUEUE_LOGGER), _QueueFull(lost)
+    queue_log = logging.getLogger(_QUEUE_LOGGER)
+    queue_full = _QueueFull(lost)
     queue_log.filters.insert(0, queue_full)
     try:
         yield made

@@ -24,7 +24,8 @@ from triton_openai.errors import ServiceError, holds_key, printable
 from triton_openai.generation import AnswerState, Usage, total_usage
 
 #: The stages in which a prompt is made.
-RENDER, TOKENIZE = "render prompt", "tokenize prompt"
+RENDER = "render prompt"
+TOKENIZE = "tokenize prompt"
 #: Status of a request whose client left before it was answered, as nginx writes it.
 CLIENT_CLOSED_REQUEST = 499
 # Clients choose the length of both.
@@ -67,7 +68,9 @@ class Upstream:
 
     def begin(self, request: Request, answer: AnswerState, to: Destination, *, lora: str | None = None) -> Request:
         """Return *request* as it is sent. *answer* knows its own end; *lora* is the name of its LoRA adapter."""
-        return replace(request, headers=self.headers) if self.headers else request
+        if self.headers:
+            return replace(request, headers=self.headers)
+        return request
 
     @contextmanager
     def call(self, request: Request, to: Destination) -> Iterator[Request]:
@@ -192,7 +195,10 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
 
     def identify(self, operation: str, *, model: str, adapter: str, stream: bool = False) -> None:
         """Set the operation, and the model and the adapter that answer it."""
-        self.operation, self.model, self.adapter, self.stream = operation, model, adapter, stream
+        self.operation = operation
+        self.model = model
+        self.adapter = adapter
+        self.stream = stream
 
     def stage(self, name: str) -> Stage:
         """Return the context manager for a part of the work."""
@@ -207,7 +213,8 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         Such a cycle would keep the prompt and the answer in memory until the garbage collector runs, which it seldom
         does in a process with many long-lived objects.
         """
-        self.request, self.upstream = None, _NO_HEADERS
+        self.request = None
+        self.upstream = _NO_HEADERS
         if self.memory is not None:
             self.free_memory()
         for known in [self.error, *[answer.error for answer in self.answers]]:
@@ -233,7 +240,9 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         for answer in self.answers:
             if answer.first is not None and (first is None or answer.first < first):
                 first = answer.first
-        return None if first is None else first - self.began
+        if first is None:
+            return None
+        return first - self.began
 
     @property
     def usage(self) -> Usage | None:
@@ -242,7 +251,9 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
             return self.answers[0].usage_so_far
         if self.answers:
             return total_usage([answer.usage_so_far for answer in self.answers], n=self.n)
-        return None if self.input_tokens is None else Usage(prompt_tokens=self.input_tokens, completion_tokens=0)
+        if self.input_tokens is None:
+            return None
+        return Usage(prompt_tokens=self.input_tokens, completion_tokens=0)
 
     @property
     def finish_reasons(self) -> Sequence[str]:

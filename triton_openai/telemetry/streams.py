@@ -54,7 +54,8 @@ class BackgroundWriter(io.RawIOBase):
         self._lock = threading.RLock()
         self._awake = False
         self._wake: SimpleQueue[None] = SimpleQueue()
-        self._untold, self._reason = 0, ""
+        self._untold = 0
+        self._reason = ""
         # Whether the last line that was written has no end.
         self._cut = False
         threading.Thread(target=self._run, name="log", daemon=True).start()
@@ -120,7 +121,12 @@ class BackgroundWriter(io.RawIOBase):
         with self._lock:
             if reason is not None:
                 self._lose(len(lines), reason)
-            untold, self._untold = (0, self._untold) if reason is not None or self._lines else (self._untold, 0)
+            if reason is not None or self._lines:
+                untold = 0
+                self._untold = self._untold
+            else:
+                untold = self._untold
+                self._untold = 0
         if untold and self._written(self.restored(untold, self._reason)) is not None:
             with self._lock:
                 self._untold += untold
@@ -219,7 +225,9 @@ def _log_lines(reading: int, log: Callable[[str], object]) -> None:
 def background_writer(stream: TextIO) -> BackgroundWriter | None:
     """Return what passes on the lines of *stream*, if it is one that :func:`in_background` has made."""
     writer = getattr(getattr(stream, "buffer", None), "raw", None)
-    return writer if isinstance(writer, BackgroundWriter) else None
+    if isinstance(writer, BackgroundWriter):
+        return writer
+    return None
 
 
 def drain(timeout: float = 1.0) -> None:

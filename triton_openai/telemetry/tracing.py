@@ -165,13 +165,18 @@ class Tracing(Observer):
         zero = time.time_ns() - int(time.monotonic() * _NANOSECONDS)
         began = zero + int(record.began * _NANOSECONDS)
         # The names are those of OpenTelemetry's specification for logs. The flags say whether the trace is recorded.
-        trace_id, span_id = ids.trace_id.to_bytes(16, "big").hex(), ids.span_id.to_bytes(8, "big").hex()
-        flags = "01" if ids.sampled else "00"
+        trace_id = ids.trace_id.to_bytes(16, "big").hex()
+        span_id = ids.span_id.to_bytes(8, "big").hex()
+        if ids.sampled:
+            flags = "01"
+        else:
+            flags = "00"
         record.log_fields = {**record.log_fields, "trace_id": trace_id, "span_id": span_id, "trace_flags": flags}
         if ids.sampled:
             span = Span(name="", id=ids.span_id, parent=None, kind="SERVER", began=began, attributes=attributes)
             if parent and (found := get_current_span(parent).get_span_context()).is_valid:
-                span.parent, span.remote = found.span_id, True
+                span.parent = found.span_id
+                span.remote = True
             if record.batch_trace:
                 made_by = _propagator.extract({"traceparent": record.batch_trace}, Context())
                 span.link = get_current_span(made_by).get_span_context()
@@ -205,7 +210,8 @@ class Trace(Upstream):
         if id(answer) in self._calls:
             # The request is sent once more: to another Triton, or with the LoRA weights that the first one lacked.
             first = self._calls[id(answer)][0]
-            first.failed, first.ended = True, span.began
+            first.failed = True
+            first.ended = span.began
             self._done.append(first)
         self._calls[id(answer)] = span, answer
         return sent
@@ -247,7 +253,9 @@ class Trace(Upstream):
 
     def end(self) -> None:
         """End all spans."""
-        record, span, done = self._record, self.span, self._done
+        record = self._record
+        span = self.span
+        done = self._done
         now = time.monotonic()
         for stage in record.stages:
             if stage.failed or (stage.ended or now) - stage.began >= SHORTEST_STAGE:
@@ -260,7 +268,10 @@ class Trace(Upstream):
                 _fail(call, answer.error)
             elif answer.cancelled:
                 call.attributes["error.type"] = CANCELLED
-            call.ended = time.time_ns() if answer.ended is None else max(call.began, self._at(answer.ended))
+            if answer.ended is None:
+                call.ended = time.time_ns()
+            else:
+                call.ended = max(call.began, self._at(answer.ended))
             done.append(call)
         span.name = span_name(record)
         span.shared = shared_attributes(record)
@@ -275,9 +286,13 @@ class Trace(Upstream):
 
     def _add(self, stage: Stage) -> None:
         began = self._at(stage.began)
-        id, above = self._spans.new_id(), self.span.id
+        id = self._spans.new_id()
+        above = self.span.id
         span = Span(name=stage.name, id=id, parent=above, began=began, attributes={}, failed=stage.failed)
-        span.ended = time.time_ns() if stage.ended is None else self._at(stage.ended)
+        if stage.ended is None:
+            span.ended = time.time_ns()
+        else:
+            span.ended = self._at(stage.ended)
         self._done.append(span)
 
     def _at(self, moment: float) -> int:
@@ -295,21 +310,35 @@ def span_name(record: RequestRecord) -> str:
     if record.operation is not None:
         return f"{record.operation} {record.model}"
     route = _route(record.request)
-    return record.method if route is None else f"{record.method} {route}"
+    if route is None:
+        return record.method
+    return f"{record.method} {route}"
 
 
 def shared_attributes(record: RequestRecord) -> Sequence[Attributes]:
     """Return what a request's span has in common with others: of its head, its model, and the answer."""
-    found, request, left, error = [], record.request, record.client_left, record.error
+    found = []
+    request = record.request
+    left = record.client_left
+    error = record.error
     if request is not None:
         headers = request.headers
-        host, agent = headers.get("Host", "")[:_LONGEST_HEADER], headers.get("User-Agent", "")[:_LONGEST_HEADER]
+        host = headers.get("Host", "")[:_LONGEST_HEADER]
+        agent = headers.get("User-Agent", "")[:_LONGEST_HEADER]
         found.append(head_attributes(_route(request), request.scheme, request.version, host, agent))
-    operation, model = record.operation, record.model
+    operation = record.operation
+    model = record.model
     if operation is not None and model is not None:
-        answered_as = record.response_model if record.response_id else None
+        answered_as = None
+        if record.response_id:
+            answered_as = record.response_model
         found.append(model_attributes(operation, model, record.adapter, answered_as, record.chat_template))
-    failure = CANCELLED if left else None if error is None else error.code
+    if left:
+        failure = CANCELLED
+    elif error is None:
+        failure = None
+    else:
+        failure = error.code
     found.append(answer_attributes(record.status, failure, left, record.stream, tuple(record.finish_reasons)))
     return found
 
@@ -392,12 +421,21 @@ def request_attributes(body: object) -> _Found:
             attribute, kind = NUMBERS[name]
             # A larger number fails the export of the whole batch.
             fits = isinstance(value, int | float) and abs(value) < 2**63
-            found[attribute] = kind(value) if fits else None
+            if fits:
+                found[attribute] = kind(value)
+            else:
+                found[attribute] = None
         elif name == "stop":
-            stops = [value] if isinstance(value, str) else value
+            if isinstance(value, str):
+                stops = [value]
+            else:
+                stops = value
             found["gen_ai.request.stop_sequences"] = tuple([masked(_clean(text)) for text in stops]) or None
         elif name == "n":
-            found["gen_ai.request.choice.count"] = None if value == 1 else value
+            if value == 1:
+                found["gen_ai.request.choice.count"] = None
+            else:
+                found["gen_ai.request.choice.count"] = value
         elif name == "response_format":
             form = msgspec.to_builtins(value)
             if isinstance(form, Mapping):
@@ -451,14 +489,19 @@ def _route(request: web.BaseRequest | None) -> str | None:
     if not isinstance(request, web.Request):
         return None
     resource = request.match_info.route.resource
-    return None if resource is None else resource.canonical
+    if resource is None:
+        return None
+    return resource.canonical
 
 
 def _server(url: str) -> _Found:
     """Return the host and the port of *url*."""
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
+        host = parts.hostname
+        port = parts.port
     except ValueError:
         return {}
-    return {"server.address": printable(host, _MAX_CHARS), "server.port": port} if host else {}
+    if host:
+        return {"server.address": printable(host, _MAX_CHARS), "server.port": port}
+    return {}

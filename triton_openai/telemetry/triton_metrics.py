@@ -68,7 +68,8 @@ class TritonMetrics:
 
     async def read(self) -> Mapping[str, Sequence[str]] | None:
         """Return them as :func:`parse` does, or ``None`` when Triton does not give them in time, which is logged."""
-        headers, body = {"Accept": "text/plain;version=0.0.4"}, bytearray()
+        headers = {"Accept": "text/plain;version=0.0.4"}
+        body = bytearray()
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT)) as session,

@@ -98,6 +98,7 @@ def lora_requests(served: Iterable[ServedName], counted: Mapping[str, Metric]) -
 
     series: dict[tuple[str, ...], float] = {}
     for (model, most), loras in names.items():
-        running, queued = busy(metrics.RUNNING, loras), busy(metrics.QUEUED, loras)
+        running = busy(metrics.RUNNING, loras)
+        queued = busy(metrics.QUEUED, loras)
         series[model, "" if most is None else str(most), running, queued] = time.time()
     return gauge(LORA_REQUESTS, series)

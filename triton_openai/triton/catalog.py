@@ -102,7 +102,10 @@ async def take_snapshot(client: TritonClient, *, previous: Snapshot | None = Non
                 # Usually the model was unloaded between the two calls.
                 waiting[name] = error.message
             else:
-                version = "" if server is None else server.version
+                if server is None:
+                    version = ""
+                else:
+                    version = server.version
                 configs[name] = msgspec.structs.replace(config, server_version=version)
 
     await asyncio.gather(*map(read, ready))
@@ -214,7 +217,10 @@ class Catalog:
         self._changed = changed
         self._starts = starts
         self._phase = phase
-        self._log = _log if name is None else _log.bind(endpoint=name)
+        if name is None:
+            self._log = _log
+        else:
+            self._log = _log.bind(endpoint=name)
         self._refreshing: asyncio.Task[None] | None = None
         self._last_miss = float("-inf")
         self._doubted = False
@@ -229,7 +235,10 @@ class Catalog:
         wait = self._interval * (1 + self._phase)
         while True:
             try:
-                newest = None if self._shared is None else self._shared.newest
+                if self._shared is None:
+                    newest = None
+                else:
+                    newest = self._shared.newest
                 if newest is None:
                     await self.refresh()
                 elif newest is not self.snapshot:
@@ -298,7 +307,8 @@ class Catalog:
 
     async def _look(self, *, asks: bool) -> Snapshot:
         """Return a new snapshot, taken here or, unless this process alone can, by another one that *asks* has look."""
-        reloads, self._reloads = self._reloads, False
+        reloads = self._reloads
+        self._reloads = False
         shared = self._shared
         if shared is not None and shared.newest is not None and (not asks or await shared.ask(reload=reloads)):
             newest = shared.newest
@@ -313,11 +323,15 @@ class Catalog:
 
     async def _refresh(self, *, asks: bool = True) -> None:
         before = self.snapshot
-        doubted, self._doubted = self._doubted, False
+        doubted = self._doubted
+        self._doubted = False
         snapshot = await self._look(asks=asks)
         if snapshot.reachable != before.reachable or not (self.first.is_set() or self._starts):
             if snapshot.reachable:
-                version = None if snapshot.server is None else snapshot.server.version
+                if snapshot.server is None:
+                    version = None
+                else:
+                    version = snapshot.server.version
                 self._log.info("Triton answers", models=len(snapshot.configs), version=version)
             else:
                 assert snapshot.error is not None

@@ -148,7 +148,8 @@ class SingleAnswer:
                 self._receiver.receive((response,))
         except Exception as error:  # noqa: BLE001 - the receiver handles every error
             failure = error
-        receiver, self._receiver = self._receiver, None
+        receiver = self._receiver
+        self._receiver = None
         if receiver is not None:
             receiver.end(failure)
 

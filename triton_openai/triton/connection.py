@@ -76,14 +76,17 @@ class ConnectionSettings:
 
         Returns the same object until they change, so that callers can cache what they derive from it.
         """
-        return self._token.current() if self._token is not None else self._fixed
+        if self._token is not None:
+            return self._token.current()
+        return self._fixed
 
     @property
     def _tls_files(self) -> tuple[Path | None, ...]:
         return self.access.ca, self.access.certificate, self.access.key
 
     def _read_context(self, protocols: Sequence[str] = ()) -> ssl.SSLContext:
-        access, context = self.access, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        access = self.access
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if access.ca is not None:
             load_authorities(context, access.ca, "--triton-ca")
@@ -97,7 +100,8 @@ class ConnectionSettings:
 
     def ssl_context(self, *protocols: str) -> ReloadingContext:
         """Return a context for connections that speak *protocols* (ALPN). Raises :class:`ConfigurationError`."""
-        read, what = partial(self._read_context, protocols), "certificates for Triton"
+        read = partial(self._read_context, protocols)
+        what = "certificates for Triton"
         return ReloadingContext.of(ssl.PROTOCOL_TLS_CLIENT, read, self._tls_files, what=what)
 
     def grpc_files(self) -> FromFiles[GrpcFiles]:
@@ -123,7 +127,8 @@ class ConnectionSettings:
 
 def _parse(text: str, place: int) -> Header:
     name, colon, value = text.partition(":")
-    name, value = name.strip(), value.strip()
+    name = name.strip()
+    value = value.strip()
     which = f"--triton-header number {place}"
     if not colon or not _NAME.fullmatch(name):
         raise ConfigurationError(f"{which} is not accepted: write NAME:VALUE.")

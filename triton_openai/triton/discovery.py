@@ -58,7 +58,8 @@ class Discovery:
 
     async def replace(self, triton: TritonSettings, listed: Sequence[EndpointSettings]) -> None:
         """Take other settings, which name the Tritons *listed*."""
-        self._triton, self.listed = triton, listed
+        self._triton = triton
+        self.listed = listed
         await self.look()
 
     async def run(self) -> None:
@@ -99,7 +100,8 @@ class Discovery:
             reason = "it has no addresses"
         except (OSError, UnicodeError) as error:
             # UnicodeError: a part of the name is empty or too long.
-            addresses, reason = frozenset(), getattr(error, "strerror", None) or str(error)
+            addresses = frozenset()
+            reason = getattr(error, "strerror", None) or str(error)
         if addresses:
             self._addresses[host] = addresses
             self._failing.discard(host)
@@ -129,5 +131,8 @@ class Discovery:
 def _at(url: str, address: str) -> str:
     """Return *url* with *address* in place of its host."""
     parts = urlsplit(url)
-    host = f"[{address}]" if ":" in address else address
+    if ":" in address:
+        host = f"[{address}]"
+    else:
+        host = address
     return parts._replace(netloc=host if parts.port is None else f"{host}:{parts.port}").geturl()

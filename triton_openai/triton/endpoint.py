@@ -48,7 +48,8 @@ class Endpoint:
         control = self._http or self._grpc
         assert control is not None, "there is an address"
         self._control: TritonClient = control
-        self.model_config, self.unload_model = control.model_config, control.unload_model
+        self.model_config = control.model_config
+        self.unload_model = control.unload_model
         #: Whether the gRPC address answered last time. With an HTTP address, discovery does not use it.
         self.grpc_answers: bool | None = None
         self._checking: asyncio.Task[None] | None = None
@@ -89,7 +90,8 @@ class Endpoint:
 
     async def _explained(self, client: TritonClient, error: ServiceError) -> ServiceError:
         """Return *error*. If no Triton seems to listen at the address of *client*, its detail says what does."""
-        url, reason = self._addresses[client], error.reason
+        url = self._addresses[client]
+        reason = error.reason
         explanation = mistake(url, reason)
         if not url.startswith("http://") and _UNCLEAR.search(reason) and await _answers_http(url):
             explanation = _advice(url, *_HTTP_PORT)
@@ -171,7 +173,8 @@ _HTTP_ANSWER = b"HTTP/1."
 async def _answers_http(url: str) -> bool:
     """Return whether what listens at *url* answers plain HTTP; it is sent no credentials."""
     parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port or 443
+    host = parts.hostname or ""
+    port = parts.port or 443
     try:
         async with asyncio.timeout(_LOOK_SECONDS):
             reader, writer = await asyncio.open_connection(host, port)

@@ -103,7 +103,8 @@ class Member:
         self.idle = asyncio.Event()
         self.draining = False
         # Requests that it took with it when it ended, which may go elsewhere beside the budget, and until when.
-        self._credit, self._credit_until = 0, -math.inf
+        self._credit = 0
+        self._credit_until = -math.inf
 
     def forgives(self, now: float) -> bool:
         """
@@ -112,7 +113,8 @@ class Member:
         Those that ran when the first one was lost may: a Triton that ends must not cost more than the budget has.
         """
         if now >= self._credit_until:
-            self._credit, self._credit_until = len(self.leases), now + _CREDIT_SECONDS
+            self._credit = len(self.leases)
+            self._credit_until = now + _CREDIT_SECONDS
         self._credit -= 1
         return self._credit >= 0
 
@@ -185,11 +187,15 @@ class Lease:
     @property
     def name(self) -> str | None:
         """What the Triton is called in the settings, if it is one of several."""
-        return self.endpoint if self.counted else None
+        if self.counted:
+            return self.endpoint
+        return None
 
     def address_of(self, request: InferRequest) -> str | None:
         """Return the address to which *request* goes, if it is known."""
-        return self.client.address_of(request) if isinstance(self.client, Endpoint) else None
+        if isinstance(self.client, Endpoint):
+            return self.client.address_of(request)
+        return None
 
     def close(self, error: Exception | None = None, *, answered: bool = True) -> None:
         """
@@ -198,7 +204,8 @@ class Lease:
         *error* is how the request failed, *answered* whether the model sent anything. A client that leaves before that
         says nothing about the Triton.
         """
-        target, self._target = self._target, None
+        target = self._target
+        self._target = None
         # Breaks a reference cycle.
         self.lost = None
         if target is not None:
@@ -232,7 +239,10 @@ class Route:
         self.before = before
         self.resends_lost = resends_lost
         self._among = among
-        self._key = None if key is None else key.encode("utf-8", "surrogatepass")
+        if key is None:
+            self._key = None
+        else:
+            self._key = key.encode("utf-8", "surrogatepass")
         self._lora = lora
         self._at = at
         self._prompt: str | None = None
@@ -244,7 +254,9 @@ class Route:
 
     def tried(self) -> Tried:
         """Return where a request begins."""
-        return Tried() if self.before is None else copy(self.before)
+        if self.before is None:
+            return Tried()
+        return copy(self.before)
 
     def lease(self, tried: Collection[str] = (), *, prompt: str | None = None) -> Lease:
         """
@@ -254,11 +266,14 @@ class Route:
         """
         if self._fleet.alone is not None:
             return self._fleet.alone
-        at, key = self._at, self._key
+        at = self._at
+        key = self._key
         if self._fleet.several and at is None:
             policy = self._fleet.policy(self.model)
             if prompt is not None and prompt == self._prompt and not tried and policy != "round_robin":
-                at = self.endpoint if self._fleet.takes(self.model, self.endpoint) else None
+                at = None
+                if self._fleet.takes(self.model, self.endpoint):
+                    at = self.endpoint
             if key is None and policy == "affinity" and prompt is not None:
                 key = self._fleet.prefix_key(self.model, self._lora, prompt)
         try:
@@ -266,7 +281,10 @@ class Route:
         except UpstreamUnavailable:
             if self._at is None and self._fleet.has(self.model, (), tried):
                 # What was lost on the way counts there, too.
-                self.left = tried if isinstance(tried, Tried) else self.tried()
+                if isinstance(tried, Tried):
+                    self.left = tried
+                else:
+                    self.left = self.tried()
             raise
         self._prompt, self.endpoint, self.attempts = prompt, lease.endpoint, max(self.attempts, len(tried) + 1)
         return lease
@@ -274,7 +292,9 @@ class Route:
     @property
     def name(self) -> str | None:
         """What the Triton that got the request last is called, if it is one of several."""
-        return self.endpoint if self._fleet.listed else None
+        if self._fleet.listed:
+            return self.endpoint
+        return None
 
     def again(self, lease: Lease, error: Exception, tried: Tried) -> bool:
         """
@@ -298,7 +318,8 @@ class Route:
     async def _ask(self, work: Callable[[Lease], Awaitable[_T]], tried: Tried) -> _T:
         lease = self.lease(tried)
         tried.append(lease.endpoint)
-        again, limit = False, asyncio.timeout(None)
+        again = False
+        limit = asyncio.timeout(None)
 
         def lose(final: bool) -> None:
             nonlocal again
@@ -309,7 +330,10 @@ class Route:
 
         try:
             async with limit:
-                lease.lost = lose if lease.counted else None
+                if lease.counted:
+                    lease.lost = lose
+                else:
+                    lease.lost = None
                 result = await work(lease)
         except ServiceError as error:
             again = again or self.again(lease, error, tried)
@@ -349,7 +373,10 @@ class Fleet:
         lists: ListChannel | None = None,
     ) -> None:
         self._settings = settings
-        self._lists = None if lists is None else SharedLists(lists, settings.refresh_interval)
+        if lists is None:
+            self._lists = None
+        else:
+            self._lists = SharedLists(lists, settings.refresh_interval)
         self._access = access
         self._connect = connect or self._endpoint
         self._grace = grace
@@ -359,7 +386,10 @@ class Fleet:
         self.alone: Lease | None = None
         #: Whether several are named; one alone has no name in logs and metrics.
         self.listed = bool(settings.endpoints or settings.endpoints_file)
-        self._tell = tell if self.listed else _untold
+        if self.listed:
+            self._tell = tell
+        else:
+            self._tell = _untold
         self._changed: Callable[[Snapshot], Awaitable[None]] | None = None
         self._ask: Callable[[str, str], Awaitable[None]] | None = None
         self._room: Callable[[], None] = lambda: None
@@ -411,7 +441,9 @@ class Fleet:
         *ask* raises :class:`ServiceError` unless a model at the Triton of a name answers a small request. *room* is
         called when the :meth:`capacity` of a model may have changed.
         """
-        self._changed, self._ask, self._room = changed or self._changed, ask or self._ask, room or self._room
+        self._changed = changed or self._changed
+        self._ask = ask or self._ask
+        self._room = room or self._room
 
     def limit(self, most_running: float) -> None:
         """Send no Triton more than *most_running* requests for a model at a time while another one has room."""
@@ -500,7 +532,10 @@ class Fleet:
 
     def _add(self, settings: EndpointSettings, client: TritonClient) -> None:
         name = settings.name or ""
-        label = name if name in self._labels or len(self._labels) < _MAX_LABELS else "other"
+        if name in self._labels or len(self._labels) < _MAX_LABELS:
+            label = name
+        else:
+            label = "other"
         self._labels[label] += 1
         member = Member(settings, client, label)
         member.catalog = Catalog(
@@ -532,7 +567,8 @@ class Fleet:
             self._count("up", member, by=-1 if lost else 1)
         member.snapshot = snapshot
         now = time.monotonic()
-        was, member.targets = member.targets, {}
+        was = member.targets
+        member.targets = {}
         for model in snapshot.configs:
             target = was.get(model)
             if target is None and model in member.doubted:
@@ -540,7 +576,10 @@ class Fleet:
                 target.since = now
             if target is None:
                 # A Triton that was there from the start needs no time to warm up.
-                since = now if member.catalog.first.is_set() else -math.inf
+                if member.catalog.first.is_set():
+                    since = now
+                else:
+                    since = -math.inf
                 target = Target(member.name, member.settings.weight, since=since)
             member.targets[model] = target
         member.doubted.clear()
@@ -560,11 +599,16 @@ class Fleet:
                 return
             # With hundreds of Tritons a merge takes milliseconds: it gets a tenth of the time at most.
             await asyncio.sleep(10 * self._merge_seconds)
-            began, self._merge_wanted = time.monotonic(), False
-            stale, self._stale = self._stale, set()
+            began = time.monotonic()
+            self._merge_wanted = False
+            stale = self._stale
+            self._stale = set()
             self._update_pools(stale)
             snapshot = merge({name: member.snapshot for name, member in self.members.items()})
-            self._merge_seconds = min(time.monotonic() - began, 0.1) if self.several else 0.0
+            if self.several:
+                self._merge_seconds = min(time.monotonic() - began, 0.1)
+            else:
+                self._merge_seconds = 0.0
             if self._changed is not None:
                 await self._changed(snapshot)
             self.snapshot = snapshot
@@ -578,11 +622,17 @@ class Fleet:
             if (pool := self._pools.get(model)) is None:
                 pool = self._pools[model] = Pool(self.policy(model), max_ejected=0.0, load_factor=1.0)
             panicked = pool.panics
-            pool.policy, pool.load_factor = self.policy(model), routing.load_factor
-            pool.max_ejected = self._settings.ejection.max_share if self.several else 0.0
+            pool.policy = self.policy(model)
+            pool.load_factor = routing.load_factor
+            if self.several:
+                pool.max_ejected = self._settings.ejection.max_share
+            else:
+                pool.max_ejected = 0.0
             pool.most_running = self._most_running
             # A pool of few would pass over too many others.
-            ring = self._ring if len(targets) * _SPARSE >= len(self.members) else None
+            ring = None
+            if len(targets) * _SPARSE >= len(self.members):
+                ring = self._ring
             pool.update(targets, ejected=[each.name for each in members if each.ejected], ring=ring)
             if pool.panics != panicked:
                 self._tell("panics", model, by=1 if pool.panics else -1)
@@ -608,7 +658,9 @@ class Fleet:
         """Return the first of the settings' kinds of key that *names* (kind and value) have a value for."""
         wanted = self._settings.routing.affinity
         found = [(wanted.index(kind), value) for kind, value in names if value and kind in wanted]
-        return min(found)[1] if found else None
+        if found:
+            return min(found)[1]
+        return None
 
     def prefix_key(self, model: str, lora: str, prompt: str) -> bytes | None:
         """Return what stands for the beginning of *prompt*, if that is to keep requests at one Triton."""
@@ -626,13 +678,18 @@ class Fleet:
     def takes(self, model: str, endpoint: str | None) -> bool:
         """Return whether the Triton called *endpoint* takes requests to *model*."""
         member = self.members.get(endpoint or "")
-        target = None if member is None or member.ejected else member.targets.get(model)
+        if member is None or member.ejected:
+            target = None
+        else:
+            target = member.targets.get(model)
         return target is not None and target.weight > 0 and target.ejected_until is None
 
     def choose(self, model: str) -> str | None:
         """Return the name of the Triton that a request to *model* would get now, ``None`` if there is none."""
         target = self._pools.get(model, self._empty).choose(time.monotonic())
-        return None if target is None else target.endpoint
+        if target is None:
+            return None
+        return target.endpoint
 
     def lease(
         self,
@@ -653,7 +710,10 @@ class Fleet:
         first = not avoid
         if at is not None:
             member = self.members.get(at)
-            target = None if member is None else member.targets.get(model)
+            if member is None:
+                target = None
+            else:
+                target = member.targets.get(model)
         elif not self.several and self.members:
             # Whatever it has: a model that has just been unloaded is its answer to give.
             (member,) = self.members.values()
@@ -663,7 +723,10 @@ class Fleet:
             if among:
                 avoid = {*avoid, *(one.endpoint for one in pool.active if one.endpoint not in among)}
             target = pool.choose(time.monotonic(), key=key, avoid=avoid)
-            member = None if target is None else self.members.get(target.endpoint)
+            if target is None:
+                member = None
+            else:
+                member = self.members.get(target.endpoint)
         if member is None or target is None:
             raise UpstreamUnavailable("No Triton that has the model takes requests at the moment.", retry_after=2)
         lease = Lease(self, member, target, model)
@@ -694,7 +757,8 @@ class Fleet:
 
     def end(self, lease: Lease, target: Target, error: Exception | None, *, answered: bool) -> None:
         """Learn how the request of *lease* ended."""
-        member, now = lease.member, time.monotonic()
+        member = lease.member
+        now = time.monotonic()
         self._pools.get(lease.model, self._empty).count(target, -1)
         member.leases.discard(lease)
         if not member.leases:
@@ -702,7 +766,12 @@ class Fleet:
         failed = isinstance(error, UpstreamError) and not isinstance(error, ModelUnloading)
         self._count("running", member, lease.model, by=-1)
         # Whoever refuses a request has answered.
-        outcome = "failed" if failed else "answered" if answered or error is not None else "cancelled"
+        if failed:
+            outcome = "failed"
+        elif answered or error is not None:
+            outcome = "answered"
+        else:
+            outcome = "cancelled"
         self._count("ended", member, lease.model, outcome)
         if not self.several or member.draining:
             return
@@ -846,7 +915,8 @@ class Fleet:
 
     def _drop_label(self, member: Member) -> None:
         """Drop the series of a Triton that has left. One that came in its place may have the same name."""
-        label, member.label = member.label, None
+        label = member.label
+        member.label = None
         assert label is not None, "it leaves once"
         for lease in member.leases:
             self._tell("running", label, lease.model, by=-1)

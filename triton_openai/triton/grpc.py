@@ -82,7 +82,8 @@ def _tag(field: str) -> bytes:
     return varint(service_pb2.ModelInferRequest.DESCRIPTOR.fields_by_name[field].number << 3 | 2)
 
 
-_ID, _CONTENTS = _tag("id"), _tag("raw_input_contents")
+_ID = _tag("id")
+_CONTENTS = _tag("raw_input_contents")
 
 
 @lru_cache(maxsize=256)
@@ -116,7 +117,12 @@ def _parts(request: InferRequest) -> Iterator[bytes]:
     if request.parameters:
         further = service_pb2.ModelInferRequest()
         for name, value in request.parameters.items():
-            kind = "bool" if isinstance(value, bool) else "int64" if isinstance(value, int) else "string"
+            if isinstance(value, bool):
+                kind = "bool"
+            elif isinstance(value, int):
+                kind = "int64"
+            else:
+                kind = "string"
             setattr(further.parameters[name], f"{kind}_param", value)
         yield serialize(further)
     for tensor in request.inputs:
@@ -142,7 +148,9 @@ def encode_large(request: InferRequest) -> bytes:
 
 def serialize(message: Any) -> bytes:
     """Return *message* serialized; bytes stay as they are."""
-    return message if isinstance(message, bytes) else bytes(message.SerializeToString())
+    if isinstance(message, bytes):
+        return message
+    return bytes(message.SerializeToString())
 
 
 async def message_of(request: InferRequest) -> bytes:
@@ -168,7 +176,8 @@ def _layout(model: str, outputs: Sequence[bytes]) -> Layout:
 
 def _outputs(message: Any, model: str, contents: Sequence[Buffer] | None = None) -> tuple[Layout, Sequence[Buffer]]:
     layout = _layout(model, tuple([output.SerializeToString() for output in message.outputs]))
-    contents = message.raw_output_contents[:] if contents is None else contents
+    if contents is None:
+        contents = message.raw_output_contents[:]
     if len(layout.outputs) != len(contents):
         raise InvalidAnswer("it has outputs without raw contents", model=model)
     return layout, contents
@@ -176,9 +185,14 @@ def _outputs(message: Any, model: str, contents: Sequence[Buffer] | None = None)
 
 def _without(message: memoryview, number: int) -> tuple[bytes, list[memoryview]]:
     """Return *message* without its fields of a *number*, and their values. All fields must have a length."""
-    rest, values, end = b"", [], 0
+    rest = b""
+    values = []
+    end = 0
     while end < len(message):
-        begin, size, place, more = end, 0, end, True
+        begin = end
+        size = 0
+        place = end
+        more = True
         while more:
             place += 1
             size |= (message[place] & 0x7F) << 7 * (place - begin - 1)
@@ -264,7 +278,8 @@ class GrpcStream(Call):
             channel.start(self, message, request.headers)
 
     def _end(self, error: Exception | None) -> None:
-        receiver, self._receiver = self._receiver, None
+        receiver = self._receiver
+        self._receiver = None
         if receiver is not None:
             receiver.end(error)
 
@@ -348,7 +363,10 @@ class GrpcClient:
 
     def __init__(self, url: str, settings: ConnectionSettings) -> None:
         parts = urlsplit(url)
-        self._target = parts.netloc if parts.port else f"{parts.netloc}:8001"
+        if parts.port:
+            self._target = parts.netloc
+        else:
+            self._target = f"{parts.netloc}:8001"
         self._settings = settings
         self._files = settings.grpc_files() if parts.scheme == "grpcs" else None
         self._used: GrpcFiles | None = None
@@ -360,11 +378,16 @@ class GrpcClient:
 
     def channel(self, max_answer: int) -> grpc.aio.Channel:
         """Return the channel to begin calls on whose answers have *max_answer* bytes at most."""
-        files = self._files.current() if self._files is not None else None
+        files = None
+        if self._files is not None:
+            files = self._files.current()
         if files is not self._used:
             self._replace_channels()
             self._used = files
-        limit = _MAX_ANSWER if max_answer <= _MAX_ANSWER else _MAX_LARGE_ANSWER
+        if max_answer <= _MAX_ANSWER:
+            limit = _MAX_ANSWER
+        else:
+            limit = _MAX_LARGE_ANSWER
         # Created on first use: a channel belongs to the running loop.
         if limit not in self._channels:
             self._channels[limit] = self._connect(files, limit)
@@ -404,7 +427,9 @@ class GrpcClient:
         headers: Mapping[str, str] = MappingProxyType({}),
         max_answer: int = 0,
     ) -> Any:
-        timeout = self._settings.control_timeout if limited else None
+        timeout = None
+        if limited:
+            timeout = self._settings.control_timeout
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:

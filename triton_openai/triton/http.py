@@ -67,7 +67,8 @@ class _InferHeader(msgspec.Struct, frozen=True):
 
 
 # What begins the JSON of every answer to an infer call.
-_NAME_OR_OUTPUTS, _START = re.compile(rb'\A\s*\{.*"(?:model_name|outputs)"', re.DOTALL), 4096
+_NAME_OR_OUTPUTS = re.compile(rb'\A\s*\{.*"(?:model_name|outputs)"', re.DOTALL)
+_START = 4096
 _header_decoder = msgspec.json.Decoder(_InferHeader)
 
 
@@ -85,8 +86,10 @@ def generate_body(request: InferRequest) -> bytes:
         elif tensor.datatype == "BYTES":
             # One by one: they may be images of many megabytes, and encoding keeps the interpreter lock.
             body[tensor.name] = msgspec.Raw(b"[%b]" % b",".join(map(msgspec.json.encode, values)))
+        elif isinstance(values, list | tuple):
+            body[tensor.name] = values
         else:
-            body[tensor.name] = values if isinstance(values, list | tuple) else list(values)
+            body[tensor.name] = list(values)
     return msgspec.json.encode(body)
 
 
@@ -139,7 +142,10 @@ class HttpClient:
         self._pool = ConnectionPool(url, settings)
         self._prefix = urlsplit(url).path.rstrip("/")
         host, port = self._pool.address
-        self._host_header = f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
+        if ":" not in host:
+            self._host_header = f"{host}:{port}"
+        else:
+            self._host_header = f"[{host}]:{port}"
         # The headers of the settings, and their lines in a request, rebuilt when they change.
         self._headers: tuple[Header, ...] = ()
         self._header_lines = ""

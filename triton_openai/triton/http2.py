@@ -35,7 +35,8 @@ _FRAME = struct.Struct(">HBBBI")
 _UINT32 = struct.Struct(">I")
 _SETTING = struct.Struct(">HI")
 # HPACK: a field whose name is written out, and the first length of a string that takes more than a byte.
-_NEVER_INDEXED, _LONG = b"\x10", 127
+_NEVER_INDEXED = b"\x10"
+_LONG = 127
 # Whether a message is compressed, and its length.
 _MESSAGE = struct.Struct(">BI")
 
@@ -45,7 +46,9 @@ END_HEADERS = 0x4
 PADDED = 0x8
 WITH_PRIORITY = 0x20
 HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = range(1, 6)
-PROTOCOL_ERROR, REFUSED_STREAM, CANCEL = 1, 7, 8
+PROTOCOL_ERROR = 1
+REFUSED_STREAM = 7
+CANCEL = 8
 
 _UINT31 = 2**31 - 1
 _DEFAULT_WINDOW = 65_535
@@ -71,7 +74,9 @@ _CODES = {str(code.value[0]).encode(): code.name for code in grpc.StatusCode}
 _BY_RESET = {REFUSED_STREAM: "UNAVAILABLE", CANCEL: "CANCELLED"}
 #: Codes of our own: no connection could be made, the connection broke, and a message was longer than the call takes.
 #: All others are gRPC's.
-UNREACHABLE, LOST, TOO_LONG = "UNREACHABLE", "LOST", "TOO_LONG"
+UNREACHABLE = "UNREACHABLE"
+LOST = "LOST"
+TOO_LONG = "TOO_LONG"
 #: Before the HTTP status of an answer that is not gRPC's: also a code of our own.
 FOREIGN = "HTTP_"
 
@@ -165,7 +170,8 @@ class Call:
 
     def cancel(self) -> None:
         """Receive nothing more, and tell the server unless the call has ended."""
-        self.messages, self.outcome = [], None
+        self.messages = []
+        self.outcome = None
         if self.connection is not None:
             self.connection.reset(self)
         elif self.channel is not None:
@@ -182,7 +188,8 @@ class Call:
         if self.paused and self.messages:
             return
         if self.messages:
-            messages, self.messages = self.messages, []
+            messages = self.messages
+            self.messages = []
             try:
                 self.messages_received(messages)
             except Exception as error:  # noqa: BLE001 - one call's mistake must not end all others of the connection
@@ -191,7 +198,8 @@ class Call:
                 self.outcome = LOST, "an answer could not be handled"
         # It may be paused or cancelled by now.
         if self.outcome is not None and not self.messages:
-            outcome, self.outcome = self.outcome, None
+            outcome = self.outcome
+            self.outcome = None
             self.call_ended(*outcome)
 
     def feed(self, data: bytes) -> None:
@@ -268,14 +276,17 @@ class Connection(asyncio.Protocol):
         if self._rest:
             data = self._rest + data
         received: list[Call] = []
-        calls, position, available = self._calls, 0, len(data)
+        calls = self._calls
+        position = 0
+        available = len(data)
         try:
             while available - position >= 9:
                 upper, lower, kind, flags, stream_id = _FRAME.unpack_from(data, position)
                 size = upper << 8 | lower
                 if size > _FRAME_SIZE:
                     raise ValueError(f"the server sent a frame of {size} bytes")
-                start, end = position + 9, position + 9 + size
+                start = position + 9
+                end = position + 9 + size
                 if end > available:
                     break
                 position = end
@@ -379,7 +390,8 @@ class Connection(asyncio.Protocol):
 
     def _headers_received(self, call: Call, fields: Mapping[bytes, bytes], *, ended: bool) -> None:
         call.request = None
-        code, status = fields.get(b"grpc-status"), fields.get(b":status")
+        code = fields.get(b"grpc-status")
+        status = fields.get(b":status")
         if code is not None:
             details = unquote(fields.get(b"grpc-message", b"").decode("latin-1"))
             self._finish(call, _CODES.get(code, "UNKNOWN"), details, ended=ended)
@@ -453,20 +465,27 @@ class Connection(asyncio.Protocol):
     def open(self, call: Call) -> None:
         """Send *call*, if the connection :attr:`has_room`."""
         assert call.request is not None
-        call.channel, call.connection = None, self
+        call.channel = None
+        call.connection = self
         call.stream_id = self._next_id
         call.attempts += 1
         call.window = self._initial_window
         call.unsent = memoryview(call.request)
         self._calls[call.stream_id] = call
         # HPACK: the table of sent headers stays empty, whatever size the server allows.
-        block = b"\x20" + call.headers if call.stream_id == 1 else call.headers
+        if call.stream_id == 1:
+            block = b"\x20" + call.headers
+        else:
+            block = call.headers
         self._next_id += 2
         self._draining = self._draining or self._next_id > _UINT31
         frames = []
         for start in range(0, len(block), _FRAME_SIZE):
             part = block[start : start + _FRAME_SIZE]
-            last = END_HEADERS if start + _FRAME_SIZE >= len(block) else 0
+            if start + _FRAME_SIZE >= len(block):
+                last = END_HEADERS
+            else:
+                last = 0
             frames.append(frame(CONTINUATION if start else HEADERS, last, call.stream_id, part))
         self._send(call, frames)
 
@@ -517,14 +536,16 @@ class Connection(asyncio.Protocol):
                 self._blocked[call.stream_id] = call
                 break
             # An empty slice would keep the whole request in memory.
-            data, call.unsent = call.unsent[:size], call.unsent[size:] or memoryview(b"")
+            data = call.unsent[:size]
+            call.unsent = call.unsent[size:] or memoryview(b"")
             self._window -= size
             call.window -= size
             frames.append(frame(DATA, 0 if call.unsent else END_STREAM, call.stream_id, data))
         self._write(b"".join(frames))
 
     def _send_blocked(self) -> None:
-        blocked, self._blocked = self._blocked, {}
+        blocked = self._blocked
+        self._blocked = {}
         for call in blocked.values():
             self._send(call, [])
 
@@ -535,7 +556,8 @@ class Connection(asyncio.Protocol):
         else:
             self._forget(call)
         if call.partial and code == "OK":
-            code, details = "INTERNAL", "the server ended the call within a message"
+            code = "INTERNAL"
+            details = "the server ended the call within a message"
         call.end(code, details)
         self._end_if_unused()
 
@@ -559,7 +581,8 @@ class Connection(asyncio.Protocol):
     def _check_silence(self) -> None:
         self._timer = self._loop.call_later(SILENCE_SECONDS, self._check_silence)
         if self._active:
-            self._active, self._next_ping = False, 0.0
+            self._active = False
+            self._next_ping = 0.0
         elif self._calls:
             self.ping()
         else:
@@ -623,7 +646,10 @@ class Channel:
         metadata = self._settings.headers()
         if metadata is not self._metadata:
             self._metadata, self._headers = metadata, header_block((*self._fixed, *metadata))
-        call.headers = self._headers + header_block(own.items()) if own else self._headers
+        if own:
+            call.headers = self._headers + header_block(own.items())
+        else:
+            call.headers = self._headers
         call.request = _MESSAGE.pack(0, len(message)) + message
         self.submit(call)
 
@@ -685,7 +711,10 @@ class Channel:
 
     async def _establish(self, connection: Connection) -> None:
         """Connect, and wait for the server's settings: accepting a connection alone proves nothing."""
-        name = None if self._tls is None else self._settings.access.server_name
+        if self._tls is None:
+            name = None
+        else:
+            name = self._settings.access.server_name
         transport, _ = await asyncio.get_running_loop().create_connection(
             lambda: connection, *self._address, ssl=self._context, server_hostname=name
         )
@@ -696,7 +725,8 @@ class Channel:
         await connection.ready
 
     def _fail_waiting(self, code: str, details: str) -> None:
-        waiting, self._waiting = self._waiting, deque()
+        waiting = self._waiting
+        self._waiting = deque()
         for call in waiting:
             if call.channel is not None:
                 call.end(code, details)

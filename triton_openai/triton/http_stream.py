@@ -88,7 +88,9 @@ def _decoder(model: str, outputs: Sequence[str]) -> Callable[[bytes], Event]:
             getter = getters[names] = attrgetter(*[fields.get(name, "absent") for name in names])
         values = getter(event)
         # The outputs of a response have as many elements as each other.
-        return JsonOutputs.first(event, names) if type(values[0]) is list else values
+        if type(values[0]) is list:
+            return JsonOutputs.first(event, names)
+        return values
 
     kind = msgspec.defstruct(
         "Event",
@@ -169,7 +171,9 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse *data*, and pass the body to the stream."""
-        stream, parse, parts = self._stream, self._parse, self._parts
+        stream = self._stream
+        parse = self._parse
+        parts = self._parts
         if stream is None or parse is None:
             # Data without a request is not HTTP.
             self.close()
@@ -205,7 +209,8 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Read the headers that matter."""
-        stream, name = self._stream, name.lower()
+        stream = self._stream
+        name = name.lower()
         if stream is None:
             return
         if name == b"content-type":
@@ -242,7 +247,8 @@ class Connection(asyncio.Protocol):
             self._parser = httptools.HttpResponseParser(self)
             self._parse = self._parser.feed_data
         self._stream = stream
-        self._complete, self._bare = False, 0
+        self._complete = False
+        self._bare = 0
         self._sent = monotonic()
         self._transport.write(message)
 
@@ -271,7 +277,8 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def _lose(self, error: Exception | None, data: bytes = b"") -> None:
-        stream, self._stream = self._stream, None
+        stream = self._stream
+        self._stream = None
         if stream is None:
             return
         if self._used and not stream.status and monotonic() - self._sent < STALE_SECONDS:
@@ -290,7 +297,9 @@ def _spoken(data: bytes) -> str:
         return "The server speaks HTTP/2, as for gRPC."
     if data.startswith(b"\x15\x03"):
         return "The server speaks TLS."
-    return "The server's answer is not HTTP." if data else "The server closed the connection without an answer."
+    if data:
+        return "The server's answer is not HTTP."
+    return "The server closed the connection without an answer."
 
 
 class ConnectionPool:
@@ -319,7 +328,10 @@ class ConnectionPool:
         """Return a new connection. Raises :class:`UpstreamUnavailable`."""
         try:
             async with asyncio.timeout(self._settings.connect_timeout):
-                name = None if self._tls is None else self._settings.access.server_name
+                if self._tls is None:
+                    name = None
+                else:
+                    name = self._settings.access.server_name
                 transport, connection = await asyncio.get_running_loop().create_connection(
                     lambda: Connection(self), *self.address, ssl=self._tls, server_hostname=name
                 )
@@ -454,7 +466,10 @@ class HttpStream:
             # Not kept: while the answer is made, it would take as much memory as the prompt.
             message = await offload.run(self._make, cost=self._cost)
             # The first connection was stale, and other idle ones may be too.
-            idle = None if again else self._pool.idle()
+            if again:
+                idle = None
+            else:
+                idle = self._pool.idle()
             self._send(idle or await self._pool.connect(), message)
         except Exception as error:  # noqa: BLE001 - the receiver handles every error
             self._end(error)
@@ -562,7 +577,8 @@ class HttpStream:
     def _stop(self, *, whole: bool) -> None:
         """Release the receiver and the connection, which can be reused if the *whole* body was read."""
         self._receiver = None
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is None:
             return
         if whole:

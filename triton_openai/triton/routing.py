@@ -60,7 +60,9 @@ class Target:
     def share(self, now: float) -> float:
         """Return the weight, less while it warms up."""
         age = now - self.since
-        return self.weight if age >= _WARM_UP else self.weight * max(_COLD, age / _WARM_UP)
+        if age >= _WARM_UP:
+            return self.weight
+        return self.weight * max(_COLD, age / _WARM_UP)
 
     def succeed(self) -> None:
         """Learn that it answered."""
@@ -83,7 +85,9 @@ class Target:
 
     def restore(self, now: float) -> None:
         """Take requests again, few at first."""
-        self.ejected_until, self.failures, self.since = None, 0, now
+        self.ejected_until = None
+        self.failures = 0
+        self.since = now
 
 
 class Pool:
@@ -127,9 +131,13 @@ class Pool:
         active = self.active = [target for target in targets if target.weight > 0]
         sound = [target for target in active if target.ejected_until is None and target.endpoint not in ejected]
         self.panics = bool(active) and len(active) - len(sound) > self.max_ejected * len(active)
-        self.candidates = active if self.panics else sound
+        if self.panics:
+            self.candidates = active
+        else:
+            self.candidates = sound
         self._weights = list(accumulate(target.weight for target in self.candidates))
-        self._turns, self._by_name = [], {}
+        self._turns = []
+        self._by_name = {}
         if self.policy == "round_robin":
             self._turns = [(1 / one.weight, place, one) for place, one in enumerate(self.candidates)]
             heapq.heapify(self._turns)
@@ -182,14 +190,18 @@ class Pool:
             return None
         least = min(target.running / target.share(now) for target in targets)
         tied = [target for target in targets if target.running / target.share(now) == least]
-        return tied[0] if len(tied) == 1 else self._random.choices(tied, [one.share(now) for one in tied])[0]
+        if len(tied) == 1:
+            return tied[0]
+        return self._random.choices(tied, [one.share(now) for one in tied])[0]
 
     def _sample(self, now: float) -> Target | None:
         """Return a candidate at random by its weight; ``None`` instead of one that is still to warm up."""
         place = bisect_right(self._weights, self._random.random() * self._weights[-1])
         target = self.candidates[min(place, len(self.candidates) - 1)]
         cold = target.share(now) < self._random.random() * target.weight
-        return None if cold else target
+        if cold:
+            return None
+        return target
 
     def _next(self, fits: Callable[[Target], bool]) -> Target | None:
         """Return the target whose turn it is: the one with the earliest deadline, which moves on by 1 / weight."""
@@ -254,13 +266,15 @@ class Ring:
         """Yield the names of the Tritons behind *key*, once for each of their points."""
         if self._stale:
             self._apply()
-        points, names = self._points, self._names
+        points = self._points
+        names = self._names
         start = bisect_right(points, _value(_point(key), _PLACES - 1))
         for step in range(len(points)):
             yield names[points[start + step - len(points)] % _PLACES]
 
     def _apply(self) -> None:
-        wanted, weights = self._wanted, self._weights
+        wanted = self._wanted
+        weights = self._weights
         # Fewer points, where the ring is full, are a part of the others: what stays keeps its place. By powers of two,
         # so that a Triton more or less seldom makes a difference.
         room = _RING // max(1, len(wanted))
@@ -278,7 +292,9 @@ class Ring:
             self._names = [*self._names, *added]
             for value in self._values(added, wanted, density):
                 insort(self._points, value)
-        self._weights, self._density, self._stale = wanted, density, False
+        self._weights = wanted
+        self._density = density
+        self._stale = False
 
     def _values(self, names: Sequence[str], weights: Mapping[str, float], density: int) -> Iterator[int]:
         first = len(self._names) - len(names)

@@ -93,7 +93,8 @@ class SharedLists:
             async with asyncio.timeout(_LOOK_SECONDS):
                 leads, lists = await self._channel.follow(self)
         except TimeoutError:
-            leads, lists = True, {}
+            leads = True
+            lists = {}
         for name, data in lists.items():
             self.newest.setdefault(name, pickle.loads(data))
         if leads:

@@ -57,7 +57,9 @@ def public_reason(text: str) -> str | None:
     stack = _STACK.search(text)
     text = " ".join(text[: stack.start() if stack else None].split())
     text = _PRIVATE.sub("…", _PLACE.sub("", text)).strip()
-    return text[:_MAX_REASON] if re.search(r"\w", text) else None
+    if re.search(r"\w", text):
+        return text[:_MAX_REASON]
+    return None
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -249,7 +251,10 @@ def classify(text: str, model: str, status: str = "") -> ServiceError:
         rule, match = found
         groups = match.groupdict()
         said = public_reason(groups.pop("reason", match[0]) or "")
-        message = rule.unsaid if said is None and "{said}" in rule.message else rule.message
+        if said is None and "{said}" in rule.message:
+            message = rule.unsaid
+        else:
+            message = rule.message
         if message is not None:
             message = message.format(model=model, said=said, **groups)
         options = rule.options
@@ -262,20 +267,29 @@ def classify(text: str, model: str, status: str = "") -> ServiceError:
     if by_status is not None:
         return by_status.error(by_status.message, detail=detail, **by_status.options)
     # A text that no rule knows is shown to clients only if nothing has to be removed from it.
-    said = text[wrapping.end() :] if (wrapping := _WRAPPING.match(text)) else text
+    if wrapping := _WRAPPING.match(text):
+        said = text[wrapping.end() :]
+    else:
+        said = text
     private = "\n" in said.strip() or _STACK.search(said) or _PRIVATE.search(said)
     return model_failed_error(None if private else public_reason(said), detail=detail)
 
 
 def model_failed_error(said: str | None, *, detail: str | None) -> UpstreamError:
     """Return the error for a model that failed; *said* is the public part of the reason."""
-    message = f"The model failed: {said}" if said else "The model failed to answer the request."
+    if said:
+        message = f"The model failed: {said}"
+    else:
+        message = "The model failed to answer the request."
     return UpstreamError(message, detail=detail)
 
 
 def failed_midway_error(error: errors.InvalidRequest) -> UpstreamError:
     """Return *error* as the model's fault: a backend that has begun to answer had accepted the request."""
-    said = error.said if isinstance(error, errors.RequestRefused) else error.message
+    if isinstance(error, errors.RequestRefused):
+        said = error.said
+    else:
+        said = error.message
     return model_failed_error(said, detail=error.detail)
 
 

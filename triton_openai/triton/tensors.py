@@ -122,7 +122,9 @@ class ModelConfig(msgspec.Struct, gc=False, frozen=True, kw_only=True):
         """
         _PARAMETERS_READ.add(name)
         value = self.parameters.get(name, "").strip()
-        return None if not value or value.startswith("${") else value
+        if not value or value.startswith("${"):
+            return None
+        return value
 
     @property
     def required(self) -> Sequence[TensorSpec]:
@@ -131,16 +133,21 @@ class ModelConfig(msgspec.Struct, gc=False, frozen=True, kw_only=True):
 
     def row_dims(self, spec: TensorSpec) -> tuple[int, ...]:
         """Return the dims of one row of *spec*: without batching, its first dim is the number of rows."""
-        return spec.dims if self.batching else spec.dims[1:]
+        if self.batching:
+            return spec.dims
+        return spec.dims[1:]
 
     def batch_size(self, spec: TensorSpec) -> int:
         """Return how many rows of *spec* a request takes."""
         rows = self.max_batch_size or next(iter(spec.dims), 1)
-        return _FREE_BATCH if rows < 0 else rows
+        if rows < 0:
+            return _FREE_BATCH
+        return rows
 
     def max_answer(self, outputs: Iterable[str], rows: int) -> int:
         """Return how many bytes an answer with these *outputs* can have, for a request of so many *rows*."""
-        fixed, is_open = 0, False
+        fixed = 0
+        is_open = False
         for name in outputs:
             spec = self.outputs[name]
             size = ELEMENT_SIZES.get(spec.datatype)
@@ -160,7 +167,9 @@ class ModelConfig(msgspec.Struct, gc=False, frozen=True, kw_only=True):
         dynamic = [i for i, dim in enumerate(spec.dims) if dim < 0]
         if dynamic:
             dims[dynamic[-1]] = count
-        return (1, *dims) if self.batching else tuple(dims)
+        if self.batching:
+            return (1, *dims)
+        return tuple(dims)
 
 
 class Tensor(msgspec.Struct, gc=False, frozen=True):
@@ -344,7 +353,9 @@ class JsonOutputs(_Checked):
         value = self.value(name)
         if value is None:
             return ()
-        return value if isinstance(value, list) else (value,)
+        if isinstance(value, list):
+            return value
+        return (value,)
 
     def texts(self, name: str) -> Sequence[str]:
         values = self._values(name)
@@ -376,7 +387,9 @@ class JsonOutputs(_Checked):
     def vectors(self, name: str) -> Sequence[bytes]:
         """Return the values as one float32 row (the generate extension does not carry shapes); none without values."""
         values = self.numbers(name)
-        return [self._row(name, values)] if values else []
+        if values:
+            return [self._row(name, values)]
+        return []
 
     def first(self, names: tuple[str, ...]) -> Sequence[Any]:
         return [next(iter(self._values(name)), None) for name in names]
@@ -525,8 +538,14 @@ class BinaryResponse(_Checked):
         output = self.tensor(name)
         if output is None:
             return ()
-        rows = output.shape[0] if len(output.shape) > 1 else 1
-        data = bytes(output.data) if output.datatype == "FP32" else self._row(name, self.numbers(name))
+        if len(output.shape) > 1:
+            rows = output.shape[0]
+        else:
+            rows = 1
+        if output.datatype == "FP32":
+            data = bytes(output.data)
+        else:
+            data = self._row(name, self.numbers(name))
         if rows <= 0 or not data or len(data) % (4 * rows):
             raise self.invalid(f"the output '{name}' has rows of different lengths, or none")
         width = len(data) // rows
@@ -540,7 +559,10 @@ def _reader(name: str, datatype: str, model: str) -> Callable[[Buffer], Any]:
         if not data:
             return None
         size = len(data)
-        end = 4 + length(data)[0] if size >= 4 else 4
+        if size >= 4:
+            end = 4 + length(data)[0]
+        else:
+            end = 4
         if end > size:
             raise InvalidAnswer(f"the output '{name}' is cut off", model=model)
         try:
@@ -601,4 +623,6 @@ def _specs(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _datatype(name: str) -> str:
-    return "BYTES" if name == "TYPE_STRING" else name.removeprefix("TYPE_")
+    if name == "TYPE_STRING":
+        return "BYTES"
+    return name.removeprefix("TYPE_")

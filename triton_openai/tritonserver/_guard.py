@@ -101,7 +101,9 @@ def main(arguments: list[str]) -> int:
     if status is None:
         shutil.rmtree(scratch, ignore_errors=True)
         return 128 + signal.SIGKILL
-    return status if status >= 0 else 128 - status
+    if status >= 0:
+        return status
+    return 128 - status
 
 
 if __name__ == "__main__":

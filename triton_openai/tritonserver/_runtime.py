@@ -132,7 +132,9 @@ def _misfit(version: str, stub: Path, library_path: list[Path]) -> str | None:
         return f"Python {version} has no libpython{version}.so.1.0"
     # The stub was built against NumPy 1 and crashes on text with NumPy 2.
     numpy = importlib.metadata.version("numpy")
-    return f"NumPy is {numpy}, and not 'numpy<2'" if int(numpy.partition(".")[0]) >= 2 else None
+    if int(numpy.partition(".")[0]) >= 2:
+        return f"NumPy is {numpy}, and not 'numpy<2'"
+    return None
 
 
 def _link_children(source: Path, target: Path) -> None:

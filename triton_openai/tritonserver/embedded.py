@@ -73,13 +73,22 @@ class EmbeddedTriton:
         # The server runs in a folder of its own.
         self._repositories = [path.absolute() for path in given]
         self._environment = dict(environment)
-        self._extra_backends = None if backends is None else backends.absolute()
-        self._binary = None if binary is None else binary.absolute()
+        if backends is None:
+            self._extra_backends = None
+        else:
+            self._extra_backends = backends.absolute()
+        if binary is None:
+            self._binary = None
+        else:
+            self._binary = binary.absolute()
         self._model_control_mode = model_control_mode
         self._load_models = load_models
         self._extra_args = extra_args
         # The metrics stay on this machine: the service exports them.
-        self._hosts = [_HOST] * 3 if listen is None else [*[_ipv4(listen[0])] * 2, _HOST]
+        if listen is None:
+            self._hosts = [_HOST] * 3
+        else:
+            self._hosts = [*[_ipv4(listen[0])] * 2, _HOST]
         self._ports: Sequence[int] | None = None if listen is None else _available_ports(self._hosts[0], listen[1:])
         self._shared_memory = f"triton-openai-{uuid.uuid4().hex[:12]}"
         # From the first start to the stop
@@ -103,20 +112,27 @@ class EmbeddedTriton:
         runtime = self._prepare()
         for attempt in range(_ATTEMPTS):
             ports = self._ports or free_ports()
-            begin = self.log_path.stat().st_size if self.log_path.exists() else 0
+            if self.log_path.exists():
+                begin = self.log_path.stat().st_size
+            else:
+                begin = 0
             self._launch(runtime, ports)
             ready = self._wait_ready(ports[0], deadline, begin)
             if ready and self._wait_metrics(ports[2]):
                 self._ports = ports
                 return
             # Triton goes on without metrics, silently, if their port is in use.
-            ended, taken = self.poll(), ready or self._port_taken(begin)
+            ended = self.poll()
+            taken = ready or self._port_taken(begin)
             self.kill()
             # Triton 2.51 now and then aborts while it starts many models at once on a busy machine.
             crashed = ended is not None and ended < 0
             if attempt == _ATTEMPTS - 1 or not (crashed or (taken and self._ports is None)):
                 late = ended is None and not taken
-                what = f"was not ready within {timeout:g} s" if late else f"ended with status {ended} while starting"
+                if late:
+                    what = f"was not ready within {timeout:g} s"
+                else:
+                    what = f"ended with status {ended} while starting"
                 raise ConfigurationError(f"Triton {what}.{self._log_excerpt()}")
 
     def stop(self, timeout: float = 15.0) -> None:
@@ -150,7 +166,9 @@ class EmbeddedTriton:
         """Return None while the server runs or was never started, else its exit status (-n: killed by signal n)."""
         if self._guard is None or (status := self._guard.poll()) is None:
             return None
-        return 128 - status if status > 128 else status
+        if status > 128:
+            return 128 - status
+        return status
 
     def failed_models(self) -> tuple[Mapping[str, str], bool]:
         """
@@ -206,7 +224,10 @@ class EmbeddedTriton:
             if not repository.is_dir():
                 # Such as s3://…, whose slashes a path does not keep.
                 remote = " For one that is no folder, start Triton yourself and write --triton-url."
-                hint = remote if ":/" in str(repository) else ""
+                if ":/" in str(repository):
+                    hint = remote
+                else:
+                    hint = ""
                 raise ConfigurationError(f"There is no model repository at {repository}.{hint}")
         known = {path.name for repository in self._repositories for path in repository.iterdir() if path.is_dir()}
         for name in self._load_models:
@@ -216,7 +237,10 @@ class EmbeddedTriton:
                 raise ConfigurationError(f"There is no model {name[:200]!r} in {where}.")
         if self._runtime is None or self._work_dir is None:
             folder = Path(tempfile.mkdtemp(prefix="triton-openai-"))
-            make = packaged_runtime if self._binary is None else partial(installed_runtime, self._binary)
+            if self._binary is None:
+                make = packaged_runtime
+            else:
+                make = partial(installed_runtime, self._binary)
             try:
                 self._runtime = make(self._environment, folder, self._extra_backends)
             except BaseException:
@@ -261,7 +285,10 @@ class EmbeddedTriton:
             finally:
                 os.close(report_write)
             line = reported.readline()
-        self.pid = int(line) if line else None
+        if line:
+            self.pid = int(line)
+        else:
+            self.pid = None
 
     def _wait_ready(self, port: int, deadline: float, begin: int) -> bool:
         """Return True when the server is ready, False when it has ended, lacks a port, or *deadline* has passed."""
@@ -310,7 +337,9 @@ def _ipv4(host: str) -> str:
 
 def _reached(host: str) -> str:
     """Return where this machine reaches what listens on *host*."""
-    return _HOST if host == "0.0.0.0" else host
+    if host == "0.0.0.0":
+        return _HOST
+    return host
 
 
 def _available_ports(host: str, wanted: Sequence[int]) -> list[int]:

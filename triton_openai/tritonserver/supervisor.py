@@ -22,7 +22,9 @@ log = structlog.get_logger(__name__)
 # A model may take many minutes to load; a Triton that ends while it loads is noticed at once all the same.
 _START_SECONDS = 3600.0
 #: Between two looks at the process; and the pauses before a new start.
-POLL_SECONDS, FIRST_PAUSE, LONGEST_PAUSE = 0.5, 1.0, 30.0
+POLL_SECONDS = 0.5
+FIRST_PAUSE = 1.0
+LONGEST_PAUSE = 30.0
 
 
 class Supervisor:

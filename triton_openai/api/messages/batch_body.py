@@ -22,7 +22,8 @@ from triton_openai.errors import InvalidRequest, InvalidValue, PayloadTooLarge
 _FIELD = "requests"
 # Outside of strings, what structures JSON.
 _MARK = re.compile(rb'["\[\]{},]')
-_OPENING, _CLOSING = b"[{", b"]}"
+_OPENING = b"[{"
+_CLOSING = b"]}"
 # Bytes that one step looks through.
 _STEP = 1024 * 1024
 # 50,000 requests of 160 values and quotation marks.
@@ -83,7 +84,10 @@ def read_batch(body: bytes, limits: LimitSettings, *, max_requests: int) -> Mess
             one = parse_json(item, BatchedMessage, [])
             params = _params(one)
         except InvalidRequest as error:
-            error.param = place if error.param is None else f"{place}.{error.param}"
+            if error.param is None:
+                error.param = place
+            else:
+                error.param = f"{place}.{error.param}"
             error.message = f"'{place}' is wrong. {error.message}"
             raise
         if one.custom_id in names:
@@ -115,22 +119,26 @@ def _split(body: bytes, max_items: int) -> tuple[bytes, list[bytes]]:
     items: list[bytes] = []
     envelope: list[bytes] = []
     kept = depth = begin = 0
-    key, inside = b"", False
+    key = b""
+    inside = False
     for place, end in _marks(body):
         mark = body[place : place + 1]
         if mark == b'"':
             # Of the object's strings, the last one before a list is the list's key.
-            key = body[place:end] if depth == 1 else key
+            if depth == 1:
+                key = body[place:end]
         elif mark in _OPENING:
             depth += 1
             if depth == 2 and mark == b"[" and _is_field(key):
                 items.clear()
                 envelope.append(body[kept:end])
-                inside, begin = True, end
+                inside = True
+                begin = end
         elif mark in _CLOSING:
             depth -= 1
             if inside and depth == 1:
-                inside, kept = False, place
+                inside = False
+                kept = place
                 if items or body[begin:place].strip():
                     items.append(body[begin:place])
         elif inside and depth == 2:
@@ -156,13 +164,16 @@ def _marks(body: bytes) -> Iterator[tuple[int, int]]:
 
     Raises :class:`PayloadTooLarge` for too many: each takes half a microsecond.
     """
-    place, size, left = 0, len(body), _MAX_MARKS
+    place = 0
+    size = len(body)
+    left = _MAX_MARKS
     while place < size:
         found = _MARK.search(body, place, place + _STEP)
         if found is None:
             place += _STEP
             continue
-        begin, place = found.start(), found.end()
+        begin = found.start()
+        place = found.end()
         if found[0] == b'"':
             place = _next_quote(body, place)
             while left and place < size and _is_escaped(body, place - 1):
@@ -181,7 +192,8 @@ def _next_quote(body: bytes, place: int) -> int:
 
 def _is_escaped(body: bytes, place: int) -> bool:
     """Return whether an odd number of backslashes precedes *place*."""
-    width, count = 16, 0
+    width = 16
+    count = 0
     while True:
         before = body[max(0, place - width) : place]
         backslashes = len(before) - len(before.rstrip(b"\\"))

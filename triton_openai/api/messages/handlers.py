@@ -65,11 +65,14 @@ async def _chat(service: Service, call: Call[_Body]) -> AsyncIterator[RequestCon
 
 
 async def _answer(context: RequestContext[ChatRequest], *, omits_thinking: bool) -> Reply:
-    body, record = context.body, context.record
+    body = context.body
+    record = context.record
     turn = await turn_of(context, new_id("msg", "_"), fitting=True)
     context.forget_messages()
-    (run,), (parser,) = turn.runs, turn.parsers
-    room, asked = run.generation.sampling.max_tokens, turn.spec.limit.tokens
+    (run,) = turn.runs
+    (parser,) = turn.parsers
+    room = run.generation.sampling.max_tokens
+    asked = turn.spec.limit.tokens
     limited = room < asked
     if limited:
         record.headers = {**record.headers, LIMITED_HEADER: str(room)}

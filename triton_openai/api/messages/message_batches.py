@@ -130,7 +130,9 @@ async def list_batches(service: Service, call: Call[None]) -> Reply:
     files = files_of(service)
     add_request_id(call.record)
     limit, param, place, before = message_page_query(call.query)
-    find = partial(files.store.batches, call.key.name, "anthropic", reverse=not before) if files.exist else None
+    find = None
+    if files.exist:
+        find = partial(files.store.batches, call.key.name, "anthropic", reverse=not before)
     batches, more = await fetch_page(find, limit, place, param)
     if before:
         batches = batches[::-1]
@@ -168,19 +170,32 @@ async def delete(service: Service, call: Call[None]) -> Reply:
 
 async def results(service: Service, call: Call[None]) -> Reply:
     """Return the results of a batch that has ended: a JSON object in each line, in the order in which they came."""
-    batch, files = await _batch(service, call), files_of(service)
-    file = None if batch.open or batch.output is None else await files.store.file(batch.output, batch.owner)
+    batch = await _batch(service, call)
+    files = files_of(service)
+    if batch.open or batch.output is None:
+        file = None
+    else:
+        file = await files.store.file(batch.output, batch.owner)
     if file is None:
-        why = "has not ended" if batch.open else "has no results any more, or never had any"
+        if batch.open:
+            why = "has not ended"
+        else:
+            why = "has no results any more, or never had any"
         raise errors.ObjectNotFound(f"The batch {why}.", param="message_batch_id")
     return await file_reply(service, file, f"{batch.id}_results.jsonl", "application/x-jsonl")
 
 
 def _batch_object(batch: Batch) -> MessageBatch:
     """Return *batch* as clients see it."""
-    total, ended = batch.total, not batch.open
-    never = total - batch.succeeded - batch.failed if ended else 0
-    ended_at = batch.times.get(f"{batch.status}_at") if ended else None
+    total = batch.total
+    ended = not batch.open
+    if ended:
+        never = total - batch.succeeded - batch.failed
+    else:
+        never = 0
+    ended_at = None
+    if ended:
+        ended_at = batch.times.get(f"{batch.status}_at")
     counts = MessageCounts(
         processing=0 if ended else total,
         succeeded=batch.succeeded if ended else 0,

@@ -42,7 +42,8 @@ def stop_of(
 
     *limited* is whether the context had less room than the client asked for.
     """
-    reason, stop = progress.finish_reason, progress.stop_reason
+    reason = progress.finish_reason
+    stop = progress.stop_reason
     if reason is FinishReason.LENGTH:
         return ("model_context_window_exceeded" if limited else "max_tokens"), None
     if parser.calls and not parser.cut:
@@ -60,7 +61,9 @@ def _block_of(start: Event, text: str, *, omitted: bool) -> types.Block:
     if isinstance(start, Content):
         return types.TextBlock(text)
     if not isinstance(start, ToolCallStart):
-        return types.ThinkingBlock("", seal(text)) if omitted else types.ThinkingBlock(text, "")
+        if omitted:
+            return types.ThinkingBlock("", seal(text))
+        return types.ThinkingBlock(text, "")
     return types.ToolUseBlock(start.id, start.name, _input_of(text))
 
 
@@ -178,14 +181,18 @@ class MessageEvents(EventRenderer):
 
     def _close(self) -> bytes:
         """Return the end of the block that is open, if one is."""
-        opened, text, events = self._open, "".join(self._texts), b""
+        opened = self._open
+        text = "".join(self._texts)
+        events = b""
         if opened is None:
             return b""
         omitted = self.omits_thinking and isinstance(opened, Reasoning)
         if omitted:
             events = self._delta(b"signature_delta", b"signature", seal(text))
         events += _event(types.MessageEvent(type="content_block_stop", index=self._index))
-        self._open, self._texts, self._index = None, [], self._index + 1
+        self._open = None
+        self._texts = []
+        self._index = self._index + 1
         if self.whole:
             self.blocks.append(_block_of(opened, text, omitted=omitted))
         return events
@@ -234,7 +241,9 @@ def asks_anthropic(path: str, headers: Mapping[str, str]) -> bool:
 def status_of(kind: type[ServiceError]) -> int:
     """Return the status of errors of *kind*."""
     busy = issubclass(kind, Overloaded | ServiceOverloaded) and not issubclass(kind, RateLimited)
-    return OVERLOADED if busy else kind.status
+    if busy:
+        return OVERLOADED
+    return kind.status
 
 
 def type_of(status: int) -> str:

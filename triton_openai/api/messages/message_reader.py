@@ -63,8 +63,13 @@ def read(body: types.CountTokensRequest, *, strict_tools: bool) -> Reading:
     left_out: list[str] = []
     pairs = list(_messages(body, left_out))
     last = pairs[-1][0]
-    choice, thinking, config = body.tool_choice, body.thinking, body.output_config
-    form = None if config is None else config.format
+    choice = body.tool_choice
+    thinking = body.thinking
+    config = body.output_config
+    if config is None:
+        form = None
+    else:
+        form = config.format
     chat = ChatRequest(
         model=body.model,
         messages=[message for message, _ in pairs],
@@ -81,7 +86,9 @@ def read(body: types.CountTokensRequest, *, strict_tools: bool) -> Reading:
         chat.max_tokens = body.max_tokens
         chat.stop = body.stop_sequences
         chat.stream = body.stream
-        chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
+        chat.temperature = body.temperature
+        chat.top_p = body.top_p
+        chat.top_k = body.top_k
     if form is not None:
         chat.response_format = JsonSchemaFormat(json_schema=NamedSchema(schema=form.schema))
     return Reading(chat, [origin for _, origin in pairs], left_out)
@@ -92,7 +99,9 @@ def _choice(body: types.CountTokensRequest) -> ToolChoice:
     if choice is None or choice.type == "auto":
         return None
     if choice.type != "tool":
-        return "required" if choice.type == "any" else "none"
+        if choice.type == "any":
+            return "required"
+        return "none"
     if choice.name is None:
         raise missing("tool_choice.name")
     return NamedTool(function=NamedFunction(name=choice.name))
@@ -101,7 +110,8 @@ def _choice(body: types.CountTokensRequest) -> ToolChoice:
 def _tools(body: types.CountTokensRequest, left_out: list[str], *, strict: bool) -> Iterator[Tool]:
     """Yield the tools that the model sees: deferred ones last, so that the prompt goes on where it ended before."""
     found = dict.fromkeys(_references(body.messages))
-    shown, deferred = [], {}
+    shown = []
+    deferred = {}
     for index, tool in enumerate(body.tools or ()):
         if tool.type is not None and tool.type != "custom":
             if strict:
@@ -120,7 +130,10 @@ def _tools(body: types.CountTokensRequest, left_out: list[str], *, strict: bool)
 
 
 def _tool(tool: types.ToolParam) -> Tool:
-    described = {} if tool.description is None else {"description": tool.description}
+    if tool.description is None:
+        described = {}
+    else:
+        described = {"description": tool.description}
     return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
 
 
@@ -134,7 +147,10 @@ def _references(messages: Iterable[types.MessageParam]) -> Iterator[str]:
 def _messages(body: types.CountTokensRequest, left_out: list[str]) -> Iterator[tuple[messages.Message, str]]:
     """Yield the messages of the chat, each with the place that it comes from. Turns of one role become one."""
     if body.system:
-        given = [types.TextBlock(body.system)] if isinstance(body.system, str) else body.system
+        if isinstance(body.system, str):
+            given = [types.TextBlock(body.system)]
+        else:
+            given = body.system
         texts = [_text(block.text) for block in given if not block.text.startswith(_BILLING)]
         if texts:
             yield messages.SystemMessage(content=_content(texts)), "system"
@@ -159,11 +175,15 @@ def _messages(body: types.CountTokensRequest, left_out: list[str]) -> Iterator[t
 
 
 def _blocks(message: types.MessageParam) -> Sequence[types.BlockParam]:
-    return [types.TextBlock(message.content)] if isinstance(message.content, str) else message.content
+    if isinstance(message.content, str):
+        return [types.TextBlock(message.content)]
+    return message.content
 
 
 def _assistant(blocks: Sequence[types.BlockParam], place: str) -> messages.Message:
-    texts, thoughts, calls = [], [], []
+    texts = []
+    thoughts = []
+    calls = []
     for block in blocks:
         match block:
             case types.TextBlock():
@@ -233,7 +253,10 @@ def _parts(block: types.ResultBlockParam, place: str) -> Iterator[messages.Conte
             yield _text(f"The tool {name} can be called now.")
         case types.DocumentBlockParam(source=other):
             kind = other.media_type if isinstance(other, types.Base64SourceParam) else other.__struct_config__.tag
-            named = "A document" if block.title is None else f"The document '{printable(block.title, 100)}'"
+            if block.title is None:
+                named = "A document"
+            else:
+                named = f"The document '{printable(block.title, 100)}'"
             raise UnsupportedParameter(
                 f"{named} is of type '{printable(str(kind), 100)}', which is not supported: send its text, in a source "
                 "of type 'text'.",
@@ -250,7 +273,9 @@ def _text(text: str) -> messages.ContentPart:
 
 
 def _content(parts: Sequence[messages.ContentPart]) -> messages.Content:
-    return parts[0].text if len(parts) == 1 and parts[0].text is not None else list(parts)
+    if len(parts) == 1 and parts[0].text is not None:
+        return parts[0].text
+    return list(parts)
 
 
 def _misplaced(block: types.BlockParam, whose: str, place: str) -> UnsupportedParameter:

@@ -36,7 +36,8 @@ _ENDED_BY_MAKER = ("completed", "incomplete")
 _PAGE_SIZE = 256 * 1024
 _PAGE_ROWS = 100
 # How long a reader waits before it asks the store again, more each time that there is nothing new.
-_FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0
+_FIRST_WAIT = 0.1
+_LONGEST_WAIT = 2.0
 
 
 def record_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -> RequestRecord:
@@ -52,7 +53,10 @@ def record_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -
     free = most - len(state.live) - state.beginning.total()
     own = sum(log.owner == made.owner for log in state.live.values()) + state.beginning[made.owner]
     if not may_take(1, own=own, free=free):
-        whose = "Too many responses" if free <= 0 else "Too many responses of this key"
+        if free <= 0:
+            whose = "Too many responses"
+        else:
+            whose = "Too many responses of this key"
         raise errors.ServiceOverloaded(f"{whose} are being made in the background already.", retry_after=10)
     context.service.admission.check(context.model.triton_model)
     return msgspec.structs.replace(
@@ -97,7 +101,8 @@ async def _make(
     held: AsyncExitStack,
     reservation: Reservation | None,
 ) -> None:
-    record, executor = context.record, context.service.executor
+    record = context.record
+    executor = context.service.executor
     turns = [prepared]
 
     async def answer(context: RequestContext[ChatRequest]) -> None:
@@ -115,7 +120,8 @@ async def _make(
             log.add(b"".join([events.piece(choice, delta) for delta in deltas]))
 
         async def generate(turn: Turn) -> None:
-            (events.run,), (events.parser,) = turn.runs, turn.parsers
+            (events.run,) = turn.runs
+            (events.parser,) = turn.parsers
             await collect(turn.runs, timeout=context.limits.total, push=push)
 
         await answered(context, reading, made.response.id, generate, turn=turn)
@@ -179,7 +185,10 @@ class ResumedEvents:
         """Return further events, nothing if there are none for *seconds*, ``None`` at the end."""
         if self._over:
             return None
-        events = await self._stored(seconds) if self._log is None else await self._made(self._log, seconds)
+        if self._log is None:
+            events = await self._stored(seconds)
+        else:
+            events = await self._made(self._log, seconds)
         if not self._over:
             self._place += event_count(events)
         return events
@@ -202,7 +211,8 @@ class ResumedEvents:
 
     async def _stored(self, seconds: float) -> bytes:
         """Return further events from the store, or the last ones; nothing if there are none for *seconds*."""
-        state, until = self._found.state, time.monotonic() + seconds
+        state = self._found.state
+        until = time.monotonic() + seconds
         while self._stopping is None:
             response = self._found.response
             try:
@@ -241,7 +251,9 @@ class ResumedEvents:
         page = await self._found.state.store().page(
             self._found.response.id, EVENTS, after=self._row, limit=_PAGE_ROWS, most_size=_PAGE_SIZE
         )
-        return () if page is None else page.rows
+        if page is None:
+            return ()
+        return page.rows
 
     def _read(self, row: Row) -> bytes:
         """Return those of the next row's events that are asked for."""

@@ -104,7 +104,9 @@ class _Allowed(_MoreTools):
 
 def _flat(name: str, namespace: str | None) -> str:
     """Return the name of a function of a *namespace* for models, which know no namespaces."""
-    return name if namespace is None else f"{namespace}__{name}"
+    if namespace is None:
+        return name
+    return f"{namespace}__{name}"
 
 
 def _convert(value: Any, kind: type[_T], place: str) -> _T:
@@ -159,12 +161,17 @@ class Tools:
             raise missing(f"{place}.type")
         if kind == "function":
             described = {key: tool[key] for key in ("description", "parameters", "strict") if tool.get(key) is not None}
-            name, custom = _convert(tool, _ToolName, place).name, False
+            name = _convert(tool, _ToolName, place).name
+            custom = False
         elif kind == "custom":
             given = _convert(tool, _CustomTool, place)
             form = given.format
-            grammar = Grammar(form.definition, form.syntax or "lark") if form is not None and form.definition else None
-            name, custom, described = given.name, True, custom_function(given.description, grammar)
+            grammar = None
+            if form is not None and form.definition:
+                grammar = Grammar(form.definition, form.syntax or "lark")
+            name = given.name
+            custom = True
+            described = custom_function(given.description, grammar)
         elif kind == "namespace" and namespace is None:
             whole = _convert(tool, _Namespace, place)
             # All of them, whichever are left out.
@@ -190,7 +197,8 @@ class Tools:
         """Return the ``tool_choice`` of the chat. Raises :class:`InvalidRequest`."""
         if not isinstance(given, dict):
             return given  # type: ignore[return-value]  # the request's type allows the same words
-        kind, place = given.get("type"), "tool_choice"
+        kind = given.get("type")
+        place = "tool_choice"
         if kind == "allowed_tools":
             allowed = _convert(given, _Allowed, place)
             named = [self._named(tool, f"{place}.tools[{n}]") for n, tool in enumerate(allowed.tools)]
@@ -246,7 +254,8 @@ class _Turns:
         """Add a message of the assistant."""
         if self._said is not None or self._calls:
             self.close()
-        self._said, self._place = content, place
+        self._said = content
+        self._place = place
 
     def call(self, call_id: str, name: str, arguments: Any, place: str) -> None:
         """Add a call."""
@@ -258,12 +267,18 @@ class _Turns:
         """End the assistant's message, if one is open."""
         if not self._thoughts and self._said is None and not self._calls:
             return
-        thoughts = "\n".join(self._thoughts) if self._thoughts else None
+        thoughts = None
+        if self._thoughts:
+            thoughts = "\n".join(self._thoughts)
         self.messages.append(
             messages.AssistantMessage(content=self._said, reasoning_content=thoughts, tool_calls=self._calls or None)
         )
         self.places.append((self._place or self._call_places[0], self._call_places))
-        self._thoughts, self._said, self._calls, self._place, self._call_places = [], None, [], "", []
+        self._thoughts = []
+        self._said = None
+        self._calls = []
+        self._place = ""
+        self._call_places = []
 
 
 _ROLES: Mapping[str, type[messages.UserMessage | messages.SystemMessage | messages.DeveloperMessage]] = {
@@ -356,8 +371,13 @@ def check_items(items: Iterable[Item]) -> None:
 
 
 def _format(body: ResponsesRequest) -> ResponseFormat | None:
-    wanted = None if body.text is None else body.text.format
-    return JsonSchemaFormat(NamedSchema(wanted.schema)) if isinstance(wanted, SchemaFormat) else wanted
+    if body.text is None:
+        wanted = None
+    else:
+        wanted = body.text.format
+    if isinstance(wanted, SchemaFormat):
+        return JsonSchemaFormat(NamedSchema(wanted.schema))
+    return wanted
 
 
 def _is_output(item: Item) -> bool:
@@ -367,7 +387,8 @@ def _is_output(item: Item) -> bool:
 def _read_item(item: Item, place: str, turns: _Turns, tools: Tools) -> None:
     kind = item.get("type") or "message"
     if kind == "message":
-        message, within = _convert(item, _InputMessage, place), f"{place}.content"
+        message = _convert(item, _InputMessage, place)
+        within = f"{place}.content"
         if message.role == "assistant":
             turns.say(message.content, within)
         else:
@@ -409,7 +430,9 @@ def _thinking(item: _Reasoning) -> str | None:
     whole = _joined(item.content)
     if whole is None:
         whole = unsealed(item.encrypted_content)
-    return _joined(item.summary) if whole is None else whole
+    if whole is None:
+        return _joined(item.summary)
+    return whole
 
 
 def _joined(parts: Sequence[_Thought] | None) -> str | None:

@@ -82,8 +82,10 @@ async def _shorten(
     *error* says how long the prompt is. *sizes* are the tokens of each message, if they were counted before; those of
     the messages that stay are returned. Raises *error* if nothing may be left out, or if its numbers are not known.
     """
-    messages, limit = reading.chat.messages, error.limit
-    cuts, essential = _cuts(messages), _essential(messages)
+    messages = reading.chat.messages
+    limit = error.limit
+    cuts = _cuts(messages)
+    essential = _essential(messages)
     if reading.body.truncation != "auto" or not cuts or limit is None:
         raise error
     # One token is for the answer.

@@ -74,7 +74,9 @@ async def find(state: ResponseStore, conversation_id: str, owner: str) -> tuple[
 @asynccontextmanager
 async def claimed(made: StoredResponse, conversation_id: str) -> AsyncIterator[None]:
     """Hold a conversation for a response: no other is made in it meanwhile. Raises :class:`ConversationBusy`."""
-    store, owner, response_id = made.state.store(), made.owner, made.response.id
+    store = made.state.store()
+    owner = made.owner
+    response_id = made.response.id
 
     async def renew() -> None:
         while True:
@@ -125,7 +127,8 @@ def check_kept(service: Service, key: ApiKey) -> None:
 
 async def create(service: Service, call: Call[ConversationRequest]) -> Reply:
     """Create a conversation."""
-    body, responses = call.body, service.responses
+    body = call.body
+    responses = service.responses
     rows = await _rows(call, body.items or ())
     responses.check_room(0, 0, rows)
     made = ConversationObject(id=f"conv_{token_hex(16)}", created_at=now(), metadata=body.metadata or {})
@@ -140,7 +143,8 @@ async def retrieve(service: Service, call: Call[None]) -> Reply:
 
 async def update(service: Service, call: Call[ConversationUpdate]) -> Reply:
     """Replace the metadata of a conversation."""
-    responses, owner = service.responses, call.key.name
+    responses = service.responses
+    owner = call.key.name
     conversation, version = await find(responses, call.path["conversation"], owner)
     conversation.metadata = call.body.metadata
     if not await responses.store().put(conversation.id, owner, msgspec.json.encode(conversation), version):
@@ -164,7 +168,8 @@ async def list_items(service: Service, call: Call[None]) -> Reply:
 
 async def add_items(service: Service, call: Call[NewItems]) -> Reply:
     """Add items to the end of a conversation. One that is in it already is not added again."""
-    responses, owner = service.responses, call.key.name
+    responses = service.responses
+    owner = call.key.name
     rows = await _rows(call, call.body.items)
     conversation = await _conversation(service, call)
     places = {Place(conversation.id, row.id): row for row in rows}

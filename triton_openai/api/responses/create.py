@@ -67,9 +67,13 @@ async def create(service: Service, call: Call[ResponsesRequest]) -> Reply:
 
 def _begun(context: RequestContext[ResponsesRequest]) -> StoredResponse:
     """Return the response to a request, of which nothing is made yet. Raises :class:`UnsupportedParameter`."""
-    body, state = context.body, context.service.responses
+    body = context.body
+    state = context.service.responses
     given = body.conversation
-    conversation = given if given is None or isinstance(given, str) else given.id
+    if given is None or isinstance(given, str):
+        conversation = given
+    else:
+        conversation = given.id
     for param in ("previous_response_id", "conversation"):
         if getattr(body, param) is not None:
             state.store(param)
@@ -109,17 +113,26 @@ async def _chat(
 
 async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse) -> Reading:
     """Return the request as a chat, with what it goes on from. Raises :class:`InvalidRequest`."""
-    body, response, settings = context.body, made.response, context.service.settings
-    source, param = body.previous_response_id, "previous_response_id"
+    body = context.body
+    response = made.response
+    settings = context.service.settings
+    source = body.previous_response_id
+    param = "previous_response_id"
     if response.conversation is not None:
-        source, param = response.conversation["id"], "conversation"
+        source = response.conversation["id"]
+        param = "conversation"
     sources = Sources(made.state, made.owner, settings)
-    suffix, size = f"{response.id.removeprefix('resp_')}i", context.record.body_size or 0
+    suffix = f"{response.id.removeprefix('resp_')}i"
+    size = context.record.body_size or 0
     await sources.gather(input_items(body), source=source, param=param, suffix=suffix, size=size)
-    made.input, made.ancestors = sources.rows, sources.ancestors
+    made.input = sources.rows
+    made.ancestors = sources.ancestors
     context.conversation = sources.root
     # The response says whether it is used.
-    wanted = None if body.reasoning is None else body.reasoning.effort
+    if body.reasoning is None:
+        wanted = None
+    else:
+        wanted = body.reasoning.effort
     effort = await agents.known_effort(context.model, wanted)
     items = [(param, item) for item in sources.before]
     items += [(f"input[{number}]", item) for number, item in enumerate(sources.resolved)]
@@ -168,12 +181,14 @@ async def _answer(context: RequestContext[chat.ChatRequest], *, made: StoredResp
 
 def _events(made: StoredResponse, reading: Reading, turn: chat.Turn) -> ResponseEvents:
     """Return what renders the response, which is the answer of *turn*."""
-    (run,), (parser,) = turn.runs, turn.parsers
+    (run,) = turn.runs
+    (parser,) = turn.parsers
     for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
         if (value := getattr(turn.spec.template.sampling, name)) is not None:
             setattr(made.response, name, value)
     sealed = "reasoning.encrypted_content" in (reading.body.include or ())
-    names, forced = reading.tools.names, turn.plan.forced
+    names = reading.tools.names
+    forced = turn.plan.forced
     return ResponseEvents(made.response, run, parser, names=names, sealed=sealed, forced=forced, keep=made.keep)
 
 
@@ -211,8 +226,12 @@ async def compact(service: Service, call: Call[CompactRequest]) -> Reply:
     items = input_items(given)
     if not items and given.previous_response_id is None:
         raise errors.missing("input")
-    adapter, room = context.model.adapter, context.model.settings.max_model_len
-    limit = _SUMMARY_TOKENS if room is None else min(_SUMMARY_TOKENS, max(1, room // 4))
+    adapter = context.model.adapter
+    room = context.model.settings.max_model_len
+    if room is None:
+        limit = _SUMMARY_TOKENS
+    else:
+        limit = min(_SUMMARY_TOKENS, max(1, room // 4))
     body = ResponsesRequest(
         model=given.model,
         max_output_tokens=limit,

@@ -47,7 +47,8 @@ class EventLog:
         #: Those, once the response has ended.
         self.last: bytes | None = None
         self.owner = owner
-        self._store, self._key = store, response.id
+        self._store = store
+        self._key = response.id
         # Pieces of the latest events, each with its first number; their bytes; from which number on they are in no row.
         self._recent: deque[tuple[int, bytes]] = deque()
         self._size = self._unwritten = 0

@@ -28,7 +28,10 @@ class ItemKind(NamedTuple):
         if self.part is None:
             setattr(item, self.field, text)
         else:
-            more = {"logprobs": logprobs} if self.part is objects.OutputText else {}
+            if self.part is objects.OutputText:
+                more = {"logprobs": logprobs}
+            else:
+                more = {}
             setattr(item, self.field, (self.part(text=text, **more),))
 
 
@@ -61,7 +64,10 @@ def replayed(events: bytes) -> list[objects.OutputItem]:
         item = output[-1]
         item.status = "incomplete"
         summarizes = bool(deltas) and deltas[0].type.startswith(f"response.{SUMMARY.text}.")
-        kind = SUMMARY if summarizes else ITEM_KINDS[type(item)]
+        if summarizes:
+            kind = SUMMARY
+        else:
+            kind = ITEM_KINDS[type(item)]
         logprobs = [entry for told in deltas for entry in told.logprobs or ()]
         kind.fill(item, "".join([told.delta or "" for told in deltas]), logprobs)
     return output

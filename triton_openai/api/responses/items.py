@@ -42,7 +42,9 @@ def input_items(body: ResponsesRequest | CompactRequest) -> list[Item]:
 def reference(item: Item) -> str | None:
     """Return the id that *item* refers to, if it stands for another one."""
     refers = item.get("type") == "item_reference" or (item.get("type") is None and item.keys() <= {"type", "id"})
-    return str(item.get("id")) if refers else None
+    if refers:
+        return str(item.get("id"))
+    return None
 
 
 def numbered(items: Iterable[Item], suffix: str, place: str, taken: Collection[str] = ()) -> list[Item]:
@@ -56,7 +58,9 @@ def numbered(items: Iterable[Item], suffix: str, place: str, taken: Collection[s
     kept = []
     used = set(taken)
     for number, item in enumerate(items):
-        kind, item_id, content = item.get("type") or "message", item.get("id") or "", item.get("content")
+        kind = item.get("type") or "message"
+        item_id = item.get("id") or ""
+        content = item.get("content")
         if not is_id(item_id):
             param = f"{place}[{number}].id"
             raise InvalidValue(f"'{param}' must be a text of at most {MAX_ID} characters.", param)
@@ -67,16 +71,25 @@ def numbered(items: Iterable[Item], suffix: str, place: str, taken: Collection[s
         if kind in _ENDED:
             whole["status"] = item.get("status") or "completed"
         if kind == "message":
-            text_type = "output_text" if item.get("role") == "assistant" else "input_text"
-            parts = [content] if isinstance(content, str) else content or []
+            if item.get("role") == "assistant":
+                text_type = "output_text"
+            else:
+                text_type = "input_text"
             # What is neither a text nor a list is refused when the items are read.
-            whole["content"] = [_whole_part(each, text_type) for each in parts] if isinstance(parts, list) else parts
+            if isinstance(content, str):
+                whole["content"] = [_whole_part(content, text_type)]
+            elif isinstance(content, list):
+                whole["content"] = [_whole_part(part, text_type) for part in content]
+            else:
+                whole["content"] = content or []
         kept.append(whole)
     return kept
 
 
 def _whole_part(part: Any, text_type: str) -> Any:
-    whole = {"text": part} if isinstance(part, str) else part
+    whole = part
+    if isinstance(part, str):
+        whole = {"text": part}
     # Chats call a text otherwise, and some clients leave the type out.
     if isinstance(whole, dict) and whole.get("type") in (None, "text"):
         whole = {**whole, "type": text_type}
@@ -118,7 +131,9 @@ class Sources:
         self.size = 0
         #: The count of their values, which goes on with the JSON in their texts; ``None`` where that is too few.
         self.check: JsonCheck | None = None
-        self._state, self._owner, self._settings = state, owner, settings
+        self._state = state
+        self._owner = owner
+        self._settings = settings
         # What the request brings in.
         self._count = 0
         # The most values that the items before it have; ``None`` if they have to be counted with its own.
@@ -136,7 +151,8 @@ class Sources:
             most_size = self._settings.server.max_body_size
             history = await self._state.history(source, self._owner, param, most=MAX_MESSAGES, most_size=most_size)
             self._add(history.length, history.size, param)
-            before, self.ancestors = history.rows, [link.key for link in history.links[1:_ANCESTORS]]
+            before = history.rows
+            self.ancestors = [link.key for link in history.links[1:_ANCESTORS]]
             self.root = history.links[-1].key
         known: dict[str, bytes] = {}
         if before:
@@ -214,8 +230,13 @@ class Sources:
         try:
             # Each came in a body whose nesting was checked.
             few = check.check(joined(items), nested=True) and size <= limits.max_text_size
-            self._most = check.most if few else None
-            return None if few else check
+            if few:
+                self._most = check.most
+            else:
+                self._most = None
+            if few:
+                return None
+            return check
         except InvalidRequest as error:
             raise too_long(error.message, param) from error
 

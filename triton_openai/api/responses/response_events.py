@@ -103,7 +103,10 @@ class ResponseEvents(EventRenderer):
     def piece(self, choice: int, delta: Delta) -> bytes:
         if self.parser.plain and type(self._item) is objects.OutputMessage and not delta.logprobs:
             return self._text(delta.text)
-        entries = in_pieces(chat_logprobs(delta.logprobs).content) if delta.logprobs else []
+        if delta.logprobs:
+            entries = in_pieces(chat_logprobs(delta.logprobs).content)
+        else:
+            entries = []
         events = self.parser.feed(delta.text, delta.tokens)
         if (
             len(events) == 1
@@ -215,7 +218,9 @@ class ResponseEvents(EventRenderer):
 
     def _begin(self, kind: type[objects.OutputMessage | objects.OutputReasoning]) -> bytes:
         """Return the events that begin an item of *kind*, unless one is open."""
-        return b"" if isinstance(self._item, kind) else self._open(kind)
+        if isinstance(self._item, kind):
+            return b""
+        return self._open(kind)
 
     def _open(self, kind: type[objects.OutputItem], **fields: Any) -> bytes:
         """Return the end of the open item, and the events that begin one of *kind*."""
@@ -234,30 +239,43 @@ class ResponseEvents(EventRenderer):
         delta = f"response.{named.text}.delta"
         marked = event(delta, b'{"type":"%b","sequence_number":' % delta.encode())
         # A custom tool's text is sent whole.
-        self._head = b"" if kind is objects.OutputCustomCall else marked.rstrip(b"\n")
+        if kind is objects.OutputCustomCall:
+            self._head = b""
+        else:
+            self._head = marked.rstrip(b"\n")
         self._middle = b',"item_id":"%b","output_index":%d,%b"delta":' % (item.id.encode(), index, content)
-        self._tail = b',"logprobs":[]}\n\n' if kind is objects.OutputMessage else b"}\n\n"
+        if kind is objects.OutputMessage:
+            self._tail = b',"logprobs":[]}\n\n'
+        else:
+            self._tail = b"}\n\n"
         return rendered
 
     def _close(self, status: objects.ItemStatus) -> bytes:
         """Return the events that end the open item, if there is one."""
-        item, kind, rendered = self._item, self._kind, b""
+        item = self._item
+        kind = self._kind
+        rendered = b""
         if item is None:
             return b""
         if isinstance(item, objects.OutputFunctionCall) and not self._texts and status == "completed":
             # Clients read the arguments as JSON.
             rendered = self._text("{}")
-        text, logprobs = "".join(self._texts), self._logprobs
+        text = "".join(self._texts)
+        logprobs = self._logprobs
         if isinstance(item, objects.OutputFunctionCall) and status == "completed" and not is_object(text or "{}"):
             # The model broke it off, and went on with text.
             status = "incomplete"
-        self._texts, self._logprobs = [], []
+        self._texts = []
+        self._logprobs = []
         item.status = status
         done: dict[str, Any] = {kind.numbered: 0, "text": text}
         if isinstance(item, objects.OutputMessage):
             done["logprobs"] = logprobs
         elif isinstance(item, objects.OutputReasoning):
-            item.encrypted_content = seal(text) if self.sealed else None
+            if self.sealed:
+                item.encrypted_content = seal(text)
+            else:
+                item.encrypted_content = None
         elif isinstance(item, objects.OutputFunctionCall):
             done = {"name": item.name, "arguments": text}
         else:
@@ -277,7 +295,10 @@ def _failure(error: ServiceError) -> objects.ResponseFailure:
     if error.code == "service_stopping":
         # As if the process had been killed.
         return objects.INTERRUPTED
-    unknown = "server_is_overloaded" if error.status == 503 else "server_error"
+    if error.status == 503:
+        unknown = "server_is_overloaded"
+    else:
+        unknown = "server_error"
     return objects.ResponseFailure(
         next((code for kind, code in _CODES.items() if isinstance(error, kind)), unknown), error.message
     )
@@ -289,7 +310,8 @@ def terminal_events(response: objects.ResponseObject, number: int, param: str | 
 
     For a cancelled response that is ``response.cancelled``, which OpenAI names for webhooks only.
     """
-    rendered, failure = b"", response.error
+    rendered = b""
+    failure = response.error
     if failure is not None:
         # Some clients read only the one, some only the other.
         rendered = response_event("error", number, code=failure.code, message=failure.message, param=param)

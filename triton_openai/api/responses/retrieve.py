@@ -92,7 +92,8 @@ async def page_of(service: Service, call: Call[Any], key: str, name: str, order:
     A page of large items has fewer than were asked for. Raises :class:`InvalidValue`.
     """
     limit, after, reverse = page_query(call.query, order)
-    store, most = service.responses.store(), service.settings.limits.max_text_size
+    store = service.responses.store()
+    most = service.settings.limits.max_text_size
     page = await store.page(key, name, after=after, limit=limit, most_size=most, reverse=reverse)
     if page is None:
         raise unknown_place_error("after")
@@ -101,7 +102,12 @@ async def page_of(service: Service, call: Call[Any], key: str, name: str, order:
 
 def list_of(rows: Sequence[Row], *, more: bool = False) -> ItemList:
     """Return a list of the items that *rows* are kept of, of which there may be *more*."""
-    first, last = (rows[0].id, rows[-1].id) if rows else (None, None)
+    if rows:
+        first = rows[0].id
+        last = rows[-1].id
+    else:
+        first = None
+        last = None
     # They are in JSON already.
     data = cast(Sequence[Item], [msgspec.Raw(row.data) for row in rows])
     return ItemList(data=data, first_id=first, last_id=last, has_more=more)

@@ -38,7 +38,8 @@ _ITEMS = ("input", "output")
 # The seconds between attempts to keep a response that was made in the background.
 _PAUSES = (0.5, 1.0, 2.0, 4.0)
 # Made at import: two threads that use a type for the first time at the same time can crash msgspec (0.22).
-_RESPONSE, _OUTPUT = offload.json_decoder(ResponseObject), offload.json_decoder(list[OutputItem])
+_RESPONSE = offload.json_decoder(ResponseObject)
+_OUTPUT = offload.json_decoder(list[OutputItem])
 
 
 class ResponseStore:
@@ -93,13 +94,20 @@ class ResponseStore:
     async def entry(self, prefix: str, key: str, owner: str) -> Entry | None:
         """Return the entry of *key*, which begins with *prefix*, if it is *owner*'s."""
         store = self.store()
-        entry = await store.get(key) if is_key(prefix, key) else None
-        return entry if entry is not None and entry.owner == owner else None
+        entry = None
+        if is_key(prefix, key):
+            entry = await store.get(key)
+        if entry is not None and entry.owner == owner:
+            return entry
+        return None
 
     async def find(self, response_id: str, owner: str) -> StoredResponse:
         """Return a response. Raises :class:`ObjectNotFound`."""
         entry = await self.entry("resp_", response_id, owner)
-        kept = None if entry is None else await self.store().chain(response_id, owner, ["output"], most=1)
+        if entry is None:
+            kept = None
+        else:
+            kept = await self.store().chain(response_id, owner, ["output"], most=1)
         if entry is None or kept is None or not kept.links[0].found:
             raise errors.ObjectNotFound(f"There is no response '{response_id[:100]}'.", param="response_id")
         output = kept.rows
@@ -111,7 +119,8 @@ class ResponseStore:
         lost = found.running and entry.until < time.time()
         response.output = items
         if lost:
-            response.status, response.error = "failed", INTERRUPTED
+            response.status = "failed"
+            response.error = INTERRUPTED
         if lost or (response.status == "cancelled" and not output):
             # Its maker has not ended it: it has the output that its events tell of.
             events = b"".join((await self.store().chain(response_id, owner, [EVENTS], most=1)).rows)
@@ -153,7 +162,8 @@ class ResponseStore:
 
     def check_room(self, count: int, size: int, items: Sequence[Row]) -> None:
         """Raise :class:`ConversationFull` if there is no room for *items* beside *count* items of *size* bytes."""
-        most_items, most_size = self._settings.max_conversation_items, self._settings.max_conversation_size
+        most_items = self._settings.max_conversation_items
+        most_size = self._settings.max_conversation_size
         if count + len(items) > most_items or size + sum(len(row.data) for row in items) > most_size:
             raise errors.ConversationFull(most_items, most_size)
 
@@ -165,9 +175,13 @@ class ResponseStore:
 
         Raises :class:`ConversationFull`, :class:`ConversationBusy` and :class:`ObjectNotFound`.
         """
-        most_items, most_size = self._settings.max_conversation_items, self._settings.max_conversation_size
+        most_items = self._settings.max_conversation_items
+        most_size = self._settings.max_conversation_size
         rows = [row._replace(list="items") for row in items]
-        lease = None if holder is None else (holder, 0.0)
+        if holder is None:
+            lease = None
+        else:
+            lease = (holder, 0.0)
         try:
             added = await self.store().append(
                 conversation_id, owner, rows, most_rows=most_items, most_size=most_size, lease=lease
@@ -188,7 +202,10 @@ class StoredResponse:
     """
 
     def __init__(self, state: ResponseStore, owner: str, response: ResponseObject, version: int = 0) -> None:
-        self.state, self.owner, self.response, self.version = state, owner, response, version
+        self.state = state
+        self.owner = owner
+        self.response = response
+        self.version = version
         #: What its input is kept as, while it is made.
         self.input: Sequence[Row] = ()
         #: The responses before the one that it goes on from, the newest first.
@@ -213,7 +230,10 @@ class StoredResponse:
         """
         head = msgspec.structs.replace(response or self.response, output=())
         encoded = await offload.run(msgspec.json.encode, head, cost=offload.rendering_cost(head))
-        parent = head.previous_response_id if head.conversation is None else head.conversation["id"]
+        if head.conversation is None:
+            parent = head.previous_response_id
+        else:
+            parent = head.conversation["id"]
         kept = await self.state.store().put(
             *(head.id, self.owner, encoded, self.version),
             rows=rows, parent=parent, ancestors=self.ancestors, lease=(head.id, lease),
@@ -243,7 +263,8 @@ class StoredResponse:
 
         One of the background, of which a waiting client has nothing, is kept a little later if not at once.
         """
-        response, log = self.response, self.log
+        response = self.response
+        log = self.log
         rows = [*self.input, *_output_rows(response)]
         if response.conversation is not None and response.status in ("completed", "incomplete"):
             try:
@@ -271,7 +292,8 @@ class StoredResponse:
             except errors.StoreUnavailable as error:
                 self.not_kept(error)
                 if pause is None:
-                    response.store, response.conversation = False, None
+                    response.store = False
+                    response.conversation = None
                 else:
                     await asyncio.sleep(pause)
 

@@ -22,11 +22,16 @@ class StopWords:
         """Take the next text and return the part that is sent."""
         if not self._words:
             return text
-        return self._watch(text) if self._stream else self._cut(text)
+        if self._stream:
+            return self._watch(text)
+        return self._cut(text)
 
     def _watch(self, text: str) -> str:
         for word in self._words:
-            joined = self._matched + text if len(self._words) == 1 else text
+            if len(self._words) == 1:
+                joined = self._matched + text
+            else:
+                joined = text
             for candidate in (joined, text):
                 if candidate.startswith(word):
                     self.found = True
@@ -39,4 +44,6 @@ class StopWords:
 
     def _cut(self, text: str) -> str:
         ends = [start + len(word) for word in self._words if (start := text.find(word, self._skip)) >= 0]
-        return text[: min(ends)] if ends else text
+        if ends:
+            return text[: min(ends)]
+        return text

@@ -55,7 +55,10 @@ class Generation:
         """Return the seconds until the next step is due; none is while the sequence hangs."""
         if self._hangs:
             return _FOREVER
-        first = 0.0 if self._started else self._steering.first_delay_ms / 1000.0
+        if self._started:
+            first = 0.0
+        else:
+            first = self._steering.first_delay_ms / 1000.0
         return first + self._delay * self._steering.tokens_per_response
 
     def step(self) -> Step:
@@ -73,7 +76,10 @@ class Generation:
             if token == WAITING:
                 break
             if token is None or token in (self._end_id, LIMIT):
-                self.finish = "length" if token == LIMIT else "stop"
+                if token == LIMIT:
+                    self.finish = "length"
+                else:
+                    self.finish = "stop"
                 return Step(new, eos=token is not None and token == self._end_id, finish=self.finish)
             self.ids.append(token)
             new.append(token)

@@ -131,7 +131,9 @@ class InflightRequest(ABC):
             if self.sender.is_cancelled():
                 return self._end("cancelled")
             self._next_check = now + self.model.check_seconds
-        return self._pause(now) if now < self._due else self._step(now)
+        if now < self._due:
+            return self._pause(now)
+        return self._step(now)
 
     def _pause(self, now: float) -> float:
         return max(0.0, min(self._due, self._next_check) - now)

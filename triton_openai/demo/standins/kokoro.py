@@ -28,7 +28,8 @@ _PAUSES = re.compile(r"([,.;:!?])")
 _USUAL = "jf_gongitsune"
 # The longest that Kokoro takes, and the least and the most of its speed.
 _LONGEST = 500
-_SLOWEST, _FASTEST = 0.5, 2.0
+_SLOWEST = 0.5
+_FASTEST = 2.0
 
 
 class TritonPythonModel:

@@ -95,7 +95,8 @@ class LlamaEngine:
 
     def _run(self, prompt: list[int], body: dict[str, Any], scores: Measured) -> Iterator[int]:
         """Yield the ids of one completion, `WAITING` in between, and finally the end-of-sequence id or `LIMIT`."""
-        vocabulary, held = self._vocabulary, None
+        vocabulary = self._vocabulary
+        held = None
         produced: list[int] = []
         for event in self._events({**body, "prompt": prompt}):
             if event is None or "prompt_progress" in event:
@@ -144,9 +145,12 @@ class LlamaEngine:
         """Return *count* ids that stand for *data*, the longest tokens first."""
         if count <= 1:
             token = self._vocabulary.of_bytes(data)
-            return None if token is None or not count else [token]
+            if token is None or not count:
+                return None
+            return [token]
         for end in range(len(data) - count + 1, 0, -1):
-            token, rest = self._vocabulary.of_bytes(data[:end]), self._split(data[end:], count - 1)
+            token = self._vocabulary.of_bytes(data[:end])
+            rest = self._split(data[end:], count - 1)
             if token is not None and rest is not None:
                 return [token, *rest]
         return None
@@ -235,7 +239,10 @@ def _grammar(kind: str, value: str) -> str:
         raise ValueError("The demo's engine does not support structural tags.")
     try:
         if kind in ("json", "json_schema", "json_object"):
-            schema = _closed(json.loads(value)) if value and kind != "json_object" else {"type": "object"}
+            if value and kind != "json_object":
+                schema = _closed(json.loads(value))
+            else:
+                schema = {"type": "object"}
             if isinstance(schema, dict):
                 schema["x-guidance"] = _JSON_STYLE
             text = f"start: %json {json.dumps(schema)}"

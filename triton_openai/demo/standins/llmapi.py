@@ -57,10 +57,16 @@ class Request(InflightRequest):
         if not prompt:
             raise ValueError("Error generating request: Prompt cannot be empty")
         _check_lora(request)
-        images = load_images(array(request, "image_url"), "data:image/") if model.multimodal else []
+        if model.multimodal:
+            images = load_images(array(request, "image_url"), "data:image/")
+        else:
+            images = []
         if images:
             prompt = _TURN.format(images="<image>" * len(images), text=prompt)
-        self._echo = "" if _one(request, f"{_PREFIX}exclude_input_from_output", False) else prompt
+        if _one(request, f"{_PREFIX}exclude_input_from_output", False):
+            self._echo = ""
+        else:
+            self._echo = prompt
         self._wanted = [
             name
             for name in ("finish_reason", "stop_reason", "cumulative_logprob")

@@ -34,7 +34,8 @@ class TritonPythonModel:
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
-        tokens, lengths = array(request, "TOKENS_BATCH"), array(request, "SEQUENCE_LENGTH")
+        tokens = array(request, "TOKENS_BATCH")
+        lengths = array(request, "SEQUENCE_LENGTH")
         texts = [
             self._vocabulary.decode(beam[: lengths[row][index]].tolist(), skip_special_tokens=self._skip)
             for row, beams in enumerate(tokens)

@@ -80,7 +80,10 @@ class TritonPythonModel:
                     ids += tokens
                     offsets.append(len(ids))
             encoded.append((ids, offsets))
-        length = max(1, *(len(ids) for ids, _ in encoded)) if encoded else 0
+        if encoded:
+            length = max(1, *(len(ids) for ids, _ in encoded))
+        else:
+            length = 0
         result = np.zeros((rows, 2, length), dtype=np.int32)
         result[:, 1, :] = -1
         for index, (ids, offsets) in enumerate(encoded):
@@ -89,7 +92,8 @@ class TritonPythonModel:
         return result
 
     def _bias(self, request: Any, rows: int) -> Any:
-        words, weights = array(request, "EMBEDDING_BIAS_WORDS"), array(request, "EMBEDDING_BIAS_WEIGHTS")
+        words = array(request, "EMBEDDING_BIAS_WORDS")
+        weights = array(request, "EMBEDDING_BIAS_WEIGHTS")
         if words is None or weights is None:
             return np.zeros((rows, 0), dtype=np.float32)
         bias = np.zeros((rows, len(self._vocabulary)), dtype=np.float32)
@@ -102,7 +106,9 @@ class TritonPythonModel:
 
 def _client_or(request: Any, name: str, default: int, rows: int) -> Any:
     value = array(request, name)
-    return np.full((rows, 1), default, dtype=np.int32) if value is None else value.reshape(rows, -1)
+    if value is None:
+        return np.full((rows, 1), default, dtype=np.int32)
+    return value.reshape(rows, -1)
 
 
 def _padded(rows: list[list[int]], pad: int) -> Any:

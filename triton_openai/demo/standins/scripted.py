@@ -73,9 +73,14 @@ def _default_answer(prompt: str, options: Options) -> str:
     if options.guide is not None:
         kind, guide = options.guide
         return json.dumps({"stand_in": True, "guide_type": kind, "guide": guide})
-    variant = 0 if options.greedy else (options.seed or 0) % len(_VARIANTS)
+    if options.greedy:
+        variant = 0
+    else:
+        variant = (options.seed or 0) % len(_VARIANTS)
     said = f'{_VARIANTS[variant]} You wrote: "{last_words(prompt)}"'
-    return f"{said} You sent {options.images} images." if options.images else said
+    if options.images:
+        return f"{said} You sent {options.images} images."
+    return said
 
 
 def last_words(prompt: str) -> str:
@@ -87,4 +92,6 @@ def last_words(prompt: str) -> str:
     else:
         words = re.sub(r"<\|[a-z_]+\|>", "", prompt)
     words = words.strip()
-    return words if len(words) <= _QUOTE_LENGTH else f"{words[:_QUOTE_LENGTH].rstrip()} ..."
+    if len(words) <= _QUOTE_LENGTH:
+        return words
+    return f"{words[:_QUOTE_LENGTH].rstrip()} ..."

@@ -23,7 +23,9 @@ class Settings:
     def parameter(self, key: str, default: str) -> str:
         """Return a parameter of config.pbtxt; empty and unfilled ones count as absent."""
         value = str(self.config.get("parameters", {}).get(key, {}).get("string_value", ""))
-        return default if not value or value.startswith("${") else value
+        if not value or value.startswith("${"):
+            return default
+        return value
 
     def flag(self, key: str, *, default: bool) -> bool:
         """Return a parameter of config.pbtxt as the backends read booleans."""

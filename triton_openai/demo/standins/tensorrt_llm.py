@@ -41,7 +41,8 @@ class Request(InflightRequest):
     """A running request, of one or several sequences."""
 
     def __init__(self, model: TritonPythonModel, request: Any, sender: Any) -> None:
-        sequences, stream = model.sequences(request), bool(scalar(request, "streaming", False))
+        sequences = model.sequences(request)
+        stream = bool(scalar(request, "streaming", False))
         super().__init__(model, request, sender, sequences, stream=stream)
         self._writer = trt_outputs.Writer(
             request,
@@ -131,7 +132,8 @@ class TritonPythonModel(InflightModel):
             raise Refused("Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy")
         if int(scalar(request, "request_output_len", 0)) <= 0:
             raise Refused("[TensorRT-LLM][ERROR] Assertion failed: mMaxNewTokens > 0")
-        beams, widest = int(scalar(request, "beam_width", 1)), int(self.settings.parameter("max_beam_width", "1"))
+        beams = int(scalar(request, "beam_width", 1))
+        widest = int(self.settings.parameter("max_beam_width", "1"))
         if beams > widest:
             raise Refused(f"Requested beam width {beams} is larger than max_beam_width {widest}")
         for name in self.required:
@@ -214,7 +216,9 @@ def _logprobs(request: Any) -> int | None:
     """Return the number of requested alternatives to each token, None without log probabilities."""
     if scalar(request, "return_generation_logits", False):
         return _ALTERNATIVES
-    return 0 if scalar(request, "return_log_probs", False) else None
+    if scalar(request, "return_log_probs", False):
+        return 0
+    return None
 
 
 def _bias(values: Any, row: int) -> dict[int, float]:
@@ -228,7 +232,8 @@ def _words(encoded: Any, row: int) -> list[list[int]]:
     if encoded is None or encoded.size == 0:
         return []
     ids, offsets = encoded[row]
-    words, start = [], 0
+    words = []
+    start = 0
     for end in offsets:
         if end < 0:
             break

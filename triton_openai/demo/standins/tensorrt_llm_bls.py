@@ -83,13 +83,18 @@ class TritonPythonModel:
         self._engine = self._settings.parameter("tensorrt_llm_model_name", "tensorrt_llm")
         self._accumulate = self._settings.flag("accumulate_tokens", default=False)
         # The tensors show the release.
-        inputs, outputs = self._settings.inputs(), self._settings.outputs()
+        inputs = self._settings.inputs()
+        outputs = self._settings.outputs()
         recent = "prompt_table_extra_id" in inputs
         # The originals have fixed names. The demo has both generations.
-        self._helpers = (
-            ("preprocessing", "postprocessing") if recent else ("preprocessing_legacy", "postprocessing_legacy")
-        )
-        later = set() if recent else {"DECODER_INPUT_ID", "OUT_PROMPT_TABLE_EXTRA_IDS"}
+        if recent:
+            self._helpers = ("preprocessing", "postprocessing")
+        else:
+            self._helpers = ("preprocessing_legacy", "postprocessing_legacy")
+        if recent:
+            later = set()
+        else:
+            later = {"DECODER_INPUT_ID", "OUT_PROMPT_TABLE_EXTRA_IDS"}
         self._prepared = {name: inner for name, inner in _FROM_PREPROCESSING.items() if name not in later}
         # Up to 0.12, the temperature is declared but not passed on.
         self._to_engine = {name: inner for name, inner in _TO_ENGINE.items() if recent or name != "temperature"}
@@ -173,7 +178,8 @@ class TritonPythonModel:
             yield inner.exec()
 
     def _response(self, tensors: dict[str, Any], stop_words: StopWords, so_far: list[int]) -> Any:
-        ids, lengths = tensors["output_ids"].as_numpy(), tensors["sequence_length"].as_numpy()
+        ids = tensors["output_ids"].as_numpy()
+        lengths = tensors["sequence_length"].as_numpy()
         if self._accumulate and self._settings.decoupled:
             if ids.shape[1] > 1:
                 raise ValueError("Accumulation of tokens is only implemented for beam width = 1")
@@ -223,4 +229,6 @@ def _renamed(request: Any, names: dict[str, str]) -> list[Any]:
 def _row(tensor: Any) -> Any:
     """Add the inner dimension that the engine declares to a scalar without it."""
     values = tensor.as_numpy()
-    return pb.Tensor(tensor.name(), values.reshape(-1, 1)) if values.ndim == 1 else tensor
+    if values.ndim == 1:
+        return pb.Tensor(tensor.name(), values.reshape(-1, 1))
+    return tensor

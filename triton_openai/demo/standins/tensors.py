@@ -18,7 +18,9 @@ _RECORDED_ELEMENTS = 4096
 def array(request: Any, name: str) -> Any | None:
     """Return the input *name* as an array, None if the request lacks it."""
     tensor = pb.get_input_tensor_by_name(request, name)
-    return None if tensor is None else tensor.as_numpy()
+    if tensor is None:
+        return None
+    return tensor.as_numpy()
 
 
 def scalar(request: Any, name: str, default: Any = None) -> Any:
@@ -27,12 +29,18 @@ def scalar(request: Any, name: str, default: Any = None) -> Any:
     if values is None or values.size == 0:
         return default
     value = values.reshape(-1)[0]
-    return as_text(value) if isinstance(value, bytes) else value.item() if hasattr(value, "item") else value
+    if isinstance(value, bytes):
+        return as_text(value)
+    if hasattr(value, "item"):
+        return value.item()
+    return value
 
 
 def as_text(value: Any) -> str:
     """Return one BYTES element as text."""
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return str(value)
 
 
 def strings(values: Any) -> Any:
@@ -43,7 +51,9 @@ def strings(values: Any) -> Any:
 def parameters_of(request: Any) -> dict[str, Any]:
     """Return the parameters of a request."""
     text = request.parameters()
-    return json.loads(text) if text else {}
+    if text:
+        return json.loads(text)
+    return {}
 
 
 class Recorder:
@@ -51,7 +61,10 @@ class Recorder:
 
     def __init__(self, path: str | None, model: str) -> None:
         self._model = model
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if path else -1
+        if path:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        else:
+            self._file = -1
 
     def request(self, request: Any, *, but: Collection[str] = ()) -> None:
         """Record *request*, *but* not the inputs of these names."""
@@ -94,7 +107,9 @@ class Recorder:
 def _recorded(name: str, item: Any) -> Any:
     if not isinstance(item, bytes):
         return item.item()
-    return images.summary(as_text(item)) if name in images.INPUTS else as_text(item)
+    if name in images.INPUTS:
+        return images.summary(as_text(item))
+    return as_text(item)
 
 
 def _dtype_name(dtype: Any) -> str:

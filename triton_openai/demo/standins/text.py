@@ -50,7 +50,9 @@ class Vocabulary:
     def _token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one token stands for."""
         piece = self._tokenizer.id_to_token(token_id) or ""
-        return piece.encode() if token_id in self.special_ids else bytes(_BYTES[character] for character in piece)
+        if token_id in self.special_ids:
+            return piece.encode()
+        return bytes(_BYTES[character] for character in piece)
 
     def of_bytes(self, data: bytes) -> int | None:
         """Return the token that stands for exactly these bytes, None if there is none."""

@@ -57,8 +57,10 @@ class Writer:
         self._first = self._first or time.monotonic_ns()
         if self._stream:
             ids = new
+        elif self._exclude_input:
+            ids = sequence.generation.ids
         else:
-            ids = sequence.generation.ids if self._exclude_input else sequence.prompt + sequence.generation.ids
+            ids = sequence.prompt + sequence.generation.ids
         values = {
             "output_ids": np.array(ids, dtype=np.int32).reshape(1, 1, len(ids)),
             "sequence_length": np.array([[len(ids)]], dtype=np.int32),

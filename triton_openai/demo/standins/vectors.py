@@ -68,4 +68,6 @@ class _E5:
 
 def embedder_for(settings: Settings) -> Embedder:
     """Return the embedder of the demo."""
-    return _Hashed() if settings.engine is None else _E5()
+    if settings.engine is None:
+        return _Hashed()
+    return _E5()

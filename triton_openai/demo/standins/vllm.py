@@ -79,7 +79,10 @@ class TritonPythonModel:
         self.settings = settings.load(args)
         engine = json.loads((self.settings.folder / "model.json").read_text())
         loras = self.settings.folder / "multi_lora.json"
-        self._loras = list(json.loads(loras.read_text())) if engine.get("enable_lora") else None
+        if engine.get("enable_lora"):
+            self._loras = list(json.loads(loras.read_text()))
+        else:
+            self._loras = None
         self._embeds = engine.get("task") == "embed"
         self._limit = int(engine["max_model_len"])
         self._release = _release(self.settings.config)
@@ -140,7 +143,10 @@ class TritonPythonModel:
         # The tensor takes precedence over the request's own parameters. Malformed JSON fails the whole call, and the
         # client gets Triton's traceback.
         text = scalar(request, "sampling_parameters")
-        values = parameters_of(request) if text is None else json.loads(text)
+        if text is None:
+            values = parameters_of(request)
+        else:
+            values = json.loads(text)
         return dict(values.items())
 
     def _lora_accepted(self, request: Any, sender: Any, values: dict[str, Any]) -> bool:
@@ -175,9 +181,11 @@ class TritonPythonModel:
         if "dimensions" in pooling:
             dimensions = pooling["dimensions"][0]
         if isinstance(given, str):
-            ids, text = self.prompt_ids(given), given
+            ids = self.prompt_ids(given)
+            text = given
         elif given and all(isinstance(token, int) for token in given):
-            ids, text = given, self.vocabulary.decode(given)
+            ids = given
+            text = self.vocabulary.decode(given)
         else:
             raise EngineError
         vector = [float(value) for value in self._embedder.embed([text], dimensions)[0]]
@@ -205,7 +213,10 @@ class Request:
         self._request = request
         self._sampling = sampling
         self._input = model.prompt_ids(prompt)
-        self._echo = "" if self._stream or exclude else prompt
+        if self._stream or exclude:
+            self._echo = ""
+        else:
+            self._echo = prompt
         self._wanted = [name for name in _OPTIONAL_OUTPUTS if scalar(request, f"return_{name}", False)]
         room = min(sampling.max_tokens, model.room(len(self._input)))
         images = len(decode_images(array(request, "image")))
@@ -236,8 +247,13 @@ class Request:
         except EngineFailure as failure:
             return self._failed(str(failure))
         if step.empty:
-            return self._cancelled() if self._sender.is_cancelled() else 0.0
-        new = [*step.ids, self._model.vocabulary.eos_id] if step.eos else step.ids
+            if self._sender.is_cancelled():
+                return self._cancelled()
+            return 0.0
+        if step.eos:
+            new = [*step.ids, self._model.vocabulary.eos_id]
+        else:
+            new = step.ids
         self._pending += new
         self._outputs += 1
         final = step.finish is not None
@@ -248,7 +264,9 @@ class Request:
         if final:
             self._ended("finished")
             return None
-        return self._cancelled() if self._left() else self.generation.delay()
+        if self._left():
+            return self._cancelled()
+        return self.generation.delay()
 
     def _cancelled(self) -> None:
         error = pb.TritonError("Request was cancelled", pb.TritonError.CANCELLED)

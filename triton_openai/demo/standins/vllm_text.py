@@ -12,7 +12,10 @@ class DeltaText:
         self._source = source
         self._stop = stop
         self._include_stop = include_stop
-        self._hold = 0 if include_stop else max((len(word) for word in stop), default=1) - 1
+        if include_stop:
+            self._hold = 0
+        else:
+            self._hold = max((len(word) for word in stop), default=1) - 1
         self._text = ""
         self._sent = 0
 
@@ -23,13 +26,19 @@ class DeltaText:
         for word in self._stop:
             start = self._text.find(word, max(0, before - len(word) + 1))
             if start >= 0:
-                self._text = self._text[: start + len(word)] if self._include_stop else self._text[:start]
+                if self._include_stop:
+                    self._text = self._text[: start + len(word)]
+                else:
+                    self._text = self._text[:start]
                 return True
         return False
 
     def take(self, *, final: bool) -> str:
         """Return the new text that is safe to send; all of it if *final*."""
-        end = len(self._text) if final else max(self._sent, len(self._text) - self._hold)
+        if final:
+            end = len(self._text)
+        else:
+            end = max(self._sent, len(self._text) - self._hold)
         piece = self._text[self._sent : end]
         self._sent = max(self._sent, end)
         return piece

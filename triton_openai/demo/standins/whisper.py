@@ -16,8 +16,13 @@ from tokenizers import Tokenizer
 
 from .tensors import array, scalar
 
-_RATE, _WINDOW, _HOP, _BANDS, _SECONDS = 16_000, 400, 160, 80, 30
-_END, _START = 50257, 50258
+_RATE = 16_000
+_WINDOW = 400
+_HOP = 160
+_BANDS = 80
+_SECONDS = 30
+_END = 50257
+_START = 50258
 # With the first id, the decoder's context.
 _LONGEST = 447
 
@@ -64,7 +69,8 @@ class TritonPythonModel:
 def _mel_filters() -> Any:
     """Return the weights of the frequencies in each band: triangles that are equal in area (Slaney)."""
     # Linear up to 1000 Hz, and logarithmic from there on.
-    edge, step = 1000.0, 200.0 / 3
+    edge = 1000.0
+    step = 200.0 / 3
     growth = np.log(6.4) / 27
     top = edge / step + np.log(_RATE / 2 / edge) / growth
     mels = np.linspace(0, top, _BANDS + 2)

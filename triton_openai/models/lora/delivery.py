@@ -59,7 +59,9 @@ class LoraDelivery:
                 break
             # What is not even read after that time is waited for: reading it a second time would not be faster.
             await asyncio.wait({self._sending}, timeout=left if left > 0 else None)
-        sending = loop.create_future() if self._sending is None else None
+        sending = None
+        if self._sending is None:
+            sending = loop.create_future()
         if sending is not None:
             self._sending = sending
         try:
@@ -168,7 +170,8 @@ class LoraAnswers:
 
     def end(self, error: Exception | None) -> None:
         """Pass on the end, or begin again."""
-        lease, self._lease = self._lease, None
+        lease = self._lease
+        self._lease = None
         self._stream = None
         if lease is not None and isinstance(error, LoraNotLoaded):
             lease.lost()
@@ -178,7 +181,8 @@ class LoraAnswers:
                 return
         elif lease is not None:
             lease.close()
-        receiver, self._receiver = self._receiver, None
+        receiver = self._receiver
+        self._receiver = None
         if receiver is not None:
             receiver.end(error)
 

@@ -46,7 +46,10 @@ class FoundLora(Lora, frozen=True, kw_only=True):
             raise ConfigurationError(
                 f"The weights of the LoRA adapter '{self.name}' cannot be read.", param="model", detail=error.message
             ) from error
-        number = number_of(weights, config) if self.number is None else self.number
+        if self.number is None:
+            number = number_of(weights, config)
+        else:
+            number = self.number
         return Lora(name=self.name, number=number, weights=weights, config=config)
 
 
@@ -83,7 +86,9 @@ def find_loras(
         if entry.path is not None:
             if base is None:
                 raise ConfigurationError("its path needs a base: set lora_dir to the model's folder")
-            path, root, bases = entry.path, base, [base]
+            path = entry.path
+            root = base
+            bases = [base]
         elif entry.name in listed:
             path, version = listed[entry.name]
             root = version.parent
@@ -115,7 +120,10 @@ def _on_server(entry: LoraSettings, listed: str | None, *, local: bool) -> Found
         raise ConfigurationError(f"its path {path!r} on Triton's machine has to be absolute")
     if local and not Path(path).exists():
         raise ConfigurationError(f"there is no folder {path!r}")
-    number = _number(f"{entry.name} {path}".encode()) if entry.task_id is None else entry.task_id
+    if entry.task_id is None:
+        number = _number(f"{entry.name} {path}".encode())
+    else:
+        number = entry.task_id
     return FoundLora(name=entry.name, number=number, path=path, ckpt_source=entry.ckpt_source)
 
 
@@ -133,11 +141,15 @@ def names_of(
 
 def served_name(model: str, lora: str, separator: str | None) -> str:
     """Return the public name of an adapter: ``MODEL<separator>LORA`` if there is a separator, else its own."""
-    return f"{model}{separator}{lora}" if separator else lora
+    if separator:
+        return f"{model}{separator}{lora}"
+    return lora
 
 
 def _entry(entry: str | LoraSettings) -> LoraSettings:
-    return LoraSettings(name=entry) if isinstance(entry, str) else entry
+    if isinstance(entry, str):
+        return LoraSettings(name=entry)
+    return entry
 
 
 def _listed(model: str, repositories: Sequence[Path], problems: list[str]) -> dict[str, tuple[str, Path]]:
@@ -220,7 +232,8 @@ def _number(*parts: bytes) -> int:
 
 def _arrays(folder: Path, root: Path, wanted: LoraFormat, mode: Literal["r"] | None) -> tuple[Any, Any]:
     """Return both arrays, two-dimensional."""
-    weights, config = _array(folder / WEIGHTS, root, mode), _array(folder / CONFIG, root, mode)
+    weights = _array(folder / WEIGHTS, root, mode)
+    config = _array(folder / CONFIG, root, mode)
     if not (_is_bf16(weights.dtype) or (weights.dtype.kind == "f" and weights.dtype.itemsize in (2, 4))):
         raise ConfigurationError(f"{WEIGHTS} holds {weights.dtype} and not float16, bfloat16 or float32")
     if config.dtype.kind not in "iu":
@@ -246,7 +259,10 @@ def _array(path: Path, root: Path, mode: Literal["r"] | None) -> Any:
         if not real.is_file():
             raise ConfigurationError(f"there is no file {path.name} in {path.parent}")
         array = np.load(real, mmap_mode=mode, allow_pickle=False)
-        shape = array.shape[1:] if array.ndim == 3 and array.shape[0] == 1 else array.shape
+        if array.ndim == 3 and array.shape[0] == 1:
+            shape = array.shape[1:]
+        else:
+            shape = array.shape
     except ConfigurationError:
         raise
     except Exception as error:
@@ -266,16 +282,22 @@ def _weight_bytes(weights: Any, datatype: str) -> bytes:
     """Return the numbers as *datatype*, rounded to the nearest; none may become infinite."""
     import numpy as np
 
-    bits = np.ascontiguousarray(weights).view("<u2") if _is_bf16(weights.dtype) else None
+    bits = None
+    if _is_bf16(weights.dtype):
+        bits = np.ascontiguousarray(weights).view("<u2")
     if datatype == "BF16":
         finite = True
         if bits is None:
             wide = weights.astype("<f4").view("<u4")
             finite = np.isfinite(weights).all()
             bits = ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype("<u2")
-        converted, finite = bits, finite and ((bits & _BF16_INFINITE) != _BF16_INFINITE).all()
+        converted = bits
+        finite = finite and ((bits & _BF16_INFINITE) != _BF16_INFINITE).all()
     else:
-        numbers = weights if bits is None else (bits.astype("<u4") << 16).view("<f4")
+        if bits is None:
+            numbers = weights
+        else:
+            numbers = (bits.astype("<u4") << 16).view("<f4")
         with np.errstate(over="ignore"):
             converted = numbers.astype("<f2" if datatype == "FP16" else "<f4")
         finite = np.isfinite(converted).all()

@@ -35,7 +35,8 @@ class LoraModels:
         self, served: dict[str, ServedModel], snapshot: Snapshot, settings: Settings, *, over_grpc: bool
     ) -> None:
         """Add the LoRA adapters of the models that can be asked for one, under names that are free and unambiguous."""
-        repositories, separator = settings.triton.readable_repositories, settings.api.lora_separator
+        repositories = settings.triton.readable_repositories
+        separator = settings.api.lora_separator
         named: dict[str, list[ServedModel]] = {}
         unlisted: set[str] = set()
         problems: dict[str, Sequence[str]] = {}
@@ -58,7 +59,8 @@ class LoraModels:
             for sentence in sentences:
                 if sentence not in self.problems.get(name, ()):
                     _log.warning("LoRA adapter is not served", model=name, reason=sentence)
-        self.problems, self._unlisted = problems, unlisted
+        self.problems = problems
+        self._unlisted = unlisted
         self.waiting = await asyncio.to_thread(names_of, snapshot.waiting, settings.model, repositories, separator)
 
     def unlisted(self, name: str, served: Mapping[str, ServedModel], separator: str | None) -> ServedModel | None:
@@ -90,7 +92,8 @@ def _found(model: ServedModel, settings: Settings, over_grpc: bool) -> tuple[lis
     if not model.metadata.loras:
         why = "Its engine takes no LoRA adapters, as the model's files say."
         return [], [why] if model.settings.loras else []
-    capabilities, repositories = model.adapter.capabilities, settings.triton.readable_repositories
+    capabilities = model.adapter.capabilities
+    repositories = settings.triton.readable_repositories
     local = bool(settings.triton.model_repository)
     found, problems = find_loras(model.name, model.settings, repositories, capabilities.lora, local=local)
     if capabilities.streaming and not over_grpc:

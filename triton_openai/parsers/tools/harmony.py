@@ -136,7 +136,9 @@ class HarmonyReasoning(Harmony, ReasoningParser):
     @classmethod
     def inside_after(cls, prompt: str) -> bool | None:
         """Return whether *prompt* ends with the header of an analysis."""
-        return True if prompt.endswith("<|channel|>analysis<|message|>") else None
+        if prompt.endswith("<|channel|>analysis<|message|>"):
+            return True
+        return None
 
     def _text(self) -> Step[None]:
         yield from self._messages((yield from (self._reasoning() if self._inside else self._begins())))

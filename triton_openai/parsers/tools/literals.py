@@ -124,7 +124,9 @@ def to_json(text: str) -> str | None:
             pass
     except (Malformed, Ended):
         return None
-    return None if reader.rest().strip() else "".join(parts)
+    if reader.rest().strip():
+        return None
+    return "".join(parts)
 
 
 class PythonLiterals(Literals):

@@ -42,7 +42,9 @@ def resolved(written: str, tools: Mapping[str, Any]) -> str | None:
     # A namespace of the tool that the model left out.
     bare = _plain(_INDEX.sub("", written))
     fitting = [name for name in tools if _plain(name) in forms or (bare and bare in _suffixes(name))]
-    return fitting[0] if len(fitting) == 1 else None
+    if len(fitting) == 1:
+        return fitting[0]
+    return None
 
 
 def is_opaque(written: str) -> bool:
@@ -56,7 +58,9 @@ def by_arguments(
     """Return the name of the one of *tools* that takes *arguments*, and the arguments; nothing if several do."""
     for key in _NAME_KEYS:
         written = arguments.get(key)
-        name = resolved(written, tools) if isinstance(written, str) else None
+        name = None
+        if isinstance(written, str):
+            name = resolved(written, tools)
         if name is None or Parameters(tools[name]).has(key):
             continue
         rest = {other: value for other, value in arguments.items() if other != key}
@@ -68,7 +72,9 @@ def by_arguments(
     if not arguments:
         return None
     fitting = [name for name, schema in tools.items() if fits(arguments, schema)]
-    return (fitting[0], arguments) if len(fitting) == 1 else None
+    if len(fitting) == 1:
+        return (fitting[0], arguments)
+    return None
 
 
 def fits(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:

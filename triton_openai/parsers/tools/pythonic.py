@@ -28,7 +28,9 @@ class Pythonic(ListedCalls):
     closing = "<|python_end|>"
 
     def _bare_openings(self) -> Sequence[str]:
-        return [f"\n[{name}(" for name in self.tools] if self.bare else []
+        if self.bare:
+            return [f"\n[{name}(" for name in self.tools]
+        return []
 
     def _call(self) -> Step[None]:
         reader = self._reader

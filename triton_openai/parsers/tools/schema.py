@@ -34,7 +34,10 @@ class Parameters:
     def __init__(self, schema: Mapping[str, Any] | None, root: Mapping[str, Any] | None = None) -> None:
         """Read *schema*, whose references count from *root*, or from itself."""
         own: Mapping[str, Any] = schema if isinstance(schema, Mapping) else {}
-        self._root = own if root is None else root
+        if root is None:
+            self._root = own
+        else:
+            self._root = root
         looks = iter(range(_MOST_LOOKS))
         self._branches = list(_branches(own, self._root, _DEEPEST, looks))
         self._properties: dict[str, list[Any]] = {}
@@ -62,8 +65,14 @@ class Parameters:
         if name not in self._types:
             looks = iter(range(_MOST_LOOKS))
             options = [_types(each, self._root, _DEEPEST, looks) for each in self._properties[name]]
-            found = frozenset().union(*options) if all(options) else frozenset()
-            self._types[name] = found if next(looks, None) is not None else frozenset()
+            if all(options):
+                found = frozenset().union(*options)
+            else:
+                found = frozenset()
+            if next(looks, None) is not None:
+                self._types[name] = found
+            else:
+                self._types[name] = frozenset()
         return self._types[name]
 
     def inside(self, name: str) -> Parameters:
@@ -123,7 +132,9 @@ def _structure(text: str) -> str | None:
 
 
 def _strings(value: Any) -> list[str]:
-    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+    if isinstance(value, list):
+        return [item for item in value if isinstance(item, str)]
+    return []
 
 
 def _branches(schema: Any, root: Mapping[str, Any], depth: int, looks: Iterator[int]) -> Iterator[Mapping[str, Any]]:
@@ -157,8 +168,13 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int, looks: Iterator[int
             if word == "allOf":
                 return next((types for types in found if types), frozenset())
             # One alternative of open type leaves the type of the whole open.
-            return frozenset().union(*found) if all(found) else frozenset()
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema[w] for w in ("const",) if w in schema]
+            if all(found):
+                return frozenset().union(*found)
+            return frozenset()
+    if isinstance(schema.get("enum"), list):
+        values = schema["enum"]
+    else:
+        values = [schema[w] for w in ("const",) if w in schema]
     return frozenset(_TYPES.get(type(value), "object") for value in values)
 
 

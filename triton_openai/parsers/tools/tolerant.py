@@ -156,7 +156,9 @@ def read(
         raise Unreadable
     reading = _Reading(text, tools, ended=ended, cut=cut, bare=bare, keeps_types=keeps_types)
     try:
-        return reading.arguments_of(name) if name is not None else reading.calls()
+        if name is not None:
+            return reading.arguments_of(name)
+        return reading.calls()
     except RecursionError as error:
         raise Unreadable from error
 
@@ -263,7 +265,10 @@ class _Reading:
 
     def _space(self, at: int) -> int:
         match = _SPACE.match(self._text, at)
-        end = match.end() if match else at
+        if match:
+            end = match.end()
+        else:
+            end = at
         self._steps.take(1 + end - at)
         self._need(end)
         return end
@@ -382,7 +387,9 @@ class _Reading:
         if self._text[at] == "{":
             return self._object_call(at)
         header = self._text.find("<|message|>", at, at + _LONGEST_HEADER)
-        recipient = _RECIPIENT.search(self._text, at, header) if header >= 0 else None
+        recipient = None
+        if header >= 0:
+            recipient = _RECIPIENT.search(self._text, at, header)
         if recipient is not None:
             return self._named_call(recipient[1], header + len("<|message|>"))
         word = _NAME.match(self._text, at)
@@ -396,7 +403,10 @@ class _Reading:
         if name is None and not names.is_opaque(written):
             raise Unreadable
         between = _BETWEEN.match(self._text, at)
-        start = between.end() if between else at
+        if between:
+            start = between.end()
+        else:
+            start = at
         self._need(start)
         self._steps.take(start - at)
         call_id = _CALL_ID.search(self._text, at, start)
@@ -595,7 +605,10 @@ class _Reading:
         while True:
             match = end.search(self._text, at)
             # An end tag may be missing: the next parameter, or the end of the call, then begins a line.
-            stop = len(self._text) if match is None else match.start()
+            if match is None:
+                stop = len(self._text)
+            else:
+                stop = match.start()
             self._steps.take(1 + stop - at)
             early = self._unclosed(at, stop, parameters, seen, is_last=match is None)
             if early is not None:
@@ -706,7 +719,10 @@ class _Reading:
     def _call_arguments(self, at: int, envelope: Mapping[str, Any]) -> tuple[Any, int]:
         """Read the arguments in a call's object."""
         written = next((envelope[key] for key in _NAME_KEYS if isinstance(envelope.get(key), str)), None)
-        name = None if written is None else self._resolved(written)
+        if written is None:
+            name = None
+        else:
+            name = self._resolved(written)
         at = self._space(at)
         if self._text.startswith("{", at):
             value, at = self._object(at, self._parameters_of(name))
@@ -840,7 +856,9 @@ class _Reading:
 
     def _check_guess(self, text: str, closing: str) -> None:
         """Raise :class:`Unreadable` if *text*, a string that has quotes in it, shows that it ends earlier."""
-        level = self._levels[-1] if self._levels else None
+        level = None
+        if self._levels:
+            level = self._levels[-1]
         if level is None or not level.is_object:
             return
         keys = f"(?:{_any(sorted(level.seen))})"
@@ -857,7 +875,10 @@ class _Reading:
         if (self._cut and stop is None) or self._unclosed_strings > _MAX_UNCLOSED:
             raise Unreadable
         self._steps.take(len(self._text) - body)
-        end = self._without_end(body) if stop is None else stop
+        if stop is None:
+            end = self._without_end(body)
+        else:
+            end = stop
         text = self._text[body:end]
         key = self._next_key(text)
         self._guesses = True
@@ -897,7 +918,9 @@ class _Reading:
 
     def _next_key(self, text: str) -> int | None:
         """Return where in *text* the member begins whose key shows that the string before it has ended."""
-        level = self._levels[-1] if self._levels else None
+        level = None
+        if self._levels:
+            level = self._levels[-1]
         if level is None or not level.is_object or level.keys is None:
             return None
         for match in re.finditer(r',\s{0,64}+"([^"\\\n]{1,200}+)"\s{0,64}+:', text):
@@ -922,7 +945,9 @@ class _Reading:
                 return True
             if self._text[at] == ";" and closed >= depth:
                 return True
-            level = self._levels[depth - closed - 1] if closed < depth else None
+            level = None
+            if closed < depth:
+                level = self._levels[depth - closed - 1]
             comma = self._text[at] == ","
             if not comma:
                 if level is None:
@@ -959,7 +984,10 @@ class _Reading:
         match = _JSON_KEY.match(self._text, at) or _KEY.match(self._text, at)
         if match is None:
             return False
-        key = match[2].strip() if match.re is _KEY else match[1]
+        if match.re is _KEY:
+            key = match[2].strip()
+        else:
+            key = match[1]
         if key in level.seen:
             return False
         if level.keys is not None and (key in level.keys or certain):
@@ -1023,7 +1051,10 @@ _STOP = rf"(?P<stop>[}}\])](?:\s{{0,8}}[}}\])]){{0,8}}\s{{0,8}}(?P<tag>{_any(_CL
 def _scanner(closing: str) -> re.Pattern[str]:
     """Return the pattern for what is looked at within a string that *closing* ends."""
     if closing not in _SCANNERS:
-        escape = "" if closing.startswith(("<", "\\")) else r"(?P<escape>\\.)|"
+        if closing.startswith(("<", "\\")):
+            escape = ""
+        else:
+            escape = r"(?P<escape>\\.)|"
         _SCANNERS[closing] = re.compile(rf"{escape}(?P<end>{re.escape(closing)})|{_STOP}", re.DOTALL)
     return _SCANNERS[closing]
 
@@ -1032,11 +1063,16 @@ def _undoubled(text: str, quote: str) -> str:
     """Return *text* without the quote that the model wrote twice at its beginning, at its end, or at both."""
     if text.count(quote) > 2:
         return text
-    begins, ends = text.startswith(quote), text.endswith(quote) and not text.endswith("\\" + quote)
+    begins = text.startswith(quote)
+    ends = text.endswith(quote) and not text.endswith("\\" + quote)
     if begins and ends and len(text) >= 2 * len(quote):
         return text[len(quote) : -len(quote)]
     if text.count(quote) == 1:
-        return text.removeprefix(quote) if begins else text.removesuffix(quote) if ends else text
+        if begins:
+            return text.removeprefix(quote)
+        if ends:
+            return text.removesuffix(quote)
+        return text
     return text
 
 
@@ -1071,7 +1107,9 @@ def _unescaped(text: str, kinds: set[str]) -> str:
 def _number(word: str) -> int | float:
     plain = word.replace("_", "")
     try:
-        return int(plain, 0) if plain[:2].lower() == "0x" or plain.lstrip("+-")[:2].lower() == "0x" else int(plain)
+        if plain[:2].lower() == "0x" or plain.lstrip("+-")[:2].lower() == "0x":
+            return int(plain, 0)
+        return int(plain)
     except ValueError:
         pass
     number = float(plain)
@@ -1089,7 +1127,9 @@ def completion(begun: str, arguments: Mapping[str, Any]) -> str | None:
     except (ValueError, RecursionError):
         return None
     if rest is None:
-        return "" if not begun[at:].strip() else None
+        if not begun[at:].strip():
+            return ""
+        return None
     return rest
 
 
@@ -1100,7 +1140,9 @@ _JSON_SCALAR = re.compile(r"[-+.0-9a-zA-Z]+")
 
 def _json_space(text: str, at: int) -> int:
     match = _JSON_SPACE.match(text, at)
-    return match.end() if match else at
+    if match:
+        return match.end()
+    return at
 
 
 def _dumped(value: Any) -> str:
@@ -1146,7 +1188,10 @@ def _completed_items(begun: str, at: int, brackets: str, items: list[tuple[str |
             else:
                 separator = ", "
         if at >= len(begun):
-            member = _dumped(value) if key is None else f"{_dumped(key)}: {_dumped(value)}"
+            if key is None:
+                member = _dumped(value)
+            else:
+                member = f"{_dumped(key)}: {_dumped(value)}"
             return at, separator + member + _rest_of(items[number + 1 :]) + brackets[1]
         if key is not None:
             written = _JSON_STRING.match(begun, at)

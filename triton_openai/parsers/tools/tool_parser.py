@@ -231,7 +231,8 @@ class CallGrammar(Grammar, ToolParser):
 
         Raises :class:`tolerant.Unreadable`, also where they do not begin with what was passed on of the first one.
         """
-        reader, output = self._reader, self._output
+        reader = self._reader
+        output = self._output
         begun = (self._in_call or self._is_after_call) and not output.has_waiting_start
         for keeps_types in (False, True) if begun else (False,):
             calls = tolerant.read(
@@ -247,7 +248,9 @@ class CallGrammar(Grammar, ToolParser):
                 self._pass_on(calls.calls)
                 return calls
             first, *others = calls.calls
-            rest = tolerant.completion(output.passed_on(), first.arguments) if first.name == self._called else None
+            rest = None
+            if first.name == self._called:
+                rest = tolerant.completion(output.passed_on(), first.arguments)
             if rest is not None:
                 self.repairs[output.calls - 1] = first.kinds
                 output.replace_waiting(rest)
@@ -358,14 +361,20 @@ class MarkedCalls(CallGrammar):
         own = self.markers.texts
         self.openings = (*own, *self._bare_openings())
         # Without tools, nothing shows that what is no call of the format's own is one.
-        others = [tag for tag in tags.COMMON_OPENINGS if not tag.startswith(own)] if self.tools else []
+        if self.tools:
+            others = [tag for tag in tags.COMMON_OPENINGS if not tag.startswith(own)]
+        else:
+            others = []
         self._strays = frozenset({*tags.COMMON_CLOSINGS, *self.closings, *filter(None, [self.closing])})
         self._markers = markers(*own, *others, *self._strays)
 
     def _text(self) -> Step[None]:
         yield from self._reader.run(SPACE, self._output.content)
         marker = yield from self._reader.marker(self._markers)
-        first = "" if marker else (yield from self._reader.peek())
+        if marker:
+            first = ""
+        else:
+            first = yield from self._reader.peek()
         self._is_bare = True
         if first and first in (self.bare if not self.tools else _BARE):
             yield from self._attempt(self._block("") if first in self.bare else self._another_form(), "")

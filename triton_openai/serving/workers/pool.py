@@ -139,10 +139,14 @@ class WorkerProcess:
         A busy worker sends late heartbeats. Only one that is stopped, or stuck in a call that does not return, sends
         none. It prints its stacks (SIGQUIT) before it is killed.
         """
-        seen, silent = self.heartbeats, 0
+        seen = self.heartbeats
+        silent = 0
         while silent < _CHECKS:
             await asyncio.sleep(timeout() / _CHECKS)
-            silent = silent + 1 if self.heartbeats == seen else 0
+            if self.heartbeats == seen:
+                silent = silent + 1
+            else:
+                silent = 0
             seen = self.heartbeats
         log.error("worker hangs and is killed", worker=index, pid=self.pid, silent_for=timeout())
         self.signal(signal.SIGQUIT)

@@ -183,7 +183,9 @@ class SharedClient:
         self._channel.methods |= {method.__name__: method for method in methods}
         answer: tuple[bool, Mapping[str, bytes]] | None = await self._channel.call("follow")
         # Without a parent, the worker is about to end.
-        return (True, {}) if answer is None else answer
+        if answer is None:
+            return (True, {})
+        return answer
 
     def publish(self, name: str, data: bytes | None) -> None:
         """Give the others a new list."""
