@@ -31,7 +31,7 @@ from triton_openai.errors import ServiceError
 from triton_openai.generation import Sampling
 from triton_openai.telemetry import tracing
 from triton_openai.telemetry.gauges import LOOKED_UP
-from triton_openai.telemetry.metrics import INSTRUMENTS
+from triton_openai.telemetry.instruments import INSTRUMENTS
 from triton_openai.telemetry.vllm_names import LOOKED_UP_RENAMED, RENAMED, RENAMED_LABELS
 
 ROOT = Path(__file__).resolve().parents[1]

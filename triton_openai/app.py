@@ -51,8 +51,9 @@ from triton_openai.tasks import Background, cancel, wait_any
 from triton_openai.telemetry.access_log import AccessLog, ContentLog, InvalidAnswers, UnknownFields
 from triton_openai.telemetry.exposition import EXPOSITION, Exposition
 from triton_openai.telemetry.gauges import ServedName, State
+from triton_openai.telemetry.instruments import EVENT_LOOP_LAG, LIMITS_STORE_UP, LOG_LINES_LOST, TRACES_LOST
 from triton_openai.telemetry.logging import count_lost_lines
-from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, LIMITS_STORE_UP, LOG_LINES_LOST, TRACES_LOST, Metrics
+from triton_openai.telemetry.metrics import Metrics
 from triton_openai.telemetry.process import LOOP_LAG, LoopLag
 from triton_openai.telemetry.request_record import OBSERVERS, Observer, Observers
 from triton_openai.telemetry.tracing import Tracing
@@ -90,7 +91,7 @@ def create_app(
         settings.triton_access,
         connect=None if client is None else lambda _: client,
         grace=settings.server.shutdown_grace,
-        tell=metrics.tell,
+        tell=metrics.count_fleet_event,
         lists=shared,
     )
     count_lost_lines(metrics.child(LOG_LINES_LOST).inc)

@@ -22,7 +22,8 @@ from tests.scrape import Scrape, scrape
 from tests.triton_fixture import TestTriton
 from triton_openai.api.routes import RECORDED
 from triton_openai.telemetry.gauges import LOOKED_UP
-from triton_openai.telemetry.metrics import INSTRUMENTS, OTHER, Outcome
+from triton_openai.telemetry.instruments import INSTRUMENTS, OTHER
+from triton_openai.telemetry.metrics import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "deploy/grafana/triton-openai.json"

@@ -20,7 +20,7 @@ from tests.conformance.calls import ask, request, steered
 from tests.proxy_fixture import Answer, Proxy, changed, proxy_settings, serving
 from tests.scrape import Scrape, scrape
 from tests.triton_fixture import TestTriton
-from triton_openai.telemetry.metrics import forget_worker
+from triton_openai.telemetry.metric_files import forget_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 USAGE = {"include_usage": True}

@@ -35,7 +35,7 @@ from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import ServerSettings, Settings
 from triton_openai.config.validation import closest
 from triton_openai.telemetry.gauges import LOOKED_UP
-from triton_openai.telemetry.metrics import INSTRUMENTS
+from triton_openai.telemetry.instruments import INSTRUMENTS
 
 STARTS = {start.where: start for start in files.starts()}
 TEXTS = {

@@ -19,7 +19,7 @@ from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import AudioSettings, ServerSettings, Settings
 from triton_openai.config.validation import closest
 from triton_openai.telemetry.gauges import LOOKED_UP
-from triton_openai.telemetry.metrics import INSTRUMENTS
+from triton_openai.telemetry.instruments import INSTRUMENTS
 
 ROOT = generate.ROOT
 TEXTS = {

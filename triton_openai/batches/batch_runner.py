@@ -52,7 +52,7 @@ from triton_openai.storage.batch_store import (
     next_group,
 )
 from triton_openai.tasks import cancel, wait_any
-from triton_openai.telemetry.metrics import (
+from triton_openai.telemetry.instruments import (
     BATCH_LIMIT,
     BATCH_LINES,
     BATCH_MODELS_AWAY,
@@ -60,8 +60,8 @@ from triton_openai.telemetry.metrics import (
     BATCH_RUNNING,
     BATCHES_ENDED,
     BATCHES_PAUSED,
-    Metrics,
 )
+from triton_openai.telemetry.metrics import Metrics
 
 _log = structlog.get_logger(__name__)
 # The tables are looked at this often, and leases renewed so many times while they last.

@@ -17,7 +17,8 @@ from triton_openai.batches.running_batch import RunningBatch
 from triton_openai.errors import ServiceError
 from triton_openai.json_lines import escape_line_breaks
 from triton_openai.storage.batch_store import SUCCEEDED, Batch, BatchUsage, Done, Line, Result
-from triton_openai.telemetry.metrics import BATCH_LINES, Series
+from triton_openai.telemetry.instruments import BATCH_LINES
+from triton_openai.telemetry.metrics import Series
 
 # Results that become safe from the loss of this machine together, though no checkpoint is due: bytes, or lines.
 _MAX_UNSAFE = 64 * 1024 * 1024

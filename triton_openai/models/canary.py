@@ -18,7 +18,8 @@ from triton_openai.errors import ModelUnloading, ServiceError, UpstreamError, Up
 from triton_openai.models.lookup import Models
 from triton_openai.models.served import ServedModel
 from triton_openai.tasks import cancel
-from triton_openai.telemetry.metrics import NOT_ANSWERING, Metrics, Series
+from triton_openai.telemetry.instruments import NOT_ANSWERING
+from triton_openai.telemetry.metrics import Metrics, Series
 from triton_openai.telemetry.request_record import Observer, RequestRecord
 
 _log = structlog.get_logger(__name__)

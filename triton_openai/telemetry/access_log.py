@@ -12,7 +12,8 @@ import structlog
 
 from triton_openai.errors import InvalidAnswer, ModelNotFound, printable
 from triton_openai.generation import AnswerState
-from triton_openai.telemetry.metrics import UNKNOWN_FIELDS, Metrics
+from triton_openai.telemetry.instruments import UNKNOWN_FIELDS
+from triton_openai.telemetry.metrics import Metrics
 from triton_openai.telemetry.request_record import Observer, RequestRecord
 
 Part: TypeAlias = dict[str, Any]

@@ -16,7 +16,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.registry import Collector
 
 from triton_openai.config.tree import MetricsSettings
-from triton_openai.telemetry import gauges, metrics
+from triton_openai.telemetry import gauges, instruments
 from triton_openai.telemetry.gauges import BatchState, ServedName, State
 from triton_openai.telemetry.metrics import Metrics
 from triton_openai.telemetry.triton_metrics import TritonMetrics, cache_blocks
@@ -140,7 +140,7 @@ class Exposition:
         """Return the state, once all its names have their gauges."""
         state = self._state()
         for name in state.served:
-            self._metrics.add_gauges(name.name, name.adapter, alias=name.name != name.triton_model)
+            self._metrics.add_served_name(name.name, name.adapter, alias=name.name != name.triton_model)
             self._triton_models[name.name] = name.triton_model
         return state
 
@@ -150,12 +150,12 @@ class Exposition:
         for sample in (sample for metric in self._counted().values() for sample in metric.samples):
             sums[sample.name, sample.labels.get("type")] += sample.value
         return Figures(
-            running=int(sums[metrics.RUNNING.name, None]),
-            queued=int(sums[metrics.QUEUED.name, None]),
-            input_tokens=int(sums[metrics.TOKENS.name, "input"]),
-            output_tokens=int(sums[metrics.TOKENS.name, "output"]),
-            first_tokens=int(sums[f"{metrics.FIRST_TOKEN.name}_count", None]),
-            first_token_seconds=sums[f"{metrics.FIRST_TOKEN.name}_sum", None],
+            running=int(sums[instruments.RUNNING.name, None]),
+            queued=int(sums[instruments.QUEUED.name, None]),
+            input_tokens=int(sums[instruments.TOKENS.name, "input"]),
+            output_tokens=int(sums[instruments.TOKENS.name, "output"]),
+            first_tokens=int(sums[f"{instruments.FIRST_TOKEN.name}_count", None]),
+            first_token_seconds=sums[f"{instruments.FIRST_TOKEN.name}_sum", None],
         )
 
     def _text(

@@ -8,7 +8,7 @@ import msgspec
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from triton_openai import __version__
-from triton_openai.telemetry.metrics import Instrument
+from triton_openai.telemetry.instruments import Instrument
 
 BUILD = Instrument("triton_openai_build_info", ("version",), "The version of this service; always 1.")
 WORKERS = Instrument("triton_openai_workers", (), "Processes that this service is configured to have.")

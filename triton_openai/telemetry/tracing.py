@@ -29,7 +29,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from triton_openai.errors import ServiceError, masked, printable
 from triton_openai.generation import AnswerState
 from triton_openai.telemetry.access_log import input_messages, output_messages
-from triton_openai.telemetry.metrics import PROVIDER
+from triton_openai.telemetry.instruments import PROVIDER
 from triton_openai.telemetry.request_record import (
     CLIENT_CLOSED_REQUEST,
     Destination,

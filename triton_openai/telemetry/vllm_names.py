@@ -8,25 +8,25 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import Metric
 
-from triton_openai.telemetry import metrics
+from triton_openai.telemetry import instruments
 from triton_openai.telemetry.gauges import ServedName, State, gauge
-from triton_openai.telemetry.metrics import Instrument
+from triton_openai.telemetry.instruments import Instrument
 
 #: vLLM's names: the metric that each shows, and which of its series.
 RENAMED: Mapping[str, tuple[Instrument, Mapping[str, str]]] = {
-    "vllm:num_requests_running": (metrics.RUNNING, {}),
-    "vllm:num_requests_waiting": (metrics.QUEUED, {}),
-    "vllm:prompt_tokens_total": (metrics.TOKENS, {"type": "input"}),
-    "vllm:generation_tokens_total": (metrics.TOKENS, {"type": "output"}),
-    "vllm:request_success_total": (metrics.FINISHED, {}),
-    "vllm:time_to_first_token_seconds": (metrics.FIRST_TOKEN, {}),
-    "vllm:inter_token_latency_seconds": (metrics.INTER_TOKEN_LATENCY, {}),
-    "vllm:time_per_output_token_seconds": (metrics.PER_TOKEN, {}),
-    "vllm:request_time_per_output_token_seconds": (metrics.PER_TOKEN, {}),
-    "vllm:e2e_request_latency_seconds": (metrics.DURATION, {"error_type": ""}),
-    "vllm:request_queue_time_seconds": (metrics.QUEUE, {}),
-    "vllm:request_prompt_tokens": (metrics.INPUT_TOKENS, {}),
-    "vllm:request_generation_tokens": (metrics.OUTPUT_TOKENS, {}),
+    "vllm:num_requests_running": (instruments.RUNNING, {}),
+    "vllm:num_requests_waiting": (instruments.QUEUED, {}),
+    "vllm:prompt_tokens_total": (instruments.TOKENS, {"type": "input"}),
+    "vllm:generation_tokens_total": (instruments.TOKENS, {"type": "output"}),
+    "vllm:request_success_total": (instruments.FINISHED, {}),
+    "vllm:time_to_first_token_seconds": (instruments.FIRST_TOKEN, {}),
+    "vllm:inter_token_latency_seconds": (instruments.INTER_TOKEN_LATENCY, {}),
+    "vllm:time_per_output_token_seconds": (instruments.PER_TOKEN, {}),
+    "vllm:request_time_per_output_token_seconds": (instruments.PER_TOKEN, {}),
+    "vllm:e2e_request_latency_seconds": (instruments.DURATION, {"error_type": ""}),
+    "vllm:request_queue_time_seconds": (instruments.QUEUE, {}),
+    "vllm:request_prompt_tokens": (instruments.INPUT_TOKENS, {}),
+    "vllm:request_generation_tokens": (instruments.OUTPUT_TOKENS, {}),
 }
 #: Our labels under vLLM's names; sums are taken over the others.
 RENAMED_LABELS = {"model": "model_name", "gen_ai_request_model": "model_name", "reason": "finished_reason", "le": "le"}
@@ -98,7 +98,7 @@ def lora_requests(served: Iterable[ServedName], counted: Mapping[str, Metric]) -
 
     series: dict[tuple[str, ...], float] = {}
     for (model, most), loras in names.items():
-        running = busy(metrics.RUNNING, loras)
-        queued = busy(metrics.QUEUED, loras)
+        running = busy(instruments.RUNNING, loras)
+        queued = busy(instruments.QUEUED, loras)
         series[model, "" if most is None else str(most), running, queued] = time.time()
     return gauge(LORA_REQUESTS, series)

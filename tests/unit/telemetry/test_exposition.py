@@ -23,7 +23,8 @@ from triton_openai.config.worker import Worker
 from triton_openai.telemetry import exposition, triton_metrics
 from triton_openai.telemetry.exposition import Exposition
 from triton_openai.telemetry.gauges import ServedName, State
-from triton_openai.telemetry.metrics import QUEUED, RUNNING, Metrics
+from triton_openai.telemetry.instruments import QUEUED, RUNNING
+from triton_openai.telemetry.metrics import Metrics
 from triton_openai.telemetry.triton_metrics import cache_blocks, parse
 
 TEXT = """\

@@ -33,16 +33,16 @@ from triton_openai.errors import (
     UpstreamUnavailable,
 )
 from triton_openai.generation import FinishReason, Usage
-from triton_openai.telemetry.metrics import (
+from triton_openai.telemetry.instruments import (
     INSTRUMENTS,
     INTER_TOKEN_LATENCY,
     KEY_REFUSALS,
     KEY_TOKENS,
     PROVIDER,
-    Metrics,
-    forget_worker,
-    outcome_of,
+    Instrument,
 )
+from triton_openai.telemetry.metric_files import forget_worker
+from triton_openai.telemetry.metrics import Metrics, outcome_of
 from triton_openai.telemetry.request_record import RequestRecord
 
 SERVED = {"model": "m", "adapter": "a"}
@@ -322,8 +322,8 @@ def test_the_series_of_a_triton_end_when_it_leaves(tmp_path: Path, monkeypatch: 
     workers = [Metrics(Worker(index=index, count=2, directory=tmp_path)) for index in (0, 1)]
     for metrics in (single, *workers):
         for name in ("a", "b"):
-            metrics.tell("up", name)
-            metrics.tell("ended", name, "m", "answered", by=3)
+            metrics.count_fleet_event("up", name)
+            metrics.count_fleet_event("ended", name, "m", "answered", by=3)
     total, up = "triton_openai_endpoint_requests_total", "triton_openai_endpoint_up"
 
     def found() -> list[tuple[float, float, float, bool]]:
@@ -335,14 +335,14 @@ def test_the_series_of_a_triton_end_when_it_leaves(tmp_path: Path, monkeypatch: 
 
     assert [(3, 1, 6, True), (6, 2, 12, True)] == found()
     for metrics in (single, *workers):
-        metrics.tell("endpoints", "a", "other")
-        metrics.tell("ended", "a", "m", "answered")
+        metrics.count_fleet_event("endpoints", "a", "other")
+        metrics.count_fleet_event("ended", "a", "m", "answered")
     assert [(4, 1, 4, False), (8, 2, 8, False)] == found()
     forget_worker(tmp_path, 1)
     assert (8, 1, 8, False) == found()[1]
     # Whatever it finds of Tritons that left meanwhile.
     workers[1] = Metrics(Worker(index=1, count=2, directory=tmp_path))
-    workers[1].tell("endpoints", "other")
+    workers[1].count_fleet_event("endpoints", "other")
     assert (4, 1, 4, False) == found()[1]
 
 
@@ -468,8 +468,14 @@ def test_tokens_and_refusals_of_keys() -> None:
     seen("a", InvalidRequest("x"))
     for number in range(200):
         seen(f"tenant-{number}")
-    tokens = {labels: series.numbers[0] for one, labels, series in metrics._made if one is KEY_TOKENS}
-    refusals = {labels: series.numbers[0] for one, labels, series in metrics._made if one is KEY_REFUSALS}
+    families = {family.name: family for family in metrics.collect()}
+
+    def numbers(instrument: Instrument) -> dict[tuple[str, ...], float]:
+        samples = families[instrument.name.removesuffix("_total")].samples
+        return {tuple(sample.labels.values()): sample.value for sample in samples}
+
+    tokens = numbers(KEY_TOKENS)
+    refusals = numbers(KEY_REFUSALS)
     assert (10, 4) == (tokens["a", "input"], tokens["a", "output"])
     assert ("", "input") not in tokens
     assert 101 * 5 == tokens["other", "input"]

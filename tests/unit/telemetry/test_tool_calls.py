@@ -5,7 +5,8 @@ from __future__ import annotations
 import structlog
 
 from triton_openai.config.worker import Worker
-from triton_openai.telemetry.metrics import TOOL_CALLS, Metrics
+from triton_openai.telemetry.instruments import TOOL_CALLS
+from triton_openai.telemetry.metrics import Metrics
 from triton_openai.telemetry.request_record import RequestRecord
 
 

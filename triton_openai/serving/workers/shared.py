@@ -19,7 +19,7 @@ from triton_openai.access.rate_limits import Decision, RateLimit, RateLimits
 from triton_openai.draining import ModelChange
 from triton_openai.errors import ServiceOverloaded
 from triton_openai.serving.workers.channel import Channel
-from triton_openai.telemetry.metrics import forget_worker
+from triton_openai.telemetry.metric_files import forget_worker
 from triton_openai.triton.shared_lists import ListListener
 
 # Longest wait for the parent, which answers at once unless it is stopped.
