@@ -22,7 +22,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from triton_openai.access.keys import ApiKey
 from triton_openai.access.rate_limits import Reservation
 from triton_openai.answer.run import Run
-from triton_openai.config.tree import Group
+from triton_openai.config.tree import ApiGroup
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
 from triton_openai.jobs import JobType
@@ -210,7 +210,7 @@ class Operation(msgspec.Struct, frozen=True):
     #: The operation's id in the OpenAPI document.
     name: str
     #: What keys and restrictions open.
-    group: Group
+    group: ApiGroup
     #: The type of the body.
     request: type[msgspec.Struct] | None = None
     #: The type of the answer; without it, the answer is *text* or any object.

@@ -18,7 +18,7 @@ from multidict import CIMultiDictProxy
 
 from triton_openai.access.rate_limits import RateLimit
 from triton_openai.config.files import FileWatch, read_yaml, warn_of_readers
-from triton_openai.config.tree import AccessSettings, Group, RestrictedApi
+from triton_openai.config.tree import AccessSettings, ApiGroup, RestrictedApi
 from triton_openai.config.validation import explained
 from triton_openai.errors import ApiRestricted, ConfigurationError, InvalidApiKey, KeyNotSufficient, ManagementDisabled
 
@@ -216,10 +216,10 @@ NO_KEY = ApiKey(name="")
 
 
 #: Groups whose requests count against what a key may use.
-COUNTED: frozenset[Group] = frozenset({"inference", "embedding"})
+COUNTED: frozenset[ApiGroup] = frozenset({"inference", "embedding"})
 
 #: What a route belongs to: a group, or the page, which is open to everybody.
-RouteGroup: TypeAlias = Group | Literal["page"]
+RouteGroup: TypeAlias = ApiGroup | Literal["page"]
 #: The group of each route.
 ROUTE_GROUPS: web.AppKey[dict[web.AbstractRoute, RouteGroup]] = web.AppKey("route_groups", dict)
 
@@ -238,9 +238,9 @@ class Restrictions:
         if "inference" in self._headers:
             self._headers.setdefault("embedding", self._headers["inference"])
         #: The groups that are restricted.
-        self.groups: Collection[Group] = self._headers.keys()
+        self.groups: Collection[ApiGroup] = self._headers.keys()
 
-    def proofs(self, groups: Iterable[Group], headers: CIMultiDictProxy[str], salt: str) -> dict[str, str]:
+    def proofs(self, groups: Iterable[ApiGroup], headers: CIMultiDictProxy[str], salt: str) -> dict[str, str]:
         """
         Return what shows later, to :meth:`opens`, that a request with *headers* was allowed to use *groups*.
 
@@ -253,16 +253,16 @@ class Restrictions:
                 proofs[group] = self._proof(group, salt)
         return proofs
 
-    def opens(self, groups: Iterable[Group], proofs: Mapping[str, str], salt: str) -> bool:
+    def opens(self, groups: Iterable[ApiGroup], proofs: Mapping[str, str], salt: str) -> bool:
         """Return whether the header that gave *proofs* still opens all *groups*."""
         restricted = [group for group in groups if group in self._headers]
         return all(hmac.compare_digest(proofs.get(group, ""), self._proof(group, salt)) for group in restricted)
 
-    def _proof(self, group: Group, salt: str) -> str:
+    def _proof(self, group: ApiGroup, salt: str) -> str:
         name, digest = self._headers[group]
         return hmac.new(digest, f"{salt}\n{name.lower()}".encode(), hashlib.sha256).hexdigest()
 
-    def check(self, group: Group, headers: CIMultiDictProxy[str]) -> None:
+    def check(self, group: ApiGroup, headers: CIMultiDictProxy[str]) -> None:
         """Raise :class:`ApiRestricted` for a request without the header that opens *group*."""
         wanted = self._headers.get(group)
         if wanted is None:

@@ -21,7 +21,7 @@ from triton_openai.api.info import probe
 from triton_openai.api.messages.message_events import error_body
 from triton_openai.api.service import Service, job_not_taken_error
 from triton_openai.batches.results import Outcome
-from triton_openai.config.tree import BatchesSettings, Group
+from triton_openai.config.tree import ApiGroup, BatchesSettings
 from triton_openai.models.canary import PATIENCE
 from triton_openai.models.served import ServedModel
 from triton_openai.operations import NO_HEADERS, Call, Operation, Renderer, Streamed, Whole
@@ -195,7 +195,7 @@ def endpoints(operations: Iterable[Operation]) -> Mapping[str, Operation]:
     }
 
 
-def groups_of(operations: Iterable[Operation], endpoint: str) -> Sequence[Group]:
+def groups_of(operations: Iterable[Operation], endpoint: str) -> Sequence[ApiGroup]:
     """Return the groups that a batch whose lines ask *endpoint* needs."""
     return "batch", endpoints(operations)[endpoint].group
 

@@ -43,7 +43,7 @@ from triton_openai.api.responses import objects as response_types
 from triton_openai.api.service import Service
 from triton_openai.api.tools import ToolDefinition
 from triton_openai.api.uploaded_files import FileUpload
-from triton_openai.config.tree import Group, Settings
+from triton_openai.config.tree import ApiGroup, Settings
 from triton_openai.generation import Generation
 from triton_openai.jobs import ClassificationJob, EmbeddingJob, ScoreJob, SynthesisJob, TranscriptionJob, TranslationJob
 from triton_openai.media.formats import MEDIA_TYPES
@@ -244,7 +244,7 @@ def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Sequence[t
     return [kind for applies, kinds in rules if applies for kind in kinds]
 
 
-def _groups_needed(operation: Operation) -> Collection[Group]:
+def _groups_needed(operation: Operation) -> Collection[ApiGroup]:
     """Return the groups that a request for *operation* may need: a batch also needs those of its lines."""
     if operation.handler in (batches.create, message_batches.create):
         return {operation.group, *COUNTED}

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from triton_openai.cli.arguments import Parsed
 from triton_openai.cli.banner import Banner
 from triton_openai.cli.serve import serve_demo
-from triton_openai.config.tree import AccessSettings, Group, ModelDefaults, Settings, TlsSettings, TritonAccess
+from triton_openai.config.tree import AccessSettings, ApiGroup, ModelDefaults, Settings, TlsSettings, TritonAccess
 from triton_openai.demo import speech
 from triton_openai.demo.engine import PASSIVE, Engine, missing
 from triton_openai.demo.repository import BUILDERS, CONTEXT_LENGTH, build_repository
@@ -149,7 +149,7 @@ def _with_own_key(access: AccessSettings) -> AccessSettings:
     return replace(access, api_key=(f"demo question:{secrets.token_hex(32)}",))
 
 
-def _headers(access: AccessSettings, group: Group = "inference") -> dict[str, str]:
+def _headers(access: AccessSettings, group: ApiGroup = "inference") -> dict[str, str]:
     """Return the headers that authorize a request to the APIs of *group*."""
     headers = {entry.header: entry.value for entry in access.openai_restricted_api if group in entry.apis}
     if access.api_key:
@@ -219,7 +219,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, asked: Mapping[str, Any
 def _snippets(base_url: str, model: str, access: AccessSettings, *, speaks: bool) -> str:
     """Return commands to copy, with the key: its owner, who has started the demo, reads them."""
 
-    def curl(path: str, group: Group = "inference", **body: Any) -> str:
+    def curl(path: str, group: ApiGroup = "inference", **body: Any) -> str:
         headers = {**_headers(access, group), "Content-Type": "application/json"}
         shown = " ".join(f"-H {shlex.quote(f'{name}: {value}')}" for name, value in headers.items())
         return f"  curl {base_url}/{path} {shown} \\\n    -d {shlex.quote(json.dumps(body))}"

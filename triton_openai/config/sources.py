@@ -13,7 +13,7 @@ import msgspec
 from triton_openai.config.addresses import check_address, check_endpoints, check_urls
 from triton_openai.config.files import read_yaml
 from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, is_struct, options
-from triton_openai.config.tree import NAMED_KEY, OTLP_PATH, Group, LoraSettings, Protocol, Settings
+from triton_openai.config.tree import NAMED_KEY, OTLP_PATH, ApiGroup, LoraSettings, Protocol, Settings
 from triton_openai.config.validation import closest, explained, path_of, plain_words
 from triton_openai.errors import ConfigurationError
 
@@ -224,7 +224,7 @@ def _converted(value: Any, annotation: Any, path: _Path, origin: str, *, strict:
         form = "text without spaces and commas"
         if repr(NAMED_KEY) in problem:
             form += ", and with one colon at most (--api-keys-file takes keys that have a colon themselves)"
-        wanted = f"Expected one of {', '.join(get_args(Group))}, not"
+        wanted = f"Expected one of {', '.join(get_args(ApiGroup))}, not"
         reason = re.sub("`str` matching regex .*", lambda _: form, problem).replace("Invalid enum value", wanted)
         raise ConfigurationError(f"{origin} is not accepted: {reason[0].lower()}{reason[1:]}.")
     choices = next((get_args(kind) for kind in (annotation, *get_args(annotation)) if get_origin(kind) is Literal), ())
