@@ -11,6 +11,7 @@ import structlog
 
 from triton_openai.cli.aliases import translate
 from triton_openai.cli.arguments import DEFAULTS, parse
+from triton_openai.cli.terminal import shows_colours
 from triton_openai.config.reload import Source
 from triton_openai.config.sources import config_file, load_settings
 from triton_openai.errors import ConfigurationError, ServiceError
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config_file(parsed.settings, environ),
         )
         settings = source.load()
-        configure_logging(settings.server)
+        configure_logging(settings.server, colours=shows_colours(sys.stderr))
         if arguments is None and parsed.command != "inspect":
             # The process is this command's own.
             log_native_output()

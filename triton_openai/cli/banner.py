@@ -12,7 +12,7 @@ from aiohttp import web
 
 from triton_openai import __version__
 from triton_openai.app import SERVICE
-from triton_openai.cli.table import problems, table
+from triton_openai.cli.terminal import problems, table
 from triton_openai.config.tree import Settings
 from triton_openai.models.overview import ModelLine, model_lines
 from triton_openai.telemetry.logging import timestamp

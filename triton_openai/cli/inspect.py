@@ -16,7 +16,7 @@ from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.parameters import neutral_values
 from triton_openai.cli.arguments import Parsed
-from triton_openai.cli.table import problems, table
+from triton_openai.cli.terminal import problems, table
 from triton_openai.config.options import options
 from triton_openai.config.tree import DefaultParameters, Settings
 from triton_openai.config.validation import closest

@@ -21,6 +21,7 @@ from aiohttp import web
 from triton_openai.app import apply_settings
 from triton_openai.cli.banner import banner_of, render_banner
 from triton_openai.cli.serve import Stop, listening, run_loop, stopped_by_signals
+from triton_openai.cli.terminal import shows_colours
 from triton_openai.config.tree import Settings
 from triton_openai.errors import ConfigurationError
 from triton_openai.serving.workers.channel import Channel, encode
@@ -47,7 +48,7 @@ def main() -> int:
         start: Start = pickle.load(sys.stdin.buffer)
     except EOFError:
         return 1
-    configure_logging(start.settings.server, worker=start.worker.index)
+    configure_logging(start.settings.server, worker=start.worker.index, colours=shows_colours(sys.stderr))
     log_native_output()
     # Where the log goes: what is written to descriptor 2 is read by a thread, which a process that hangs does not run.
     faulthandler.register(signal.SIGQUIT, file=original_descriptor("stderr") or sys.stderr, all_threads=True)

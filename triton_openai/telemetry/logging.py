@@ -24,7 +24,6 @@ from aiohttp.http_exceptions import HttpProcessingError
 from structlog.dev import plain_traceback
 from structlog.typing import EventDict, FilteringBoundLogger, Processor
 
-from triton_openai.config.terminal import shows_colours
 from triton_openai.config.tree import ServerSettings
 from triton_openai.errors import ServiceError
 from triton_openai.json_lines import escape_line_breaks
@@ -103,9 +102,11 @@ def _write(output: BackgroundWriter, _name: str, _level: str, line: Any) -> byte
     return b""
 
 
-def configure_logging(settings: ServerSettings, *, worker: int | None = None) -> None:
+def configure_logging(settings: ServerSettings, *, worker: int | None = None, colours: bool = False) -> None:
     """
     Send every log line, also those of libraries, to stderr as *settings* say, with the number of the *worker*.
+
+    Lines for people have *colours* if stderr is a terminal that shows them.
 
     From now on nobody who writes to ``sys.stderr`` waits for it, or fails with it.
     """
@@ -115,7 +116,7 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
         render = _json
     else:
         render = _plain
-    if render is _plain and shows_colours(stderr):
+    if render is _plain and colours:
         render = partial(_console, structlog.dev.ConsoleRenderer(exception_formatter=plain_traceback, pad_event_to=0))
     line = partial(_line, {} if worker is None else {"worker": worker}, render)
 

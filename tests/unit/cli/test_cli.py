@@ -17,7 +17,7 @@ from triton_openai.cli import main
 from triton_openai.cli.arguments import Parsed, parse
 from triton_openai.cli.demo import _headers, _with_own_key, demo
 from triton_openai.cli.inspect import ModelReport, render
-from triton_openai.cli.table import problems, table
+from triton_openai.cli.terminal import problems, table
 from triton_openai.config.options import options
 from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import AccessSettings, RestrictedApi, ServerSettings, Settings

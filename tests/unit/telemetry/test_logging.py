@@ -13,6 +13,7 @@ import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
+from triton_openai.cli.terminal import shows_colours
 from triton_openai.config.tree import ServerSettings
 from triton_openai.errors import UpstreamError
 from triton_openai.telemetry.logging import LOG_FIELDS, configure_logging, timestamp, warn
@@ -113,7 +114,7 @@ def test_console(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             patch.setattr("sys.stderr", output)
             for name, value in environ.items():
                 patch.setenv(name, value)
-            configure_logging(ServerSettings(log_format=log_format))
+            configure_logging(ServerSettings(log_format=log_format), colours=shows_colours(output))
             structlog.get_logger("ours").info("it runs", model="a", of="x y", n=1, detail=None)
             structlog.get_logger("ours").info("\ud800")
             drain()
