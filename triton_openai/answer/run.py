@@ -34,7 +34,7 @@ from triton_openai.generation import AnswerState, Delta, FinishReason, Generatio
 from triton_openai.models.lora.delivery import LoraAnswers, LoraDeliveries
 from triton_openai.prompts.tokenizer import Tokenizer, count_pieces
 from triton_openai.tasks import Background
-from triton_openai.telemetry.request_record import Upstream
+from triton_openai.telemetry.request_record import CallTracer
 from triton_openai.triton.client import Heard, Receiver, ResponseStream, SingleAnswer, TritonClient, gather
 from triton_openai.triton.fleet import Lease, Route, Tried, lost_error
 from triton_openai.triton.status import failed_midway_error, no_answer_error
@@ -67,7 +67,7 @@ class Sender(msgspec.Struct, frozen=True):
 
     route: Route
     #: Sees the work.
-    upstream: Upstream
+    upstream: CallTracer
     #: Where stop requests are sent, for which nobody waits.
     background: Background
     #: The level of what is asked in the model's queue, 0 for the usual one. Generations have one of their own.
@@ -523,7 +523,7 @@ class Run:
         return min(counted, most)
 
 
-async def _send_stop(upstream: Upstream, lease: Lease, order: InferRequest, delays: Sequence[float]) -> None:
+async def _send_stop(upstream: CallTracer, lease: Lease, order: InferRequest, delays: Sequence[float]) -> None:
     for delay in delays:
         await asyncio.sleep(delay)
         try:

@@ -27,7 +27,7 @@ from triton_openai.models.overview import EndpointLine, ModelLine, endpoint_line
 from triton_openai.models.served import ServedModel
 from triton_openai.operations import Call, Reply, Whole
 from triton_openai.telemetry.exposition import Figures
-from triton_openai.telemetry.request_record import Upstream
+from triton_openai.telemetry.request_record import CallTracer
 from triton_openai.triton.client import ServerInfo
 from triton_openai.triton.fleet import Route
 from triton_openai.triton.status import public_reason
@@ -284,7 +284,7 @@ async def probe(service: Service, model: ServedModel, *, timeout: float, at: str
     Raises :class:`ServiceError`.
     """
     route = Route(service.fleet, model.triton_model, among=model.endpoints, at=at)
-    sender = Sender(route, Upstream(), service.background)
+    sender = Sender(route, CallTracer(), service.background)
     kind = model.jobs[0]
     job = kind(id=new_id("probe"), **kind.least)
     if isinstance(job, SynthesisJob) and model.voices is not None:

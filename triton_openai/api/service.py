@@ -292,7 +292,7 @@ class RequestContext(Generic[_Body]):
             priority = 0
         else:
             priority = model.priorities
-        return Sender(route, self.record.upstream, self.service.background, priority)
+        return Sender(route, self.record.call_tracer, self.service.background, priority)
 
     def _key(self) -> str | None:
         """Return what should stay at one Triton: the session of the request, or its conversation."""

@@ -60,25 +60,31 @@ class RouteTaken(Protocol):
         """What the last of them is called in the settings, if it is one of several."""
 
 
-class Upstream:
-    """Adds *headers* to the requests that are sent to Triton for one request of a client; none to the service's own."""
+class CallTracer:
+    """
+    Traces the calls to Triton for one request of a client. This one only adds *headers*, and makes no spans.
+
+    The service's own requests, such as probes, have no headers.
+    """
 
     def __init__(self, headers: Mapping[str, str] = _NOTHING) -> None:
         self.headers = headers
 
     def begin(self, request: Request, answer: AnswerState, to: Destination, *, lora: str | None = None) -> Request:
-        """Return *request* as it is sent. *answer* knows its own end; *lora* is the name of its LoRA adapter."""
+        """Begin a call that ends with *answer*; return *request* as it is sent. *lora* names its LoRA adapter."""
         if self.headers:
             return replace(request, headers=self.headers)
         return request
 
     @contextmanager
     def call(self, request: Request, to: Destination) -> Iterator[Request]:
-        """Yield *request* as it is sent; the block ends when the answer has come."""
-        yield replace(request, headers=self.headers) if self.headers else request
+        """Trace a call that lasts as long as the block; yield *request* as it is sent."""
+        if self.headers:
+            request = replace(request, headers=self.headers)
+        yield request
 
 
-_NO_HEADERS = Upstream()
+_NO_HEADERS = CallTracer()
 
 
 class Stage(msgspec.Struct, eq=False):
@@ -154,8 +160,8 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     body_size: int | None = None
     #: The names in it that the API does not have.
     unknown_fields: Sequence[str] = ()
-    #: Adds headers to requests to Triton.
-    upstream: Upstream = _NO_HEADERS
+    #: Traces the requests to Triton, and adds headers to them.
+    call_tracer: CallTracer = _NO_HEADERS
     #: The way to one of several Tritons, where one was chosen.
     route: RouteTaken | None = None
     #: In every log line of the request.
@@ -190,7 +196,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
 
     def __post_init__(self) -> None:
         self.method, self.path = _shown(self.method, self.path)
-        self.upstream = Upstream({"x-request-id": self.request_id})
+        self.call_tracer = CallTracer({"x-request-id": self.request_id})
         self.log_fields = {"request_id": self.request_id}
 
     def identify(self, operation: str, *, model: str, adapter: str, stream: bool = False) -> None:
@@ -214,7 +220,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         does in a process with many long-lived objects.
         """
         self.request = None
-        self.upstream = _NO_HEADERS
+        self.call_tracer = _NO_HEADERS
         if self.memory is not None:
             self.free_memory()
         for known in [self.error, *[answer.error for answer in self.answers]]:

@@ -32,12 +32,12 @@ from triton_openai.telemetry.access_log import input_messages, output_messages
 from triton_openai.telemetry.instruments import PROVIDER
 from triton_openai.telemetry.request_record import (
     CLIENT_CLOSED_REQUEST,
+    CallTracer,
     Destination,
     Observer,
     Request,
     RequestRecord,
     Stage,
-    Upstream,
 )
 
 Attributes: TypeAlias = dict[str, str | bool | int | float | Sequence[str]]
@@ -155,9 +155,9 @@ class Tracing(Observer):
         # Triton records every request with a traceparent, also if its flag is "not sampled": such a request gets none.
         if self.spans is None:
             if parent and get_current_span(parent).get_span_context().trace_flags.sampled:
-                headers = dict(record.upstream.headers)
+                headers = dict(record.call_tracer.headers)
                 _propagator.inject(headers, parent)
-                record.upstream = Upstream(headers)
+                record.call_tracer = CallTracer(headers)
             return
         attributes: Attributes = {"http.request.method": record.method, "url.path": record.path}
         ids = self.spans.begin(record, parent, attributes)
@@ -180,21 +180,21 @@ class Tracing(Observer):
             if record.batch_trace:
                 made_by = _propagator.extract({"traceparent": record.batch_trace}, Context())
                 span.link = get_current_span(made_by).get_span_context()
-            record.upstream = Trace(self.spans, ids, span, record, zero=zero)
+            record.call_tracer = Trace(self.spans, ids, span, record, zero=zero)
 
     def ended(self, record: RequestRecord) -> None:
-        trace = record.upstream
+        trace = record.call_tracer
         if isinstance(trace, Trace):
             if self._content is not None:
                 trace.span.attributes |= content_attributes(record, self._content)
             trace.end()
 
 
-class Trace(Upstream):
+class Trace(CallTracer):
     """The *span* of one request, and the spans under it. *zero* is the wall clock's time at zero of time.monotonic."""
 
     def __init__(self, spans: Spans, ids: SpanIds, span: Span, record: RequestRecord, *, zero: int) -> None:
-        self.headers = record.upstream.headers
+        self.headers = record.call_tracer.headers
         self.span = span
         self._spans = spans
         self._ids = ids

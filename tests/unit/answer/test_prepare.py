@@ -21,7 +21,7 @@ from triton_openai.models.loading import LazyPrompter
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import Background
-from triton_openai.telemetry.request_record import Upstream
+from triton_openai.telemetry.request_record import CallTracer
 from triton_openai.triton.tensors import ModelConfig
 
 TOKENIZER = Tokenizer.load(str(Path(__file__).parents[3] / "triton_openai" / "demo" / "tokenizer"))
@@ -63,7 +63,7 @@ async def prepared(
     )
     template = Generation(id="one", prompt="", sampling=Sampling(max_tokens=limit.tokens, seed=seed))
     nothing: Any = None
-    sender = Sender(nothing, Upstream(), Background())
+    sender = Sender(nothing, CallTracer(), Background())
     spec = GenerationSpec(template=template, limit=limit, **wanted)
     return await prepare(model, tokenizer, prompts, spec, sender, LIMITS)
 

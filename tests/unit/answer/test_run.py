@@ -28,7 +28,7 @@ from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, Up
 from triton_openai.generation import AnswerState, Delta, FinishReason, Generation, Logits, Sampling, Usage, total_usage
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import Background
-from triton_openai.telemetry.request_record import Upstream
+from triton_openai.telemetry.request_record import CallTracer
 from triton_openai.triton.client import Receiver
 from triton_openai.triton.fleet import Fleet, Route
 from triton_openai.triton.status import cut_off_error
@@ -135,7 +135,7 @@ class Answer:
         self.run = Run(
             Generation(id="1", prompt="Hello", sampling=sampling, **generation),
             adapter=self.backend,
-            sender=Sender(Route(fleet, "m"), Upstream(), self.background),
+            sender=Sender(Route(fleet, "m"), CallTracer(), self.background),
             time_limits=limits,
             token_limit=TokenLimit(tokens=sampling.max_tokens, context=context),
             tokenizer=tokenizer,

@@ -13,7 +13,7 @@ from triton_openai.answer.run import Sender
 from triton_openai.config.tree import EndpointSettings, TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamUnavailable
 from triton_openai.tasks import Background
-from triton_openai.telemetry.request_record import Upstream
+from triton_openai.telemetry.request_record import CallTracer
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.fleet import Fleet, Route
 from triton_openai.triton.routing import Target
@@ -55,7 +55,7 @@ def sender_to(*tritons: FakeTriton) -> Sender:
     for name, member in fleet.members.items():
         member.targets["m"] = Target(name, 1000.0 if name == "0" else 1.0)
     fleet._update_pools(["m"])
-    return Sender(Route(fleet, "m"), Upstream(), Background())
+    return Sender(Route(fleet, "m"), CallTracer(), Background())
 
 
 async def test_parts_come_one_after_the_other() -> None:

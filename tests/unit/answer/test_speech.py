@@ -20,7 +20,7 @@ from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout, UpstreamUnavailable
 from triton_openai.jobs import Voice
 from triton_openai.tasks import Background
-from triton_openai.telemetry.request_record import Destination, Request, Upstream
+from triton_openai.telemetry.request_record import CallTracer, Destination, Request
 from triton_openai.triton.client import Receiver, TritonClient
 from triton_openai.triton.fleet import Fleet, Route
 from triton_openai.triton.status import cut_off_error
@@ -100,7 +100,7 @@ class FakeStream:
 def answers_of(stream: FakeStream, ended: Callable[[], None] = lambda: None) -> _Answers:
     """Return the answers to a request that *stream* takes."""
     fleet = Fleet(TritonSettings(), connect=lambda _: cast(TritonClient, stream))
-    sender = Sender(Route(fleet, "tts"), Upstream(), Background())
+    sender = Sender(Route(fleet, "tts"), CallTracer(), Background())
     return _Answers(sender, InferRequest(model="tts", id="1", inputs=(), stream=True), ended)
 
 
@@ -147,7 +147,7 @@ async def test_ends(parts: int, error: ServiceError | None, expected: type[Servi
     answers.close()
 
 
-class Watched(Upstream):
+class Watched(CallTracer):
     """Notes the errors with which calls end."""
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ async def test_a_text_goes_to_another_triton_before_its_first_part() -> None:
     settings = TritonSettings(endpoints=tuple(f"{name}=http://{name}:8000" for name in tritons))
     fleet = Fleet(settings, connect=lambda each: cast(TritonClient, tritons[each.name or ""]))
     await fleet.refresh()
-    sender = Sender(Route(fleet, "tts"), Upstream(), Background())
+    sender = Sender(Route(fleet, "tts"), CallTracer(), Background())
     answers = _Answers(sender, InferRequest(model="tts", id="1", inputs=(), stream=True), lambda: None)
     (first,) = (one for one in tritons.values() if one.receivers)
     first.receivers[0].end(UpstreamUnavailable("refused"))

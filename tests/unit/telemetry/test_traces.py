@@ -286,7 +286,7 @@ def test_stages_and_calls_lie_under_the_request(recorder: Recorder) -> None:
         raise InvalidRequest("no")
     observation.stages.append(Stage("wait in queue", began - 1))
     answer = FakeAnswer()
-    sent = observation.upstream.begin(REQUEST, answer, TRITON, lora="sql")
+    sent = observation.call_tracer.begin(REQUEST, answer, TRITON, lora="sql")
     answer.first, answer.ended = observation.began + 1, observation.began + 2
     spans = recorder.end(observation, answers=[answer])
 
@@ -321,7 +321,7 @@ def test_a_traced_request_is_no_garbage(recorder: Recorder) -> None:
     record = recorder.begin()
     recorder.identify(record)
     answer = FakeAnswer()
-    record.upstream.begin(REQUEST, answer, TRITON)
+    record.call_tracer.begin(REQUEST, answer, TRITON)
     recorder.end(record, answers=[answer])
     record.release()
     freed = weakref.ref(answer)
@@ -353,7 +353,7 @@ def test_an_answer_that_was_asked_for_twice(recorder: Recorder, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(time, "time_ns", iter(moments).__next__)
         for _ in moments:
-            observation.upstream.begin(REQUEST, answer, TRITON)
+            observation.call_tracer.begin(REQUEST, answer, TRITON)
     recorder.end(observation, answers=[answer])
 
     first, second = (span for span in recorder.exporter.get_finished_spans() if span.kind is SpanKind.CLIENT)
@@ -391,7 +391,7 @@ def test_how_a_call_ended() -> None:
         recorder = Recorder()
         observation = recorder.begin()
         recorder.identify(observation)
-        observation.upstream.begin(REQUEST, answer, TRITON)
+        observation.call_tracer.begin(REQUEST, answer, TRITON)
         span = recorder.end(observation, answers=[answer])["infer engine"]
 
         assert error == (values(span).get("error.type"), span.status.status_code is StatusCode.ERROR)
@@ -403,7 +403,7 @@ def test_how_a_call_without_a_stream_ended() -> None:
     for error, word in ((UpstreamError("secret"), "upstream_error"), (TimeoutError(), "cancelled")):
         recorder = Recorder()
         observation = recorder.begin()
-        with pytest.raises(type(error)), observation.upstream.call(REQUEST, TRITON):
+        with pytest.raises(type(error)), observation.call_tracer.call(REQUEST, TRITON):
             raise error
         span = recorder.end(observation)["infer engine"]
 
@@ -420,7 +420,7 @@ def test_what_is_not_recorded_is_not_carried() -> None:
     recorder = Recorder(ALWAYS_OFF)
     observation = recorder.begin(headers={"traceparent": PARENT})
     recorder.identify(observation)
-    sent = observation.upstream.begin(REQUEST, FakeAnswer(), TRITON)
+    sent = observation.call_tracer.begin(REQUEST, FakeAnswer(), TRITON)
 
     assert {} == recorder.end(observation)
     assert {"x-request-id": "r"} == sent.headers
@@ -436,10 +436,10 @@ def test_headers_are_handed_on() -> None:
         path="/",
         request=_request({"traceparent": PARENT, "tracestate": "x=1"}),
     )
-    assert {"x-request-id": "r"} == observation.upstream.begin(REQUEST, FakeAnswer(), TRITON).headers
+    assert {"x-request-id": "r"} == observation.call_tracer.begin(REQUEST, FakeAnswer(), TRITON).headers
     Tracing().started(observation)
 
-    with observation.upstream.call(REQUEST, TRITON) as sent:
+    with observation.call_tracer.call(REQUEST, TRITON) as sent:
         assert {"x-request-id": "r", "traceparent": PARENT, "tracestate": "x=1"} == sent.headers
 
 
@@ -447,7 +447,7 @@ def passed_on(headers: Any) -> dict[str, str]:
     """Return the trace context that goes to Triton where no spans are made."""
     observation = RequestRecord(request_id="r", method="POST", path="/", request=_request(headers))
     Tracing().started(observation)
-    sent = observation.upstream.begin(REQUEST, FakeAnswer(), TRITON).headers
+    sent = observation.call_tracer.begin(REQUEST, FakeAnswer(), TRITON).headers
     return {name: value for name, value in sent.items() if name != "x-request-id"}
 
 
@@ -519,7 +519,7 @@ def test_no_header_fails_a_request(parent: str, state: str, agent: str, host: st
     recorder = Recorder()
     observation = recorder.begin(headers=headers)
     recorder.identify(observation, SimpleNamespace(stop=[agent]))
-    traced = observation.upstream.begin(REQUEST, FakeAnswer(), TRITON).headers
+    traced = observation.call_tracer.begin(REQUEST, FakeAnswer(), TRITON).headers
     recorder.end(observation)
 
     for sent in (traced, passed_on(headers)):
