@@ -186,8 +186,8 @@ def create_app(
 
 
 def _limit(fleet: Fleet, worker: Worker, server: ServerSettings) -> None:
-    most = server.max_running_requests_per_endpoint
-    fleet.limit(math.inf if most is None else worker.share(most))
+    limit = server.max_running_requests_per_endpoint
+    fleet.limit(math.inf if limit is None else worker.share(limit))
 
 
 def _limits(access: AccessSettings, shared: SharedClient | None, metrics: Metrics) -> LimitStore:
@@ -389,7 +389,7 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
     work = [service.fleet.run(), keep_loaded(models), app[LOOP_LAG].run()]
     if service.batches is not None:
         work.append(service.batches.run())
-    tasks = [asyncio.create_task(one) for one in work]
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
     # A request before that finds no models, though other workers may know them all.
     await wait_any(models.fleet.first, timeout=_FIRST_LOOK_SECONDS)
     yield

@@ -54,7 +54,7 @@ class ByteBudget:
             return
         self._waiting.append(waiter)
         # Stable: within a kind, those that came first are the first.
-        self._waiting.sort(key=lambda one: one.new)
+        self._waiting.sort(key=lambda waiting: waiting.new)
         try:
             async with asyncio.timeout(reservation.max_wait):
                 await waiter.granted.wait()

@@ -34,10 +34,10 @@ def masked(text: str) -> str:
     return _KEY.sub(_MASK, text)
 
 
-def printable(text: str, longest: int) -> str:
-    """Return the first *longest* characters of *text*, masked, with ``?`` for what is not printable."""
+def printable(text: str, max_chars: int) -> str:
+    """Return the first *max_chars* characters of *text*, masked, with ``?`` for what is not printable."""
     # Cut twice: a long text is not searched as a whole, and no cut leaves a part of a key that looks like no key.
-    short = masked(text[: longest + 256])[:longest]
+    short = masked(text[: max_chars + 256])[:max_chars]
     if short.isprintable():
         return short
     return "".join([c if c.isprintable() else "?" for c in short])
@@ -56,8 +56,8 @@ def summary(text: str) -> str:
 
 
 # Some backends put whole tracebacks into what they say.
-_LONGEST_REASON = 2000
-_LONGEST_TRACE = 20_000
+_MAX_REASON_CHARS = 2000
+_MAX_TRACE_CHARS = 20_000
 
 
 class ServiceError(Exception):
@@ -110,14 +110,14 @@ class ServiceError(Exception):
     @property
     def reason(self) -> str:
         """The text for a log line: the detail, else the message, without the frames of a traceback."""
-        return printable(summary(self.detail or self.message), _LONGEST_REASON)
+        return printable(summary(self.detail or self.message), _MAX_REASON_CHARS)
 
     @property
     def trace(self) -> str | None:
         """A detail of several lines, such as the traceback of a backend, for the log at "debug"."""
         detail = (self.detail or "").strip()
         if "\n" in detail:
-            return masked(detail[:_LONGEST_TRACE])
+            return masked(detail[:_MAX_TRACE_CHARS])
         return None
 
     def body(self) -> dict[str, Any]:
@@ -335,9 +335,9 @@ class ObjectNotFound(InvalidRequest, status=404, code="not_found"):
 class ConversationFull(InvalidRequest, code="conversation_full"):
     """A conversation has no room for more items."""
 
-    def __init__(self, most_items: int, most_size: int) -> None:
+    def __init__(self, max_items: int, max_size: int) -> None:
         super().__init__(
-            f"A conversation can have {most_items} items and {most_size} bytes at most. Delete items of it, or go on "
+            f"A conversation can have {max_items} items and {max_size} bytes at most. Delete items of it, or go on "
             "from a summary (/v1/responses/compact) in a new conversation.",
             param="conversation",
         )

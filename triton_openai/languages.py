@@ -23,7 +23,7 @@ _NAMES = (
     "jw javanese,su sundanese,yue cantonese"
 )
 #: English names in lower case, by code.
-LANGUAGES: Mapping[str, str] = {code: name for code, _, name in (each.partition(" ") for each in _NAMES.split(","))}
+LANGUAGES: Mapping[str, str] = {code: name for code, _, name in (entry.partition(" ") for entry in _NAMES.split(","))}
 _CODES: Mapping[str, str] = {
     **{name: code for code, name in LANGUAGES.items()},
     **{"mandarin": "zh", "burmese": "my", "castilian": "es", "flemish": "nl", "valencian": "ca", "moldavian": "ro"},

@@ -32,7 +32,7 @@ _Args = TypeVarTuple("_Args")
 INLINE = 1_000
 LONG = 200_000
 # Microseconds of work that runs or waits in a lane before more of it is refused.
-_MOST_WORK = 10_000_000
+_MAX_WORK = 10_000_000
 _SHORT_THREADS = 4
 # Work that takes more has used memory that is worth giving back.
 _FRUGAL = 20_000
@@ -75,7 +75,7 @@ class Lane:
             total = sum(self._costs.values())
             # The first piece of work is done however long it takes.
             if total > INLINE:
-                free = _MOST_WORK - total
+                free = _MAX_WORK - total
             else:
                 free = math.inf
             if refusable and not may_take(cost, own=self._costs.get(key, 0.0), free=free):

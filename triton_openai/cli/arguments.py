@@ -107,14 +107,14 @@ def parse(arguments: Sequence[str]) -> Parsed:
     _check_command(arguments[0] if arguments else "")
     parser = build_parser(everything="--help-all" in arguments)
     namespace, unknown = parser.parse_known_args(arguments)
-    given = vars(namespace)
+    values = vars(namespace)
     if unknown:
-        raise ConfigurationError(_unknown(unknown[0], given["command"]))
+        raise ConfigurationError(_unknown(unknown[0], values["command"]))
     settings = {"config", *(option.name for option in options())}
     return Parsed(
-        command=given["command"],
-        settings={name: value for name, value in given.items() if name in settings},
-        **{name: given[name] for name in ("models", "json", "strict", *_DEMO_SWITCHES) if name in given},
+        command=values["command"],
+        settings={name: value for name, value in values.items() if name in settings},
+        **{name: values[name] for name in ("models", "json", "strict", *_DEMO_SWITCHES) if name in values},
     )
 
 
@@ -255,7 +255,7 @@ def _unknown(argument: str, command: str) -> str:
     known = {option.flag: option for option in options()}
     option = known.get(flag) or known.get(flag.replace("--no-", "--", 1))
     if option is None:
-        hint = closest(flag, [one.flag for one in _usable(command)])
+        hint = closest(flag, [usable.flag for usable in _usable(command)])
         if not hint:
             hint = f" See triton-openai {command} --help-all."
             if command == "serve":

@@ -118,23 +118,23 @@ def _start_engine(folder: Path, environ: Mapping[str, str], options: Parsed, *, 
     return engine
 
 
-def _defaults(given: ModelDefaults, tokenizer: Path, *, speaks: bool) -> ModelDefaults:
-    """Return *given* with the tokenizer, and with what scripted models or a language model as small as this need."""
-    defaults = replace(given, tokenizer=given.tokenizer or str(tokenizer))
+def _defaults(settings: ModelDefaults, tokenizer: Path, *, speaks: bool) -> ModelDefaults:
+    """Return *settings* with the tokenizer, and with what scripted models or a language model as small as this need."""
+    defaults = replace(settings, tokenizer=settings.tokenizer or str(tokenizer))
     if not speaks:
-        own = given.tokenizer or given.chat_template or given.history_template
+        own = settings.tokenizer or settings.chat_template or settings.history_template
         # That of their tokenizer shows no tools.
         if own:
-            template = given.chat_template
+            template = settings.chat_template
         else:
             template = str(files("triton_openai.demo") / "chat_template.jinja")
         return replace(defaults, chat_template=template)
-    sampling = given.default_parameters
+    sampling = settings.default_parameters
     return replace(
         defaults,
         # A small model that is sampled wanders. A request that asks for more than the context would run for minutes.
         default_parameters=sampling if "temperature" in sampling.given() else replace(sampling, temperature=0.0),
-        max_model_len=given.max_model_len or CONTEXT_LENGTH,
+        max_model_len=settings.max_model_len or CONTEXT_LENGTH,
     )
 
 

@@ -93,9 +93,9 @@ def inspect(settings: Settings, parsed: Parsed) -> int:
     if parsed.models:
         # What is served has precedence over a name in the settings that no model has.
         by_name = {
-            name: one
-            for one in sorted(reports, key=lambda each: each.adapter is not None)
-            for name in (*one.served_as, one.name)
+            name: report
+            for report in sorted(reports, key=lambda report: report.adapter is not None)
+            for name in (*report.served_as, report.name)
         }
         for name in parsed.models:
             if name not in by_name:
@@ -106,7 +106,7 @@ def inspect(settings: Settings, parsed: Parsed) -> int:
         print(msgspec.json.format(msgspec.json.encode(reports)).decode())
     else:
         print(render(reports) if parsed.models else overview(reports, _command(parsed.settings)))
-    wrong = not any(one.adapter for one in reports) or any(one.problems for one in reports)
+    wrong = not any(report.adapter for report in reports) or any(report.problems for report in reports)
     return int(parsed.strict and wrong)
 
 
@@ -123,7 +123,7 @@ def _command(written: Mapping[str, Any]) -> str:
         elif isinstance(value, str):
             words += [flag, value]
         else:
-            words += [word for one in value for word in (flag, one)]
+            words += [word for item in value for word in (flag, item)]
     return f"{shlex.join(words)} MODEL"
 
 
@@ -174,13 +174,13 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
     missing = models.fleet.without(model.triton_model)
     capabilities = model.adapter.capabilities
     generates = "generate" in model.tasks
-    found: dict[str, Any] = {"images": "none"}
+    details: dict[str, Any] = {"images": "none"}
     try:
         prompter = await model.lazy_prompter.get()
         origins = prompter.provenance
         parsers = model.lazy_prompter.parsers
         notes = list(prompter.provenance.notes)
-        found = {
+        details = {
             "tokenizer": origins.tokenizer,
             "tool_calls": parsers.tools and parsers.tools.__name__,
             "reasoning": parsers.reasoning and parsers.reasoning.__name__,
@@ -188,13 +188,13 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
             "sampling": _sampling(model, model.default_parameters(prompter), origins.generation_config),
         }
         if generates:
-            found["chat_template"] = origins.chat_template
-            found["suffix"] = _suffix(model, prompter.tokenizer)
+            details["chat_template"] = origins.chat_template
+            details["suffix"] = _suffix(model, prompter.tokenizer)
         if "classify" in model.tasks:
-            found["classes"] = _classes(model, prompter.tokenizer)
+            details["classes"] = _classes(model, prompter.tokenizer)
     except ConfigurationError as error:
         notes = [error.message]
-    tokenizer = found.get("tokenizer")
+    tokenizer = details.get("tokenizer")
     if model.adapter.splits_characters:
         notes.append(_LOSES)
     notes += model.adapter.notes
@@ -234,12 +234,12 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         refused=sorted(refused),
         scores=scores if model.tasks == ("rerank",) else None,
         guides=sorted(capabilities.guides),
-        loras=sorted({each.lora.name for each in names.values() if each.lora is not None}),
+        loras=sorted({served.lora.name for served in names.values() if served.lora is not None}),
         logprobs=_logprobs(model.adapter),
         notes=notes,
         chat=model.can_chat,
         problems=[*([problem.message] if problem is not None else ()), *lora_problems, *differences],
-        **found,
+        **details,
     )
 
 
@@ -269,10 +269,10 @@ def _images(model: ServedModel, prompter: Prompter) -> str:
 def _sampling(model: ServedModel, defaults: DefaultParameters, source: str | None) -> str:
     """Return how requests without sampling parameters are sampled."""
     own = model.settings.default_parameters.given()
-    found = {name: value for name, value in defaults.given().items() if name not in own}
+    others = {name: value for name, value in defaults.given().items() if name not in own}
     parts = [
         f"{', '.join(f'{name} {value}' for name, value in values.items())} ({where})"
-        for values, where in ((own, "default_parameters"), (found, source))
+        for values, where in ((own, "default_parameters"), (others, source))
         if values
     ]
     otherwise = model.adapter.default_sampling
@@ -282,8 +282,10 @@ def _sampling(model: ServedModel, defaults: DefaultParameters, source: str | Non
 def _logprobs(adapter: Adapter) -> str:
     if "logprobs" not in adapter.supported:
         return "none"
-    most = adapter.capabilities.top_logprobs
-    text = f"of the chosen tokens{f', with up to {most} alternatives' if most else ''}"
+    text = "of the chosen tokens"
+    max_alternatives = adapter.capabilities.top_logprobs
+    if max_alternatives:
+        text += f", with up to {max_alternatives} alternatives"
     if adapter.capabilities.prompt_logprobs:
         return f"{text}, and of the prompt's"
     return text
@@ -319,22 +321,22 @@ def overview(reports: Sequence[ModelReport], command: str) -> str:
         return "Triton has no models."
     chat = {None: "", True: "yes", False: "no"}
     # A tokenizer without the reason why it is this one.
-    tokenizers = [(one.tokenizer or "").partition(" (")[0] for one in reports]
+    tokenizers = [(report.tokenizer or "").partition(" (")[0] for report in reports]
     rows = [
-        [one.name, one.adapter or "", ", ".join(one.tasks), chat[one.chat], tokenizer, _state(one)]
-        for one, tokenizer in zip(reports, tokenizers, strict=True)
+        [report.name, report.adapter or "", ", ".join(report.tasks), chat[report.chat], tokenizer, _state(report)]
+        for report, tokenizer in zip(reports, tokenizers, strict=True)
     ]
     lines = table(["MODEL", "ADAPTER", "TASKS", "CHAT", "TOKENIZER", "STATE"], rows)
-    lines += problems([f"{one.name}: {text}" for one in reports for text in one.problems])
+    lines += problems([f"{report.name}: {text}" for report in reports for text in report.problems])
     return "\n".join([*lines, "", f"For details: {command}"])
 
 
-def _state(one: ModelReport) -> str:
-    if one.adapter is not None:
+def _state(report: ModelReport) -> str:
+    if report.adapter is not None:
         return "ready"
-    if not one.ready:
+    if not report.ready:
         return "not ready"
-    if one.problems:
+    if report.problems:
         return "not served"
     return "serves others"
 
@@ -377,7 +379,7 @@ def _render(item: ModelReport) -> str:
             rows += [(name, text), ("tokenizer", item.tokenizer or "none"), *notes]
     lines = [item.name, *(f"  {name:<14} {text}" for name, text in rows)]
     if "generate" in item.tasks:
-        width = max((len(each.name) for each in item.parameters), default=0)
-        lines += ["  parameters", *(f"    {each.name:<{width}} {each}" for each in item.parameters)]
+        width = max((len(parameter.name) for parameter in item.parameters), default=0)
+        lines += ["  parameters", *(f"    {parameter.name:<{width}} {parameter}" for parameter in item.parameters)]
         lines.append(f"    refused: {', '.join(item.refused)}")
     return "\n".join(lines)

@@ -96,12 +96,12 @@ def serve(settings: Settings, source: Source, environ: Mapping[str, str]) -> int
         triton = None
         if settings.triton.model_repository:
             triton = triton_for(settings, environ)
-        given: Mapping[str, Any] = {"sockets": sockets, "launched": triton is not None}
-        service: Runner = partial(_one_process, **given)
+        common: Mapping[str, Any] = {"sockets": sockets, "launched": triton is not None}
+        service: Runner = partial(_one_process, **common)
         if settings.server.workers > 1:
             directory = opened.enter_context(private_directory(environ))
             environ = {**environ, "PROMETHEUS_MULTIPROC_DIR": str(directory)}
-            service = partial(_workers, **given, directory=directory, environ=environ)
+            service = partial(_workers, **common, directory=directory, environ=environ)
         return run_loop(_serve(settings, service, triton, source))
 
 
@@ -282,8 +282,8 @@ async def listening(
     await server.start()
     collecting = asyncio.create_task(collect_garbage())
     try:
-        for one in sockets:
-            await server.listen(one)
+        for listening_socket in sockets:
+            await server.listen(listening_socket)
         yield app
     finally:
         await cancel(collecting)
@@ -335,7 +335,7 @@ async def _workers(
         yield Running(pool.apply_settings, show_banner, (serving,))
     finally:
         # The workers still accept connections. When the last one has closed its sockets, clients are refused at once.
-        for one in sockets:
-            one.close()
+        for listening_socket in sockets:
+            listening_socket.close()
         await pool.end(notice=stop.notice, hurried=stop.hurried)
         await asyncio.gather(serving, return_exceptions=True)

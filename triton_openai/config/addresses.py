@@ -81,13 +81,13 @@ def check_endpoints(entries: Sequence[_Entry], origin: str) -> list[EndpointSett
 
     Raises :class:`ConfigurationError` for names that are there twice and for wrong addresses.
     """
-    found: dict[str | None, EndpointSettings] = {}
+    endpoints: dict[str | None, EndpointSettings] = {}
     for entry in entries:
         endpoint = _named(_from_text(entry) if isinstance(entry, str) else entry, origin)
-        if endpoint.name in found:
+        if endpoint.name in endpoints:
             raise ConfigurationError(f"{origin}: two endpoints have the name {endpoint.name!r}.")
-        found[endpoint.name] = endpoint
-    return list(found.values())
+        endpoints[endpoint.name] = endpoint
+    return list(endpoints.values())
 
 
 def _from_text(text: str) -> EndpointSettings:

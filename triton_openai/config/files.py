@@ -48,14 +48,14 @@ class FileWatch:
 
     def due(self, *, settled: bool = False) -> bool:
         """Return whether to read the files; if *settled*, once they look the same twice: their writer has finished."""
-        found = self._signatures()
-        steady = found == self._looked
-        self._looked = found
-        if found == self._read:
+        signatures = self._signatures()
+        steady = signatures == self._looked
+        self._looked = signatures
+        if signatures == self._read:
             return self._reason is not None
         if settled and not steady:
             return False
-        self._read = found
+        self._read = signatures
         self._reason = None
         return True
 

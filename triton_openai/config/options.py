@@ -117,14 +117,14 @@ def is_struct(kind: Any) -> bool:
 @cache
 def options() -> tuple[Option, ...]:
     """Return every setting that is not of single models, and the aliases, in the order of the tree."""
-    found = []
+    collected = []
     for group in msgspec.structs.fields(Settings):
         if is_struct(kind := bare_type(group.type)):
             extra = _extra(group.type)
             fields = (field for field in msgspec.structs.fields(kind) if not is_struct(bare_type(field.type)))
-            found += [_option(field, (group.name, field.name), **extra) for field in fields]
+            collected += [_option(field, (group.name, field.name), **extra) for field in fields]
     aliases = next(field for field in msgspec.structs.fields(ModelSettings) if field.name == "aliases")
-    return (*found, _option(aliases, ("models", "NAME", "aliases"), live=True))
+    return (*collected, _option(aliases, ("models", "NAME", "aliases"), live=True))
 
 
 def _option(field: msgspec.structs.FieldInfo, path: tuple[str, ...], prefix: str = "", **group: Any) -> Option:

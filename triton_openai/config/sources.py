@@ -38,15 +38,15 @@ def load_settings(
     that is not accepted; the message names it.
     """
     config = config_file(flags, environ)
-    found = {
+    layer = {
         **_read_flags(defaults or {}),
         **(_read_file(config) if config is not None else {}),
         **_read_environment(environ),
         **_read_flags(flags),
     }
-    _add_opentelemetry(found, environ)
-    _check(found)
-    return msgspec.convert(_tree(found), Settings, dec_hook=path_of)
+    _add_opentelemetry(layer, environ)
+    _check(layer)
+    return msgspec.convert(_tree(layer), Settings, dec_hook=path_of)
 
 
 def config_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
@@ -76,8 +76,8 @@ def refuse_if_file_only(option: Option, origin: str) -> None:
 
 
 def _read_flags(flags: Mapping[str, Any]) -> _Layer:
-    given = {f"--{name}": value for name, value in flags.items() if name != "config"}
-    return _read_text(given, {option.flag: option for option in options()})
+    flags_by_name = {f"--{name}": value for name, value in flags.items() if name != "config"}
+    return _read_text(flags_by_name, {option.flag: option for option in options()})
 
 
 def _read_environment(environ: Mapping[str, str]) -> _Layer:
@@ -86,9 +86,9 @@ def _read_environment(environ: Mapping[str, str]) -> _Layer:
     return _read_text(ours, {option.variable: option for option in options()})
 
 
-def _read_text(given: Mapping[str, Any], known: Mapping[str, Option]) -> _Layer:
+def _read_text(values: Mapping[str, Any], known: Mapping[str, Option]) -> _Layer:
     written: _Layer = {}
-    for origin, value in given.items():
+    for origin, value in values.items():
         option = known.get(origin)
         if option is None:
             raise ConfigurationError(f"{origin} is not a setting.{closest(origin, [*known, _CONFIG_VARIABLE])}")
@@ -147,8 +147,8 @@ def _add_assignments(written: _Layer, option: Option, values: list[str], origin:
 
 
 def _split(value: str | Iterable[str], separator: str = ",") -> list[str]:
-    given = [value] if isinstance(value, str) else value
-    return [item.strip() for text in given for item in text.split(separator) if item.strip()]
+    texts = [value] if isinstance(value, str) else value
+    return [item.strip() for text in texts for item in text.split(separator) if item.strip()]
 
 
 # The YAML file
@@ -162,22 +162,22 @@ def _read_file(file: Path) -> _Layer:
 def _read_mapping(content: Any, kind: Any, at: _Path, file: Path) -> Iterator[tuple[_Path, tuple[Any, str]]]:
     """Yield the settings in *content*, which stands for a value of *kind* at this path of the file."""
 
-    def place(*names: str) -> str:
+    def key(*names: str) -> str:
         if at or names:
             return f"{'.'.join((*at, *names))} in {file}"
         return f"The settings file {file}"
 
     if not isinstance(content, dict):
-        raise ConfigurationError(f"{place()} has to be a mapping of names to values.")
+        raise ConfigurationError(f"{key()} has to be a mapping of names to values.")
     if is_struct(kind):
         known = {field.name: field.type for field in msgspec.structs.fields(kind)}
     else:
         known = dict.fromkeys(content, get_args(kind)[1])
     for name, value in content.items():
         if not isinstance(name, str):
-            raise ConfigurationError(f"{place(str(name))} is not a name; put it in quotes.")
+            raise ConfigurationError(f"{key(str(name))} is not a name; put it in quotes.")
         if name not in known:
-            raise ConfigurationError(f"{place(name)} is not a setting.{closest(name, known)}")
+            raise ConfigurationError(f"{key(name)} is not a setting.{closest(name, known)}")
         annotation = known[name]
         path = (*at, name)
         inner = bare_type(annotation)
@@ -189,15 +189,15 @@ def _read_mapping(content: Any, kind: Any, at: _Path, file: Path) -> Iterator[tu
                 listed = [value]
             else:
                 listed = value
-            yield path, (_converted(listed, annotation, path, place(name), strict=True), place(name))
+            yield path, (_converted(listed, annotation, path, key(name), strict=True), key(name))
 
 
 # Values
 
 
-def _tree(found: _Layer) -> dict[str, Any]:
+def _tree(layer: _Layer) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    for path, (value, _) in found.items():
+    for path, (value, _) in layer.items():
         branch = tree
         for part in path[:-1]:
             branch = branch.setdefault(part, {})
@@ -244,7 +244,7 @@ _CONTENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 _CONTENT_CHARACTERS = 1024
 
 
-def _add_opentelemetry(found: _Layer, environ: Mapping[str, str]) -> None:
+def _add_opentelemetry(layer: _Layer, environ: Mapping[str, str]) -> None:
     """
     Add the collector and the wish for content of OpenTelemetry's variables where no setting of ours says it.
 
@@ -258,8 +258,8 @@ def _add_opentelemetry(found: _Layer, environ: Mapping[str, str]) -> None:
 
     def add(name: str, value: Any, annotation: Any, origin: str) -> None:
         path = ("traces", name)
-        if value and path not in found:
-            found[path] = _converted(value, annotation, path, origin, strict=True), origin
+        if value and path not in layer:
+            layer[path] = _converted(value, annotation, path, origin, strict=True), origin
 
     content = first(_CONTENT_VARIABLE)[0].lower() or "false"
     # The service has no events, only spans.
@@ -279,21 +279,21 @@ def _add_opentelemetry(found: _Layer, environ: Mapping[str, str]) -> None:
         # The address of a whole collector: each kind of data has its path below it.
         url = url.rstrip("/") + OTLP_PATH
     if first("OTEL_SDK_DISABLED")[0].lower() == "true":
-        found["traces", "otlp_endpoint"] = None, "OTEL_SDK_DISABLED"
+        layer["traces", "otlp_endpoint"] = None, "OTEL_SDK_DISABLED"
     elif exporter != "none":
         add("otlp_endpoint", url, str, origin)
-    if found.get(("traces", "otlp_endpoint"), (None, ""))[0] is not None:
+    if layer.get(("traces", "otlp_endpoint"), (None, ""))[0] is not None:
         add("otlp_protocol", protocol[0], Protocol, protocol[1])
 
 
 # Settings that depend on each other
 
 
-def _check(found: _Layer) -> None:
+def _check(layer: _Layer) -> None:
     """Raise :class:`ConfigurationError` for settings that exclude or need each other, and for wrong addresses."""
 
     def get(group: str, name: str, default: Any = None) -> tuple[Any, str]:
-        return found.get((group, name), (default, ""))
+        return layer.get((group, name), (default, ""))
 
     urls, urls_origin = get("triton", "url")
     repository, repository_origin = get("triton", "model_repository")
@@ -333,7 +333,7 @@ def _check(found: _Layer) -> None:
     restricted, origin = get("access", "openai_restricted_api", ())
     if api := _repeated([api for entry in restricted for api in entry.apis]):
         raise ConfigurationError(f"{origin}: the API {api!r} is restricted twice.")
-    gateway = next((origin for path, (_, origin) in found.items() if path[:2] == ("access", "gateway")), None)
+    gateway = next((origin for path, (_, origin) in layer.items() if path[:2] == ("access", "gateway")), None)
     if gateway is not None and not get("access", "trust_gateway")[0]:
         raise ConfigurationError(f"{gateway} needs access.trust_gateway.")
     content, origin = get("server", "log_content")
@@ -345,14 +345,14 @@ def _check(found: _Layer) -> None:
         limit, origin = get("server", name)
         if limit is not None and limit < workers:
             raise ConfigurationError(f"{origin}: {limit} is too few for {workers} workers, which need one each.")
-    _check_models(found)
+    _check_models(layer)
 
 
-def _check_models(found: _Layer) -> None:
+def _check_models(layer: _Layer) -> None:
     aliases: dict[str, tuple[str, str]] = {}
-    for path, (value, origin) in found.items():
+    for path, (value, origin) in layer.items():
         if path[-1] == "history_template":
-            _, other = found.get((*path[:-1], "chat_template"), (None, ""))
+            _, other = layer.get((*path[:-1], "chat_template"), (None, ""))
             if other:
                 raise ConfigurationError(f"Use either {other} or {origin}, not both.")
         elif path[-1] == "aliases":
@@ -370,7 +370,7 @@ def _check_models(found: _Layer) -> None:
                     raise ConfigurationError(f"{origin}: two LoRA adapters have the {what} {twice!r}.")
         elif path[2:4] == ("moderation", "thresholds"):
             labels = (*path[:3], "labels")
-            if path[-1] not in [category for other, (category, _) in found.items() if other[:4] == labels]:
+            if path[-1] not in [category for other, (category, _) in layer.items() if other[:4] == labels]:
                 raise ConfigurationError(f"{origin}: no label stands for this category.")
     for alias, (model, origin) in aliases.items():
         if model in aliases:
@@ -382,4 +382,4 @@ def _check_models(found: _Layer) -> None:
 
 def _repeated(values: list[Any]) -> Any:
     """Return a value that is there twice, if any is."""
-    return next((value for place, value in enumerate(values) if value in values[:place]), None)
+    return next((value for index, value in enumerate(values) if value in values[:index]), None)

@@ -37,7 +37,7 @@ _SAME_WORD = 0.75
 def closest(name: str, known: Iterable[str]) -> str:
     """Return `` Did you mean X?`` when *name* is one of the *known* names with slips in its words, else nothing."""
     words = _words(name)
-    likeness = {one: _likeness(words, _words(one)) for one in known}
+    likeness = {candidate: _likeness(words, _words(candidate)) for candidate in known}
     best = max(likeness, key=likeness.__getitem__, default=None)
     if best is None or likeness[best] < _SAME_WORD:
         return ""
@@ -79,11 +79,11 @@ def explained(error: msgspec.ValidationError, annotation: Any) -> str:
     unknown field is compared with those that there are.
     """
     text = str(error)
-    place = _PLACE.search(text)
-    if place is None:
+    location = _PLACE.search(text)
+    if location is None:
         path = ""
     else:
-        path = place["path"]
+        path = location["path"]
     where = path.removeprefix(".")
     problem = _PLACE.sub("", text)
     kinds = _kinds_at(annotation, path)

@@ -41,11 +41,11 @@ def private_directory(environment: Mapping[str, str]) -> Iterator[Path]:
     It is made in ``XDG_RUNTIME_DIR`` or among the temporary files, with the lock that keeps systemd-tmpfiles from
     clearing it up (tmpfiles.d(5)). Raises :class:`ConfigurationError` where nothing can be written.
     """
-    place = environment.get("XDG_RUNTIME_DIR")
-    usable = place and os.access(place, os.W_OK | os.X_OK) and Path(place).is_dir()
+    runtime_directory = environment.get("XDG_RUNTIME_DIR")
+    usable = runtime_directory and os.access(runtime_directory, os.W_OK | os.X_OK) and Path(runtime_directory).is_dir()
     try:
         # mkdtemp gives access to this user only.
-        directory = Path(tempfile.mkdtemp(prefix="triton-openai-", dir=place if usable else None))
+        directory = Path(tempfile.mkdtemp(prefix="triton-openai-", dir=runtime_directory if usable else None))
     except OSError as error:
         raise ConfigurationError(
             f"There is no folder for what workers share: {error.strerror or error}. "

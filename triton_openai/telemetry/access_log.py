@@ -32,9 +32,9 @@ _TEXTS = (
 def input_messages(body: object, max_chars: int) -> list[Message]:
     """Return the input in a request's *body*, each text cut to *max_chars* characters."""
     cut = _Cut(max_chars)
-    given = getattr(body, "messages", None)
-    if given is not None:
-        return cut.last(given, cut.message, role="omitted", parts=[])
+    messages = getattr(body, "messages", None)
+    if messages is not None:
+        return cut.last(messages, cut.message, role="omitted", parts=[])
     texts = [text for field in _TEXTS for text in _texts(getattr(body, field, None))]
     if texts:
         return [{"role": "user", "parts": cut.last(texts, cut.part, type="omitted")}]
@@ -69,10 +69,10 @@ class _Cut:
     def last(self, items: Sequence[Any], make: Callable[[Any], Part], **omitted: Any) -> list[Part]:
         """Return the last of *items*, each converted by *make*, after *omitted* with the number of the others."""
         missing = len(items) - _MAX_ITEMS
-        found = [make(item) for item in items[-_MAX_ITEMS:]]
+        kept = [make(item) for item in items[-_MAX_ITEMS:]]
         if missing > 0:
-            return [{**omitted, "count": missing}, *found]
-        return found
+            return [{**omitted, "count": missing}, *kept]
+        return kept
 
     def message(self, message: Any) -> Message:
         """Return a message of a chat."""
@@ -115,20 +115,20 @@ class _Cut:
         """Return the call of a tool, or of a function, which has no id."""
         function = getattr(call, "function", call)
         name = getattr(call, "id", None)
-        found: Part = {"type": "tool_call", "id": None if name is None else self.text(name)}
+        part: Part = {"type": "tool_call", "id": None if name is None else self.text(name)}
         if function is not None:
             arguments = function.arguments
             if not isinstance(arguments, str):
                 arguments = msgspec.json.encode(arguments).decode()
-            found |= {"name": self.text(function.name), "arguments": self.text(arguments)}
-        return found
+            part |= {"name": self.text(function.name), "arguments": self.text(arguments)}
+        return part
 
     def answer(self, answer: AnswerState) -> Message:
         """Return an answer as a message."""
-        found: Message = {"role": "assistant", "parts": [self.part(answer.text)]}
+        message: Message = {"role": "assistant", "parts": [self.part(answer.text)]}
         if answer.finish_reason is None:
-            return found
-        return {**found, "finish_reason": answer.finish_reason.value}
+            return message
+        return {**message, "finish_reason": answer.finish_reason.value}
 
 
 def _texts(value: Any) -> Iterable[str]:
@@ -189,7 +189,7 @@ class AccessLog(Observer):
             fields["response_id"] = record.response_id
         usage = record.usage
         first = record.time_to_first_token
-        reasons = {one.finish_reason: None for one in record.answers if one.finish_reason is not None}
+        reasons = {answer.finish_reason: None for answer in record.answers if answer.finish_reason is not None}
         if usage is not None:
             fields["input_tokens"], fields["output_tokens"] = usage.prompt_tokens, usage.completion_tokens
         for direction, seconds in record.audio_seconds.items():

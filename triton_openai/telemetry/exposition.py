@@ -100,7 +100,7 @@ class Exposition:
         body = await asyncio.to_thread(self._text, families, openmetrics, dict(self._triton_models), state.served)
         if triton is not None and self._relay:
             # A name may stand in an exposition once: ours stay where names meet, also while they have counted nothing.
-            ours = {*RENAMED, *(one.name for one in LOOKED_UP_RENAMED)} if self._vllm_names else ()
+            ours = {*RENAMED, *(instrument.name for instrument in LOOKED_UP_RENAMED)} if self._vllm_names else ()
             lines = [line for name, family in triton.items() if name not in ours for line in family]
             body += "".join(f"{line}\n" for line in lines).encode()
         if openmetrics:
@@ -164,7 +164,7 @@ class Exposition:
         counted = self._counted()
         if self._vllm_names:
             families.append(lora_requests(served, counted))
-        families = [one for one in (*families, *counted.values()) if one.samples]
+        families = [family for family in (*families, *counted.values()) if family.samples]
         if self._vllm_names:
             families += [metric for name in RENAMED for metric in renamed(name, counted, triton_models)]
         return (generate_openmetrics if openmetrics else generate_latest)(_Families(families))

@@ -86,9 +86,9 @@ class BatchState(msgspec.Struct, frozen=True, kw_only=True):
     files_bytes: float
 
 
-def gauge(one: Instrument, series: Mapping[tuple[str, ...], float]) -> Metric:
-    """Return the metric *one* with its *series*: a value for each tuple of labels."""
-    family = GaugeMetricFamily(one.name, one.help, labels=one.labels)
+def gauge(instrument: Instrument, series: Mapping[tuple[str, ...], float]) -> Metric:
+    """Return the metric *instrument* with its *series*: a value for each tuple of labels."""
+    family = GaugeMetricFamily(instrument.name, instrument.help, labels=instrument.labels)
     for labels, value in series.items():
         family.add_metric(labels, value)
     return family
@@ -108,8 +108,8 @@ def state_metrics(state: State) -> list[Metric]:
         gauge(STORE_UP, {(): state.store_up}),
         gauge(TRITON_MODELS, {(name,): number for name, number in state.triton_models.items()}),
         gauge(SERVED, {(): len(served)}),
-        gauge(MODEL, {(one.name, one.triton_model, one.adapter): 1 for one in served}),
-        gauge(CHAT, {(one.triton_model,): one.can_chat for one in served if one.can_chat is not None}),
+        gauge(MODEL, {(name.name, name.triton_model, name.adapter): 1 for name in served}),
+        gauge(CHAT, {(name.triton_model,): name.can_chat for name in served if name.can_chat is not None}),
     ]
 
 

@@ -229,4 +229,4 @@ BATCH_QUARANTINED = Instrument(
     "Lines of batches that wait to run alone because they ran when a process or Triton ended.",
 )  # fmt: skip
 #: All of the above.
-INSTRUMENTS: Sequence[Instrument] = [one for one in tuple(vars().values()) if isinstance(one, Instrument)]
+INSTRUMENTS: Sequence[Instrument] = [value for value in tuple(vars().values()) if isinstance(value, Instrument)]

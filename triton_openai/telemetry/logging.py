@@ -175,9 +175,9 @@ def _line(
         # A library's, which the standard library's logging passes on.
         logger = event.pop("_record").name
         del event["_from_structlog"]
-    found = {**process, **LOG_FIELDS.get(), **event, "logger": logger, "level": level, "timestamp": timestamp()}
+    fields = {**process, **LOG_FIELDS.get(), **event, "logger": logger, "level": level, "timestamp": timestamp()}
     # Without the values of local variables: those could be prompts.
-    return render(structlog.processors.format_exc_info(logger, level, found) if "exc_info" in event else found)
+    return render(structlog.processors.format_exc_info(logger, level, fields) if "exc_info" in event else fields)
 
 
 def timestamp() -> str:

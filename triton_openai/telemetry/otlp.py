@@ -46,7 +46,7 @@ _MAX_SPANS = 1024
 # Where the SDK says that its queue is full.
 _QUEUE_LOGGER = "opentelemetry.sdk._shared_internal"
 # More than our spans have, with those of a sampler: the SDK's own limit.
-_MOST_ATTRIBUTES = 128
+_MAX_ATTRIBUTES = 128
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _UNSET = Status(StatusCode.UNSET)
 _FAILED = Status(StatusCode.ERROR)
@@ -109,9 +109,11 @@ class SdkSpans(Spans, SpanExporter):
         self._exporter = exporter
         self._scope = InstrumentationScope("triton_openai", __version__, SCHEMA_URL)
         limits = SpanLimits()
-        self._most = limits.max_span_attributes
-        self._longest = limits.max_span_attribute_length
-        self._unlimited = self._longest is None and (self._most is None or self._most >= _MOST_ATTRIBUTES)
+        self._max_attributes = limits.max_span_attributes
+        self._max_attribute_length = limits.max_span_attribute_length
+        self._unlimited = self._max_attribute_length is None and (
+            self._max_attributes is None or self._max_attributes >= _MAX_ATTRIBUTES
+        )
         self._processor = processor(self)
         provider.add_span_processor(self._processor)
 
@@ -155,7 +157,7 @@ class SdkSpans(Spans, SpanExporter):
     def _made(self, ids: SpanIds, span: Span) -> ReadableSpan:
         attributes: Mapping[str, Any] = span.all_attributes
         if not self._unlimited:
-            attributes = BoundedAttributes(self._most, attributes, max_value_len=self._longest)
+            attributes = BoundedAttributes(self._max_attributes, attributes, max_value_len=self._max_attribute_length)
         same = _SAMPLED, ids.state
         return ReadableSpan(
             span.name,

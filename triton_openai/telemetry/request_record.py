@@ -291,14 +291,20 @@ class Observers(Observer):
 
     def __init__(self, *observers: Observer) -> None:
         for event in ("started", "identified", "ended"):
-            inherited = getattr(Observer, event)
-            own = [getattr(one, event) for one in observers if getattr(type(one), event) is not inherited]
-            setattr(self, event, own[0] if len(own) == 1 else partial(_call, own))
+            methods = [getattr(observer, event) for observer in observers if _overrides(observer, event)]
+            if len(methods) == 1:
+                setattr(self, event, methods[0])
+            else:
+                setattr(self, event, partial(_call_all, methods))
 
 
-def _call(observe: Sequence[Callable[[RequestRecord], None]], record: RequestRecord) -> None:
-    for one in observe:
-        one(record)
+def _overrides(observer: Observer, event: str) -> bool:
+    return getattr(type(observer), event) is not getattr(Observer, event)
+
+
+def _call_all(methods: Sequence[Callable[[RequestRecord], None]], record: RequestRecord) -> None:
+    for method in methods:
+        method(record)
 
 
 RECORD: web.RequestKey[RequestRecord] = web.RequestKey("record", RequestRecord)
@@ -308,7 +314,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 def request_id(headers: Mapping[str, str]) -> str:
     """Return the client's ``x-request-id`` if it is safe in headers and logs and looks like no key, else a new one."""
-    given = headers.get("x-request-id")
-    if given is not None and _REQUEST_ID.fullmatch(given) and not holds_key(given):
-        return given
+    sent = headers.get("x-request-id")
+    if sent is not None and _REQUEST_ID.fullmatch(sent) and not holds_key(sent):
+        return sent
     return urandom(16).hex()

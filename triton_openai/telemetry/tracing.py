@@ -41,7 +41,7 @@ from triton_openai.telemetry.request_record import (
 )
 
 Attributes: TypeAlias = dict[str, str | bool | int | float | Sequence[str]]
-_Found: TypeAlias = dict[str, str | bool | int | float | Sequence[str] | None]
+_OptionalAttributes: TypeAlias = dict[str, str | bool | int | float | Sequence[str] | None]
 
 #: The conventions that the attributes follow: the last version that has those for generative AI, which then moved into
 #: a repository of their own.
@@ -56,7 +56,7 @@ SHORTEST_STAGE = 0.001
 _NANOSECONDS = 1_000_000_000
 # Clients choose the length of texts.
 _MAX_CHARS = 256
-_LONGEST_HEADER = 1024
+_MAX_HEADER_CHARS = 1024
 #: The fields of a request that are numbers: their attributes and types. Of two for one attribute, the later one counts.
 NUMBERS: Mapping[str, tuple[str, type[int | float]]] = {
     **{
@@ -106,10 +106,10 @@ class Span(msgspec.Struct, gc=False, kw_only=True):
     @property
     def all_attributes(self) -> Attributes:
         """The attributes that it shares with others, and its own."""
-        found = {**self.attributes}
+        attributes = {**self.attributes}
         for shared in self.shared:
-            found |= shared
-        return found
+            attributes |= shared
+        return attributes
 
 
 class Spans(Protocol):
@@ -130,8 +130,8 @@ def trace_context(record: RequestRecord) -> Context:
     if record.request is None or "traceparent" not in (headers := record.request.headers):
         return Context()
     # Several headers of one name count as one with a list (RFC 9110, section 5.3).
-    found = {name: ",".join(headers.getall(name)) for name in _propagator.fields if name in headers}
-    return _propagator.extract(found, Context())
+    carrier = {name: ",".join(headers.getall(name)) for name in _propagator.fields if name in headers}
+    return _propagator.extract(carrier, Context())
 
 
 class Tracing(Observer):
@@ -174,8 +174,8 @@ class Tracing(Observer):
         record.log_fields = {**record.log_fields, "trace_id": trace_id, "span_id": span_id, "trace_flags": flags}
         if ids.sampled:
             span = Span(name="", id=ids.span_id, parent=None, kind="SERVER", began=began, attributes=attributes)
-            if parent and (found := get_current_span(parent).get_span_context()).is_valid:
-                span.parent = found.span_id
+            if parent and (caller := get_current_span(parent).get_span_context()).is_valid:
+                span.parent = caller.span_id
                 span.remote = True
             if record.batch_trace:
                 made_by = _propagator.extract({"traceparent": record.batch_trace}, Context())
@@ -317,30 +317,30 @@ def span_name(record: RequestRecord) -> str:
 
 def shared_attributes(record: RequestRecord) -> Sequence[Attributes]:
     """Return what a request's span has in common with others: of its head, its model, and the answer."""
-    found = []
+    shared = []
     request = record.request
     left = record.client_left
     error = record.error
     if request is not None:
         headers = request.headers
-        host = headers.get("Host", "")[:_LONGEST_HEADER]
-        agent = headers.get("User-Agent", "")[:_LONGEST_HEADER]
-        found.append(head_attributes(_route(request), request.scheme, request.version, host, agent))
+        host = headers.get("Host", "")[:_MAX_HEADER_CHARS]
+        agent = headers.get("User-Agent", "")[:_MAX_HEADER_CHARS]
+        shared.append(head_attributes(_route(request), request.scheme, request.version, host, agent))
     operation = record.operation
     model = record.model
     if operation is not None and model is not None:
         answered_as = None
         if record.response_id:
             answered_as = record.response_model
-        found.append(model_attributes(operation, model, record.adapter, answered_as, record.chat_template))
+        shared.append(model_attributes(operation, model, record.adapter, answered_as, record.chat_template))
     if left:
         failure = CANCELLED
     elif error is None:
         failure = None
     else:
         failure = error.code
-    found.append(answer_attributes(record.status, failure, left, record.stream, tuple(record.finish_reasons)))
-    return found
+    shared.append(answer_attributes(record.status, failure, left, record.stream, tuple(record.finish_reasons)))
+    return shared
 
 
 @lru_cache(128)
@@ -392,27 +392,30 @@ def answer_attributes(
 
 def own_attributes(record: RequestRecord) -> Attributes:
     """Return what a request's span has for itself."""
-    found: _Found = {"triton_openai.request_id": record.request_id, "triton_openai.batch": record.batch}
+    attributes: _OptionalAttributes = {
+        "triton_openai.request_id": record.request_id,
+        "triton_openai.batch": record.batch,
+    }
     if record.operation is not None and record.model is not None:
-        found |= {
+        attributes |= {
             **request_attributes(record.parameters),
             "gen_ai.response.id": record.response_id,
             "gen_ai.response.time_to_first_chunk": record.time_to_first_token if record.stream else None,
             "triton_openai.queued_seconds": record.queued_seconds or None,
         }
         if (usage := record.usage) is not None:
-            found |= {
+            attributes |= {
                 "gen_ai.usage.input_tokens": usage.prompt_tokens,
                 "gen_ai.usage.output_tokens": usage.completion_tokens if record.answers else None,
                 "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
                 "gen_ai.usage.reasoning.output_tokens": record.reasoning_tokens(),
             }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
-def request_attributes(body: object) -> _Found:
+def request_attributes(body: object) -> _OptionalAttributes:
     """Return what the client asked for with the fields of *body*."""
-    found: _Found = {}
+    attributes: _OptionalAttributes = {}
     for name in _fields_of(type(body)) if isinstance(body, msgspec.Struct) else ():
         value = getattr(body, name)
         if value is None:
@@ -422,27 +425,27 @@ def request_attributes(body: object) -> _Found:
             # A larger number fails the export of the whole batch.
             fits = isinstance(value, int | float) and abs(value) < 2**63
             if fits:
-                found[attribute] = kind(value)
+                attributes[attribute] = kind(value)
             else:
-                found[attribute] = None
+                attributes[attribute] = None
         elif name == "stop":
             if isinstance(value, str):
                 stops = [value]
             else:
                 stops = value
-            found["gen_ai.request.stop_sequences"] = tuple([masked(_clean(text)) for text in stops]) or None
+            attributes["gen_ai.request.stop_sequences"] = tuple([masked(_clean(text)) for text in stops]) or None
         elif name == "n":
             if value == 1:
-                found["gen_ai.request.choice.count"] = None
+                attributes["gen_ai.request.choice.count"] = None
             else:
-                found["gen_ai.request.choice.count"] = value
+                attributes["gen_ai.request.choice.count"] = value
         elif name == "response_format":
             form = msgspec.to_builtins(value)
             if isinstance(form, Mapping):
-                found["gen_ai.output.type"] = _OUTPUT_TYPES.get(str(form.get("type")))
+                attributes["gen_ai.output.type"] = _OUTPUT_TYPES.get(str(form.get("type")))
         else:
-            found["gen_ai.request.encoding_formats"] = (value,)
-    return found
+            attributes["gen_ai.request.encoding_formats"] = (value,)
+    return attributes
 
 
 @lru_cache(64)
@@ -456,28 +459,28 @@ def content_attributes(record: RequestRecord, max_chars: int) -> Attributes:
     """Return the prompt and the answers as JSON, each text cut to *max_chars* characters."""
     if record.operation is None:
         return {}
-    found = {
+    contents = {
         "gen_ai.input.messages": input_messages(record.parameters, max_chars),
         "gen_ai.output.messages": output_messages(record.answers, max_chars),
     }
-    return {name: msgspec.json.encode(messages).decode() for name, messages in found.items() if messages}
+    return {name: msgspec.json.encode(messages).decode() for name, messages in contents.items() if messages}
 
 
 @lru_cache(64)
 def call_attributes(model: str, url: str | None, endpoint: str | None, lora: str | None) -> Attributes:
     """Return what requests for *model* to the Triton at *url* have alike; *lora* is the name of their LoRA adapter."""
-    found: _Found = {
+    attributes: _OptionalAttributes = {
         "triton.model_name": model,
         "triton_openai.endpoint": endpoint,
         "triton_openai.lora": None if lora is None else _clean(lora),
     }
     if url is not None:
-        found |= {"network.protocol.name": "grpc" if url.startswith("grpc") else "http", **_server(url)}
-    return _known(found)
+        attributes |= {"network.protocol.name": "grpc" if url.startswith("grpc") else "http", **_server(url)}
+    return _known(attributes)
 
 
-def _known(found: _Found) -> Attributes:
-    return {name: value for name, value in found.items() if value is not None}
+def _known(attributes: _OptionalAttributes) -> Attributes:
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _clean(text: str) -> str:
@@ -494,7 +497,7 @@ def _route(request: web.BaseRequest | None) -> str | None:
     return resource.canonical
 
 
-def _server(url: str) -> _Found:
+def _server(url: str) -> _OptionalAttributes:
     """Return the host and the port of *url*."""
     try:
         parts = urlsplit(url)

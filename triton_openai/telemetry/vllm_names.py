@@ -74,22 +74,22 @@ def cache_metrics(state: State, engines: Mapping[str, Mapping[str, float]]) -> l
     """Return the KV cache of each Triton model: that of the fullest of its *engines*."""
     usage: dict[tuple[str, ...], float] = {}
     config: dict[tuple[str, ...], float] = {}
-    for one in state.served:
-        known = [engines[engine] for engine in one.engines if engine in engines]
+    for name in state.served:
+        known = [engines[engine] for engine in name.engines if engine in engines]
         if known:
             kinds = max(known, key=lambda kinds: kinds["used"] / kinds["max"])
-            usage[(one.triton_model,)] = kinds["used"] / kinds["max"]
+            usage[(name.triton_model,)] = kinds["used"] / kinds["max"]
             if "tokens_per" in kinds:
-                config[one.triton_model, f"{kinds['tokens_per']:.0f}", f"{kinds['max']:.0f}"] = 1
+                config[name.triton_model, f"{kinds['tokens_per']:.0f}", f"{kinds['max']:.0f}"] = 1
     return [gauge(CACHE_USAGE, usage), gauge(CACHE_CONFIG, config)]
 
 
 def lora_requests(served: Iterable[ServedName], counted: Mapping[str, Metric]) -> Metric:
     """Return the LoRA adapters with requests: one series for each Triton model that has any adapters."""
     names: defaultdict[tuple[str, int | None], list[str]] = defaultdict(list)
-    for one in served:
-        if one.lora:
-            names[one.triton_model, one.max_loras].append(one.name)
+    for name in served:
+        if name.lora:
+            names[name.triton_model, name.max_loras].append(name.name)
 
     def busy(instrument: Instrument, names: Iterable[str]) -> str:
         metric = counted.get(instrument.name)
@@ -97,8 +97,8 @@ def lora_requests(served: Iterable[ServedName], counted: Mapping[str, Metric]) -
         return ",".join(name for name in names if name in models)
 
     series: dict[tuple[str, ...], float] = {}
-    for (model, most), loras in names.items():
+    for (model, max_loras), loras in names.items():
         running = busy(instruments.RUNNING, loras)
         queued = busy(instruments.QUEUED, loras)
-        series[model, "" if most is None else str(most), running, queued] = time.time()
+        series[model, "" if max_loras is None else str(max_loras), running, queued] = time.time()
     return gauge(LORA_REQUESTS, series)
