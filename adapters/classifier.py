@@ -9,7 +9,7 @@ the operator says it in the settings.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from triton_openai.adapters._common import tensor_mapping as tensors
 from triton_openai.adapters._common.base import Capabilities
@@ -18,6 +18,8 @@ from triton_openai.errors import ConfigurationError
 from triton_openai.generation import TensorMapping
 from triton_openai.jobs import ClassificationJob, ClassificationResult, TokenPair
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
+
+_Value = TypeVar("_Value", str, float)
 
 _TEXT = "text"
 _LOGITS = "logits"
@@ -160,7 +162,7 @@ class Classifier(tensors.DescribedAdapter):
             size = self.config.batch_size(spec)
         if self.capabilities.tokens and not self._single:
             places = tensors.id_batches(self.config, spec, [len(ids) for ids in job.inputs], job.pad_id)
-            return [job.inputs[place.start : place.stop] for place in places]
+            return [job.inputs[rows.start : rows.stop] for rows in places]
         return [job.inputs[start : start + size] for start in range(0, len(job.inputs), size)]
 
     def _tensors(self, part: Sequence[Any], pad_id: int | None) -> list[Tensor]:
@@ -174,18 +176,24 @@ class Classifier(tensors.DescribedAdapter):
         values: list[Sequence[float]] = []
         labels: dict[int, str] = {}
         for part, response in zip(self._batches(job), responses, strict=True):
-            labelled = self.capabilities.labels
-            found: Sequence[Any] = (response.texts if labelled else response.numbers)(self._output.name)
-            width, rest = divmod(len(found), len(part))
-            if rest or not width:
-                detail = f"{len(found)} values for {len(part)} inputs"
-                raise response.invalid("its values are no multiple of the request's inputs", detail=detail)
-            rows = [found[start : start + width] for start in range(0, len(found), width)]
-            values += [_in_order(row, labels, response) for row in rows] if labelled else map(list, rows)
+            if self.capabilities.labels:
+                texts = response.texts(self._output.name)
+                values += [_in_order(row, labels, response) for row in _rows(texts, len(part), response)]
+            else:
+                values += map(list, _rows(response.numbers(self._output.name), len(part), response))
         return ClassificationResult(values=values, labels=labels)
 
 
-def _in_order(found: Sequence[str], labels: dict[int, str], response: InferResponse) -> Sequence[float]:
+def _rows(values: Sequence[_Value], count: int, response: InferResponse) -> Sequence[Sequence[_Value]]:
+    """Return *values* as *count* rows of the same length. Raises :class:`InvalidAnswer` if they are none."""
+    width, rest = divmod(len(values), count)
+    if rest or not width:
+        detail = f"{len(values)} values for {count} inputs"
+        raise response.invalid("its values are no multiple of the request's inputs", detail=detail)
+    return [values[start : start + width] for start in range(0, len(values), width)]
+
+
+def _in_order(texts: Sequence[str], labels: dict[int, str], response: InferResponse) -> Sequence[float]:
     """
     Return the values of texts ``value:index:label`` in the order of the indices, and add the labels to *labels*.
 
@@ -193,12 +201,12 @@ def _in_order(found: Sequence[str], labels: dict[int, str], response: InferRespo
     """
     values: dict[int, float] = {}
     try:
-        for text in found:
+        for text in texts:
             value, index, *label = text.split(":", 2)
             values[int(index)] = float(value)
             labels.update((int(index), name) for name in label if name)
     except ValueError as error:
         raise response.invalid("its classes cannot be read") from error
-    if values.keys() != set(range(len(found))):
+    if values.keys() != set(range(len(texts))):
         raise response.invalid("it does not have each class once")
-    return [values[index] for index in range(len(found))]
+    return [values[index] for index in range(len(texts))]

@@ -101,14 +101,14 @@ def _score_output(config: ModelConfig, *, any_output: bool, any_width: bool) -> 
     Models of texts are often declared with a free width (*any_width*); that of a classifier is its classes.
     """
     widths: list[tuple[int, ...]] = [(), (1,), *([(-1,)] if any_width and config.batching else [])]
-    found = {
+    outputs = {
         spec.name.lower(): spec.name
         for spec in config.outputs.values()
         if spec.datatype in FLOATS and config.row_dims(spec) in widths
     }
-    named = [found[name] for name in _SCORES if name in found]
-    if not named and any_output and len(found) == 1:
-        named = list(found.values())
+    named = [outputs[name] for name in _SCORES if name in outputs]
+    if not named and any_output and len(outputs) == 1:
+        named = list(outputs.values())
     if named:
         return named[0]
     return None
@@ -167,16 +167,16 @@ class CrossEncoder(Adapter):
         tokens: list[int] = []
         names = {name.lower(): name for name in self.config.outputs}
         for places, response in zip(self._batches(job), responses, strict=True):
-            found = [float(score) for score in response.numbers(self._mapping.output)]
-            if len(found) != len(places):
-                detail = f"{len(found)} scores for {len(places)} pairs"
+            part = [float(score) for score in response.numbers(self._mapping.output)]
+            if len(part) != len(places):
+                detail = f"{len(part)} scores for {len(places)} pairs"
                 raise response.invalid("it has more or fewer scores than the request has pairs", detail=detail)
             if _INDEX in names:
                 order = response.integers(names[_INDEX])
-                if sorted(order) != list(range(len(found))):
+                if sorted(order) != list(range(len(part))):
                     raise response.invalid("it does not say for which pairs the scores are")
-                found = [score for _, score in sorted(zip(order, found, strict=True))]
-            scores += found
+                part = [score for _, score in sorted(zip(order, part, strict=True))]
+            scores += part
             if _TOKENS in names:
                 tokens += response.integers(names[_TOKENS])
         counted = len(tokens) == len(job.pairs)
@@ -202,9 +202,9 @@ class CrossEncoder(Adapter):
         rows = len(places)
         if kind == "ids":
             by_use = {spec.name: spec for spec in specs}
-            yield from id_tensors(self.config, by_use, [job.encoded[place] for place in places], job.pad_id)
+            yield from id_tensors(self.config, by_use, [job.encoded[index] for index in places], job.pad_id)
             return
-        pairs = [job.pairs[place] for place in places]
+        pairs = [job.pairs[index] for index in places]
         if kind == "joint":
             yield Tensor(specs[0].name, "BYTES", (rows, 2), [text for pair in pairs for text in pair])
             return
@@ -213,7 +213,7 @@ class CrossEncoder(Adapter):
                 yield Tensor(spec.name, "BYTES", (rows, *self.config.row_dims(spec)), texts)
             else:
                 if spec is specs[0]:
-                    given = texts[:1]
+                    column = texts[:1]
                 else:
-                    given = texts
-                yield Tensor(spec.name, "BYTES", self.config.wire_shape(spec, len(given)), given)
+                    column = texts
+                yield Tensor(spec.name, "BYTES", self.config.wire_shape(spec, len(column)), column)

@@ -47,14 +47,14 @@ _END_OF_INSTRUCTIONS = "<|endofprompt|>"
 # Of the best audio: 48,000 numbers of 8 bytes.
 _BYTES_OF_SECOND = 384_000
 # How long a model speaks, if nobody knows: about two sentences.
-_LONGEST = 30.0
+_MAX_SECONDS = 30.0
 
 
 # What is known of the kinds of zero-shot synthesizers, and of all others.
-_SPARK = Synthesis(reference_rate=16_000, rate=16_000, longest=10.0, overlap=0.1)
-_F5 = Synthesis(reference_rate=24_000, rate=24_000, longest=43.7, with_reference=True)
-_COSYVOICE = Synthesis(reference_rate=16_000, rate=24_000, longest=30.0)
-_OTHER = Synthesis(rate=0, longest=_LONGEST)
+_SPARK = Synthesis(reference_rate=16_000, rate=16_000, max_seconds=10.0, overlap=0.1)
+_F5 = Synthesis(reference_rate=24_000, rate=24_000, max_seconds=43.7, with_reference=True)
+_COSYVOICE = Synthesis(reference_rate=16_000, rate=24_000, max_seconds=30.0)
+_OTHER = Synthesis(rate=0, max_seconds=_MAX_SECONDS)
 
 
 def _zero_shot(config: ModelConfig) -> Synthesis:
@@ -106,25 +106,25 @@ class Synthesizer(DescribedAdapter):
         else:
             kind = _OTHER
         if self._zero_shot:
-            found = TensorMapping(inputs={_TEXT: _TARGET}, outputs={_AUDIO: _WAVEFORM})
+            tensors = TensorMapping(inputs={_TEXT: _TARGET}, outputs={_AUDIO: _WAVEFORM})
         else:
-            found = (mapping if described else _found(config)) or TensorMapping()
-        named_tensors(config, found, "inputs", INPUTS, required=_TEXT)
-        self._output = named_tensors(config, found, "outputs", OUTPUTS, required=_AUDIO)[_AUDIO]
-        self._inputs = found.inputs
+            tensors = (mapping if described else _found(config)) or TensorMapping()
+        named_tensors(config, tensors, "inputs", INPUTS, required=_TEXT)
+        self._output = named_tensors(config, tensors, "outputs", OUTPUTS, required=_AUDIO)[_AUDIO]
+        self._inputs = tensors.inputs
         self._gives_files = self._output.datatype in ("BYTES", "UINT8")
         filled = [self._inputs[use] for use in (_TEXT, _VOICE, "speed") if use in self._inputs]
         if self._zero_shot:
             filled += [_REFERENCE, _LENGTH, _SAID]
-        given = constants(config, mapping, filled=filled)
-        self._constants = [self.tensor(name, *values) for name, values in given.items()]
+        constant_values = constants(config, mapping, filled=filled)
+        self._constants = [self.tensor(name, *values) for name, values in constant_values.items()]
         rate = audio.sample_rate or kind.rate
         reference_rate = 0
         if self._zero_shot:
             reference_rate = audio.reference_sample_rate or _declared(config) or kind.reference_rate
         self._check_rates(rate, reference_rate)
         voice = _REFERENCE if self._zero_shot else self._inputs.get(_VOICE)
-        own = voice is None or config.inputs[voice].optional or voice in given
+        own = voice is None or config.inputs[voice].optional or voice in constant_values
         overlap = audio.overlap_seconds
         if overlap is None:
             if kind is not _OTHER and config.decoupled:
@@ -136,7 +136,7 @@ class Synthesizer(DescribedAdapter):
         self._takes_prompt = cached and "vocoder" in self.repository
         synthesis = Synthesis(
             rate=0 if self._gives_files else rate,
-            longest=audio.max_seconds or kind.longest,
+            max_seconds=audio.max_seconds or kind.max_seconds,
             with_reference=kind.with_reference and audio.max_seconds is None,
             overlap=overlap,
             reference_rate=reference_rate,
@@ -144,7 +144,7 @@ class Synthesizer(DescribedAdapter):
             voice_type=self._voice_type,
             has_own_voice=own,
         )
-        self._longest = synthesis.longest
+        self._max_seconds = synthesis.max_seconds
         self.capabilities = Capabilities(streaming=config.decoupled, synthesis=synthesis)
 
     def _check_rates(self, rate: int, reference_rate: int) -> None:
@@ -175,10 +175,10 @@ class Synthesizer(DescribedAdapter):
         """Claim models with the tensors of a zero-shot synthesizer, or one required text and an output for audio."""
         if _is_zero_shot(config):
             return f"{_REFERENCE}, {_SAID} and {_TARGET} in and {_WAVEFORM} out"
-        found = _found(config)
-        if found is None:
+        tensors = _found(config)
+        if tensors is None:
             return None
-        uses = ", ".join(f"{name} is {use}" for use, name in {**found.inputs, **found.outputs}.items())
+        uses = ", ".join(f"{name} is {use}" for use, name in {**tensors.inputs, **tensors.outputs}.items())
         return f"one required BYTES input and an output for audio ({uses})"
 
     def encode(self, job: SynthesisJob, /) -> Sequence[InferRequest]:
@@ -207,7 +207,7 @@ class Synthesizer(DescribedAdapter):
             inputs += self._reference(job)
         request = self.described_request(job.id, inputs, self._constants, [self._output.name])
         # Twice the longest, as a model may speak slowly.
-        spoken = int(2 * self._longest * _BYTES_OF_SECOND)
+        spoken = int(2 * self._max_seconds * _BYTES_OF_SECOND)
         request = msgspec.structs.replace(request, max_answer=max(request.max_answer, spoken))
         if self._output.datatype in ("FP16", "BYTES"):
             request = msgspec.structs.replace(request, json_expressible=False)

@@ -77,20 +77,20 @@ class Text(DescribedAdapter):
 
     def _bind(self, mapping: TensorMapping | None) -> None:
         config = self.config
-        found = mapping or _found(config)
-        if found is None:
+        tensors = mapping or _found(config)
+        if tensors is None:
             raise ConfigurationError(
                 f"The model '{config.name}' has no single required BYTES input and single BYTES output: describe its "
                 "tensors with 'inputs', 'constants' and 'outputs' in its settings."
             )
-        self._inputs = found.inputs
-        self._outputs = found.outputs
-        named_tensors(config, found, "inputs", INPUTS, required=_PROMPT)
-        named_tensors(config, found, "outputs", OUTPUTS, required=_TEXT)
+        self._inputs = tensors.inputs
+        self._outputs = tensors.outputs
+        named_tensors(config, tensors, "inputs", INPUTS, required=_PROMPT)
+        named_tensors(config, tensors, "outputs", OUTPUTS, required=_TEXT)
         always = [self._inputs[use] for use in (_PROMPT, _STREAM, "max_tokens") if use in self._inputs]
-        given = constants(config, found, filled=always)
-        self._constants = [self.tensor(name, *values) for name, values in given.items()]
-        self._text = found.text or ("delta" if config.decoupled else "final")
+        constant_values = constants(config, tensors, filled=always)
+        self._constants = [self.tensor(name, *values) for name, values in constant_values.items()]
+        self._text = tensors.text or ("delta" if config.decoupled else "final")
         rows = [Parameter(use, (name,)) for use, name in self._inputs.items() if use not in (_PROMPT, _STREAM, "stop")]
         # The model may leave stop strings in the text, or ignore them.
         note = "matched and removed here"
@@ -105,10 +105,10 @@ class Text(DescribedAdapter):
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
         """Claim models with one required BYTES input and one BYTES output."""
-        found = _found(config)
-        if found is None:
+        tensors = _found(config)
+        if tensors is None:
             return None
-        uses = ", ".join(f"{name} is {use}" for use, name in {**found.inputs, **found.outputs}.items())
+        uses = ", ".join(f"{name} is {use}" for use, name in {**tensors.inputs, **tensors.outputs}.items())
         return f"one required BYTES input and one BYTES output ({uses})"
 
     def encode(self, generation: Generation, /) -> Sequence[InferRequest]:

@@ -200,13 +200,13 @@ class Transcriber(tensors.DescribedAdapter):
     def _sequence(self, audio: AudioFormat) -> tuple[int, tuple[int, int] | None]:
         """Return the rate, and the samples of the first and of each further request, if a recording is a sequence."""
         steps = (self.config, *(self.repository.get(step.model, self.config) for step in self.config.steps))
-        found = [one for one in steps if one.sequences]
-        if not found:
+        sequences = [step for step in steps if step.sequences]
+        if not sequences:
             return audio.sample_rate or 16_000, None
         what = f"The model '{self.config.name}' takes a recording as a sequence of requests (sequence_batching)"
         if self.config.decoupled:
             raise ConfigurationError(f"{what} and is decoupled, which is not supported.")
-        rate, parts = next(filter(None, (_framing(one, audio.sample_rate) for one in found)), (16_000, None))
+        rate, parts = next(filter(None, (_framing(step, audio.sample_rate) for step in sequences)), (16_000, None))
         if audio.part_seconds is not None:
             rate = audio.sample_rate or rate
             parts = (int(audio.part_seconds * rate),) * 2
@@ -324,9 +324,9 @@ class Transcriber(tensors.DescribedAdapter):
 
     @property
     def _recognition(self) -> Recognition:
-        found = self.capabilities.recognition
-        assert found is not None, "it is a recognizer"
-        return found
+        recognition = self.capabilities.recognition
+        assert recognition is not None, "it is a recognizer"
+        return recognition
 
     def decode(self, job: TranscriptionJob, responses: Sequence[InferResponse], /) -> Transcript:
         """Return what is spoken, also for the first of the responses. Raises :class:`UpstreamError`."""
@@ -343,7 +343,7 @@ class Transcriber(tensors.DescribedAdapter):
             text = next(filter(None, texts), "")
         tagged = next((code for code in _TAG.findall(text) if code in LANGUAGES), None)
         told = {
-            use: next((each for one in reversed(responses) for each in one.texts(spec.name)), "")
+            use: next((text for response in reversed(responses) for text in response.texts(spec.name)), "")
             for use, spec in self._outputs.items()
         }
         language = code_of(told[_LANGUAGE]) if told.get(_LANGUAGE) else tagged
@@ -409,7 +409,7 @@ _decode_segments = msgspec.json.Decoder(list[_Segment], strict=False).decode
 def _segments(text: str, model: str) -> list[Segment]:
     """Return the segments of a described *model*: a JSON list of objects with start, end and text."""
     try:
-        found = _decode_segments(text)
+        segments = _decode_segments(text)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InvalidAnswer("its segments cannot be read", model=model, detail=str(error)) from error
-    return [Segment(start=one.start, end=one.end, text=one.text) for one in found]
+    return [Segment(start=segment.start, end=segment.end, text=segment.text) for segment in segments]

@@ -45,11 +45,11 @@ _OUTPUTS = ("output_ids", "sequence_length")
 GENERATION = "generation_logits"
 _CONTEXT = "context_logits"
 # As many alternatives as OpenAI allows: any number could be made from logits.
-_MOST_ALTERNATIVES = 20
+_MAX_ALTERNATIVES = 20
 # Protocol buffers end at 2 GiB, and this process has to hold it.
-_MOST_BYTES = 2**30
+_MAX_BYTES = 2**30
 # Beside the logits, an answer has what it has without them.
-_MAX_LOGITS_ANSWER = _MOST_BYTES + MAX_OPEN_ANSWER
+_MAX_LOGITS_ANSWER = _MAX_BYTES + MAX_OPEN_ANSWER
 _SIZES = {"FP32": 4, "FP16": 2, "BF16": 2}
 
 
@@ -70,16 +70,16 @@ class Trtllm(common.TrtllmAdapter):
         # its guides (0.19 and later).
         steps = [step.model for user in users_of(config, repository) for step in user.steps]
         tokenizing = (repository.get(name) for name in (*steps, "preprocessing"))
-        found = common.tokenizing_metadata(tokenizing) or ModelMetadata(adds_bos=True)
+        metadata = common.tokenizing_metadata(tokenizing) or ModelMetadata(adds_bos=True)
         own = config.parameter("tokenizer_dir")
-        self.metadata = msgspec.structs.replace(found, tokenizer_dir=found.tokenizer_dir or own)
+        self.metadata = msgspec.structs.replace(metadata, tokenizer_dir=metadata.tokenizer_dir or own)
         logprobs = "return_log_probs" in config.inputs and common.LOGPROBS in config.outputs
         self.parameters = bind(PARAMETERS, config, *([] if logprobs else [Parameter("logprobs")]))
         self._alternatives = logprobs and _sends(config, GENERATION)
         self.capabilities = self.capabilities_with(
             usage=True,
             tokens=True,
-            top_logprobs=_MOST_ALTERNATIVES if self._alternatives else 0,
+            top_logprobs=_MAX_ALTERNATIVES if self._alternatives else 0,
             cumulative_logprob=logprobs and common.CUMULATIVE in config.outputs,
             prompt_logprobs=_sends(config, _CONTEXT),
             token_ids=True,
@@ -235,7 +235,7 @@ class TokenDecoder:
         if self._repeats and tuple(ids[: len(self._prompt_ids)]) == self._prompt_ids:
             ids = ids[len(self._prompt_ids) :]
         if self._padding:
-            ids = ids[: next((place for place, number in enumerate(ids) if number in self._padding), len(ids))]
+            ids = ids[: next((index for index, number in enumerate(ids) if number in self._padding), len(ids))]
         if len(ids) and min(ids) < 0:
             raise response.invalid("the output 'output_ids' has a negative token id")
         delta = Delta(token_ids=ids, tokens=len(ids))
@@ -263,10 +263,10 @@ def _sends(config: ModelConfig, logits: str) -> bool:
 
 def check_size(config: ModelConfig, name: str, tokens: int, vocabulary: Vocabulary, *, param: str | None) -> None:
     """Raise :class:`InvalidValue` for more *tokens* than one response should hold the logits *name* of."""
-    most = _MOST_BYTES // (vocabulary.size * _SIZES.get(config.outputs[name].datatype, 4))
-    if tokens > most:
+    max_tokens = _MAX_BYTES // (vocabulary.size * _SIZES.get(config.outputs[name].datatype, 4))
+    if tokens > max_tokens:
         raise InvalidValue(
-            f"The model sends {vocabulary.size} numbers for each token, and for {most} tokens at once at most;"
+            f"The model sends {vocabulary.size} numbers for each token, and for {max_tokens} tokens at once at most;"
             f" this request has {tokens}.",
             param,
         )

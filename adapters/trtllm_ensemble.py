@@ -154,8 +154,8 @@ class TrtllmText(common.TrtllmAdapter):
         # 0.5 requires the word lists; an empty word has no effect.
         inputs += [
             self.tensor(name, "")
-            for name, given in (("stop_words", sampling.stop), ("bad_words", sampling.bad_words))
-            if not given and name in config.inputs and not config.inputs[name].optional
+            for name, words in (("stop_words", sampling.stop), ("bad_words", sampling.bad_words))
+            if not words and name in config.inputs and not config.inputs[name].optional
         ]
         # An ensemble's engine does not learn of a cancellation, and a BLS model never looks for one.
         return [self.generation_request(generation, inputs, outputs, cancellable=False)]
@@ -203,7 +203,7 @@ class TrtllmEnsemble(TrtllmText):
         else:
             self.engine = None
         maps = [step.input_map for step in config.steps]
-        if any("request_output_len" in each and "bad_words_list" not in each for each in maps):
+        if any("request_output_len" in mapping and "bad_words_list" not in mapping for mapping in maps):
             # That of 0.5, whose preprocessing encodes them for nobody.
             self.unread = {"bad_words": "this ensemble does not hand them to its engine"}
         super().__init__(config, repository)

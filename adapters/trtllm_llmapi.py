@@ -107,17 +107,20 @@ class TrtllmLlmapi(TrtllmAdapter):
         if not isinstance(arguments, dict):
             return self.metadata
         own = arguments.get("triton_config")
-        longest = arguments.get("max_num_tokens")
+        max_num_tokens = arguments.get("max_num_tokens")
+        # A prompt is read in one step unless it may be read in chunks.
+        max_prompt_len = max_num_tokens
+        if type(max_num_tokens) is not int or arguments.get("enable_chunked_prefill"):
+            max_prompt_len = None
         lora = arguments.get("lora_config")
-        most = None
+        max_loras = None
         if isinstance(lora, dict):
-            most = lora.get("max_loras")
+            max_loras = lora.get("max_loras")
         return msgspec.structs.replace(
             with_engine_arguments(self.metadata, arguments, length="max_seq_len"),
-            # A prompt is read in one step unless it may be read in chunks.
-            max_prompt_len=longest if type(longest) is int and not arguments.get("enable_chunked_prefill") else None,
+            max_prompt_len=max_prompt_len,
             loras=bool(arguments.get("enable_lora") or lora),
-            max_loras=most if type(most) is int else None,
+            max_loras=max_loras if type(max_loras) is int else None,
             images=isinstance(own, dict) and own.get("multimodal") is True,
         )
 

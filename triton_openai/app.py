@@ -298,12 +298,15 @@ def _image_loader(settings: Settings) -> ImageLoader:
     media = settings.media
     fetcher = Fetcher(
         hosts=AllowedHosts(media.allowed_domains),
-        largest=media.max_image_size,
+        max_size=media.max_image_size,
         allows=is_public_or_private if media.private_addresses else is_public,
     )
     # Fetched images may make a request no larger than it could be with the images in it.
     return ImageLoader(
-        fetcher, most=media.max_images, largest=media.max_image_size, together=settings.server.max_body_size
+        fetcher,
+        max_images=media.max_images,
+        max_size=media.max_image_size,
+        max_total_size=settings.server.max_body_size,
     )
 
 

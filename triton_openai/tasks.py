@@ -117,14 +117,14 @@ class Background:
 
 class Backoff:
     """
-    Seconds to wait before each new start of what keeps ending: from *first* on doubled up to *longest*.
+    Seconds to wait before each new start of what keeps ending: from *first* on doubled up to *max_pause*.
 
     What has lived for *stable_after* seconds has shown that it can: after it the pauses begin anew.
     """
 
-    def __init__(self, *, first: float, longest: float, stable_after: float) -> None:
+    def __init__(self, *, first: float, max_pause: float, stable_after: float) -> None:
         self._first = first
-        self._longest = longest
+        self._max_pause = max_pause
         self._stable_after = stable_after
         self._next = first
 
@@ -133,5 +133,5 @@ class Backoff:
         if lived >= self._stable_after:
             self._next = self._first
         pause = self._next
-        self._next = min(2 * pause, self._longest)
+        self._next = min(2 * pause, self._max_pause)
         return pause

@@ -84,12 +84,14 @@ def bind(table: Sequence[Parameter], config: ModelConfig, *overrides: Parameter)
     bound: dict[str, Parameter] = {}
     for row in table:
         specs = [config.inputs[name] for name in row.inputs if name in config.inputs]
-        spec = next((each for each in specs if not (row.signed and each.datatype.startswith("UINT"))), None)
+        spec = next(
+            (candidate for candidate in specs if not (row.signed and candidate.datatype.startswith("UINT"))), None
+        )
         if spec is None:
-            found = {}
+            target = {}
         else:
-            found = {"target": spec.name, "datatype": spec.datatype}
-        bound[row.name] = msgspec.structs.replace(row, **found)
+            target = {"target": spec.name, "datatype": spec.datatype}
+        bound[row.name] = msgspec.structs.replace(row, **target)
     bound |= {row.name: row for row in overrides}
     bound.setdefault("stop", Parameter("stop", otherwise=Rule.SERVICE))
     # Every request has a limit.
@@ -124,9 +126,9 @@ def check_range(name: str, value: Any, datatype: str | None) -> None:
             param=name,
             code="integer_above_max_value" if value > limits[1] else "integer_below_min_value",
         )
-    most = _MAX_FLOAT.get(datatype or "")
+    max_value = _MAX_FLOAT.get(datatype or "")
     # A NaN compares as false.
-    if most is not None and not abs(value) <= most:
+    if max_value is not None and not abs(value) <= max_value:
         raise InvalidRequest(f"'{name}' is out of range for this model, got {value}.", param=name)
 
 
@@ -139,7 +141,7 @@ class Synthesis(msgspec.Struct, frozen=True, kw_only=True):
     #: The rate of its samples; 0 where it gives files, which say their own.
     rate: int
     #: The most that it speaks at once.
-    longest: float
+    max_seconds: float
     #: Whether that includes the recording.
     with_reference: bool = False
     #: By how much the parts of an answer overlap; there, one fades into the other.
@@ -427,11 +429,11 @@ class Adapter:
 
     def parameter_tensors(self, sampling: Sampling) -> list[Tensor]:
         """Return the inputs for the parameters that *sampling* has; not those whose row is special."""
-        given = sampling.given
+        set_parameters = sampling.given
         return [
             self.tensor(row.target, *values_of(row, sampling))
             for row in self.parameters
-            if row.name in given and row.target is not None and not row.special
+            if row.name in set_parameters and row.target is not None and not row.special
         ]
 
     def _max_answer(self, outputs: tuple[str, ...], rows: int) -> int:
@@ -474,6 +476,6 @@ class Adapter:
             classification=classification,
             prefers_grpc=self.prefers_grpc,
             json_expressible=not [
-                one for one in inputs if one.datatype in ("FP16", "BF16") or type(one.values) is bytes
+                tensor for tensor in inputs if tensor.datatype in ("FP16", "BF16") or type(tensor.values) is bytes
             ],
         )

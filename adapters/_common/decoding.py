@@ -98,13 +98,13 @@ _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
 
 def _finish_reason(reason: Any) -> FinishReason:
-    found = None
+    known = None
     if isinstance(reason, str):
-        found = _FINISH_REASONS.get(reason)
-    if found is None:
+        known = _FINISH_REASONS.get(reason)
+    if known is None:
         # "abort" and the like: the generation did not end by itself, so there is no reason to report.
         raise UpstreamError(f"The backend ended the generation with '{str(reason)[:50]}'.", code="generation_aborted")
-    return found
+    return known
 
 
 def checked_vectors(vectors: Sequence[bytes], count: int, model: str) -> Sequence[bytes]:
@@ -178,6 +178,6 @@ class CumulativeText(TextStage):
 
     def flush(self) -> str:
         """Return the held back end: now it is known to stay."""
-        held = self._held
+        rest = self._held
         self._held = ""
-        return held
+        return rest

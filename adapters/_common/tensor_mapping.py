@@ -46,8 +46,10 @@ class DescribedAdapter(Adapter):
         self, job_id: str, inputs: Sequence[Tensor], constants: Iterable[Tensor], outputs: Sequence[str]
     ) -> InferRequest:
         """Return the request with *inputs*, and those of *constants* of which the job has no value of its own."""
-        given = {tensor.name for tensor in inputs}
-        return self.request(job_id, [*inputs, *(one for one in constants if one.name not in given)], outputs)
+        names = {tensor.name for tensor in inputs}
+        return self.request(
+            job_id, [*inputs, *(constant for constant in constants if constant.name not in names)], outputs
+        )
 
 
 def text_input(config: ModelConfig) -> TensorSpec | None:
@@ -94,21 +96,21 @@ def id_batches(config: ModelConfig, spec: TensorSpec, lengths: Sequence[int], pa
     before most of it would be padding, so that one long sequence among many short ones does not take gigabytes.
     """
     if pad_id is None and spec.dims[-1] < 0:
-        most = 1
+        max_rows = 1
     else:
-        most = config.batch_size(spec)
+        max_rows = config.batch_size(spec)
     batches = []
     first = 0
-    longest = 0
+    max_length = 0
     total = 0
-    for place, length in enumerate(lengths):
-        longest = max(longest, length)
+    for row, length in enumerate(lengths):
+        max_length = max(max_length, length)
         total = total + length
-        rows = place - first + 1
-        if rows > 1 and (rows > most or rows * longest > max(_FEW_IDS, 2 * total)):
-            batches.append(range(first, place))
-            first = place
-            longest = length
+        rows = row - first + 1
+        if rows > 1 and (rows > max_rows or rows * max_length > max(_FEW_IDS, 2 * total)):
+            batches.append(range(first, row))
+            first = row
+            max_length = length
             total = length
     return [*batches, range(first, len(lengths))]
 
@@ -122,24 +124,24 @@ def id_tensors(
     Raises :class:`ContextLengthExceeded` for a sequence longer than the model's fixed length, and
     :class:`ConfigurationError` if padding is needed and *pad_id* is not known.
     """
-    longest = max(len(each.ids) for each in sequences)
+    max_length = max(len(sequence.ids) for sequence in sequences)
     if specs[IDS].dims[-1] > 0:
         width = specs[IDS].dims[-1]
     else:
-        width = longest
-    if longest > width:
+        width = max_length
+    if max_length > width:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {width} tokens. However, the longest sequence of the request has "
-            f"{longest} tokens."
+            f"{max_length} tokens."
         )
-    if pad_id is None and any(len(each.ids) < width for each in sequences):
+    if pad_id is None and any(len(sequence.ids) < width for sequence in sequences):
         raise ConfigurationError(
             f"The model '{config.name}' takes sequences of {width} tokens, and its tokenizer has no pad token."
         )
     for use, spec in specs.items():
         values: list[int] = []
-        for each in sequences:
-            row = {IDS: each.ids, MASK: [1] * len(each.ids), SEGMENTS: each.segments}[use]
+        for sequence in sequences:
+            row = {IDS: sequence.ids, MASK: [1] * len(sequence.ids), SEGMENTS: sequence.segments}[use]
             if use == IDS:
                 fill = pad_id or 0
             else:

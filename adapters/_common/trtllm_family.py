@@ -229,7 +229,7 @@ def truthy(value: str | None) -> bool:
 
 def tokenizing_metadata(steps: Iterable[ModelConfig | None]) -> ModelMetadata | None:
     """Return what the first of *steps* that tokenizes says, ``None`` where there is none."""
-    step = next((each for each in steps if each is not None and "QUERY" in each.inputs), None)
+    step = next((candidate for candidate in steps if candidate is not None and "QUERY" in candidate.inputs), None)
     if step is None:
         return None
     return ModelMetadata(tokenizer_dir=step.parameter("tokenizer_dir"), adds_bos=adds_special_tokens(step))

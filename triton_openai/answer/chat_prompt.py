@@ -88,10 +88,10 @@ async def rendered_chat(
             )
         variables.setdefault("reasoning_effort", reasoning_effort)
     if images:
-        found = marks(template, model.settings.image_placeholder, images[0].place)
+        found = marks(template, model.settings.image_placeholder, images[0].param)
         rendering = msgspec.structs.replace(rendering, images=found)
     if audio:
-        found = marks(template, model.settings.audio_placeholder, audio[0].place, "audio")
+        found = marks(template, model.settings.audio_placeholder, audio[0].param, "audio")
         rendering = msgspec.structs.replace(rendering, audio=found)
     return await prompter.render_async(messages, rendering, template), template.name
 

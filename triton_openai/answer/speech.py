@@ -59,7 +59,7 @@ def _length(text: str) -> int:
 def longest_piece(speech: Synthesis, voice: Voice | None) -> int:
     """Return how many letters a model speaks at most at once, with *voice*."""
     rate = _PER_SECOND
-    seconds = speech.longest
+    seconds = speech.max_seconds
     if voice is not None and voice.seconds:
         rate = max(1.0, _length(voice.text) / voice.seconds)
         seconds -= voice.seconds if speech.with_reference else 0.0

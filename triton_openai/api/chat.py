@@ -253,7 +253,7 @@ async def prompt_of(
     body = context.body
     pictures, audio = media_of(model, body.messages)
     # Before they are rendered: each is looked for in all of its message's text.
-    service.images.check_count(pictures, most=model.adapter.capabilities.images)
+    service.images.check_count(pictures, max_images=model.adapter.capabilities.images)
     repaired: list[str] = []
     prompt, context.record.chat_template = await rendered_chat(
         model,
@@ -319,7 +319,7 @@ async def _with_media(
     # Of an earlier attempt of the same request, if there was one.
     before = memory.size
     max_seconds = service.settings.audio.max_duration
-    await memory.grow(before + service.images.loading_size(pictures) + loading_size(audio, most=max_seconds))
+    await memory.grow(before + service.images.loading_size(pictures) + loading_size(audio, max_seconds=max_seconds))
     kept = before
     if pictures:
         with record.stage("load images"):
@@ -328,7 +328,7 @@ async def _with_media(
         spec = _with(spec, images=images)
     if audio:
         with record.stage("load audio"):
-            files = await load(audio, most=max_seconds)
+            files = await load(audio, max_seconds=max_seconds)
         kept += loaded_size(files)
         spec = _with(spec, audio=files)
     memory.shrink(kept)

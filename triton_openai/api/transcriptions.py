@@ -239,8 +239,8 @@ async def _transcribed(
     recording = Recording(
         body.file.content,
         rate=recognition.sample_rate,
-        longest=recognition.max_seconds,
-        most=limits.max_duration,
+        max_chunk_seconds=recognition.max_seconds,
+        max_seconds=limits.max_duration,
         pauses=pauses,
         on_decoded=lambda seconds: upload.decoded(decoded_size(seconds, recognition.sample_rate)),
     )

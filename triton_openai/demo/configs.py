@@ -66,9 +66,9 @@ def render(
         lines.append("ensemble_scheduling {")
         lines += [_step(step, renamed or {}) for step in contract.steps]
         lines.append("}")
-    given = dict(parameters or {})
-    for key in [*contract.parameters, *(key for key in given if key not in contract.parameters)]:
-        value = json.dumps(given.get(key, ""))
+    values = dict(parameters or {})
+    for key in [*contract.parameters, *(key for key in values if key not in contract.parameters)]:
+        value = json.dumps(values.get(key, ""))
         lines.append(f'parameters {{ key: "{key}" value: {{ string_value: {value} }} }}')
     if instances:
         lines.append(f"instance_group [ {{ count: {instances} kind: KIND_CPU }} ]")

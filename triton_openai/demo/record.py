@@ -34,10 +34,10 @@ class Record:
         with self._lock:
             self._read_on()
             if id is None:
-                found = self._events
+                events = self._events
             else:
-                found = self._of.get(id, [])
-            return [each for each in found if model in (None, each["model"]) and event in (None, each["event"])]
+                events = self._of.get(id, [])
+            return [entry for entry in events if model in (None, entry["model"]) and event in (None, entry["event"])]
 
     def _read_on(self) -> None:
         try:
@@ -49,9 +49,9 @@ class Record:
         # A last line without a line break is still being written.
         data = data[: data.rfind(b"\n") + 1]
         self._read += len(data)
-        for each in map(json.loads, data.splitlines()):
-            self._events.append(each)
-            self._of.setdefault(each["id"], []).append(each)
+        for entry in map(json.loads, data.splitlines()):
+            self._events.append(entry)
+            self._of.setdefault(entry["id"], []).append(entry)
 
     def wait_for(
         self,
@@ -69,9 +69,9 @@ class Record:
         """
         deadline = time.monotonic() + timeout
         while True:
-            found = self.events(id=id, model=model, event=event)
-            if condition(found) if condition is not None else found:
-                return found
+            events = self.events(id=id, model=model, event=event)
+            if condition(events) if condition is not None else events:
+                return events
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"not within {timeout} s; there is {found}")
+                raise TimeoutError(f"not within {timeout} s; there is {events}")
             time.sleep(_POLL_SECONDS)

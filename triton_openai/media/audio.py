@@ -27,7 +27,7 @@ from triton_openai.errors import ConfigurationError, InvalidRequest
 
 # Frames that are decoded at once: 4 MB with as many channels as are taken.
 _FRAMES = 65_536
-_MOST_CHANNELS = 16
+_MAX_CHANNELS = 16
 _RATES = range(4_000, 192_001)
 # The largest number of FP16. NaN compares as false.
 _LOUDEST = 65_504.0
@@ -35,7 +35,7 @@ _LOUDEST = 65_504.0
 _THREADS = 2
 # Samples a second that models of chats take, and the most seconds that one request has: 19 MB.
 _CHAT_RATE = 16_000
-_LONGEST_IN_CHATS = 600.0
+_MAX_SECONDS_IN_CHATS = 600.0
 # Of soundfile, by the first bytes of a file; and what PyAV calls the other containers.
 _FORMATS = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3"})
 _MP4 = "mov"
@@ -43,8 +43,8 @@ _WEBM = "matroska"
 _AAC = "aac"
 _CODECS = frozenset({"aac", "alac", "flac", "mp3", "mp3float", "opus", "libopus", "vorbis", "libvorbis", "pcm_s16le"})
 # Bytes that FFmpeg makes room for at once: hours of AAC in the table of an MP4 file, of which each stream has one.
-_MOST_AT_ONCE = 1 << 24
-_MOST_STREAMS = "8"
+_MAX_ALLOCATION = 1 << 24
+_MAX_STREAMS = "8"
 # Opens a file with 64 MB, and a stack of 1 MB.
 _OPEN = """
 import io, resource, sys, soundfile
@@ -115,8 +115,8 @@ class Recording:
         data: bytes,
         *,
         rate: int,
-        longest: float,
-        most: float,
+        max_chunk_seconds: float,
+        max_seconds: float,
         pauses: Pauses | None = None,
         on_decoded: Callable[[float], object] = lambda _: None,
     ) -> None:
@@ -126,10 +126,10 @@ class Recording:
         Raises :class:`ConfigurationError` without the extra, and :class:`InvalidRequest` for other formats.
         """
         require_audio()
-        self._blocks = _blocks(data, most)
-        self._most = most
+        self._blocks = _blocks(data, max_seconds)
+        self._max_seconds = max_seconds
         self._on_decoded = on_decoded
-        self._cutter = _Cutter(rate, longest, pauses)
+        self._cutter = _Cutter(rate, max_chunk_seconds, pauses)
         # Frames that were decoded, and those of a second.
         self._frames = 0
         self._rate = 1
@@ -144,9 +144,9 @@ class Recording:
         loop = asyncio.get_running_loop()
         steps = self._decoded()
         end = object()
-        while (found := await loop.run_in_executor(_threads(), next, steps, end)) is not end:
-            if isinstance(found, Chunk):
-                yield found
+        while (made := await loop.run_in_executor(_threads(), next, steps, end)) is not end:
+            if isinstance(made, Chunk):
+                yield made
         self._on_decoded(self.seconds)
 
     def _decoded(self) -> Iterator[Chunk | None]:
@@ -163,8 +163,8 @@ class Recording:
                 else:
                     resampler = soxr.ResampleStream(rate, self._cutter.rate, 1)
             self._frames += len(block)
-            if self.seconds > self._most:
-                raise _too_long(self._most)
+            if self.seconds > self._max_seconds:
+                raise _too_long(self._max_seconds)
             if not np.abs(block).max(initial=0.0) <= _LOUDEST:
                 raise _wrong("The audio has samples that are no numbers.")
             mono = block.mean(axis=1, dtype=np.float32)
@@ -180,7 +180,7 @@ class Recording:
 class AudioReference(msgspec.Struct, frozen=True):
     """Audio in a request: its path, for an error's ``param``, and its file in base64."""
 
-    place: str
+    param: str
     data: str
 
 
@@ -197,12 +197,12 @@ def decoded_size(seconds: float, rate: int) -> int:
     return int(seconds * rate * 4 * _COPIES)
 
 
-def loading_size(references: Sequence[AudioReference], *, most: float) -> int:
+def loading_size(references: Sequence[AudioReference], *, max_seconds: float) -> int:
     """Return how many bytes :func:`load` takes at most, whatever the audio of *references* is."""
     if not references:
         return 0
-    files = sum(len(one.data) for one in references)
-    return files + int(min(most, _LONGEST_IN_CHATS) * _CHAT_BASE64 * _COPIES)
+    files = sum(len(reference.data) for reference in references)
+    return files + int(min(max_seconds, _MAX_SECONDS_IN_CHATS) * _CHAT_BASE64 * _COPIES)
 
 
 def loaded_size(files: Sequence[str]) -> int:
@@ -210,26 +210,27 @@ def loaded_size(files: Sequence[str]) -> int:
     return _COPIES * sum(map(len, files))
 
 
-async def load(references: Sequence[AudioReference], *, most: float) -> tuple[str, ...]:
+async def load(references: Sequence[AudioReference], *, max_seconds: float) -> tuple[str, ...]:
     """
-    Return the audio of *references*, of *most* seconds together, as WAV files of 16 kHz in base64.
+    Return the audio of *references*, of *max_seconds* seconds together, as WAV files of 16 kHz in base64.
 
     Raises :class:`InvalidRequest` with its place, and :class:`ConfigurationError` without the extra.
     """
     await asyncio.to_thread(require_audio)
     files = []
-    left = min(most, _LONGEST_IN_CHATS)
-    for one in references:
+    left = min(max_seconds, _MAX_SECONDS_IN_CHATS)
+    for reference in references:
         try:
-            data = await asyncio.to_thread(binascii.a2b_base64, one.data, strict_mode=True)
-            recording = Recording(data, rate=_CHAT_RATE, longest=_CHAT_CHUNK, most=left)
+            data = await asyncio.to_thread(binascii.a2b_base64, reference.data, strict_mode=True)
+            recording = Recording(data, rate=_CHAT_RATE, max_chunk_seconds=_CHAT_CHUNK, max_seconds=left)
             del data
             files.append(await _wav(recording))
             left -= recording.seconds
         except ValueError as error:
-            raise InvalidRequest("The audio is not valid base64.", param=one.place, code="invalid_base64") from error
+            problem = "The audio is not valid base64."
+            raise InvalidRequest(problem, param=reference.param, code="invalid_base64") from error
         except InvalidRequest as error:
-            error.param = one.place
+            error.param = reference.param
             raise
     return tuple(files)
 
@@ -273,8 +274,8 @@ def _wrong(message: str, code: str = "invalid_audio") -> InvalidRequest:
     return InvalidRequest(message, param="file", code=code)
 
 
-def _too_long(most: float) -> InvalidRequest:
-    return _wrong(f"The audio is longer than the limit of {most:g} seconds.", "audio_too_long")
+def _too_long(max_seconds: float) -> InvalidRequest:
+    return _wrong(f"The audio is longer than the limit of {max_seconds:g} seconds.", "audio_too_long")
 
 
 def _known(frames: int) -> bool:
@@ -283,13 +284,13 @@ def _known(frames: int) -> bool:
 
 
 def _check(rate: int, channels: int) -> None:
-    if channels > _MOST_CHANNELS:
-        raise _wrong(f"The audio has {channels} channels; {_MOST_CHANNELS} is the most.")
+    if channels > _MAX_CHANNELS:
+        raise _wrong(f"The audio has {channels} channels; {_MAX_CHANNELS} is the most.")
     if rate not in _RATES:
         raise _wrong(f"The audio has {rate} samples a second; {_RATES[0]} to {_RATES[-1]} are taken.")
 
 
-def _blocks(data: bytes, most: float) -> Iterator[tuple[int, _Samples]]:
+def _blocks(data: bytes, max_seconds: float) -> Iterator[tuple[int, _Samples]]:
     """Return what yields the samples a second of *data* and blocks of frames by channels (FP32)."""
     if not data:
         raise _wrong("The file is empty.")
@@ -303,11 +304,11 @@ def _blocks(data: bytes, most: float) -> Iterator[tuple[int, _Samples]]:
         return _with_av(data, _AAC)
     riff = data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE"
     if riff or data.startswith((b"fLaC", b"OggS", b"ID3")) or (sync and data[1] & 0xE0 == 0xE0):
-        return _with_soundfile(data, most)
+        return _with_soundfile(data, max_seconds)
     raise _wrong(f"This is not audio of a supported format ({_TAKEN}).", "invalid_audio_format")
 
 
-def _with_soundfile(data: bytes, most: float) -> Iterator[tuple[int, _Samples]]:
+def _with_soundfile(data: bytes, max_seconds: float) -> Iterator[tuple[int, _Samples]]:
     import soundfile
 
     class Stream(soundfile.SoundFile):  # type: ignore[misc] # it has no types
@@ -328,8 +329,8 @@ def _with_soundfile(data: bytes, most: float) -> Iterator[tuple[int, _Samples]]:
                 raise _wrong(f"This is not audio of a supported format ({_TAKEN}).", "invalid_audio_format")
             _check(file.samplerate, file.channels)
             left = file.frames
-            if _known(left) and left / file.samplerate > most:
-                raise _too_long(most)
+            if _known(left) and left / file.samplerate > max_seconds:
+                raise _too_long(max_seconds)
             while len(block := file.read(_FRAMES, dtype="float32", always_2d=True)):
                 left -= len(block)
                 yield file.samplerate, block
@@ -358,7 +359,7 @@ def _av() -> Any:
     """Return PyAV, which then makes room for no more than MOST_AT_ONCE bytes at once, whatever a file promises."""
     import av.packet
 
-    ctypes.CDLL(av.packet.__file__).av_max_alloc(ctypes.c_size_t(_MOST_AT_ONCE))
+    ctypes.CDLL(av.packet.__file__).av_max_alloc(ctypes.c_size_t(_MAX_ALLOCATION))
     return av
 
 
@@ -374,7 +375,7 @@ def _with_av(data: bytes, container: str) -> Iterator[tuple[int, _Samples]]:
             "invalid_audio_format",
         ) from error
     # A file may name others: nothing is opened but what is in memory.
-    options = {"protocol_whitelist": "none", "max_streams": _MOST_STREAMS}
+    options = {"protocol_whitelist": "none", "max_streams": _MAX_STREAMS}
     if container == _MP4:
         options |= {"enable_drefs": "0", "use_absolute_path": "0"}
     try:
@@ -408,9 +409,9 @@ def _with_av(data: bytes, container: str) -> Iterator[tuple[int, _Samples]]:
 class _Cutter:
     """Cuts mono samples that come piece by piece. Places are numbers of samples since the start of the recording."""
 
-    def __init__(self, rate: int, longest: float, pauses: Pauses | None) -> None:
+    def __init__(self, rate: int, max_chunk_seconds: float, pauses: Pauses | None) -> None:
         self.rate = rate
-        self._longest, self._frame = int(longest * rate), int(FRAME * rate)
+        self._max_frames, self._frame = int(max_chunk_seconds * rate), int(FRAME * rate)
         self._pauses = pauses
         # What is kept, the place where it begins, and the place up to which it was looked at.
         self._pieces: list[_Samples] = []
@@ -436,12 +437,12 @@ class _Cutter:
 
     def _limited(self) -> Iterator[Chunk]:
         """Yield chunks as long as there is more than one may have."""
-        while self._begin is not None and self._place - self._begin > self._longest:
-            stop = self._begin - self._first + self._longest
-            searched = min(int(_SEARCHED * self.rate), self._longest // 2)
-            place = stop - searched + _quietest(self._joined()[stop - searched : stop], int(_QUIET * self.rate))
+        while self._begin is not None and self._place - self._begin > self._max_frames:
+            stop = self._begin - self._first + self._max_frames
+            searched = min(int(_SEARCHED * self.rate), self._max_frames // 2)
+            cut = stop - searched + _quietest(self._joined()[stop - searched : stop], int(_QUIET * self.rate))
             begin = self._begin
-            self._begin = place + self._first
+            self._begin = cut + self._first
             yield self._take(begin, self._begin)
 
     def _at_pauses(self, pauses: Pauses) -> Iterator[Chunk]:
@@ -477,10 +478,10 @@ class _Cutter:
                 self._pieces = [np.zeros(0, np.float32)]
         return self._pieces[0]
 
-    def _drop(self, place: int) -> None:
-        """Keep only what follows *place*, without what holds the memory of the rest."""
-        self._pieces = [self._joined()[place - self._first :].copy()]
-        self._first = place
+    def _drop(self, position: int) -> None:
+        """Keep only what follows *position*, without what holds the memory of the rest."""
+        self._pieces = [self._joined()[position - self._first :].copy()]
+        self._first = position
 
     def _take(self, begin: int, end: int) -> Chunk:
         samples = self._joined()[begin - self._first : end - self._first]

@@ -30,7 +30,7 @@ _LIBSNDFILE: Mapping[Format, Mapping[str, Any]] = {
 }
 _FULL = 32_768
 # Seconds of a file that is read as a whole.
-_LONGEST = 3_600
+_MAX_FILE_SECONDS = 3_600
 # Of a stream, whose length nobody knows yet.
 _UNKNOWN = 0xFFFFFFFF
 
@@ -261,7 +261,7 @@ def read_audio(data: bytes) -> tuple[Samples, int]:
         return _read_wav(data)
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
-            if file.frames > _LONGEST * file.samplerate:
+            if file.frames > _MAX_FILE_SECONDS * file.samplerate:
                 raise ValueError("It is longer than an hour, or does not say how long it is.")
             samples = file.read(dtype="float32", always_2d=True).mean(axis=1)
             return np.ascontiguousarray(samples), int(file.samplerate)

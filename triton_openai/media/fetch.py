@@ -90,7 +90,7 @@ class CheckedResolver(AbstractResolver):
         answers = await asyncio.get_running_loop().run_in_executor(
             self._threads, lambda: self._lookup(host, port, family, socket.SOCK_STREAM, 0, socket.AI_ADDRCONFIG)
         )
-        found = []
+        results = []
         for kind, _, protocol, _, (text, *_) in answers:
             # A link-local IPv6 address may come with its zone.
             address = parse_address(str(text).partition("%")[0])
@@ -98,8 +98,8 @@ class CheckedResolver(AbstractResolver):
                 raise AddressRefusedError(f"an address of {host} is not allowed")
             # It is an address already: nothing is to be resolved a second time.
             flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-            found.append(ResolveResult(hostname=host, host=text, port=port, family=kind, proto=protocol, flags=flags))
-        return found
+            results.append(ResolveResult(hostname=host, host=text, port=port, family=kind, proto=protocol, flags=flags))
+        return results
 
     async def close(self) -> None:
         """End the threads."""
@@ -107,7 +107,7 @@ class CheckedResolver(AbstractResolver):
 
 
 # What web servers take in a request's first line. Also keeps large texts from the parser.
-_LONGEST_URL = 8_000
+_MAX_URL_CHARS = 8_000
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _INSTEAD = "send the image itself, as a data URL (data:image/png;base64,...)."
 
@@ -157,7 +157,7 @@ def _refused(message: str) -> InvalidRequest:
 
 def parse_url(text: str) -> URL:
     """Return *text* as a URL, parsed once and by the library that also sends the request. Raises InvalidRequest."""
-    if len(text) > _LONGEST_URL:
+    if len(text) > _MAX_URL_CHARS:
         raise _refused("The image's URL is too long.")
     try:
         url = URL(text)
@@ -205,7 +205,7 @@ class Fetcher:
 
     hosts: AllowedHosts
     #: Most bytes of a file.
-    largest: int
+    max_size: int
     #: Seconds for a file, waiting for its turn included.
     timeout: float = 10.0
     #: Most files at a time.
@@ -282,8 +282,8 @@ class Fetcher:
         async for piece in response.content.iter_chunked(64 * 1024):
             data += piece
             on_bytes(len(piece))
-            if len(data) > self.largest:
-                raise too_large(self.largest)
+            if len(data) > self.max_size:
+                raise too_large(self.max_size)
         return bytes(data)
 
     def _client(self) -> aiohttp.ClientSession:

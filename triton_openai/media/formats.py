@@ -31,7 +31,7 @@ _RATES: Mapping[Format, Sequence[int]] = {
 def rate_of(kind: Format, rate: int) -> int:
     """Return the rate in Hz that a file of *kind* has for samples of *rate* Hz: the next one that it can have."""
     rates = _RATES.get(kind, (rate,))
-    return next((one for one in rates if one >= rate), rates[-1])
+    return next((candidate for candidate in rates if candidate >= rate), rates[-1])
 
 
 def cost(kind: Format, rate: int, count: int) -> float:

@@ -32,7 +32,7 @@ _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _SLICE = 1024 * 1024
 #: A data URL before the data: a media type, maybe with parameters. As in all URLs, the scheme's case is of no account.
 DATA_URL = re.compile(r"data:(?P<type>[^,;]{0,200})(?:;[^,;]{1,200}){0,4}?(?P<base64>;base64)?,", re.IGNORECASE)
-LONGEST_HEAD = 1_200
+MAX_HEAD_CHARS = 1_200
 _BLANKS = re.compile(r"[ \t\r\n]+")
 
 
@@ -94,14 +94,14 @@ def is_data_url(url: str) -> bool:
     return url[:5].lower().partition(":")[:2] == ("data", ":")
 
 
-async def from_data_url(url: str, *, largest: int) -> Image:
+async def from_data_url(url: str, *, max_size: int) -> Image:
     """
     Return the image in *url*. The media type that it names has to be an image's; which one, the file itself decides.
 
     Line breaks and blanks within the base64, which some encoders write, are left out. Raises :class:`InvalidRequest`,
-    also for files of more than *largest* bytes.
+    also for files of more than *max_size* bytes.
     """
-    head = DATA_URL.match(url[:LONGEST_HEAD])
+    head = DATA_URL.match(url[:MAX_HEAD_CHARS])
     if head is None or head["base64"] is None:
         raise InvalidRequest(
             "A data URL must have the form data:image/png;base64,... for an image.", code="invalid_image_url"
@@ -116,8 +116,8 @@ async def from_data_url(url: str, *, largest: int) -> Image:
     # Blanks are looked for where encoders put the first: at the end of a line.
     if data and (_BLANKS.search(data, 0, 100) or data[-1] in " \t\r\n"):
         data = _BLANKS.sub("", data)
-    if _decoded_size(data) > largest:
-        raise too_large(largest)
+    if _decoded_size(data) > max_size:
+        raise too_large(max_size)
     return await from_base64(data)
 
 
@@ -133,30 +133,30 @@ def images_size(images: Sequence[Image]) -> int:
 class ImageReference(msgspec.Struct, frozen=True):
     """An image in a request: its path, for an error's ``param``, and its URL."""
 
-    place: str
+    param: str
     url: str
 
 
 class ImageLoader:
     """Loads images: *most* of a request, of *largest* bytes each and *together* bytes (in base64) in all, at most."""
 
-    def __init__(self, fetcher: Fetcher, *, most: int, largest: int, together: int) -> None:
+    def __init__(self, fetcher: Fetcher, *, max_images: int, max_size: int, max_total_size: int) -> None:
         self._fetcher = fetcher
-        self._most = most
-        self._largest = largest
-        self._together = together
+        self._max_images = max_images
+        self._max_size = max_size
+        self._max_total_size = max_total_size
 
-    def check_count(self, references: Sequence[ImageReference], *, most: float = math.inf) -> None:
-        """Raise :class:`InvalidRequest` for too many; *most* is the model's own limit, where it is known."""
-        if most > self._most:
-            limit = self._most
+    def check_count(self, references: Sequence[ImageReference], *, max_images: float = math.inf) -> None:
+        """Raise :class:`InvalidRequest` for too many; *max_images* is the model's own limit, where it is known."""
+        if max_images > self._max_images:
+            limit = self._max_images
         else:
-            limit = int(most)
+            limit = int(max_images)
         if len(references) > limit:
             raise InvalidRequest(
                 f"A request to this model can have {limit} image{'' if limit == 1 else 's'} at most, and this one has "
                 f"{len(references)}.",
-                param=references[limit].place,
+                param=references[limit].param,
                 code="too_many_images",
             )
 
@@ -166,7 +166,7 @@ class ImageLoader:
 
         Raises :class:`InvalidRequest` with the place of the image. The first image that fails cancels all others.
         """
-        left = self._together // 4 * 3
+        left = self._max_total_size // 4 * 3
 
         def count(size: int) -> None:
             nonlocal left
@@ -183,9 +183,9 @@ class ImageLoader:
         total = 0
         for image, reference in zip(images, references, strict=True):
             total += len(image.base64)
-            if total > self._together:
+            if total > self._max_total_size:
                 error = self._too_large_together()
-                error.param = reference.place
+                error.param = reference.param
                 raise error
         return tuple(images)
 
@@ -198,22 +198,22 @@ class ImageLoader:
                 # Its text is copied without the head.
                 size += len(reference.url)
             else:
-                fetched += self._largest
-        return size + min(fetched, self._together // 4 * 3) * _COPIES_OF_FETCHED
+                fetched += self._max_size
+        return size + min(fetched, self._max_total_size // 4 * 3) * _COPIES_OF_FETCHED
 
     def _too_large_together(self) -> InvalidRequest:
         return InvalidRequest(
-            f"The request's images are larger than the limit of {self._together} bytes together.",
+            f"The request's images are larger than the limit of {self._max_total_size} bytes together.",
             code="image_too_large",
         )
 
     async def _load(self, reference: ImageReference, count: Callable[[int], object]) -> Image:
         try:
             if is_data_url(reference.url):
-                return await from_data_url(reference.url, largest=self._largest)
+                return await from_data_url(reference.url, max_size=self._max_size)
             return await from_bytes(await self._fetcher.fetch(reference.url, count))
         except InvalidRequest as error:
-            error.param = reference.place
+            error.param = reference.param
             raise
 
     async def close(self) -> None:

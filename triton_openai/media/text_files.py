@@ -10,14 +10,14 @@ import binascii
 import re
 
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, printable
-from triton_openai.media.images import DATA_URL, LONGEST_HEAD, is_data_url
+from triton_openai.media.images import DATA_URL, MAX_HEAD_CHARS, is_data_url
 
 # Types outside of text/ whose files are text. What has no type, or only that of bytes, is judged by its content.
 _TEXT = re.compile(
     r"(text/.*|application/([\w.-]+\+)?(json|x-ndjson|jsonl|csv|xml|x?-?yaml|toml|markdown|javascript|sql|x-sh)"
     r"|application/octet-stream|)"
 )
-_LONGEST_NAME = 255
+_MAX_NAME_CHARS = 255
 _NOT_IN_NAMES = re.compile(r'["<>]|[^ -~\w]')
 
 
@@ -26,7 +26,7 @@ def shown(name: str | None, text: str) -> str:
     if name is None:
         called = ""
     else:
-        called = f' name="{_NOT_IN_NAMES.sub("_", name[:_LONGEST_NAME])}"'
+        called = f' name="{_NOT_IN_NAMES.sub("_", name[:_MAX_NAME_CHARS])}"'
     return f"<file{called}>\n{text}\n</file>"
 
 
@@ -42,7 +42,7 @@ def read(data: str, name: str | None) -> str:
         called = "The file"
     kind = ""
     if is_data_url(data):
-        head = DATA_URL.match(data[:LONGEST_HEAD])
+        head = DATA_URL.match(data[:MAX_HEAD_CHARS])
         if head is None or head["base64"] is None:
             raise InvalidRequest("A file's data URL must have the form data:text/plain;base64,...", code="invalid_file")
         kind = head["type"].strip().lower()

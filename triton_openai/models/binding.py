@@ -46,12 +46,14 @@ class Binder:
         variants = snapshot.variants.get(name)
         if not variants:
             return self.bind(snapshot.configs[name], snapshot.configs)
-        every = [(each, self.bind(each.repository[name], each.repository)) for each in variants]
-        served = [replace(bound, endpoints=each.endpoints) for each, bound in every if isinstance(bound, ServedModel)]
+        every = [(variant, self.bind(variant.repository[name], variant.repository)) for variant in variants]
+        served = [
+            replace(bound, endpoints=variant.endpoints) for variant, bound in every if isinstance(bound, ServedModel)
+        ]
         if not served:
             return every[0][1]
         limit = min(filter(None, (model.settings.max_model_len for model in served)), default=None)
-        served = [replace(each, settings=replace(each.settings, max_model_len=limit)) for each in served]
+        served = [replace(variant, settings=replace(variant.settings, max_model_len=limit)) for variant in served]
         return replace(served[0], variants=tuple(served[1:]))
 
     def bind(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> ServedModel | Unserved:
@@ -105,7 +107,11 @@ class Binder:
             settings=settings,
             lazy_prompter=self.prompters.of(name, settings, metadata.tokenizer_dir, metadata.tokenizer),
             text_level=text_level,
-            priorities=max(_priorities(each.config, repository) for each in (adapter, text_level) if each is not None),
+            priorities=max(
+                _priorities(candidate.config, repository)
+                for candidate in (adapter, text_level)
+                if candidate is not None
+            ),
             fingerprint=config.fingerprint,
             metadata=metadata,
             voices=voices,

@@ -124,7 +124,9 @@ class ModelControl:
     async def _load(self, model: str, members: Sequence[Member]) -> None:
         async with self._draining.claim([model]):
             indexes, failures = await self._indexes(model, members)
-            missing = [at for at, index in indexes.items() if model not in {one.name for one in index if one.ready}]
+            missing = [
+                at for at, index in indexes.items() if model not in {entry.name for entry in index if entry.ready}
+            ]
             if not missing and not failures:
                 raise _conflict(f"The model '{model}' is already loaded.", "model_already_loaded")
 
@@ -261,17 +263,17 @@ def _held(index: Sequence[IndexEntry], models: Collection[str]) -> list[str]:
 
 def _parts(model: str, configs: Mapping[str, ModelConfig]) -> set[str]:
     """Return the models that *model* is an ensemble of, through all levels."""
-    found = {model}
+    parts = {model}
     left = [model]
     while left:
         config = configs.get(left.pop())
         if config is not None:
-            new = {step.model for step in config.steps} - found
+            new = {step.model for step in config.steps} - parts
         else:
             new = set()
-        found |= new
+        parts |= new
         left += new
-    return found - {model}
+    return parts - {model}
 
 
 def _refuse_used(models: Collection[str], configs: Mapping[str, ModelConfig]) -> None:

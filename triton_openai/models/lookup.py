@@ -31,8 +31,8 @@ MODERATION_DEFAULT = "omni-moderation-latest"
 _MODERATION_NAMES = frozenset({MODERATION_DEFAULT, "text-moderation-latest", "text-moderation-stable"})
 # Models that an unknown name is compared with and that its error lists, and the longest name that is compared: the time
 # for that grows with both (20 ms).
-_MOST_SUGGESTED = 20
-_LONGEST_COMPARED = 100
+_MAX_SUGGESTED = 20
+_MAX_COMPARED_CHARS = 100
 # What Triton says of models that nobody has loaded, and of those that were unloaded.
 _NOT_LOADED = frozenset({"", "unloaded"})
 # How often what could not be loaded is tried again.
@@ -169,14 +169,14 @@ class Models:
         if name in _MODERATION_NAMES:
             moderators = self._moderators(allows)
             if moderators:
-                return f" Several models moderate, so name one of them: {', '.join(moderators[:_MOST_SUGGESTED])}."
+                return f" Several models moderate, so name one of them: {', '.join(moderators[:_MAX_SUGGESTED])}."
             return (
                 " It stands for a classifier whose settings map its labels to categories ('moderation'): there is none."
             )
-        names = [one for one in self.served if allows(one)]
-        if len(names) > _MOST_SUGGESTED:
+        names = [served for served in self.served if allows(served)]
+        if len(names) > _MAX_SUGGESTED:
             return " GET /v1/models lists the models."
-        if len(name) <= _LONGEST_COMPARED:
+        if len(name) <= _MAX_COMPARED_CHARS:
             hint = closest(name, names)
         else:
             hint = ""
@@ -229,13 +229,12 @@ class Models:
             _log.info("model is served", model=name, adapter=served[name].adapter.name)
         for name in self.served.keys() - served.keys():
             _log.info("model is gone", model=name)
-        differences = {
-            name: found
-            for name, model in served.items()
-            if (found := [*model.differences, *_versions(snapshot.versions.get(model.triton_model, {}))])
-        }
-        for name, sentences in differences.items():
-            if sentences != self.differences.get(name):
+        differences = {}
+        for name, model in served.items():
+            sentences = [*model.differences, *_versions(snapshot.versions.get(model.triton_model, {}))]
+            if sentences:
+                differences[name] = sentences
+            if sentences and sentences != self.differences.get(name):
                 _log.warning("model differs between Tritons", model=name, differences=sentences)
         self.differences = differences
         now = int(time.time())
@@ -293,7 +292,7 @@ def _misnamed(settings: Settings, known: Collection[str], served: Collection[str
     *known* are the models that Triton has, loaded or not, *served* further public names.
     """
     aliases = settings.aliases()
-    found = {
+    problems = {
         name: f"The settings are for an alias: give them to the model '{aliases[name]}'."
         if name in aliases
         else f"The settings are for a model that Triton does not have.{closest(name, known)}"
@@ -301,5 +300,5 @@ def _misnamed(settings: Settings, known: Collection[str], served: Collection[str
     }
     default = settings.api.default_model
     if default is not None and default not in {*known, *served, *aliases}:
-        found[default] = f"The default model is none that Triton has.{closest(default, [*known, *served])}"
-    return found
+        problems[default] = f"The default model is none that Triton has.{closest(default, [*known, *served])}"
+    return problems

@@ -100,9 +100,9 @@ def model_lines(models: Models, *, unserved: bool = False) -> list[ModelLine]:
     ]
     if unserved:
         lines += [
-            ModelLine(name=each.name, state="not served", problem=each.why)
-            for each in models.unserved
-            if each.role is None
+            ModelLine(name=unserved.name, state="not served", problem=unserved.why)
+            for unserved in models.unserved
+            if unserved.role is None
         ]
     return lines
 
@@ -111,7 +111,7 @@ def _features(model: ServedModel) -> tuple[str, ...]:
     capabilities = model.adapter.capabilities
     if "generate" not in model.tasks:
         return ()
-    found = {
+    features = {
         "streaming": capabilities.streaming,
         "tools": model.lazy_prompter.parsers.tools is not None,
         "reasoning": model.lazy_prompter.parsers.reasoning is not None,
@@ -119,4 +119,4 @@ def _features(model: ServedModel) -> tuple[str, ...]:
         "images": model.takes_images and model.marks_images,
         "logprobs": "logprobs" in model.adapter.supported,
     }
-    return tuple(name for name, can in found.items() if can)
+    return tuple(name for name, can in features.items() if can)

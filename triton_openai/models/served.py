@@ -63,12 +63,15 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     def variant_at(self, endpoint: str | None) -> ServedModel:
         """Return the model as the Triton *endpoint* has it, under this name."""
-        found = next((each for each in self.variants if endpoint in each.endpoints), None)
-        if found is None:
+        variant = next((other for other in self.variants if endpoint in other.endpoints), None)
+        if variant is None:
             return self
         own = {name: getattr(self, name) for name in ("name", "lora", "lora_delivery", "listed")}
-        others = (msgspec.structs.replace(self, variants=()), *(each for each in self.variants if each is not found))
-        return msgspec.structs.replace(found, **own, variants=others)
+        others = (
+            msgspec.structs.replace(self, variants=()),
+            *(other for other in self.variants if other is not variant),
+        )
+        return msgspec.structs.replace(variant, **own, variants=others)
 
     @property
     def differences(self) -> Sequence[str]:
@@ -80,12 +83,12 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
             "Its adapter": lambda model: model.adapter.name,
             "The release of Triton": lambda model: model.adapter.config.server_version,
         }
-        found = []
+        lines = []
         for what, value_of in told.items():
             values = [f"{value_of(model) or 'unknown'} at {' and '.join(sorted(model.endpoints))}" for model in every]
             if len({value_of(model) for model in every}) > 1:
-                found.append(f"{what} is {', '.join(values)}.")
-        return found
+                lines.append(f"{what} is {', '.join(values)}.")
+        return lines
 
     @property
     def jobs(self) -> Sequence[JobType]:

@@ -22,7 +22,7 @@ _SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
 # A name that a model without a list gets as it is: no path, and nothing that hides.
 _NAME = re.compile(r"\w[\w .:+@()-]{0,99}")
 # Voices that an error lists.
-_MOST_LISTED = 50
+_MAX_LISTED = 50
 
 
 class Voices:
@@ -55,7 +55,7 @@ class Voices:
         elif isinstance(voices, str):
             raise self._wrong("takes no recordings: 'audio.voices' must list the names of its voices")
         else:
-            self._voices = self._known(voices if isinstance(voices, Mapping) else {one: one for one in voices})
+            self._voices = self._known(voices if isinstance(voices, Mapping) else {name: name for name in voices})
         for alias, voice in self._aliases.items():
             if not self.takes_any_name and voice not in self._voices:
                 raise self._wrong(f"has no voice '{voice}', for which 'audio.voice_aliases' gives '{alias}'")
@@ -110,11 +110,11 @@ class Voices:
             if not _NAME.fullmatch(known):
                 raise InvalidValue("'voice' must be a name of at most 100 letters, digits and ' .:+@()-'.", "voice")
             return Voice(name=name, known_as=known), False
-        found = None
+        voice = None
         if name is not None:
-            found = voices.get(self._aliases.get(name, name))
-        if found is not None:
-            return found, False
+            voice = voices.get(self._aliases.get(name, name))
+        if voice is not None:
+            return voice, False
         own = self._speech.has_own_voice
         if len(voices) + own == 1:
             return (None if own else next(iter(voices.values()))), True
@@ -123,7 +123,7 @@ class Voices:
         if name is None:
             raise missing("voice")
         names = self.names()
-        listed = ", ".join(names[:_MOST_LISTED]) + (", ..." if len(names) > _MOST_LISTED else "")
+        listed = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
         raise InvalidValue(f"The model '{self._model}' has no voice '{name[:100]}'. It has: {listed}.", "voice")
 
     def _read_folder(self, folder: Path) -> None:
@@ -159,8 +159,8 @@ class Voices:
         try:
             # Some models divide by its length.
             text = path.with_suffix(".txt").read_text(encoding="utf-8").strip()
-            samples, given = self._encode.read_audio(path.read_bytes())
-            samples = self._encode.resampled(samples, given, rate)
+            samples, file_rate = self._encode.read_audio(path.read_bytes())
+            samples = self._encode.resampled(samples, file_rate, rate)
         except (OSError, ValueError) as error:
             if isinstance(error, OSError):
                 reason = error.strerror
@@ -170,6 +170,8 @@ class Voices:
         seconds = len(samples) / rate
         if not text or not seconds:
             raise self._wrong(f"cannot use the voice {path.name}: {'the recording' if text else 'its text'} is empty")
-        if self._speech.with_reference and seconds >= self._speech.longest:
-            raise self._wrong(f"speaks {self._speech.longest:g} seconds with the recording, and {path.name} is as long")
+        if self._speech.with_reference and seconds >= self._speech.max_seconds:
+            raise self._wrong(
+                f"speaks {self._speech.max_seconds:g} seconds with the recording, and {path.name} is as long"
+            )
         return Voice(name=path.stem, samples=samples.astype("<f4").tobytes(), text=text, seconds=seconds)

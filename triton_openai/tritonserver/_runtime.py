@@ -119,7 +119,7 @@ def _libpython(version: str) -> list[Path]:
     folder = Path(sysconfig.get_config_var("LIBDIR") or "")
     # Debian keeps libraries in a folder of the architecture below the one it names.
     folders = (folder, folder / (sysconfig.get_config_var("MULTIARCH") or ""), Path(sys.base_prefix, "lib"))
-    return [each for each in dict.fromkeys(folders) if (each / f"libpython{version}.so.1.0").is_file()]
+    return [folder for folder in dict.fromkeys(folders) if (folder / f"libpython{version}.so.1.0").is_file()]
 
 
 def _misfit(version: str, stub: Path, library_path: list[Path]) -> str | None:

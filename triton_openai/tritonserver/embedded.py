@@ -69,9 +69,9 @@ class EmbeddedTriton:
         extra_args: Sequence[str] = (),
         listen: tuple[str, int, int] | None = None,
     ) -> None:
-        given = [model_repository] if isinstance(model_repository, Path) else model_repository
+        repositories = [model_repository] if isinstance(model_repository, Path) else model_repository
         # The server runs in a folder of its own.
-        self._repositories = [path.absolute() for path in given]
+        self._repositories = [path.absolute() for path in repositories]
         self._environment = dict(environment)
         if backends is None:
             self._extra_backends = None
@@ -345,22 +345,22 @@ def _reached(host: str) -> str:
 def _available_ports(host: str, wanted: Sequence[int]) -> list[int]:
     """Return the *wanted* ports for HTTP and gRPC, and one for metrics. Raises :class:`ConfigurationError`."""
     ports = []
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as sockets:
         for port, flag in zip(wanted, ("--kserve-http-port", "--kserve-grpc-port"), strict=True):
             try:
-                one = held.enter_context(socket.create_server((host, port)))
+                listening_socket = sockets.enter_context(socket.create_server((host, port)))
             except OSError as error:
                 # Its own words repeat the address.
                 reason = os.strerror(error.errno) if error.errno else error
                 raise ConfigurationError(
                     f"Triton cannot listen on {host} port {port}: {reason}. Choose another with {flag}."
                 ) from error
-            ports.append(one.getsockname()[1])
+            ports.append(listening_socket.getsockname()[1])
         return [*ports, *free_ports(1)]
 
 
 def free_ports(count: int = 3) -> list[int]:
     """Return ports of 127.0.0.1 that are free at this moment."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server((_HOST, 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in sockets]
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server((_HOST, 0))) for _ in range(count)]
+        return [listening_socket.getsockname()[1] for listening_socket in sockets]

@@ -24,7 +24,7 @@ _START_SECONDS = 3600.0
 #: Between two looks at the process; and the pauses before a new start.
 POLL_SECONDS = 0.5
 FIRST_PAUSE = 1.0
-LONGEST_PAUSE = 30.0
+MAX_PAUSE = 30.0
 
 
 class Supervisor:
@@ -37,7 +37,7 @@ class Supervisor:
 
     def __init__(self, server: EmbeddedTriton) -> None:
         self._server = server
-        self._backoff = Backoff(first=FIRST_PAUSE, longest=LONGEST_PAUSE, stable_after=60.0)
+        self._backoff = Backoff(first=FIRST_PAUSE, max_pause=MAX_PAUSE, stable_after=60.0)
         self.started = asyncio.Event()
 
     async def run(self) -> None:
@@ -107,12 +107,12 @@ def triton_for(settings: Settings, environment: Mapping[str, str], *, backends: 
     """Return the Triton that *settings* describe, on ports that are known before it runs."""
     server = settings.server
     listen = (server.host, server.kserve_http_port, server.kserve_grpc_port)
-    found = shutil.which("tritonserver", path=environment.get("PATH"))
+    binary = shutil.which("tritonserver", path=environment.get("PATH"))
     return EmbeddedTriton(
         model_repository=settings.triton.model_repository,
         environment=environment,
         backends=backends,
-        binary=Path(found) if found else None,
+        binary=Path(binary) if binary else None,
         model_control_mode=settings.triton.model_control_mode,
         load_models=settings.triton.load_model,
         listen=listen if server.enable_kserve_frontends else None,

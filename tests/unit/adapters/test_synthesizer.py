@@ -70,17 +70,17 @@ def test_not_claimed(model: ModelConfig) -> None:
 @every_case(
     "model, repository, expected",
     [
-        (zero_shot(COSYVOICE), {}, Synthesis(rate=24_000, longest=30, reference_rate=16_000)),
+        (zero_shot(COSYVOICE), {}, Synthesis(rate=24_000, max_seconds=30, reference_rate=16_000)),
         (zero_shot(COSYVOICE, optional=True), {},
-         Synthesis(rate=24_000, longest=30, reference_rate=16_000, tells_voices_by_text=True, has_own_voice=True)),
+         Synthesis(rate=24_000, max_seconds=30, reference_rate=16_000, tells_voices_by_text=True, has_own_voice=True)),
         (zero_shot({"audio_tokenizer_frame_rate": "50", "audio_chunk_overlap_duration": "0.2"}), {},
-         Synthesis(rate=16_000, longest=10, reference_rate=16_000, overlap=0.2)),
+         Synthesis(rate=16_000, max_seconds=10, reference_rate=16_000, overlap=0.2)),
         (zero_shot({"stream_factor": "2", "audio_chunk_overlap_duration": "${overlap}"}), {},
-         Synthesis(rate=16_000, longest=10, reference_rate=16_000, overlap=0.1)),
+         Synthesis(rate=16_000, max_seconds=10, reference_rate=16_000, overlap=0.1)),
         (zero_shot({"audio_tokenizer_frame_rate": "50"}, decoupled=False), {},
-         Synthesis(rate=16_000, longest=10, reference_rate=16_000)),
+         Synthesis(rate=16_000, max_seconds=10, reference_rate=16_000)),
         (zero_shot({"vocab_file": "v", "vocoder": "vocos", "reference_audio_sample_rate": "22050"}), {},
-         Synthesis(rate=24_000, longest=43.7, with_reference=True, reference_rate=22_050)),
+         Synthesis(rate=24_000, max_seconds=43.7, with_reference=True, reference_rate=22_050)),
     ],
 )  # fmt: skip
 def test_kinds(model: ModelConfig, repository: dict[str, ModelConfig], expected: Synthesis) -> None:
@@ -92,9 +92,9 @@ def test_what_the_operator_says() -> None:
     """Rates and lengths in the settings take the place of what the config shows, and of what it does not."""
     told = AudioFormat(sample_rate=22_050, reference_sample_rate=8_000, overlap_seconds=0.5, max_seconds=5)
     found = synthesis_of(Synthesizer(zero_shot({"llm_tokenizer_dir": "/llm"}), {}, TensorMapping(audio=told)))
-    assert Synthesis(rate=22_050, longest=5, reference_rate=8_000, overlap=0.5) == found
+    assert Synthesis(rate=22_050, max_seconds=5, reference_rate=8_000, overlap=0.5) == found
     found = synthesis_of(Synthesizer(KOKORO, {}, TensorMapping(audio=AudioFormat(sample_rate=24_000))))
-    assert Synthesis(rate=24_000, longest=30, voice_type=str, has_own_voice=True) == found
+    assert Synthesis(rate=24_000, max_seconds=30, voice_type=str, has_own_voice=True) == found
 
 
 @every_case(

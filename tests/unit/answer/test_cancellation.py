@@ -78,7 +78,7 @@ async def test_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
         yield SimpleNamespace(status=200, content_type="image/png", content=SimpleNamespace(iter_chunked=pieces))
 
     monkeypatch.setattr(aiohttp.ClientSession, "get", get)
-    fetcher = Fetcher(hosts=AllowedHosts(("images.example",)), largest=100_000, timeout=60, concurrency=1)
+    fetcher = Fetcher(hosts=AllowedHosts(("images.example",)), max_size=100_000, timeout=60, concurrency=1)
 
     image = await cancel_at_every_turn(started(lambda: fetcher.fetch("https://images.example/a.png")))
 

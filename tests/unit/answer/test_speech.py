@@ -69,9 +69,9 @@ def test_nothing_is_left_out(text: str, longest: int, streams: bool) -> None:
 def test_longest_piece() -> None:
     """The recording shows how fast a voice speaks, and counts where the longest output includes it."""
     voice = Voice(name="ada", text="\u4f60\u597d" + "a" * 34, seconds=4.0)
-    assert 300 == longest_piece(Synthesis(rate=24_000, longest=20), None)
-    assert 200 == longest_piece(Synthesis(rate=24_000, longest=20), voice)
-    assert 160 == longest_piece(Synthesis(rate=24_000, longest=20, with_reference=True), voice)
+    assert 300 == longest_piece(Synthesis(rate=24_000, max_seconds=20), None)
+    assert 200 == longest_piece(Synthesis(rate=24_000, max_seconds=20), voice)
+    assert 160 == longest_piece(Synthesis(rate=24_000, max_seconds=20, with_reference=True), voice)
 
 
 class FakeStream:

@@ -23,10 +23,15 @@ from triton_openai.media.encode import encoder
 
 
 async def chunks_of(
-    data: bytes, *, rate: int = RATE, longest: float = 30, most: float = 3600, pauses: Pauses | None = None
+    data: bytes,
+    *,
+    rate: int = RATE,
+    max_chunk_seconds: float = 30,
+    max_seconds: float = 3600,
+    pauses: Pauses | None = None,
 ) -> list[Chunk]:
     """Return the chunks of a file."""
-    recording = Recording(data, rate=rate, longest=longest, most=most, pauses=pauses)
+    recording = Recording(data, rate=rate, max_chunk_seconds=max_chunk_seconds, max_seconds=max_seconds, pauses=pauses)
     return [chunk async for chunk in recording.chunks()]
 
 
@@ -72,7 +77,7 @@ def test_cuts_are_in_the_quietest_place():
     """No word is cut, every chunk is within the limit, and together they are the recording."""
     said = [*SENTENCE] * 20
     samples = speak(said)
-    found = asyncio.run(chunks_of(wav(samples, subtype="FLOAT"), longest=7.3))
+    found = asyncio.run(chunks_of(wav(samples, subtype="FLOAT"), max_chunk_seconds=7.3))
     assert said == [word for chunk in found for word in words(chunk)]
     assert all(5.3 <= chunk.seconds <= 7.3 for chunk in found[:-1])
     assert samples.tobytes() == b"".join(chunk.samples for chunk in found)
@@ -92,7 +97,9 @@ def test_pauses():
     assert 1 == len(asyncio.run(chunks_of(file, pauses=Pauses(threshold=0.05, silence=1))))
     assert 3 == len(asyncio.run(chunks_of(file, pauses=Pauses(silence=0.08))))
     # Speech without a pause is cut at the limit.
-    assert all(one.seconds <= 3 for one in asyncio.run(chunks_of(wav(speak(["no"] * 20, pause=0)), longest=3)))
+    assert all(
+        one.seconds <= 3 for one in asyncio.run(chunks_of(wav(speak(["no"] * 20, pause=0)), max_chunk_seconds=3))
+    )
     assert [] == asyncio.run(chunks_of(wav(np.zeros(RATE * 90)), pauses=Pauses()))
 
 
@@ -101,14 +108,14 @@ def test_an_hour_of_silence_ends_at_the_limit():
     file = bytearray(encoded(np.zeros(8000 * 3600 * 2, np.float32), 8000, "FLAC"))
     assert len(file) < 1_000_000
     with pytest.raises(InvalidRequest, match="longer than the limit of 600 seconds"):
-        asyncio.run(chunks_of(bytes(file), most=600, longest=240))
+        asyncio.run(chunks_of(bytes(file), max_seconds=600, max_chunk_seconds=240))
     # As if it were written as a stream: the head does not have the number of samples.
     file[21] &= 0xF0
     file[22:26] = bytes(4)
     tracemalloc.start()
     try:
         with pytest.raises(InvalidRequest, match="longer than the limit of 600 seconds"):
-            asyncio.run(chunks_of(bytes(file), most=600, longest=240))
+            asyncio.run(chunks_of(bytes(file), max_seconds=600, max_chunk_seconds=240))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -127,7 +134,7 @@ def test_flac_without_its_number_of_samples():
 async def test_memory_does_not_grow_with_the_recording():
     """Chunks that nobody keeps are gone: an hour needs what a minute needs."""
     file = encoded(np.zeros(8000 * 3600, np.float32), 8000, "FLAC")
-    recording = Recording(file, rate=RATE, longest=30, most=3600)
+    recording = Recording(file, rate=RATE, max_chunk_seconds=30, max_seconds=3600)
     tracemalloc.start()
     try:
         async for _ in recording.chunks():
@@ -141,7 +148,7 @@ async def test_memory_does_not_grow_with_the_recording():
 
 async def test_what_is_not_taken_is_not_decoded():
     """Decoding waits for whoever takes the chunks."""
-    recording = Recording(wav(speak([*SENTENCE] * 40)), rate=RATE, longest=10, most=3600)
+    recording = Recording(wav(speak([*SENTENCE] * 40)), rate=RATE, max_chunk_seconds=10, max_seconds=3600)
     chunks = recording.chunks()
     await anext(chunks)
     assert recording.seconds < 20
@@ -255,7 +262,7 @@ sys.modules.update(dict.fromkeys({modules!r}))
 from triton_openai.errors import ServiceError
 from triton_openai.media.audio import Recording
 try:
-    Recording({data!r}, rate=16000, longest=1, most=1)._decoded().__next__()
+    Recording({data!r}, rate=16000, max_chunk_seconds=1, max_seconds=1)._decoded().__next__()
 except ServiceError as error:
     print(error.status, error.code, error.message)
 """

@@ -226,14 +226,14 @@ class Site:
         self.requests: list[web.Request] = []
         self.port = 0
         self.running = 0
-        self.most = 0
+        self.max_running = 0
         self.left = asyncio.Event()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer by the path."""
         self.requests.append(request)
         self.running += 1
-        self.most = max(self.most, self.running)
+        self.max_running = max(self.max_running, self.running)
         try:
             return await self._answer(request)
         finally:
@@ -285,7 +285,7 @@ async def fetching(here: Site, *answers: tuple[str, ...], **options: Any) -> Asy
     hosts = AllowedHosts(
         [f"images.example:{here.port}", f"{HERE}:{here.port}", f"[::1]:{here.port}", "2130706433", "017700000001"]
     )
-    given: dict[str, Any] = {"largest": LIMIT, "timeout": 20.0, "concurrency": 4, "allows": only_here, **options}
+    given: dict[str, Any] = {"max_size": LIMIT, "timeout": 20.0, "concurrency": 4, "allows": only_here, **options}
     fetcher = Fetcher(hosts=hosts, lookup=FakeLookup(*answers), **given)
     try:
         yield fetcher
@@ -362,7 +362,7 @@ async def test_redirects_out(to: str) -> None:
 
 async def test_redirects_keep_their_encryption() -> None:
     """From https to http nothing is followed; the other way round is fine."""
-    fetcher = Fetcher(hosts=AllowedHosts(["images.example"]), largest=LIMIT, timeout=20, concurrency=1)
+    fetcher = Fetcher(hosts=AllowedHosts(["images.example"]), max_size=LIMIT, timeout=20, concurrency=1)
 
     assert "https" == fetcher._next(URL("http://images.example/a"), "https://images.example/b").scheme
     with pytest.raises(InvalidRequest, match="from https to http"):
@@ -403,12 +403,12 @@ async def test_a_bounded_number_at_a_time() -> None:
         images = await asyncio.gather(*(fetcher.fetch(url) for _ in range(6)))
 
     assert 6 == len(images)
-    assert here.most <= 2
+    assert here.max_running <= 2
 
 
 def loader_for(fetcher: Fetcher, **limits: int) -> ImageLoader:
     """Return a loader with *limits*."""
-    return ImageLoader(fetcher, **{"most": 4, "largest": LIMIT, "together": 10 * LIMIT, **limits})
+    return ImageLoader(fetcher, **{"max_images": 4, "max_size": LIMIT, "max_total_size": 10 * LIMIT, **limits})
 
 
 async def test_the_first_failure_ends_the_others() -> None:
@@ -429,9 +429,9 @@ async def test_images_together() -> None:
     """Many small images are limited like a large one."""
     async with site() as here, fetching(here) as fetcher:
         references = [ImageReference(f"[{number}]", data_url(png(size=1000))) for number in range(3)]
-        assert 3 == len(await loader_for(fetcher, together=6000).load(references))
+        assert 3 == len(await loader_for(fetcher, max_total_size=6000).load(references))
         with pytest.raises(InvalidRequest, match="together") as caught:
-            await loader_for(fetcher, together=4000).load(references)
+            await loader_for(fetcher, max_total_size=4000).load(references)
 
     assert "[2]" == caught.value.param
 

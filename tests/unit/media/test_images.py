@@ -40,7 +40,7 @@ async def test_formats(kind: str) -> None:
 
     assert kind == (await from_bytes(file)).media_type
     assert kind == (await from_base64(encoded(file))).media_type
-    assert kind == (await from_data_url(data_url(file, "image/heic"), largest=LIMIT)).media_type
+    assert kind == (await from_data_url(data_url(file, "image/heic"), max_size=LIMIT)).media_type
 
 
 @every_case("head", [b"", b"G", b"RIFF\0\0\0\0WAVE", b"<svg xmlns=", b"%PDF-1.7", b"\0" * 12, b"GIF88a"])
@@ -93,7 +93,7 @@ async def test_no_url_breaks_it(text: str, prefix: str) -> None:
     """Whatever stands there: an image or a refusal."""
     url = prefix + text
     with suppress(InvalidRequest):
-        image = await from_data_url(url, largest=LIMIT)
+        image = await from_data_url(url, max_size=LIMIT)
         assert is_data_url(url)
         assert media_type_of(base64.b64decode(image.base64, validate=True)) == image.media_type
 
@@ -109,7 +109,7 @@ async def test_no_url_breaks_it(text: str, prefix: str) -> None:
 )
 async def test_heads_of_data_urls(head: str) -> None:
     """Case and parameters are of no account."""
-    assert png() == base64.b64decode((await from_data_url(head + encoded(png()), largest=LIMIT)).base64)
+    assert png() == base64.b64decode((await from_data_url(head + encoded(png()), max_size=LIMIT)).base64)
 
 
 @every_case(
@@ -131,7 +131,7 @@ async def test_heads_of_data_urls(head: str) -> None:
 async def test_wrong_data_urls(url: str, code: str) -> None:
     """Each mistake has its code."""
     with pytest.raises(InvalidRequest) as caught:
-        await from_data_url(url, largest=LIMIT)
+        await from_data_url(url, max_size=LIMIT)
     assert code == caught.value.code
     assert len(caught.value.message) < 300
 
@@ -142,7 +142,7 @@ async def test_line_breaks() -> None:
     broken = base64.encodebytes(file).decode().replace("\n", "\r\n")
 
     for text in (broken, f"{encoded(file)}\n"):
-        assert encoded(file) == (await from_data_url(f"data:image/png;base64,{text}", largest=LIMIT)).base64
+        assert encoded(file) == (await from_data_url(f"data:image/png;base64,{text}", max_size=LIMIT)).base64
 
 
 @every_case("over,taken", [(0, True), (1, False), (2, False)])
@@ -150,10 +150,10 @@ async def test_the_limit_is_exact(over: int, taken: bool) -> None:
     """A file of just the limit is taken, one byte more is not; nothing is decoded to know it."""
     file = png(size=100)
     if taken:
-        assert len(file) == (await from_data_url(data_url(file), largest=len(file))).size
+        assert len(file) == (await from_data_url(data_url(file), max_size=len(file))).size
         return
     with pytest.raises(InvalidRequest) as caught:
-        await from_data_url(data_url(file + b"\0" * over), largest=len(file))
+        await from_data_url(data_url(file + b"\0" * over), max_size=len(file))
     assert "image_too_large" == caught.value.code
 
 

@@ -17,10 +17,10 @@ from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.models import voices as voices_module
 from triton_openai.models.voices import Voices
 
-IMITATES = Synthesis(rate=24_000, longest=10, reference_rate=16_000)
-NAMES = Synthesis(rate=24_000, longest=10, voice_type=str)
-NUMBERS = Synthesis(rate=24_000, longest=10, voice_type=int)
-ALONE = Synthesis(rate=24_000, longest=10, has_own_voice=True)
+IMITATES = Synthesis(rate=24_000, max_seconds=10, reference_rate=16_000)
+NAMES = Synthesis(rate=24_000, max_seconds=10, voice_type=str)
+NUMBERS = Synthesis(rate=24_000, max_seconds=10, voice_type=int)
+ALONE = Synthesis(rate=24_000, max_seconds=10, has_own_voice=True)
 
 
 def record(folder: Path, name: str, text: str | None, *, seconds: float = 1.0, rate: int = 16_000) -> None:
@@ -77,9 +77,9 @@ async def test_a_folder_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"ada.wav": None}, IMITATES, "No such file"),
         ({"ada.wav": "  "}, IMITATES, "its text is empty"),
         ({"ada.wav": "a", "ada.flac": "a"}, IMITATES, "two recordings of the voice 'ada'"),
-        ({"ada.wav": "a"}, Synthesis(rate=1, longest=1, with_reference=True, reference_rate=16_000), "is as long"),
+        ({"ada.wav": "a"}, Synthesis(rate=1, max_seconds=1, with_reference=True, reference_rate=16_000), "is as long"),
         ({"ada.wav": "a", "bob.wav": "a"},
-         Synthesis(rate=1, longest=9, tells_voices_by_text=True, reference_rate=16_000), "'bob' say the same"),
+         Synthesis(rate=1, max_seconds=9, tells_voices_by_text=True, reference_rate=16_000), "'bob' say the same"),
     ],
 )  # fmt: skip
 def test_wrong_folders(

@@ -61,7 +61,7 @@ class Server(EmbeddedTriton):
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("POLL_SECONDS", 0.005), ("FIRST_PAUSE", 0.005), ("LONGEST_PAUSE", 0.02)):
+    for name, seconds in (("POLL_SECONDS", 0.005), ("FIRST_PAUSE", 0.005), ("MAX_PAUSE", 0.02)):
         monkeypatch.setattr(supervisor, name, seconds)
 
 
@@ -147,7 +147,7 @@ async def test_triton_can_be_stopped_while_it_starts() -> None:
 
 def test_pauses_grow_up_to_the_longest() -> None:
     """Each is twice the one before; what has lived long enough is started again soon, and they grow from there."""
-    pauses = Backoff(first=1, longest=5, stable_after=60)
+    pauses = Backoff(first=1, max_pause=5, stable_after=60)
 
     assert [1, 2, 4, 5, 5] == [pauses.after(lived) for lived in (0, 10, 59, 0, 0)]
     assert [1, 2] == [pauses.after(60), pauses.after(0)]

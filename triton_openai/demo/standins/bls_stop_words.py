@@ -16,7 +16,7 @@ class StopWords:
         self._stream = stream
         self._skip = skip
         self._matched = ""
-        self.found = False
+        self.seen = False
 
     def feed(self, text: str) -> str:
         """Take the next text and return the part that is sent."""
@@ -34,7 +34,7 @@ class StopWords:
                 joined = text
             for candidate in (joined, text):
                 if candidate.startswith(word):
-                    self.found = True
+                    self.seen = True
                     return text
                 if candidate and word.startswith(candidate):
                     self._matched = candidate

@@ -27,7 +27,7 @@ _PAUSES = re.compile(r"([,.;:!?])")
 # Of the Japanese voices, one that speaks English well.
 _USUAL = "jf_gongitsune"
 # The longest that Kokoro takes, and the least and the most of its speed.
-_LONGEST = 500
+_MAX_IDS = 500
 _SLOWEST = 0.5
 _FASTEST = 2.0
 
@@ -67,10 +67,10 @@ class TritonPythonModel:
         speed = min(max(float(scalar(request, "speed", 1.0)), _SLOWEST), _FASTEST)
         for sentence in _SENTENCE.split(scalar(request, "target_text")):
             ids = [self._ids[sign] for sign in _phonemes(sentence) if sign in self._ids]
-            for start in range(0, len(ids), _LONGEST):
+            for start in range(0, len(ids), _MAX_IDS):
                 if sender.is_cancelled():
                     return
-                part = ids[start : start + _LONGEST]
+                part = ids[start : start + _MAX_IDS]
                 samples = self._session.run(
                     None,
                     {

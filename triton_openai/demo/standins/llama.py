@@ -96,16 +96,16 @@ class LlamaEngine:
     def _run(self, prompt: list[int], body: dict[str, Any], scores: Measured) -> Iterator[int]:
         """Yield the ids of one completion, `WAITING` in between, and finally the end-of-sequence id or `LIMIT`."""
         vocabulary = self._vocabulary
-        held = None
+        waiting = None
         produced: list[int] = []
         for event in self._events({**body, "prompt": prompt}):
             if event is None or "prompt_progress" in event:
                 yield WAITING
                 continue
-            if held is not None:
+            if waiting is not None:
                 # A special token may occur within an answer. Several may end it, of which the stand-ins know one.
-                yield vocabulary.eos_id if event["stop"] and event["stop_type"] == "eos" else held
-                held = None
+                yield vocabulary.eos_id if event["stop"] and event["stop_type"] == "eos" else waiting
+                waiting = None
             if event["stop"]:
                 if event["stop_type"] != "eos":
                     yield LIMIT
@@ -113,16 +113,16 @@ class LlamaEngine:
             (token,) = event["tokens"]
             if hidden := event["tokens_predicted"] - len(produced) - 1:
                 begin = event["content"].encode().removesuffix(vocabulary.token_bytes(token))
-                for each in self._split(begin, hidden) or []:
+                for token_id in self._split(begin, hidden) or []:
                     if "n_probs" in body:
-                        scores.add(each, self._score([*prompt, *produced], each))
-                    produced.append(each)
-                    yield each
+                        scores.add(token_id, self._score([*prompt, *produced], token_id))
+                    produced.append(token_id)
+                    yield token_id
             produced.append(token)
             if "n_probs" in body:
                 scores.add(token, event["completion_probabilities"][0])
             if token in vocabulary.special_ids:
-                held = token
+                waiting = token
             else:
                 yield token
 
@@ -137,7 +137,7 @@ class LlamaEngine:
             "n_probs": len(self._vocabulary),
             "logit_bias": [[self._vocabulary.of_bytes(b"!"), 1000.0]],
         }
-        told = next(each for each in self._events(body) if each and "completion_probabilities" in each)
+        told = next(event for event in self._events(body) if event and "completion_probabilities" in event)
         top = told["completion_probabilities"][0]["top_logprobs"]
         return {"id": token, "logprob": next(t["logprob"] for t in top if t["id"] == token), "top_logprobs": top[:20]}
 
@@ -187,28 +187,28 @@ class Measured:
         """Add the server's scores of the next token."""
         self._entries.append((token, entry))
 
-    def logprob(self, place: int, token: int) -> float:
-        """Return the log probability of the *token* at *place*."""
-        return float(self._entries[place][1]["logprob"])
+    def logprob(self, position: int, token: int) -> float:
+        """Return the log probability of the *token* at *position*."""
+        return float(self._entries[position][1]["logprob"])
 
-    def top(self, place: int, token: int, count: int, vocabulary: int) -> list[tuple[int, float, int]]:
-        """Return the *token* at *place*, then the *count* likeliest ones, each with log probability and rank."""
-        entry = self._entries[place][1]
-        ranked = {each["id"]: (each["id"], each["logprob"], rank + 1)
-                  for rank, each in enumerate(entry["top_logprobs"][:count])}  # fmt: skip
+    def top(self, position: int, token: int, count: int, vocabulary: int) -> list[tuple[int, float, int]]:
+        """Return the *token* at *position*, then the *count* likeliest ones, each with log probability and rank."""
+        entry = self._entries[position][1]
+        ranked = {candidate["id"]: (candidate["id"], candidate["logprob"], rank + 1)
+                  for rank, candidate in enumerate(entry["top_logprobs"][:count])}  # fmt: skip
         # A token that is not among the likeliest has an unknown rank; it counts as the next one.
         chosen = ranked.pop(token, (token, entry["logprob"], len(ranked) + 1))
         return [chosen, *ranked.values()]
 
     def rows(self, first: int, tokens: Sequence[int], vocabulary: int) -> Any:
         """Return rows of scores: the likeliest tokens have their own, all others share the remaining probability."""
-        found = np.zeros((len(tokens), vocabulary), dtype=np.float32)
-        for row, (_, entry) in zip(found, self._entries[first : first + len(tokens)], strict=False):
-            told = {each["id"]: each["logprob"] for each in (*entry["top_logprobs"], entry)}
+        matrix = np.zeros((len(tokens), vocabulary), dtype=np.float32)
+        for row, (_, entry) in zip(matrix, self._entries[first : first + len(tokens)], strict=False):
+            told = {candidate["id"]: candidate["logprob"] for candidate in (*entry["top_logprobs"], entry)}
             rest = max(1.0 - math.fsum(map(math.exp, told.values())), 1e-9)
             row[:] = math.log(rest / (vocabulary - len(told)))
             row[list(told)] = list(told.values())
-        return found
+        return matrix
 
 
 class _Connection(http.client.HTTPConnection):
@@ -224,10 +224,10 @@ class _Connection(http.client.HTTPConnection):
 def _closed(schema: Any) -> Any:
     """Return *schema* with objects closed to further properties, as in xgrammar's strict mode."""
     if isinstance(schema, list):
-        return [_closed(each) for each in schema]
+        return [_closed(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {key: each if key in ("enum", "const") else _closed(each) for key, each in schema.items()}
+    closed = {key: part if key in ("enum", "const") else _closed(part) for key, part in schema.items()}
     if "properties" in closed and "patternProperties" not in closed:
         closed.setdefault("additionalProperties", False)
     return closed

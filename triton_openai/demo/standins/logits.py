@@ -23,12 +23,12 @@ def log_probability(token: int) -> float:
 class Scores(Protocol):
     """The scores of the tokens of one answer, by their place in it."""
 
-    def logprob(self, place: int, token: int) -> float:
-        """Return the log probability of the *token* at *place*."""
+    def logprob(self, position: int, token: int) -> float:
+        """Return the log probability of the *token* at *position*."""
         ...
 
-    def top(self, place: int, token: int, count: int, vocabulary: int) -> list[tuple[int, float, int]]:
-        """Return the *token* at *place*, then the *count* likeliest ones, each with log probability and rank."""
+    def top(self, position: int, token: int, count: int, vocabulary: int) -> list[tuple[int, float, int]]:
+        """Return the *token* at *position*, then the *count* likeliest ones, each with log probability and rank."""
         ...
 
     def rows(self, first: int, tokens: Sequence[int], vocabulary: int) -> Any:
@@ -39,24 +39,24 @@ class Scores(Protocol):
 class MadeUp:
     """Made-up scores: a constant log probability for each token."""
 
-    def logprob(self, place: int, token: int) -> float:
+    def logprob(self, position: int, token: int) -> float:
         """Return the log probability; see `Scores.logprob`."""
         return log_probability(token)
 
-    def top(self, place: int, token: int, count: int, vocabulary: int) -> list[tuple[int, float, int]]:
+    def top(self, position: int, token: int, count: int, vocabulary: int) -> list[tuple[int, float, int]]:
         """Return the token as the likeliest one; see `Scores.top`."""
         ids = [token, *((token + step) % vocabulary for step in range(1, count))]
-        return [(each, log_probability(token) - rank, rank + 1) for rank, each in enumerate(ids)]
+        return [(token_id, log_probability(token) - rank, rank + 1) for rank, token_id in enumerate(ids)]
 
     def rows(self, first: int, tokens: Sequence[int], vocabulary: int) -> Any:
         """Return the scores of *tokens*, wherever they stand; see `Scores.rows`."""
-        found = np.zeros((len(tokens), vocabulary), dtype=np.float32)
+        matrix = np.zeros((len(tokens), vocabulary), dtype=np.float32)
         others = np.arange(vocabulary, dtype=np.int64)
-        for place, token in enumerate(tokens):
+        for position, token in enumerate(tokens):
             chosen = math.exp(log_probability(token))
             weights = 1.0 / (1.0 + (others * 40503 + token) % 997)
             weights[token] = 0.0
             weights *= (1.0 - chosen) / weights.sum()
             weights[token] = chosen
-            found[place] = np.log(weights) + _SHIFT
-        return found
+            matrix[position] = np.log(weights) + _SHIFT
+        return matrix

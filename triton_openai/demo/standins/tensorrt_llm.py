@@ -112,7 +112,7 @@ class TritonPythonModel(InflightModel):
         self._check(request, input_ids)
         lengths = array(request, "input_lengths").reshape(-1)
         wanted = int(scalar(request, "num_return_sequences", 1))
-        found = []
+        sequences = []
         for row in range(input_ids.shape[0]):
             ids = [int(token) for token in input_ids[row][: lengths[row]]]
             if len(ids) > _MAX_INPUT_LENGTH:
@@ -121,8 +121,8 @@ class TritonPythonModel(InflightModel):
                     " info and check TRTGptModel logs for how maximum input length is set"
                 )
             reused = self._cache.reuse(ids)
-            found += [Sequence(self._generation(request, row, ids, i), ids, reused, row, i) for i in range(wanted)]
-        return found
+            sequences += [Sequence(self._generation(request, row, ids, i), ids, reused, row, i) for i in range(wanted)]
+        return sequences
 
     def _check(self, request: Any, input_ids: Any) -> None:
         streaming = bool(scalar(request, "streaming", False))

@@ -150,11 +150,11 @@ class TritonPythonModel:
                     raise LostRequest
                 raise pb.TritonModelException(answer.error().message())
             tensors = {tensor.name(): tensor for tensor in answer.output_tensors()}
-            if "output_ids" not in tensors or stop_words.found:
+            if "output_ids" not in tensors or stop_words.seen:
                 continue
             sent = True
             yield self._response(tensors, stop_words, so_far)
-            if stop_words.found and stream:
+            if stop_words.seen and stream:
                 self._stop(inner_id)
 
     def _engine_inputs(self, request: Any) -> list[Any]:
@@ -222,8 +222,8 @@ def _called(model: str, inputs: list[Any], outputs: list[str]) -> dict[str, Any]
 
 def _renamed(request: Any, names: dict[str, str]) -> list[Any]:
     """Return the inputs of *request*, under the called model's names."""
-    found = ((inner, array(request, name)) for name, inner in names.items())
-    return [pb.Tensor(inner, value) for inner, value in found if value is not None]
+    values = ((inner, array(request, name)) for name, inner in names.items())
+    return [pb.Tensor(inner, value) for inner, value in values if value is not None]
 
 
 def _row(tensor: Any) -> Any:

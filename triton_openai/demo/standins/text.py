@@ -64,10 +64,10 @@ class Vocabulary:
         return int(self._tokenizer.get_vocab_size())
 
     def _id(self, config: dict[str, object], name: str) -> int:
-        found = self._tokenizer.token_to_id(str(config[name]))
-        if found is None:
+        token_id = self._tokenizer.token_to_id(str(config[name]))
+        if token_id is None:
             raise ValueError(f"{name} {config[name]!r} is not in the vocabulary")
-        return int(found)
+        return int(token_id)
 
 
 class IncrementalText:

@@ -21,11 +21,11 @@ class TritonPythonModel(BatchedModel):
         texts = [[as_text(text) for text in array(request, name).reshape(-1)] for name in ("query", "passage")]
         pairs = list(zip(*texts, strict=True))
         scores = [self.logit(*pair) for pair in pairs]
-        order = sorted(range(len(scores)), key=lambda place: -scores[place])
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])
         counts = [sum(len(self.vocabulary.encode(text)) for text in pair) for pair in pairs]
         return {
             "index": np.array(order, dtype=np.int32).reshape(-1, 1),
-            "logit": np.array([scores[place] for place in order], dtype=np.float32).reshape(-1, 1),
+            "logit": np.array([scores[index] for index in order], dtype=np.float32).reshape(-1, 1),
             "token_count": np.array(counts, dtype=np.int32),
         }
 

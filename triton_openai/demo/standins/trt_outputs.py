@@ -85,12 +85,12 @@ class Writer:
         produced = sequence.generation.ids
         if "log_probs" in self._wants:
             # Every response has those of all tokens so far.
-            each = np.array(
+            log_probs = np.array(
                 list(map(sequence.generation.scores.logprob, itertools.count(), produced)), dtype=np.float32
             )
             return {
-                "cum_log_probs": np.array([[each.sum()]], dtype=np.float32),
-                "output_log_probs": each.reshape(1, 1, len(produced)),
+                "cum_log_probs": np.array([[log_probs.sum()]], dtype=np.float32),
+                "output_log_probs": log_probs.reshape(1, 1, len(produced)),
             }
         if not self._placeholders:
             return {}
@@ -103,22 +103,22 @@ class Writer:
 
     def _logits(self, sequence: Any, new: list[int]) -> dict[str, Any]:
         """Return the scores: the prompt's in every response, and the new tokens', with a spare row if not streamed."""
-        found = {}
+        outputs = {}
         # The language model has none, like an engine that was built without them.
         if "context_logits" in self._wants and isinstance(sequence.generation.scores, MadeUp):
             following = [*sequence.prompt[1:], *(sequence.generation.ids[:1] or [self._end_id])]
             scores = sequence.generation.scores.rows(0, following, self._vocabulary)
-            found["context_logits"] = scores[np.newaxis]
+            outputs["context_logits"] = scores[np.newaxis]
         if "generation_logits" in self._wants and self._stream:
             # Without a new token, those of the end.
             generated = new or [self._end_id]
             first = len(sequence.generation.ids) - len(new)
             scores = sequence.generation.scores.rows(first, generated, self._vocabulary)
-            found["generation_logits"] = scores[np.newaxis, :, np.newaxis]
+            outputs["generation_logits"] = scores[np.newaxis, :, np.newaxis]
         elif "generation_logits" in self._wants:
             scores = sequence.generation.scores.rows(0, sequence.generation.ids, self._vocabulary)
-            found["generation_logits"] = np.pad(scores, ((0, 1), (0, 0)))[np.newaxis, np.newaxis]
-        return found
+            outputs["generation_logits"] = np.pad(scores, ((0, 1), (0, 0)))[np.newaxis, np.newaxis]
+        return outputs
 
     def _metrics(self, sequence: Any) -> dict[str, Any]:
         blocks = len(sequence.prompt) // TOKENS_PER_BLOCK + 1
@@ -153,7 +153,7 @@ class PrefixCache:
         keys: list[int] = []
         for start in range(0, len(prompt) - TOKENS_PER_BLOCK + 1, TOKENS_PER_BLOCK):
             keys.append(hash((*keys[-1:], *prompt[start : start + TOKENS_PER_BLOCK])))
-        reused = next((place for place, key in enumerate(keys) if key not in self._blocks), len(keys))
+        reused = next((index for index, key in enumerate(keys) if key not in self._blocks), len(keys))
         for key in keys:
             self._blocks.pop(key, None)
             self._blocks[key] = None

@@ -175,17 +175,17 @@ class TritonPythonModel:
         if not self._embeds:
             raise ValueError(f"Model {self.settings.name} does not support 'embed' request")
         asked = json.loads(scalar(request, "embedding_request"))
-        given = asked["input"]
+        value = asked["input"]
         dimensions = self._embedder.dimensions
         pooling = asked.get("pooling_params") or {}
         if "dimensions" in pooling:
             dimensions = pooling["dimensions"][0]
-        if isinstance(given, str):
-            ids = self.prompt_ids(given)
-            text = given
-        elif given and all(isinstance(token, int) for token in given):
-            ids = given
-            text = self.vocabulary.decode(given)
+        if isinstance(value, str):
+            ids = self.prompt_ids(value)
+            text = value
+        elif value and all(isinstance(token, int) for token in value):
+            ids = value
+            text = self.vocabulary.decode(value)
         else:
             raise EngineError
         vector = [float(value) for value in self._embedder.embed([text], dimensions)[0]]
@@ -316,8 +316,8 @@ class Request:
         top = self.generation.scores.top
         entries = [
             {
-                str(each): {"logprob": logprob, "rank": rank, "decoded_token": vocabulary.token(each)}
-                for each, logprob, rank in top(self._place + offset, token, count, len(vocabulary))
+                str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": vocabulary.token(token_id)}
+                for token_id, logprob, rank in top(self._place + offset, token, count, len(vocabulary))
             }
             for offset, token in enumerate(self._pending)
         ]

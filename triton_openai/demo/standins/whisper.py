@@ -24,7 +24,7 @@ _SECONDS = 30
 _END = 50257
 _START = 50258
 # With the first id, the decoder's context.
-_LONGEST = 447
+_MAX_IDS = 447
 
 
 class TritonPythonModel:
@@ -51,7 +51,7 @@ class TritonPythonModel:
             # The decoder would go on with the language and the task. This library has the language for itself.
             language = self._model.detect_language(features)[0][0][0]
             ids = [self._tokenizer.token_to_id(token) for token in (language, "<|transcribe|>", "<|notimestamps|>")]
-        results = self._model.generate(features, [[*prompt, *ids]], beam_size=5, max_length=_LONGEST)
+        results = self._model.generate(features, [[*prompt, *ids]], beam_size=5, max_length=_MAX_IDS)
         ids += [*results[0].sequences_ids[0], _END]
         return pb.InferenceResponse([pb.Tensor("OUTPUT_IDS", np.array([[*prompt, *ids]], np.int32))])
 

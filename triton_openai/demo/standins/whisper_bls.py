@@ -33,15 +33,15 @@ class TritonPythonModel:
     def _answer(self, request: Any) -> Any:
         prefix = scalar(request, "TEXT_PREFIX") or _KOREAN
         ids = self._tokenizer.encode(prefix, add_special_tokens=False).ids
-        given = [pb.get_input_tensor_by_name(request, name) for name in ("WAV", "WAV_LENS")]
+        inputs = [pb.get_input_tensor_by_name(request, name) for name in ("WAV", "WAV_LENS")]
         call = pb.InferenceRequest(
             model_name="whisper",
             requested_output_names=["OUTPUT_IDS"],
-            inputs=[*given, pb.Tensor("DECODER_INPUT_IDS", np.array([ids], np.int32))],
+            inputs=[*inputs, pb.Tensor("DECODER_INPUT_IDS", np.array([ids], np.int32))],
         )
         answer = call.exec()
         if answer.has_error():
             raise pb.TritonModelException(answer.error().message())
-        found = pb.get_output_tensor_by_name(answer, "OUTPUT_IDS").as_numpy().reshape(-1)[len(ids) :]
-        text = self._tokenizer.decode([int(number) for number in found if number != _END])
+        output_ids = pb.get_output_tensor_by_name(answer, "OUTPUT_IDS").as_numpy().reshape(-1)[len(ids) :]
+        text = self._tokenizer.decode([int(number) for number in output_ids if number != _END])
         return pb.InferenceResponse([pb.Tensor("TRANSCRIPTS", strings([text.strip()]))])

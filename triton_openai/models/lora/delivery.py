@@ -21,7 +21,7 @@ _PATIENCE = 5.0
 
 
 # Tritons that are remembered for one adapter.
-_MOST_ENDPOINTS = 4096
+_MAX_ENDPOINTS = 4096
 
 
 class LoraDelivery:
@@ -97,13 +97,13 @@ class LoraDeliveries:
 
     def at(self, endpoint: str) -> LoraDelivery:
         """Return what is known at the Triton *endpoint*."""
-        found = self._by_endpoint.get(endpoint)
-        if found is None:
-            if len(self._by_endpoint) >= _MOST_ENDPOINTS:
+        delivery = self._by_endpoint.get(endpoint)
+        if delivery is None:
+            if len(self._by_endpoint) >= _MAX_ENDPOINTS:
                 # Addresses come and go; what is forgotten is sent once more.
                 del self._by_endpoint[next(iter(self._by_endpoint))]
-            found = self._by_endpoint[endpoint] = LoraDelivery(self._load)
-        return found
+            delivery = self._by_endpoint[endpoint] = LoraDelivery(self._load)
+        return delivery
 
 
 class LoraLease:

@@ -72,9 +72,11 @@ def find_loras(
     problems: list[str] = []
     listed = _listed(model, repositories, problems)
     entries = {entry.name: entry for entry in map(_entry, settings.loras)}
-    base = settings.lora_dir or next((each / model for each in repositories if (each / model).is_dir()), None)
+    base = settings.lora_dir or next(
+        (repository / model for repository in repositories if (repository / model).is_dir()), None
+    )
 
-    def found(entry: LoraSettings) -> FoundLora:
+    def located(entry: LoraSettings) -> FoundLora:
         if takes == "path":
             return _on_server(entry, listed[entry.name][0] if entry.name in listed else None, local=local)
         if entry.ckpt_source is not None:
@@ -105,7 +107,7 @@ def find_loras(
     loras = []
     for name in (*entries, *sorted(listed.keys() - entries.keys())):
         try:
-            loras.append(found(entries.get(name) or LoraSettings(name=name)))
+            loras.append(located(entries.get(name) or LoraSettings(name=name)))
         except ConfigurationError as error:
             problems.append(f"The LoRA adapter '{name}' is not served: {error.message}.")
     return loras, problems
@@ -131,12 +133,12 @@ def names_of(
     models: Iterable[str], settings: Callable[[str], ModelSettings], repositories: Sequence[Path], separator: str | None
 ) -> dict[str, str]:
     """Return the public names that adapters of *models* have once those are ready, each with its model. Reads files."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for model in models:
         # What is wrong with the file is reported when the model is there.
         for lora in (*(_entry(entry).name for entry in settings(model).loras), *_listed(model, repositories, [])):
-            found[served_name(model, lora, separator)] = model
-    return found
+            names[served_name(model, lora, separator)] = model
+    return names
 
 
 def served_name(model: str, lora: str, separator: str | None) -> str:
@@ -220,7 +222,9 @@ def number_of(weights: Matrix, config: Matrix) -> int:
     whichever process sends them and however the list of adapters changes.
     """
     matrices = (weights, config)
-    return _number(*[part for each in matrices for part in (f"{each.datatype} {each.shape}".encode(), each.data)])
+    return _number(
+        *[part for matrix in matrices for part in (f"{matrix.datatype} {matrix.shape}".encode(), matrix.data)]
+    )
 
 
 def _number(*parts: bytes) -> int:

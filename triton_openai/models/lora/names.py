@@ -42,11 +42,11 @@ class LoraModels:
         problems: dict[str, Sequence[str]] = {}
         for model in served.values():
             if model.name == model.triton_model and model.adapter.capabilities.lora:
-                found, problems[model.name] = await asyncio.to_thread(_found, model, settings, over_grpc)
-                for lora in found:
+                loras, problems[model.name] = await asyncio.to_thread(_found, model, settings, over_grpc)
+                for lora in loras:
                     name = served_name(model.name, lora.name, separator)
                     named.setdefault(name, []).append(self._bound(model, lora, name))
-                if separator and not found and not problems[model.name] and _only_backend_knows(model, settings):
+                if separator and not loras and not problems[model.name] and _only_backend_knows(model, settings):
                     unlisted.add(model.name)
             elif model.name == model.triton_model and model.settings.loras:
                 problems[model.name] = ["Its LoRA adapters are not served: the model has no inputs for them."]
@@ -71,14 +71,14 @@ class LoraModels:
             return None
         return msgspec.structs.replace(model, name=name, lora=Lora(name=lora), listed=False)
 
-    def _bound(self, model: ServedModel, found: FoundLora, name: str) -> ServedModel:
+    def _bound(self, model: ServedModel, lora: FoundLora, name: str) -> ServedModel:
         wanted = model.adapter.capabilities.lora
         delivery = None
-        if isinstance(wanted, LoraFormat) and found.folder is not None:
-            key = (model.name, found, wanted)
+        if isinstance(wanted, LoraFormat) and lora.folder is not None:
+            key = (model.name, lora, wanted)
             # Kept over reloads of the model: an engine that has forgotten the weights says so.
-            delivery = self._deliveries.setdefault(key, LoraDeliveries(partial(asyncio.to_thread, found.read, wanted)))
-        return msgspec.structs.replace(model, name=name, lora=found, lora_delivery=delivery)
+            delivery = self._deliveries.setdefault(key, LoraDeliveries(partial(asyncio.to_thread, lora.read, wanted)))
+        return msgspec.structs.replace(model, name=name, lora=lora, lora_delivery=delivery)
 
 
 def _only_backend_knows(model: ServedModel, settings: Settings) -> bool:
@@ -95,13 +95,13 @@ def _found(model: ServedModel, settings: Settings, over_grpc: bool) -> tuple[lis
     capabilities = model.adapter.capabilities
     repositories = settings.triton.readable_repositories
     local = bool(settings.triton.model_repository)
-    found, problems = find_loras(model.name, model.settings, repositories, capabilities.lora, local=local)
+    loras, problems = find_loras(model.name, model.settings, repositories, capabilities.lora, local=local)
     if capabilities.streaming and not over_grpc:
         # Over HTTP a stream's inputs are JSON, which has no matrices, and other requests get no stream.
         problems += [
             f"The LoRA adapter '{lora.name}' is not served: its weights need Triton's gRPC address (--triton-url)."
-            for lora in found
+            for lora in loras
             if lora.folder is not None
         ]
-        found = [lora for lora in found if lora.folder is None]
-    return found, problems
+        loras = [lora for lora in loras if lora.folder is None]
+    return loras, problems

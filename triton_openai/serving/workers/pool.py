@@ -180,7 +180,7 @@ class Pool:
         self._start = start
         self._share = share
         self._members: dict[int, WorkerProcess] = {}
-        self._backoffs = [Backoff(first=FIRST_PAUSE, longest=30.0, stable_after=30.0) for _ in range(count)]
+        self._backoffs = [Backoff(first=FIRST_PAUSE, max_pause=30.0, stable_after=30.0) for _ in range(count)]
         # Set once a worker has accepted connections.
         self._ever_listened = asyncio.Event()
         self._ending = asyncio.Event()
