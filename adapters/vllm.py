@@ -162,7 +162,7 @@ class Vllm(Adapter):
         generation = job
         asked = job.sampling
         sampling = {}
-        for name, value in asked.given.items():
+        for name, value in asked.explicit.items():
             if (row := self.parameters_by_name.get(name)) is not None and row.target is not None:
                 check_range(name, value, row.datatype)
                 sampling[name] = value

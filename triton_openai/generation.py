@@ -107,10 +107,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     @property
-    def given(self) -> dict[str, Any]:
-        """What is asked for, by name; tuples are lists."""
-        given: dict[str, Any] = msgspec.to_builtins(self)
-        return given
+    def explicit(self) -> dict[str, Any]:
+        """The parameters that are set, by name; tuples are lists."""
+        parameters: dict[str, Any] = msgspec.to_builtins(self)
+        return parameters
 
     @property
     def stop_showable(self) -> bool:

@@ -429,7 +429,7 @@ class Adapter:
 
     def parameter_tensors(self, sampling: Sampling) -> list[Tensor]:
         """Return the inputs for the parameters that *sampling* has; not those whose row is special."""
-        set_parameters = sampling.given
+        set_parameters = sampling.explicit
         return [
             self.tensor(row.target, *values_of(row, sampling))
             for row in self.parameters

@@ -266,7 +266,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,), "ignore_eos": (False,), "skip_special_tokens": (True,),
 }  # fmt: skip
 _plain = attrgetter(*_PLAIN)
-_given = lru_cache(128)(DefaultParameters.given)
+_given = lru_cache(128)(DefaultParameters.explicit)
 # Every field of a sampling that an adapter has to carry. What its table does not mention is refused: it is not sent.
 _NOT_IN_TABLE = {
     name: Parameter(name)
@@ -353,7 +353,7 @@ def sampling(request: SamplingRequest, *, limit: TokenLimit, defaults: DefaultPa
         logit_bias=_biases(request.logit_bias) if request.logit_bias else (),
         **values,
     )
-    asked = result.given
+    asked = result.explicit
     if limit.asked is None:
         # A limit that the client did not set is no reason to refuse the request.
         del asked["max_tokens"]

@@ -133,7 +133,7 @@ def _defaults(settings: ModelDefaults, tokenizer: Path, *, speaks: bool) -> Mode
     return replace(
         defaults,
         # A small model that is sampled wanders. A request that asks for more than the context would run for minutes.
-        default_parameters=sampling if "temperature" in sampling.given() else replace(sampling, temperature=0.0),
+        default_parameters=sampling if "temperature" in sampling.explicit() else replace(sampling, temperature=0.0),
         max_model_len=settings.max_model_len or CONTEXT_LENGTH,
     )
 

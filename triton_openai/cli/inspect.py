@@ -268,8 +268,8 @@ def _images(model: ServedModel, prompter: Prompter) -> str:
 
 def _sampling(model: ServedModel, defaults: DefaultParameters, source: str | None) -> str:
     """Return how requests without sampling parameters are sampled."""
-    own = model.settings.default_parameters.given()
-    others = {name: value for name, value in defaults.given().items() if name not in own}
+    own = model.settings.default_parameters.explicit()
+    others = {name: value for name, value in defaults.explicit().items() if name not in own}
     parts = [
         f"{', '.join(f'{name} {value}' for name, value in values.items())} ({where})"
         for values, where in ((own, "default_parameters"), (others, source))

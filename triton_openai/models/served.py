@@ -163,7 +163,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         if not recommended:
             return self.settings.default_parameters
         fitting = {name: value for name, value in recommended.items() if name in self.adapter.supported}
-        return DefaultParameters(**{**fitting, **self.settings.default_parameters.given()})
+        return DefaultParameters(**{**fitting, **self.settings.default_parameters.explicit()})
 
     async def check(self) -> CheckFailure | None:
         """Load its tokenizer and template, and return why its requests would fail, if that is new."""

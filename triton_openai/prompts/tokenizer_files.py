@@ -238,7 +238,7 @@ def recommended_sampling(
     for key, name in _SAMPLING.items():
         value = config.get(key)
         try:
-            found |= msgspec.convert({name: value}, _VALUES).given()
+            found |= msgspec.convert({name: value}, _VALUES).explicit()
         except msgspec.ValidationError:
             notes.append(f"{key} in {origin} is not used: {value!r} is no valid {name}")
     return found, origin if found else None

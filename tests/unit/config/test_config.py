@@ -122,7 +122,7 @@ def test_models(read) -> None:
     model = settings.model("ensemble")
 
     assert ("/own", ("gpt-4o",)) == (model.tokenizer, model.aliases)
-    assert {"temperature": 0.5, "top_p": 0.9, "stop": ("a", "b")} == model.default_parameters.given()
+    assert {"temperature": 0.5, "top_p": 0.9, "stop": ("a", "b")} == model.default_parameters.explicit()
     assert "/everyone" == settings.model("another").tokenizer
     assert {"gpt-4o": "ensemble"} == settings.aliases()
     assert DefaultParameters() == Settings().model("any").default_parameters

@@ -61,7 +61,7 @@ def served(settings: ModelSettings, *refused: str) -> ServedModel:
 
 async def defaults(model: ServedModel) -> dict[str, Any]:
     """Return what holds for *model* where a request leaves parameters out."""
-    return model.default_parameters(await model.prompter()).given()
+    return model.default_parameters(await model.prompter()).explicit()
 
 
 @pytest.mark.parametrize("source", [None, "auto"])

@@ -111,7 +111,7 @@ class Settings(SettingsGroup, frozen=True):
         if own.chat_template or own.history_template:
             # A prompt is made in one way: what is said of a model takes the place of whatever is said of all.
             used.update(chat_template=own.chat_template, history_template=own.history_template)
-        parameters = {**defaults.default_parameters.given(), **own.default_parameters.given()}
+        parameters = {**defaults.default_parameters.explicit(), **own.default_parameters.explicit()}
         used["default_parameters"] = DefaultParameters(**parameters)
         return msgspec.structs.replace(own, **used)
 

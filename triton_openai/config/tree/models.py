@@ -27,8 +27,8 @@ class DefaultParameters(SettingsGroup, frozen=True, omit_defaults=True):
     seed: int | None = None
     stop: str | tuple[str, ...] | None = None
 
-    def given(self) -> dict[str, Any]:
-        """Return only what is set, under its name in a request."""
+    def explicit(self) -> dict[str, Any]:
+        """Return the parameters that are set, by their names in a request."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
 
