@@ -140,7 +140,7 @@ class Synthesizer(DescribedAdapter):
             with_reference=kind.with_reference and audio.max_seconds is None,
             overlap=overlap,
             reference_rate=reference_rate,
-            tells_voices_by_text=cached,
+            voices_by_transcript=cached,
             voice_type=self._voice_type,
             has_own_voice=own,
         )

@@ -111,7 +111,7 @@ class Transcriber(tensors.DescribedAdapter):
     """Sends one recording in each request."""
 
     name = "transcriber"
-    tokens_tell_more = True
+    token_level_adds_times = True
 
     def _bind(self, mapping: TensorMapping | None) -> None:
         config = self.config

@@ -128,7 +128,7 @@ class TrtllmLlmapi(TrtllmAdapter):
         """Return whether the answer comes in one response: up to 1.2 it does, decoupled or not."""
         return not self.capabilities.streaming
 
-    def cause_of_silence(self, generation: Generation) -> str | None:
+    def no_answer_cause(self, generation: Generation) -> str | None:
         """Return what fails before the model knows the request, as of 1.3 and as far as it cannot be found out here."""
         if _LORA[0] not in self.config.inputs:
             return None

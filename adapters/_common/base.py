@@ -149,7 +149,7 @@ class Synthesis(msgspec.Struct, frozen=True, kw_only=True):
     #: The rate of the recordings that it imitates; 0 where it takes none.
     reference_rate: int = 0
     #: Whether it knows recordings apart only by what is said in them.
-    tells_voices_by_text: bool = False
+    voices_by_transcript: bool = False
     #: The type of its names of voices; ``None`` where it takes no voice, and a recording where it takes those.
     voice_type: type[str] | type[int] | None = None
     #: Whether it speaks without being given a voice.
@@ -303,7 +303,7 @@ class Adapter:
     #: Whether a stream loses the characters that span several tokens; :attr:`token_level` may not.
     splits_characters: bool = False
     #: Whether :attr:`token_level` tells more than the text, such as times.
-    tokens_tell_more: bool = False
+    token_level_adds_times: bool = False
     #: Whether the backend notices over gRPC alone, or there first, that a client has left.
     prefers_grpc: bool = False
 
@@ -368,7 +368,7 @@ class Adapter:
         """Return whether the whole answer to *generation* comes in one response."""
         return not self.config.decoupled
 
-    def cause_of_silence(self, generation: Generation) -> str | None:
+    def no_answer_cause(self, generation: Generation) -> str | None:
         """Return a sentence with the likely cause where no answer at all comes to *generation*, if there is one."""
         return None
 

@@ -117,7 +117,7 @@ class RunGroup:
 
 def timeout_error(timeout: float | None, runs: Sequence[Run] = ()) -> UpstreamTimeout:
     """Return the error for an answer, of *runs* if there are any, that took more than *timeout* seconds."""
-    cause = next((run.cause_of_silence for run in runs if run.cause_of_silence), "")
+    cause = next((run.no_answer_cause for run in runs if run.no_answer_cause), "")
     return UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.{cause}")
 
 

@@ -369,12 +369,12 @@ class Run:
         return min(left, longest)
 
     @property
-    def cause_of_silence(self) -> str:
+    def no_answer_cause(self) -> str:
         """The likely cause of a missing answer, to append to an error, if the adapter knows one."""
         if self.progress.steps:
             cause = None
         else:
-            cause = self._adapter.cause_of_silence(self.generation)
+            cause = self._adapter.no_answer_cause(self.generation)
         if cause:
             return f" {cause}"
         return ""
@@ -429,7 +429,7 @@ class Run:
             what = "no further token"
         else:
             what = "no answer"
-        message = f"The model sent {what} for {self._silence_limit:g} seconds.{self.cause_of_silence}"
+        message = f"The model sent {what} for {self._silence_limit:g} seconds.{self.no_answer_cause}"
         error = UpstreamTimeout(message, code="upstream_silent")
         if not self._begin_again(error):
             self._abort(error, silent=True)

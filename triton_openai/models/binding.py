@@ -122,7 +122,7 @@ class Binder:
     ) -> Adapter | None:
         """Return what answers with the engine behind *adapter*'s model, where there is one and it is wanted."""
         mode = self.settings.triton.prefer_token_level
-        if mode == "never" or (mode == "auto" and not (adapter.splits_characters or adapter.tokens_tell_more)):
+        if mode == "never" or (mode == "auto" and not (adapter.splits_characters or adapter.token_level_adds_times)):
             return None
         engine = adapter.token_level
         if engine is None:

@@ -142,7 +142,7 @@ class Voices:
             if voice.name in voices:
                 raise self._wrong(f"has two recordings of the voice '{voice.name}' in {folder}")
             other = said.setdefault(voice.text, voice.name)
-            if other != voice.name and self._speech.tells_voices_by_text:
+            if other != voice.name and self._speech.voices_by_transcript:
                 # It would speak with the one that it got first.
                 raise self._wrong(
                     f"knows voices by what is said in their recordings, and '{other}' and '{voice.name}' say the same"

@@ -54,7 +54,7 @@ def test_releases(release: str) -> None:
     assert ("path" if newest else None) == found.capabilities.lora
     assert newest is not found.returns_whole(generation(MINIMAL))
     assert newest is (found.notes == ())
-    assert newest is (found.cause_of_silence(generation(MINIMAL)) is not None)
+    assert newest is (found.no_answer_cause(generation(MINIMAL)) is not None)
     assert request.prefers_grpc
     assert () == adapter(release, decoupled=False).notes
     with pytest.raises(PromptRefused):
@@ -81,7 +81,7 @@ def test_a_lora_adapter() -> None:
     assert {"lora_id": 7, "lora_name": "french", "lora_path": "/loras/french", "lora_ckpt_source": "hf"} == {
         tensor.name: tensor.values[0] for tensor in request.inputs if tensor.name.startswith("lora")
     }
-    assert "LoRA" in (found.cause_of_silence(msgspec.structs.replace(generation(MINIMAL), lora=LORA)) or "")
+    assert "LoRA" in (found.no_answer_cause(msgspec.structs.replace(generation(MINIMAL), lora=LORA)) or "")
     plain = request_of(
         found, msgspec.structs.replace(generation(MINIMAL), lora=msgspec.structs.replace(LORA, ckpt_source=None))
     )

@@ -20,7 +20,7 @@ class FakeRun:
     def __init__(self, left: float = 60.0) -> None:
         self.left = left
         self.failure: Exception | None = None
-        self.cause_of_silence = "Nobody knows."
+        self.no_answer_cause = "Nobody knows."
         self.calls: list[str] = []
         self.checks = 0
         self.end: Callable[[], None] = lambda: None

@@ -87,7 +87,7 @@ class Backend(Adapter):
     def decoder(self, generation: Generation) -> Decoder:
         return self._decoder
 
-    def cause_of_silence(self, generation: Generation) -> str | None:
+    def no_answer_cause(self, generation: Generation) -> str | None:
         return self._cause
 
     def cancel(self, generation: Generation) -> InferRequest:

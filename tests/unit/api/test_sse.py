@@ -55,7 +55,7 @@ class ScriptedRun:
         self.failure: Exception | None = None
         self.pauses = 0
         self.closed = False
-        self.cause_of_silence = ""
+        self.no_answer_cause = ""
         self.changed = asyncio.Event()
         self.generation = self.model = self
         self.token_ids, self.name, self.prompt = False, "m", ""
