@@ -30,9 +30,9 @@ from triton_openai.config.tree import Settings
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Sampling
 from triton_openai.telemetry import tracing
-from triton_openai.telemetry.gauges import LOOKED_UP
+from triton_openai.telemetry.gauges import SCRAPED
 from triton_openai.telemetry.instruments import INSTRUMENTS
-from triton_openai.telemetry.vllm_names import LOOKED_UP_RENAMED, RENAMED, RENAMED_LABELS
+from triton_openai.telemetry.vllm_names import SCRAPED_RENAMED, RENAMED, RENAMED_LABELS
 
 ROOT = Path(__file__).resolve().parents[1]
 VALUES_SCHEMA = ROOT / "deploy" / "helm" / "triton-openai" / "values.schema.json"
@@ -206,7 +206,7 @@ def errors() -> str:
 
 def metrics() -> str:
     """Return the table of everything that /metrics has of its own."""
-    rows = [[f"`{one.name}`", one.kind, _list(one.labels), one.help] for one in (*INSTRUMENTS, *LOOKED_UP)]
+    rows = [[f"`{one.name}`", one.kind, _list(one.labels), one.help] for one in (*INSTRUMENTS, *SCRAPED)]
     return "\n".join(_table(["Metric", "Kind", "Labels", "Meaning"], rows))
 
 
@@ -216,7 +216,7 @@ def vllm_metrics() -> str:
         [f"`{name}`", _list(filter(None, map(RENAMED_LABELS.get, one.labels))), _source(one.name, only)]
         for name, (one, only) in RENAMED.items()
     ]
-    rows += [[f"`{one.name}`", _list(one.labels), one.help] for one in LOOKED_UP_RENAMED]
+    rows += [[f"`{one.name}`", _list(one.labels), one.help] for one in SCRAPED_RENAMED]
     return "\n".join(_table(["Metric", "Labels", "What it shows"], rows))
 
 

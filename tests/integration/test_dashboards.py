@@ -21,7 +21,7 @@ from tests.proxy_fixture import Proxy, changed, proxy_settings, serving
 from tests.scrape import Scrape, scrape
 from tests.triton_fixture import TestTriton
 from triton_openai.api.routes import RECORDED
-from triton_openai.telemetry.gauges import LOOKED_UP
+from triton_openai.telemetry.gauges import SCRAPED
 from triton_openai.telemetry.instruments import INSTRUMENTS, OTHER
 from triton_openai.telemetry.metrics import Outcome
 
@@ -245,7 +245,7 @@ def test_alerts_say_what_they_should() -> None:
 def test_the_table(exported: Scrape) -> None:
     """The documents' table has every metric that is exported, and each with its labels."""
     suffix = {"counter": "", "gauge": "", "histogram": "_count"}
-    table = {one.name + suffix[one.kind]: set(one.labels) for one in (*INSTRUMENTS, *LOOKED_UP)}
+    table = {one.name + suffix[one.kind]: set(one.labels) for one in (*INSTRUMENTS, *SCRAPED)}
 
     assert table == {name: OF_SEVERAL.get(name, exported.label_names(name)) for name in table}
     histograms = {one.name + end for one in INSTRUMENTS if one.kind == "histogram" for end in ("_bucket", "_sum")}

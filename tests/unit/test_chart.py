@@ -16,7 +16,7 @@ from docs import generate as docs_generate
 from tests import deploy_files as files
 from tests.deploy_files import CHART, DEPLOY, FORMS
 from triton_openai.config.options import options
-from triton_openai.telemetry.vllm_names import LOOKED_UP_RENAMED, RENAMED
+from triton_openai.telemetry.vllm_names import SCRAPED_RENAMED, RENAMED
 
 VALUES: dict[str, Any] = files.load(CHART / "values.yaml")
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
@@ -124,7 +124,7 @@ def test_a_gateway_finds_the_pods(version: str) -> None:
     assert {one["pluginRef"] for one in config["schedulingProfiles"][0]["plugins"]} <= plugins.keys()
     (engine,) = plugins["core-metrics-extractor"]["engineConfigs"]
     assert engine.pop("name") == labels["llm-d.ai/engine-type"]
-    exported = {*RENAMED, *(one.name for one in LOOKED_UP_RENAMED)}
+    exported = {*RENAMED, *(one.name for one in SCRAPED_RENAMED)}
     assert {"queuedRequestsSpec", "runningRequestsSpec", "loraSpec"} == engine.keys()
     assert set(engine.values()) <= exported
     objectives = [one["metadata"]["name"] for one in manifests if one["kind"] == "InferenceObjective"]

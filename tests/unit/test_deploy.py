@@ -34,7 +34,7 @@ from triton_openai.config.options import ENVIRONMENT_PREFIX, options
 from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import ServerSettings, Settings
 from triton_openai.config.validation import closest
-from triton_openai.telemetry.gauges import LOOKED_UP
+from triton_openai.telemetry.gauges import SCRAPED
 from triton_openai.telemetry.instruments import INSTRUMENTS
 
 STARTS = {start.where: start for start in files.starts()}
@@ -183,7 +183,7 @@ def test_paths_that_are_asked() -> None:
 
 def test_metrics_that_are_named() -> None:
     """A metric that autoscaling or a document asks for is exported; dashboard and alerts have a test of their own."""
-    known = {one.name for one in (*INSTRUMENTS, *LOOKED_UP)}
+    known = {one.name for one in (*INSTRUMENTS, *SCRAPED)}
     (rule,) = files.load(DEPLOY / "kubernetes/prometheus-adapter.yaml")["rules"]["custom"]
     known.add(rule["name"]["as"])
     named = {

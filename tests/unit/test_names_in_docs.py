@@ -18,7 +18,7 @@ from triton_openai.config.options import ENVIRONMENT_PREFIX, options
 from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import AudioSettings, ServerSettings, Settings
 from triton_openai.config.validation import closest
-from triton_openai.telemetry.gauges import LOOKED_UP
+from triton_openai.telemetry.gauges import SCRAPED
 from triton_openai.telemetry.instruments import INSTRUMENTS
 
 ROOT = generate.ROOT
@@ -124,7 +124,7 @@ def _keys(values: object, at: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
 @every_case("document", TEXTS)
 def test_metrics(document: str) -> None:
     """Documents name metrics that exist, also as Prometheus and the rule for prometheus-adapter have them."""
-    known = {one.name for one in (*INSTRUMENTS, *LOOKED_UP)}
+    known = {one.name for one in (*INSTRUMENTS, *SCRAPED)}
     known |= {one.name + end for one in INSTRUMENTS if one.kind == "histogram" for end in ("_bucket", "_sum", "_count")}
     (rule,) = files.load(files.DEPLOY / "kubernetes/prometheus-adapter.yaml")["rules"]["custom"]
     known |= {rule["name"]["as"]}

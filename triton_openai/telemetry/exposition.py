@@ -20,7 +20,7 @@ from triton_openai.telemetry import gauges, instruments
 from triton_openai.telemetry.gauges import BatchState, ServedName, State
 from triton_openai.telemetry.metrics import Metrics
 from triton_openai.telemetry.triton_metrics import TritonMetrics, cache_blocks
-from triton_openai.telemetry.vllm_names import LOOKED_UP_RENAMED, RENAMED, cache_metrics, lora_requests, renamed
+from triton_openai.telemetry.vllm_names import SCRAPED_RENAMED, RENAMED, cache_metrics, lora_requests, renamed
 
 # How long a model's load counts as current, and how long an answer may wait for Triton's part of it.
 _LOAD_SECONDS = 1.0
@@ -100,7 +100,7 @@ class Exposition:
         body = await asyncio.to_thread(self._text, families, openmetrics, dict(self._triton_models), state.served)
         if triton is not None and self._relay:
             # A name may stand in an exposition once: ours stay where names meet, also while they have counted nothing.
-            ours = {*RENAMED, *(instrument.name for instrument in LOOKED_UP_RENAMED)} if self._vllm_names else ()
+            ours = {*RENAMED, *(instrument.name for instrument in SCRAPED_RENAMED)} if self._vllm_names else ()
             lines = [line for name, family in triton.items() if name not in ours for line in family]
             body += "".join(f"{line}\n" for line in lines).encode()
         if openmetrics:

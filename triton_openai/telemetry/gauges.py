@@ -46,7 +46,7 @@ BATCH_NEEDED = Instrument(
 )  # fmt: skip
 FILES_BYTES = Instrument("triton_openai_files_bytes", (), "Bytes of the files that are kept, uploads included.")
 OF_BATCHES = (BATCHES, BATCH_LAG, BATCH_NEEDED, FILES_BYTES)
-LOOKED_UP = (BUILD, WORKERS, UP, STORE_UP, TRITON_MODELS, SERVED, MODEL, CHAT, TRITON_METRICS_UP, *OF_BATCHES)
+SCRAPED = (BUILD, WORKERS, UP, STORE_UP, TRITON_MODELS, SERVED, MODEL, CHAT, TRITON_METRICS_UP, *OF_BATCHES)
 
 
 class ServedName(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,7 +44,7 @@ LORA_REQUESTS = Instrument(
     "Names of the LoRA adapters with running and with queued requests, separated by commas, and how many adapters the "
     "engine runs at once, where the model's files say it. The value is the time of the scrape.",
 )  # fmt: skip
-LOOKED_UP_RENAMED = (CACHE_USAGE, CACHE_CONFIG, LORA_REQUESTS)
+SCRAPED_RENAMED = (CACHE_USAGE, CACHE_CONFIG, LORA_REQUESTS)
 
 
 def renamed(name: str, counted: Mapping[str, Metric], triton_models: Mapping[str, str]) -> Iterable[Metric]:
