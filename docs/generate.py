@@ -32,7 +32,7 @@ from triton_openai.generation import Sampling
 from triton_openai.telemetry import tracing
 from triton_openai.telemetry.gauges import SCRAPED
 from triton_openai.telemetry.instruments import INSTRUMENTS
-from triton_openai.telemetry.vllm_names import SCRAPED_RENAMED, RENAMED, RENAMED_LABELS
+from triton_openai.telemetry.vllm_names import RENAMED, RENAMED_LABELS, SCRAPED_RENAMED
 
 ROOT = Path(__file__).resolve().parents[1]
 VALUES_SCHEMA = ROOT / "deploy" / "helm" / "triton-openai" / "values.schema.json"

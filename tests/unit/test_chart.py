@@ -16,7 +16,7 @@ from docs import generate as docs_generate
 from tests import deploy_files as files
 from tests.deploy_files import CHART, DEPLOY, FORMS
 from triton_openai.config.options import options
-from triton_openai.telemetry.vllm_names import SCRAPED_RENAMED, RENAMED
+from triton_openai.telemetry.vllm_names import RENAMED, SCRAPED_RENAMED
 
 VALUES: dict[str, Any] = files.load(CHART / "values.yaml")
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))

@@ -33,7 +33,7 @@ from triton_openai.cli.arguments import parse
 from triton_openai.config.options import ENVIRONMENT_PREFIX, options
 from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import ServerSettings, Settings
-from triton_openai.config.validation import closest
+from triton_openai.config.validation import did_you_mean
 from triton_openai.telemetry.gauges import SCRAPED
 from triton_openai.telemetry.instruments import INSTRUMENTS
 
@@ -135,7 +135,7 @@ def test_variables_that_are_named() -> None:
     known = {option.variable for option in options()} | {f"{ENVIRONMENT_PREFIX}CONFIG", ENVIRONMENT_PREFIX}
     for name, text in TEXTS.items():
         for variable in re.findall(rf"{ENVIRONMENT_PREFIX}\w*", text):
-            assert variable in known, f"{name}: {variable}{closest(variable, known)}"
+            assert variable in known, f"{name}: {variable}{did_you_mean(variable, known)}"
 
 
 def test_flags_that_are_named() -> None:
@@ -165,7 +165,7 @@ def test_flags_that_are_named() -> None:
     }
     for name, text in TEXTS.items():
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z.-]+", text):
-            assert flag in ours | others, f"{name}: {flag}{closest(flag, ours)}"
+            assert flag in ours | others, f"{name}: {flag}{did_you_mean(flag, ours)}"
 
 
 def test_paths_that_are_asked() -> None:

@@ -17,7 +17,7 @@ from triton_openai.cli.arguments import parse
 from triton_openai.config.options import ENVIRONMENT_PREFIX, options
 from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import AudioSettings, ServerSettings, Settings
-from triton_openai.config.validation import closest
+from triton_openai.config.validation import did_you_mean
 from triton_openai.telemetry.gauges import SCRAPED
 from triton_openai.telemetry.instruments import INSTRUMENTS
 
@@ -79,7 +79,7 @@ TRITON = {
 
 def unknown(named: Collection[str], known: Collection[str]) -> list[str]:
     """Return those of *named* that are not *known*, with what may have been meant."""
-    return [f"{name}{closest(name, known)}" for name in sorted(set(named) - set(known))]
+    return [f"{name}{did_you_mean(name, known)}" for name in sorted(set(named) - set(known))]
 
 
 @every_case("document", PRESENT)

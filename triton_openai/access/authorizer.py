@@ -152,7 +152,7 @@ class Authorizer:
         #: Whether there are several keys or tenants, which share what they have together.
         self.several_keys = len(names) > 1 or self.gateway is not None
         if self._warns:
-            self.keys.warn_of_readers()
+            self.keys.warn_if_readable_by_all()
         if self.keys.ring is not None:
             self._draining.end_removed_keys(self.keys.ring)
 
@@ -160,7 +160,7 @@ class Authorizer:
         """Watch the file of keys while *app* runs."""
         self._warns = self._may_warn
         if self._warns:
-            self.keys.warn_of_readers()
+            self.keys.warn_if_readable_by_all()
         watching = asyncio.create_task(self.watch())
         yield
         await cancel(watching)

@@ -17,7 +17,7 @@ from msgspec import Meta
 from multidict import CIMultiDictProxy
 
 from triton_openai.access.rate_limits import RateLimit
-from triton_openai.config.files import FileWatch, read_yaml, warn_of_readers
+from triton_openai.config.files import FileWatch, read_yaml, warn_if_readable_by_all
 from triton_openai.config.tree import AccessSettings, ApiGroup, RestrictedApi
 from triton_openai.config.validation import explained
 from triton_openai.errors import ApiRestricted, ConfigurationError, InvalidApiKey, KeyNotSufficient, ManagementDisabled
@@ -184,9 +184,9 @@ class Keys:
                 _log.info("API keys are read again", names=len({key.name for key in (self.ring or {}).values()}))
         return changed
 
-    def warn_of_readers(self) -> None:
+    def warn_if_readable_by_all(self) -> None:
         """Log a warning if every user of this machine can read the file."""
-        warn_of_readers(self._settings.api_keys_file, "file of API keys")
+        warn_if_readable_by_all(self._settings.api_keys_file, "file of API keys")
 
 
 # Azure's and Anthropic's clients have headers of their own.

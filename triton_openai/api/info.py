@@ -288,7 +288,7 @@ async def probe(service: Service, model: ServedModel, *, timeout: float, at: str
     kind = model.jobs[0]
     job = kind(id=new_id("probe"), **kind.least)
     if isinstance(job, SynthesisJob) and model.voices is not None:
-        job = msgspec.structs.replace(job, voice=model.voices.any())
+        job = msgspec.structs.replace(job, voice=model.voices.default_voice())
     if not isinstance(job, Generation):
         await run_job(sender, model, job, timeout=timeout)
         return

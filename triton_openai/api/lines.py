@@ -96,7 +96,7 @@ class LineHost:
             if model in models.served:
                 name = model
             else:
-                name = models.wanted(model)
+                name = models.requested_name(model)
         except errors.InvalidRequest:
             return None
         served = models.served.get(name) or models.unlisted_lora(name)

@@ -18,7 +18,7 @@ from triton_openai.answer.job_run import activated, activation_of, labels_of
 from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, new_id, whole_of
 from triton_openai.api.service import Service, begin
 from triton_openai.config.tree import Category, ModerationSettings
-from triton_openai.config.validation import closest
+from triton_openai.config.validation import did_you_mean
 from triton_openai.errors import ConfigurationError, InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.jobs import ClassificationJob
 from triton_openai.models.lookup import MODERATION_DEFAULT
@@ -158,7 +158,7 @@ def _classes(
         if label not in numbers:
             raise ConfigurationError(
                 f"The settings of the model '{model.name}' map the label '{label}', which it does not have."
-                f"{closest(label, numbers)}",
+                f"{did_you_mean(label, numbers)}",
                 param="model",
             )
     return [(numbers[label], category) for label, category in rules.labels.items()]

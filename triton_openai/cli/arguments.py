@@ -16,7 +16,7 @@ from triton_openai import __version__
 from triton_openai.config.options import Option, bare_type, options
 from triton_openai.config.sources import refuse_if_file_only
 from triton_openai.config.tree import Settings
-from triton_openai.config.validation import closest
+from triton_openai.config.validation import did_you_mean
 from triton_openai.errors import ConfigurationError
 
 _COMMANDS = {
@@ -126,7 +126,7 @@ def _check_command(first: str) -> None:
     else:
         problem = f"There is no command {first!r}."
     raise ConfigurationError(
-        f"{problem}{closest(first, _COMMANDS)} The commands are {', '.join(_COMMANDS)}. See triton-openai --help."
+        f"{problem}{did_you_mean(first, _COMMANDS)} The commands are {', '.join(_COMMANDS)}. See triton-openai --help."
     )
 
 
@@ -255,7 +255,7 @@ def _unknown(argument: str, command: str) -> str:
     known = {option.flag: option for option in options()}
     option = known.get(flag) or known.get(flag.replace("--no-", "--", 1))
     if option is None:
-        hint = closest(flag, [usable.flag for usable in _usable(command)])
+        hint = did_you_mean(flag, [usable.flag for usable in _usable(command)])
         if not hint:
             hint = f" See triton-openai {command} --help-all."
             if command == "serve":

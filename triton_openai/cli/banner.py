@@ -16,7 +16,7 @@ from triton_openai.cli.terminal import problems, table
 from triton_openai.config.tree import Settings
 from triton_openai.models.overview import ModelLine, model_lines
 from triton_openai.telemetry.logging import timestamp
-from triton_openai.telemetry.streams import in_background
+from triton_openai.telemetry.streams import write_in_background
 
 _log = structlog.get_logger(__name__)
 # Tenths of a second that a Triton that is ready has to show its models.
@@ -82,7 +82,7 @@ def show(banner: str) -> None:
     If it cannot be printed (a full disk, a closed pipe, a terminal that lacks the letters of a model's name), the log
     says so, and the service goes on. Nothing that is printed after it holds the service up either.
     """
-    in_background("stdout").lost = lambda _, reason: _not_printed(reason)
+    write_in_background("stdout").lost = lambda _, reason: _not_printed(reason)
     try:
         print(banner, flush=True)
     except UnicodeEncodeError as error:

@@ -19,7 +19,7 @@ from triton_openai.cli.arguments import Parsed
 from triton_openai.cli.terminal import problems, table
 from triton_openai.config.options import options
 from triton_openai.config.tree import DefaultParameters, Settings
-from triton_openai.config.validation import closest
+from triton_openai.config.validation import did_you_mean
 from triton_openai.errors import ConfigurationError
 from triton_openai.models.lookup import Models
 from triton_openai.models.served import ServedModel
@@ -99,7 +99,7 @@ def inspect(settings: Settings, parsed: Parsed) -> int:
         }
         for name in parsed.models:
             if name not in by_name:
-                hint = closest(name, by_name) or f" It has {', '.join(by_name) or 'none'}."
+                hint = did_you_mean(name, by_name) or f" It has {', '.join(by_name) or 'none'}."
                 raise ConfigurationError(f"Triton has no model '{name}'.{hint}")
         reports = [by_name[name] for name in dict.fromkeys(parsed.models)]
     if parsed.json:

@@ -27,7 +27,7 @@ from aiohttp import web
 
 from triton_openai.app import SERVICE, apply_settings, create_app
 from triton_openai.cli.banner import Banner, banner_of, render_banner, show
-from triton_openai.config.files import warn_of_readers
+from triton_openai.config.files import warn_if_readable_by_all
 from triton_openai.config.reload import ApplySettings, Reloader, Source
 from triton_openai.config.tls import server_context
 from triton_openai.config.tree import Settings
@@ -90,7 +90,7 @@ Runner = Callable[[Settings, Stop], AbstractAsyncContextManager[Running]]
 def serve(settings: Settings, source: Source, environ: Mapping[str, str]) -> int:
     """Serve until a signal ends it, and keep up with the *source* of the settings."""
     # The workers inherit the limit.
-    raise_limit()
+    raise_file_limit()
     with contextlib.ExitStack() as opened:
         sockets = opened.enter_context(listening_sockets(settings.server))
         triton = None
@@ -111,7 +111,7 @@ def serve_demo(settings: Settings, sockets: Sequence[socket.socket], triton: Emb
     return run_loop(_serve(settings, service, triton))
 
 
-def raise_limit() -> None:
+def raise_file_limit() -> None:
     """
     Raise this process's limit of open files, which is 1024 on most systems, as far as allowed and useful.
 
@@ -175,9 +175,9 @@ async def _serve(
     # Before Triton starts, so that wrong files are reported at once.
     server_context(settings.tls)
     check_files(settings)
-    warn_of_readers(settings.tls.key, "private key of --tls-key")
+    warn_if_readable_by_all(settings.tls.key, "private key of --tls-key")
     if source is not None and source.has_secrets():
-        warn_of_readers(source.file, "settings file, which holds secrets")
+        warn_if_readable_by_all(source.file, "settings file, which holds secrets")
     for folder in settings.triton.repository:
         if not folder.is_dir():
             raise ConfigurationError(f"There is no folder {folder} given by --triton-repository.")

@@ -139,7 +139,7 @@ class FromFiles(Generic[_Value]):
         return self._value
 
 
-def warn_of_readers(path: Path | None, what: str) -> None:
+def warn_if_readable_by_all(path: Path | None, what: str) -> None:
     """Log a warning if every user of this machine can read *path*, which is a *what* and holds secrets."""
     if path is None:
         return

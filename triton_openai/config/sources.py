@@ -14,7 +14,7 @@ from triton_openai.config.addresses import check_address, check_endpoints, check
 from triton_openai.config.files import read_yaml
 from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, is_struct, options
 from triton_openai.config.tree import NAMED_KEY, OTLP_PATH, ApiGroup, LoraSettings, Protocol, Settings
-from triton_openai.config.validation import closest, explained, path_of, plain_words
+from triton_openai.config.validation import did_you_mean, explained, path_of, plain_words
 from triton_openai.errors import ConfigurationError
 
 # The path of a setting in the tree.
@@ -91,7 +91,7 @@ def _read_text(values: Mapping[str, Any], known: Mapping[str, Option]) -> _Layer
     for origin, value in values.items():
         option = known.get(origin)
         if option is None:
-            raise ConfigurationError(f"{origin} is not a setting.{closest(origin, [*known, _CONFIG_VARIABLE])}")
+            raise ConfigurationError(f"{origin} is not a setting.{did_you_mean(origin, [*known, _CONFIG_VARIABLE])}")
         refuse_if_file_only(option, origin)
         if option.is_alias or option.per_model:
             _add_assignments(written, option, _split(value), origin)
@@ -177,7 +177,7 @@ def _read_mapping(content: Any, kind: Any, at: _Path, file: Path) -> Iterator[tu
         if not isinstance(name, str):
             raise ConfigurationError(f"{key(str(name))} is not a name; put it in quotes.")
         if name not in known:
-            raise ConfigurationError(f"{key(name)} is not a setting.{closest(name, known)}")
+            raise ConfigurationError(f"{key(name)} is not a setting.{did_you_mean(name, known)}")
         annotation = known[name]
         path = (*at, name)
         inner = bare_type(annotation)

@@ -34,7 +34,7 @@ _MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`")
 _SAME_WORD = 0.75
 
 
-def closest(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `` Did you mean X?`` when *name* is one of the *known* names with slips in its words, else nothing."""
     words = _words(name)
     likeness = {candidate: _likeness(words, _words(candidate)) for candidate in known}
@@ -89,7 +89,7 @@ def explained(error: msgspec.ValidationError, annotation: Any) -> str:
     kinds = _kinds_at(annotation, path)
     if unknown := _UNKNOWN_FIELD.fullmatch(problem):
         fields = [field.encode_name for kind in kinds if is_struct(kind) for field in msgspec.structs.fields(kind)]
-        hint = closest(unknown["name"], fields) or f" It can have {', '.join(fields)}."
+        hint = did_you_mean(unknown["name"], fields) or f" It can have {', '.join(fields)}."
         return f"{where or 'it'} has no field '{masked(unknown['name'])}'.{hint}"
     if missing := _MISSING_FIELD.fullmatch(problem):
         return f"{where or 'it'} lacks the field '{missing['name']}'."

@@ -11,7 +11,7 @@ import msgspec
 import structlog
 
 from triton_openai.config.tree import Settings
-from triton_openai.config.validation import closest
+from triton_openai.config.validation import did_you_mean
 from triton_openai.errors import ConfigurationError, ModelNotFound, UpstreamUnavailable, missing
 from triton_openai.models.binding import Binder
 from triton_openai.models.loading import Prompters, warn_of
@@ -88,7 +88,7 @@ class Models:
     def _exists(self, name: str) -> bool:
         return any(entry.name == name for entry in self.fleet.snapshot.index)
 
-    def wanted(self, name: str, allows: Callable[[str], bool] = lambda _: True) -> str:
+    def requested_name(self, name: str, allows: Callable[[str], bool] = lambda _: True) -> str:
         """
         Return the name of the model that a request for *name* wants.
 
@@ -135,7 +135,7 @@ class Models:
             await self.fleet.reload()
             self._seen = version
         if name not in self.served:
-            name = self.wanted(name, allows)
+            name = self.requested_name(name, allows)
         if not allows(name):
             raise ModelNotFound(name, hidden=True, hint=self._suggestion(name, allows))
         if name in self.served:
@@ -177,7 +177,7 @@ class Models:
         if len(names) > _MAX_SUGGESTED:
             return " GET /v1/models lists the models."
         if len(name) <= _MAX_COMPARED_CHARS:
-            hint = closest(name, names)
+            hint = did_you_mean(name, names)
         else:
             hint = ""
         return hint or (f" Available: {', '.join(names)}." if names else "")
@@ -295,10 +295,10 @@ def _misnamed(settings: Settings, known: Collection[str], served: Collection[str
     problems = {
         name: f"The settings are for an alias: give them to the model '{aliases[name]}'."
         if name in aliases
-        else f"The settings are for a model that Triton does not have.{closest(name, known)}"
+        else f"The settings are for a model that Triton does not have.{did_you_mean(name, known)}"
         for name in settings.models.keys() - set(known)
     }
     default = settings.api.default_model
     if default is not None and default not in {*known, *served, *aliases}:
-        problems[default] = f"The default model is none that Triton has.{closest(default, [*known, *served])}"
+        problems[default] = f"The default model is none that Triton has.{did_you_mean(default, [*known, *served])}"
     return problems

@@ -81,7 +81,7 @@ class Voices:
         """Return the names of all voices, aliases included, in their order."""
         return sorted({*self._voices, *self._aliases})
 
-    def any(self) -> Voice | None:
+    def default_voice(self) -> Voice | None:
         """Return a voice, ``None`` for the model's own, or if none is known."""
         return next(iter(self._voices.values()), None)
 

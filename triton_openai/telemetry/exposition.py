@@ -20,7 +20,7 @@ from triton_openai.telemetry import gauges, instruments
 from triton_openai.telemetry.gauges import BatchState, ServedName, State
 from triton_openai.telemetry.metrics import Metrics
 from triton_openai.telemetry.triton_metrics import TritonMetrics, cache_blocks
-from triton_openai.telemetry.vllm_names import SCRAPED_RENAMED, RENAMED, cache_metrics, lora_requests, renamed
+from triton_openai.telemetry.vllm_names import RENAMED, SCRAPED_RENAMED, cache_metrics, lora_requests, renamed
 
 # How long a model's load counts as current, and how long an answer may wait for Triton's part of it.
 _LOAD_SECONDS = 1.0

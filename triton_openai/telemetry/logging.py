@@ -27,7 +27,12 @@ from structlog.typing import EventDict, FilteringBoundLogger, Processor
 from triton_openai.config.tree import ServerSettings
 from triton_openai.errors import ServiceError
 from triton_openai.json_lines import escape_line_breaks
-from triton_openai.telemetry.streams import BackgroundWriter, background_writer, in_background, redirect_native_output
+from triton_openai.telemetry.streams import (
+    BackgroundWriter,
+    background_writer,
+    redirect_native_output,
+    write_in_background,
+)
 
 # Fields that could hold a client's text or a credential: their values are not shown.
 _REDACTED = frozenset((
@@ -111,7 +116,7 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None, co
     From now on nobody who writes to ``sys.stderr`` waits for it, or fails with it.
     """
     level = logging.getLevelName(settings.log_level.upper())
-    stderr = in_background("stderr")
+    stderr = write_in_background("stderr")
     if settings.log_format == "json":
         render = _json
     else:

@@ -158,7 +158,7 @@ class BackgroundWriter(io.RawIOBase):
         self.lost(count, reason)
 
 
-def in_background(name: Literal["stdout", "stderr"]) -> BackgroundWriter:
+def write_in_background(name: Literal["stdout", "stderr"]) -> BackgroundWriter:
     """Let a :class:`BackgroundWriter` pass on what this process writes to a standard stream, and return it."""
     # One that is closed is None. Opened here, its number does not become that of a client's connection.
     stream: TextIO = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115 - to the end
@@ -194,7 +194,7 @@ def redirect_native_output(log: Callable[[str], object]) -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     for number, name in ((1, "stdout"), (2, "stderr")):
-        writer = in_background(cast(Literal["stdout", "stderr"], name))
+        writer = write_in_background(cast(Literal["stdout", "stderr"], name))
         drain()
         _originals[name] = writer.use_duplicate()
         os.dup2(writing, number)
@@ -223,7 +223,7 @@ def _log_lines(reading: int, log: Callable[[str], object]) -> None:
 
 
 def background_writer(stream: TextIO) -> BackgroundWriter | None:
-    """Return what passes on the lines of *stream*, if it is one that :func:`in_background` has made."""
+    """Return what passes on the lines of *stream*, if it is one that :func:`write_in_background` has made."""
     writer = getattr(getattr(stream, "buffer", None), "raw", None)
     if isinstance(writer, BackgroundWriter):
         return writer

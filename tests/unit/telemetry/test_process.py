@@ -13,10 +13,10 @@ from triton_openai.telemetry.process import DescriptorWatch
 
 _PROGRAM = """
 import resource
-from triton_openai.cli.serve import raise_limit
+from triton_openai.cli.serve import raise_file_limit
 for given in (128, 900), (700, 700):
     resource.setrlimit(resource.RLIMIT_NOFILE, given)
-    raise_limit()
+    raise_file_limit()
     print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 

@@ -142,7 +142,8 @@ def test_a_pipe_that_its_owner_does_not_wait_for(pipe: Pipe) -> None:
 def test_lines_of_processes_stay_whole() -> None:
     """Workers write into the same pipe."""
     program = (
-        "import sys; from triton_openai.telemetry.streams import in_background; writer = in_background('stderr')\n"
+        "import sys; from triton_openai.telemetry.streams import write_in_background\n"
+        "writer = write_in_background('stderr')\n"
         "for _ in range(500): writer.write(sys.argv[1].encode() * 150 + b'\\n')"
     )
     reading, writing = os.pipe()
@@ -158,8 +159,8 @@ def test_lines_of_processes_stay_whole() -> None:
 # Whoever writes to stderr, and an exception that nobody catches. It takes no import of ours but one.
 _LAST = """
 import logging, sys, threading, warnings
-from triton_openai.telemetry.streams import in_background
-in_background("stderr")
+from triton_openai.telemetry.streams import write_in_background
+write_in_background("stderr")
 
 class Failing:
     def __del__(self):
@@ -202,10 +203,10 @@ def test_the_last_lines_arrive() -> None:
 # the line, or in a line that is too long, is a part of it.
 _NATIVE = """
 import ctypes, os, subprocess, sys, threading
-from triton_openai.telemetry.streams import drain, in_background, original_descriptor, redirect_native_output
+from triton_openai.telemetry.streams import drain, write_in_background, original_descriptor, redirect_native_output
 
 times, crashes = int(sys.argv[1]), sys.argv[2] == "crash"
-writer = in_background("stderr")
+writer = write_in_background("stderr")
 all_are_there = threading.Event()
 
 def log(line):
