@@ -45,10 +45,10 @@ class Configured:
 
     def take(self, settings: Mapping[str, Any]) -> None:
         """Exchange the file and wait until it is in force, without the two seconds in which changes are noticed."""
-        before = len(self.said("settings are read again"))
+        before = len(self.said("settings reloaded"))
         self.write(settings)
         self.ask_to_reload()
-        until(lambda: len(self.said("settings are read again")) > before)
+        until(lambda: len(self.said("settings reloaded")) > before)
 
     def said(self, event: str) -> list[dict[str, Any]]:
         """Return the log's lines of this kind."""
@@ -108,9 +108,9 @@ def test_a_changed_file(configured: Configured) -> None:
     """Aliases, limits and templates change in all processes, without anybody asking for it."""
     configured.agree(lambda: "old-name" in configured.models(), True)
     configured.write(_settings("chatml", "new-name", default_max_tokens=1))
-    until(lambda: configured.said("settings are read again"))
+    until(lambda: configured.said("settings reloaded"))
 
-    (line,) = configured.said("settings are read again")
+    (line,) = configured.said("settings reloaded")
     assert ["api.default_max_tokens", "models.ensemble.aliases", "models.ensemble.chat_template"] == sorted(
         line["changed"]
     )
@@ -137,7 +137,7 @@ def test_a_request_reads_templates_again(configured: Configured, triton: TestTri
     configured.agree(lambda: "first Hello" in prompt(), True)
     template.write_text("second {{ messages[0].content }}")
     configured.ask_to_reload()
-    until(lambda: configured.said("settings are read again"))
+    until(lambda: configured.said("settings reloaded"))
 
     configured.agree(lambda: "second Hello" in prompt(), True)
 
@@ -156,7 +156,7 @@ def test_a_bad_file(configured: Configured, change: dict[str, Any], named: str) 
     """Everything stays as it was, the log says why, and a good file after it is taken."""
     configured.write({**_settings("chatml", "new-name"), **change})
     configured.ask_to_reload()
-    problems = until(lambda: configured.said("new settings are not used, the old ones stay"))
+    problems = until(lambda: configured.said("new settings refused, the old ones stay in use"))
 
     assert named in problems[0]["reason"]
     configured.agree(lambda: frozenset(configured.models() & {"old-name", "new-name"}), frozenset({"old-name"}))
@@ -231,7 +231,7 @@ def test_a_replaced_worker_has_the_new_settings(configured: Configured) -> None:
     configured.take(_settings("llama3", "new-name"))
     configured.write({"api": "nothing"})
     configured.ask_to_reload()
-    until(lambda: configured.said("new settings are not used, the old ones stay"))
+    until(lambda: configured.said("new settings refused, the old ones stay in use"))
 
     def served() -> int:
         return [line["model"] for line in configured.said("model is served")].count("new-name")
@@ -263,7 +263,7 @@ def test_tritons_are_added_drained_and_refused(triton: TestTriton, tmp_path: Pat
             return [line["state"] for line in service.send("GET", "/status").json["endpoints"]]
 
         running.write(several(1, 1, 0, routing={"policy": "round_robin"}))
-        until(lambda: running.said("settings are read again"))
+        until(lambda: running.said("settings reloaded"))
         for _ in range(8):
             until(lambda: states() == ["ready", "ready", "drained"])
         answers = [service.post("/v1/completions", {"model": "ensemble", "prompt": "Hello"}) for _ in range(20)]
@@ -271,5 +271,5 @@ def test_tritons_are_added_drained_and_refused(triton: TestTriton, tmp_path: Pat
         used = {line.get("endpoint") for line in running.said("request")} - {None}
         assert used == {"t0", "t1"}
         running.write({"triton": {"url": [triton.http_url]}})
-        until(lambda: running.said("new settings are not used, the old ones stay"))
+        until(lambda: running.said("new settings refused, the old ones stay in use"))
         assert states() == ["ready", "ready", "drained"]

@@ -46,7 +46,7 @@ from triton_openai.api.uploaded_files import FileUpload
 from triton_openai.config.tree import ApiGroup, Settings
 from triton_openai.generation import Generation
 from triton_openai.jobs import ClassificationJob, EmbeddingJob, ScoreJob, SynthesisJob, TranscriptionJob, TranslationJob
-from triton_openai.media.formats import MEDIA_TYPES
+from triton_openai.media.speech_formats import MEDIA_TYPES
 from triton_openai.operations import BodyKind, Call, Handler, Operation, Query, Reply, Whole
 
 

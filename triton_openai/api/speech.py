@@ -26,7 +26,7 @@ from triton_openai.api.sse import data_event
 from triton_openai.errors import ConfigurationError, InvalidAnswer, InvalidValue
 from triton_openai.generation import AnswerState, Generation, Sampling
 from triton_openai.jobs import Speech, SynthesisJob
-from triton_openai.media.formats import MEDIA_TYPES, Format, cost
+from triton_openai.media.speech_formats import MEDIA_TYPES, Format, encoding_cost
 from triton_openai.operations import Call, Reply
 
 if TYPE_CHECKING:
@@ -178,12 +178,12 @@ async def _file(context: RequestContext[SpeechRequest], speaker: Speaker) -> Asy
         start = 0
         while start < len(samples):
             block = samples[start : start + round((_BLOCK if record.audio_seconds else _FIRST_BLOCK) * rate)]
-            data = await offload.run(made.encode, block, cost=cost(kind, rate, len(block)))
+            data = await offload.run(made.encode, block, cost=encoding_cost(kind, rate, len(block)))
             start += len(block)
             record.audio_seconds = {"output": record.audio_seconds.get("output", 0.0) + len(block) / rate}
             yield data
     assert made is not None, "there was a text"
-    yield await offload.run(made.finish, cost=cost(kind, rate, rate))
+    yield await offload.run(made.finish, cost=encoding_cost(kind, rate, rate))
 
 
 async def _spoken_samples(speaker: Speaker, synthesis: Synthesis) -> AsyncIterator[tuple[Samples, int]]:

@@ -1,4 +1,4 @@
-"""Addresses of Tritons and collectors: their form, and the list of several Tritons."""
+"""Checks addresses of Tritons and collectors, and reads the list of several Tritons."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def check_endpoints(entries: Sequence[_Entry], origin: str) -> list[EndpointSett
     """
     Return *entries* with their names, those in short form ``[NAME=]URL[+URL]`` too.
 
-    Raises :class:`ConfigurationError` for names that are there twice and for wrong addresses.
+    Raises :class:`ConfigurationError` for duplicate names and for wrong addresses.
     """
     endpoints: dict[str | None, EndpointSettings] = {}
     for entry in entries:

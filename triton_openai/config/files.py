@@ -20,12 +20,12 @@ _log = structlog.get_logger(__name__)
 
 _Value = TypeVar("_Value")
 
-#: How often files are looked at.
+#: How often files are checked for changes, in seconds.
 LOOK_SECONDS = 1.0
 
 
 def state_folder() -> Path:
-    """Return the folder for what the service keeps between its runs, which may not exist yet."""
+    """Return the folder for data that outlives the service, which may not exist yet."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "triton-openai"
 
@@ -102,7 +102,7 @@ class FileWatch:
 
 
 def _signature(path: Path) -> tuple[int, ...] | None:
-    """Return what differs once the file has: another file (also behind a link), contents, or rights."""
+    """Return numbers that differ when the file has changed: another file (also behind a link), contents, or rights."""
     try:
         stat = path.stat()
     except OSError:
@@ -112,10 +112,10 @@ def _signature(path: Path) -> tuple[int, ...] | None:
 
 class FromFiles(Generic[_Value]):
     """
-    What *read* makes of *paths*, made again when one of them has changed.
+    The value that *read* makes of *paths*, made again when one of them has changed.
 
-    The first reading happens here, and raises what *read* raises. A later one that fails is logged as *what* and leaves
-    what there was: a certificate is often replaced before its key.
+    The first reading happens here, and raises what *read* raises. A later reading that fails is logged as *what*, and
+    the value stays: a certificate is often replaced before its key.
     """
 
     def __init__(self, read: Callable[[], _Value], paths: Sequence[Path | None], *, what: str) -> None:

@@ -26,11 +26,11 @@ ApplySettings = Callable[[Settings, bool], Awaitable[None]]
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
     """The names of what has changed, as the YAML file has them."""
 
-    #: What is taken over.
+    #: Those that apply at once.
     live: tuple[str, ...]
-    #: What needs a restart.
+    #: Those that need a restart.
     fixed: tuple[str, ...]
-    #: The current ones with what is live taken from the new ones.
+    #: The current settings, with the new values of live settings.
     settings: Settings
 
 
@@ -66,7 +66,7 @@ class Source:
     def __init__(self, load: Callable[[], Settings], file: Path | None = None) -> None:
         self.load = load
         self.file = file
-        self.watch = FileWatch([file], problem="new settings are not used, the old ones stay")
+        self.watch = FileWatch([file], problem="new settings refused, the old ones stay in use")
 
     def has_secrets(self) -> bool:
         """Return whether the file has a secret, such as an API key or a store's password."""
@@ -76,7 +76,7 @@ class Source:
         try:
             settings = read_yaml(self.file, "settings file", secret=True)
         except ConfigurationError:
-            # Whoever reads the settings reports it.
+            # The next reading of the settings reports it.
             return False
         for option in options():
             group = None
@@ -147,7 +147,7 @@ class Reloader:
         if changes.fixed:
             log.warning("settings need a restart to take effect", settings=list(changes.fixed))
         if changes.live or reload:
-            log.info("settings are read again", changed=list(changes.live))
+            log.info("settings reloaded", changed=list(changes.live))
 
 
 def _check_restrictions(old: AccessSettings, new: AccessSettings) -> None:
@@ -161,4 +161,4 @@ def _check_restrictions(old: AccessSettings, new: AccessSettings) -> None:
         ("restricted APIs", old.openai_restricted_api, new.openai_restricted_api),
     ):
         if before and not after:
-            raise ConfigurationError(f"They have no {what} any more; to serve without any takes a restart.")
+            raise ConfigurationError(f"The new settings have no {what}. To serve without them, restart the service.")

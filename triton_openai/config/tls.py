@@ -23,7 +23,7 @@ PERHAPS_REFUSED = "TLS: closed without an answer; perhaps this service's certifi
 
 class ReloadingContext(ssl.SSLContext):
     """
-    A context that hands every handshake to the newest one of *read*, made again when one of *paths* has changed.
+    A context that makes every handshake by the newest context of *read*, made again when one of *paths* has changed.
 
     A context that is in use cannot be changed safely: a certificate and its key are two calls, and an authority, once
     added, stays. Works with asyncio's and uvloop's transports, which come through :meth:`wrap_bio`.
@@ -93,13 +93,13 @@ def load_identity(context: ssl.SSLContext, certificate: Path, key: Path | None, 
                 f"The file {named} must hold a certificate and its private key (PEM), or {prefix}-key name the key."
             )
         else:
-            # The other reasons ("PEM lib", "no start line") do not tell which of the two files is wrong.
+            # The other reasons ("PEM lib", "no start line") do not say which of the two files is wrong.
             problem = f"{certificate} must be a certificate and {key} its private key, both PEM ({error.reason})."
         raise ConfigurationError(problem) from error
 
 
 def load_authorities(context: ssl.SSLContext, path: Path, origin: str) -> None:
-    """Let *context* trust the authorities in *path*. Raises :class:`ConfigurationError`."""
+    """Add the authorities in *path* to those that *context* trusts. Raises :class:`ConfigurationError`."""
     read_file(path, origin)
     try:
         context.load_verify_locations(path)

@@ -1,4 +1,4 @@
-"""What is wrong with names and values of settings and their files: the field, and the name that may be meant."""
+"""Explains wrong names and values of settings and of their files."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _word_likeness(left: str, right: str) -> float:
 
 
 def plain_words(problem: str) -> str:
-    """Return msgspec's words about a value in plain English, without the value."""
+    """Return msgspec's message about a value in plain English, without the value."""
     reason = re.sub(r", got .*|`| \| null", "", problem, flags=re.DOTALL).replace(" | ", " or ")
     reason = re.sub(r"\b(int|float|bool|str|array|object)\b", lambda word: _PLAIN_WORDS[word[0]], reason)
     return f"{reason[0].lower()}{reason[1:]}"
@@ -73,7 +73,7 @@ def plain_words(problem: str) -> str:
 
 def explained(error: msgspec.ValidationError, annotation: Any) -> str:
     """
-    Return what *error* says of a value that should have been of the type *annotation*, as the end of a sentence.
+    Return the *error* of a value that should have had the type *annotation*, as the end of a sentence.
 
     It begins with the path of the field, such as ``keys[0].models``, and shows no value: that could be a secret. An
     unknown field is compared with those that there are.

@@ -19,13 +19,13 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """
     This process among the workers of one service.
 
-    A worker that died is replaced by one with the same index; never two at a time have the same.
+    A dead worker is replaced by one with the same index. Two living workers never have the same index.
     """
 
     #: Its number, from 0.
     index: int = 0
     count: int = 1
-    #: What all workers of a service of several share: it holds their metrics.
+    #: The directory with the metrics of all workers; ``None`` for a single process.
     directory: Path | None = None
 
     def share(self, limit: int) -> int:
@@ -36,7 +36,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
 @contextmanager
 def private_directory(environment: Mapping[str, str]) -> Iterator[Path]:
     """
-    Yield a new directory that goes at the end.
+    Yield a new directory, which is removed at the end.
 
     It is made in ``XDG_RUNTIME_DIR`` or among the temporary files, with the lock that keeps systemd-tmpfiles from
     clearing it up (tmpfiles.d(5)). Raises :class:`ConfigurationError` where nothing can be written.
@@ -48,8 +48,8 @@ def private_directory(environment: Mapping[str, str]) -> Iterator[Path]:
         directory = Path(tempfile.mkdtemp(prefix="triton-openai-", dir=runtime_directory if usable else None))
     except OSError as error:
         raise ConfigurationError(
-            f"There is no folder for what workers share: {error.strerror or error}. "
-            "Let XDG_RUNTIME_DIR or TMPDIR name one that can be written to."
+            f"There is no folder for the files that workers share: {error.strerror or error}. "
+            "Set XDG_RUNTIME_DIR or TMPDIR to a folder that can be written to."
         ) from error
     lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -2,9 +2,9 @@
 Audio as clients send it: decoded block by block, mixed to mono, resampled, and cut where it is quiet.
 
 The libraries come with the extras ``audio`` (WAV, FLAC, Ogg, MP3) and ``media`` (MP4, WebM, AAC), and are imported when
-the first file comes. What a file is, its content says and never its name, and a decoder gets bytes: no path, no address
-and no playlist of a request. Decoding goes only as far as its chunks are taken, so an hour needs no more memory than a
-few chunks.
+the first file comes. The format is detected from the content, not from the file name. A decoder gets bytes, never a
+path, an address or a playlist of a request. Blocks are decoded when their chunks are read, so an hour needs no more
+memory than a few chunks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _Samples: TypeAlias = Any
 
 
 class Pauses(msgspec.Struct, frozen=True, kw_only=True):
-    """Where speech is told from silence, as the API's ``server_vad`` has it. Times are in seconds."""
+    """How speech and silence are distinguished, as by the API's ``server_vad``. Times are in seconds."""
 
     #: From 0 to 1: a level of -60 dBFS to -20 dBFS (root mean square), below which it is silent.
     threshold: float = 0.5
@@ -104,10 +104,10 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 class Recording:
     """
-    A file of audio, decoded to *rate* samples a second and cut into chunks of *longest* seconds at most.
+    A file of audio, decoded to *rate* samples a second and cut into chunks of at most *max_chunk_seconds*.
 
-    Without *pauses* it is cut only where it must be, at the quietest place before the limit. *most* is how many seconds
-    the file may have.
+    With *pauses* it is cut at pauses too, otherwise only at the quietest moment before the limit of a chunk.
+    *max_seconds* is the limit of the whole file.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ async def load(references: Sequence[AudioReference], *, max_seconds: float) -> t
     """
     Return the audio of *references*, of *max_seconds* seconds together, as WAV files of 16 kHz in base64.
 
-    Raises :class:`InvalidRequest` with its place, and :class:`ConfigurationError` without the extra.
+    Raises :class:`InvalidRequest` with its ``param``, and :class:`ConfigurationError` without the extra.
     """
     await asyncio.to_thread(require_audio)
     files = []
@@ -298,7 +298,7 @@ def _blocks(data: bytes, max_seconds: float) -> Iterator[tuple[int, _Samples]]:
         return _with_av(data, _MP4)
     if data.startswith(b"\x1aE\xdf\xa3"):
         return _with_av(data, _WEBM)
-    # AAC and MP3 begin with the same bits; the layer, which AAC does not have, tells them apart.
+    # AAC and MP3 begin with the same bits; MP3 has a layer there, AAC has 0.
     sync = len(data) > 1 and data[0] == 0xFF
     if sync and data[1] & 0xF6 == 0xF0:
         return _with_av(data, _AAC)
@@ -383,7 +383,7 @@ def _with_av(data: bytes, container: str) -> Iterator[tuple[int, _Samples]]:
             stream = next(iter(file.streams.audio), None)
             if stream is None:
                 raise _wrong("The file has no audio.")
-            # FFmpeg may know no decoder.
+            # FFmpeg may have no decoder.
             codec = getattr(stream.codec_context, "name", "of an unknown format")
             if codec not in _CODECS:
                 raise _wrong(f"The file's audio is {codec}, which is not supported.", "invalid_audio_format")

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from triton_openai.errors import InvalidAnswer, UnsupportedParameter
-from triton_openai.media.formats import Format, rate_of
+from triton_openai.media.speech_formats import Format, file_rate
 
 Samples = npt.NDArray[np.float32]
 # A constant 128 kbit/s for MP3: of others, readers guess the length by the first frames, and stop too early.
@@ -31,7 +31,7 @@ _LIBSNDFILE: Mapping[Format, Mapping[str, Any]] = {
 _FULL = 32_768
 # Seconds of a file that is read as a whole.
 _MAX_FILE_SECONDS = 3_600
-# Of a stream, whose length nobody knows yet.
+# The length of a stream, which is not known yet.
 _UNKNOWN = 0xFFFFFFFF
 
 
@@ -51,7 +51,7 @@ def encoder(kind: Format, rate: int) -> Encoder:
 
     Raises :class:`UnsupportedParameter` if what it needs is not installed.
     """
-    wanted = rate_of(kind, rate)
+    wanted = file_rate(kind, rate)
     made: Encoder
     if kind in _LIBSNDFILE:
         made = _Sndfile(_imported("soundfile", "audio", kind), kind, wanted)
@@ -104,7 +104,7 @@ def _wav_header(rate: int) -> bytes:
 
 
 class _Sink(io.RawIOBase):
-    """Takes what a library writes, for a reader that cannot go back: what is corrected later is left as it was."""
+    """Collects what a library writes, for a reader that cannot seek: later corrections of bytes are dropped."""
 
     def __init__(self) -> None:
         self._new = bytearray()
@@ -126,7 +126,7 @@ class _Sink(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         written = bytes(data)
-        # What has left is not changed any more.
+        # Bytes that were taken are not changed any more.
         late = max(0, self._taken - self._place)
         start = max(0, self._place - self._taken)
         kept = written[late:]
@@ -222,14 +222,14 @@ def samples_of(data: bytes, datatype: str) -> Samples:
 
 
 class Joiner:
-    """Joins parts, each of which repeats the last *overlap* samples of the one before: one fades into the other."""
+    """Joins parts that overlap by *overlap* samples: there, one part fades into the next."""
 
     def __init__(self, overlap: int) -> None:
         self._overlap = overlap
         self._tail = np.zeros(0, np.float32)
 
     def join(self, part: Samples) -> Samples:
-        """Return the samples that no later part changes."""
+        """Add a part; return the samples that later parts do not change."""
         if not self._overlap:
             return part
         tail = self._tail
@@ -262,7 +262,7 @@ def read_audio(data: bytes) -> tuple[Samples, int]:
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             if file.frames > _MAX_FILE_SECONDS * file.samplerate:
-                raise ValueError("It is longer than an hour, or does not say how long it is.")
+                raise ValueError("It is longer than an hour, or has no length.")
             samples = file.read(dtype="float32", always_2d=True).mean(axis=1)
             return np.ascontiguousarray(samples), int(file.samplerate)
     except soundfile.SoundFileError as error:

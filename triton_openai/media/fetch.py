@@ -1,9 +1,10 @@
 """
 Fetches images from the hosts that the operator allows.
 
-A URL in a request makes this service connect to where a stranger says, from inside the operator's network (server-side
-request forgery). So: only listed hosts, only public addresses, every redirect checked like the first URL, no cookies,
-no credentials, no proxy from the environment, no content encoding that could swell, limits on size, time and number.
+A URL in a request makes this service connect to an address that a stranger chose, from inside the operator's network
+(server-side request forgery). So: only listed hosts, only public addresses, every redirect checked like the first URL,
+no cookies, no credentials, no proxy from the environment, no content encoding that could swell, limits on size, time
+and number.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class AddressRefusedError(OSError):
 
 class CheckedResolver(AbstractResolver):
     """
-    Asks the system, and fails unless *allows* says yes to every address of the answer.
+    Resolves hosts by the system, and fails unless *allows* returns true for every address.
 
     *lookup* is called as :func:`socket.getaddrinfo`, in threads of its own. It can block for many seconds, and in the
     event loop's default threads it would delay tokenizing and rendering.
@@ -225,7 +226,7 @@ class Fetcher:
         self.hosts.check(parsed)
         host = parsed.raw_host or ""
         if ":" in host or host.replace(".", "").isdigit():
-            # An address needs no resolver, so nobody else checks it; and there are more ways to write one than the
+            # An address needs no resolver, so it is checked here; and there are more ways to write one than the
             # usual (one number, octal parts), in which the system would still connect to it.
             address = parse_address(host)
             if address is None or not self.allows(address):

@@ -138,7 +138,10 @@ class ImageReference(msgspec.Struct, frozen=True):
 
 
 class ImageLoader:
-    """Loads images: *most* of a request, of *largest* bytes each and *together* bytes (in base64) in all, at most."""
+    """
+    Loads at most *max_images* images of a request, of *max_size* bytes each and *max_total_size* bytes in base64 in
+    all.
+    """
 
     def __init__(self, fetcher: Fetcher, *, max_images: int, max_size: int, max_total_size: int) -> None:
         self._fetcher = fetcher
@@ -164,7 +167,7 @@ class ImageLoader:
         """
         Return the images in the order of *references*, of which :meth:`check_count` has checked the number.
 
-        Raises :class:`InvalidRequest` with the place of the image. The first image that fails cancels all others.
+        Raises :class:`InvalidRequest` with the ``param`` of the image. The first image that fails cancels all others.
         """
         left = self._max_total_size // 4 * 3
 

@@ -1,5 +1,5 @@
 """
-The text files of chats: which are taken, and how a prompt shows them.
+Text files in chats: which types are accepted, and how a prompt shows them.
 
 A file counts as text of its request, in base64, so it is within the limit of the body's text before it is decoded.
 """
@@ -21,7 +21,7 @@ _MAX_NAME_CHARS = 255
 _NOT_IN_NAMES = re.compile(r'["<>]|[^ -~\w]')
 
 
-def shown(name: str | None, text: str) -> str:
+def render(name: str | None, text: str) -> str:
     """Return the *text* of a file as a prompt shows it, between lines that name the file."""
     if name is None:
         called = ""
@@ -30,7 +30,7 @@ def shown(name: str | None, text: str) -> str:
     return f"<file{called}>\n{text}\n</file>"
 
 
-def read(data: str, name: str | None) -> str:
+def decode(data: str, name: str | None) -> str:
     """
     Return the text of a file: *data* is base64, or a data URL with it.
 

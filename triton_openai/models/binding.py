@@ -23,7 +23,7 @@ from triton_openai.triton.tensors import ModelConfig
 
 _log = structlog.get_logger(__name__)
 
-# Of a file in a model's folder. What is read are settings; nobody writes longer ones.
+# The largest file of settings in a model's folder that is read.
 _LARGEST = 1 << 20
 
 
@@ -39,7 +39,7 @@ class Binder:
 
     def bind_all(self, name: str, snapshot: Snapshot) -> ServedModel | Unserved:
         """
-        Return the model *name* of *snapshot*, with how it is on other Tritons. Blocks: it reads files.
+        Return the model *name* of *snapshot*, with its variants on other Tritons. Blocks: it reads files.
 
         Where the context lengths differ, the smallest counts: the same request may go to any of them.
         """
@@ -120,7 +120,7 @@ class Binder:
     def _token_level(
         self, adapter: Adapter, repository: Mapping[str, ModelConfig], told: TensorMapping | None
     ) -> Adapter | None:
-        """Return what answers with the engine behind *adapter*'s model, where there is one and it is wanted."""
+        """Return the adapter for the engine behind *adapter*'s model, if there is one and the settings select it."""
         mode = self.settings.triton.prefer_token_level
         if mode == "never" or (mode == "auto" and not (adapter.splits_characters or adapter.token_level_adds_times)):
             return None
@@ -165,7 +165,7 @@ def _priorities(config: ModelConfig, repository: Mapping[str, ModelConfig]) -> i
 def _why_unclaimed(config: ModelConfig) -> str:
     inputs = ", ".join(f"{spec.name}{'?' if spec.optional else ''} {spec.datatype}" for spec in config.inputs.values())
     outputs = ", ".join(f"{spec.name} {spec.datatype}" for spec in config.outputs.values())
-    return f"no adapter knows its tensors (inputs: {inputs or 'none'}; outputs: {outputs or 'none'})"
+    return f"no adapter fits its tensors (inputs: {inputs or 'none'}; outputs: {outputs or 'none'})"
 
 
 def _read_file(repositories: Sequence[Path], model: str, name: str) -> bytes | None:

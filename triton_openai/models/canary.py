@@ -1,9 +1,9 @@
 """
-Finds models that do not answer although Triton calls them ready: it sees that they loaded, not that an engine hangs.
+Finds models that do not answer although Triton calls them ready: Triton checks that they loaded, not their engines.
 
-Clients' requests show it first: after :data:`FAILURES` in a row that got nothing from a model, the service sends small
-requests of its own until one is answered. A model that lets :data:`FAILURES` requests in a row fall silent is shown at
-once, and until it answers a client, since it may answer small requests. Each process has its own view.
+After :data:`FAILURES` requests of clients in a row without any response from a model, the service sends small requests
+of its own until one is answered. A model with :data:`FAILURES` timeouts in a row is reported at once, until it answers
+a client, since it may answer small requests. Each process has its own view.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _INTERVAL = 10.0
 
 class Canary(Observer):
     """
-    Watches the *models*, and asks those that seem not to answer: *ask* raises :class:`UpstreamError` if one does not.
+    Probes *models* that seem not to answer: *ask* raises :class:`UpstreamError` if a model does not answer.
 
     *metrics* have the models that do not answer.
     """
@@ -55,13 +55,13 @@ class Canary(Observer):
 
     @property
     def any_answers(self) -> bool:
-        """Whether a served model is left that answers; where some generate text, one of those."""
+        """Whether at least one served model answers; if some models generate text, one of these."""
         served = self._models.served.values()
-        wanted = {model.triton_model for model in served if "generate" in model.tasks}
-        return not self._silent or not (wanted or {model.triton_model for model in served}) <= self._silent
+        generating = {model.triton_model for model in served if "generate" in model.tasks}
+        return not self._silent or not (generating or {model.triton_model for model in served}) <= self._silent
 
     def ended(self, record: RequestRecord) -> None:
-        """Learn from the end of a request whether its model answers."""
+        """Update whether the model answers, by the end of a request."""
         model = self._models.served.get(record.model or "")
         if model is None:
             return
@@ -83,11 +83,11 @@ class Canary(Observer):
                 self.asking[name] = contextvars.Context().run(asyncio.create_task, self._watch(name))
 
     async def close(self) -> None:
-        """Stop asking."""
+        """Stop the probes."""
         await cancel(*self.asking.values())
 
     async def _watch(self, name: str) -> None:
-        """Ask the Triton model *name* until it answers or is gone."""
+        """Probe the Triton model *name* until it answers or is gone."""
         # A Triton that is away before or after an attempt is what is wrong, and is reported elsewhere.
         while await self._reachable() and (model := self._models.served.get(name)) is not None:
             reason = None
@@ -96,7 +96,7 @@ class Canary(Observer):
             except UpstreamError as error:
                 reason = error.reason
             except ServiceError as error:
-                # Whoever refuses a request is there.
+                # A model that refuses a request answers.
                 _log.debug("small request refused", model=name, reason=error.reason)
             except Exception:  # noqa: BLE001 - an adapter's mistake says nothing of its model
                 _log.exception("an adapter failed to ask a model", model=name)
@@ -125,7 +125,7 @@ class Canary(Observer):
         return self._models.fleet.snapshot.reachable
 
     def _forget(self, name: str) -> None:
-        """Go back to where nothing is known against the model *name*."""
+        """Reset the failures of the model *name*."""
         self._failures.pop(name, None)
         self._silences.pop(name, None)
         self._silent.discard(name)
@@ -143,7 +143,7 @@ class Canary(Observer):
 
 
 def _silence(record: RequestRecord) -> UpstreamTimeout | None:
-    """Return the error of a request whose model fell silent, before or after a first token, or sent nothing in time."""
+    """Return the timeout that ended a request, before or after the first token; ``None`` for another end."""
     if not isinstance(error := record.error, UpstreamTimeout):
         return None
     in_vain = record.time_to_first_token is None and any(answer.cancelled for answer in record.answers)

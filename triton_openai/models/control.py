@@ -2,8 +2,8 @@
 Loading and unloading models of a Triton that was started with ``--model-control-mode=explicit``.
 
 Source of the facts: Triton's model repository extension, and its behaviour (2.51): a load answers when the model is
-ready, an unload at once, also for a name that it does not know; a model is ``UNLOADING`` while requests of others still
-run on it; a model that is a step of an ensemble takes the ensemble with it.
+ready, an unload at once, also for an unknown name; a model is ``UNLOADING`` while requests of others still
+run on it; a model that is a step of an ensemble unloads the ensemble too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Work = Callable[[Member], Awaitable[None]]
 
 
 class ModelControl:
-    """Loads and unloads models, one call per model at a time. What was begun goes on when its client leaves."""
+    """Loads and unloads models, one call per model at a time. A call is completed also when its client disconnects."""
 
     def __init__(self, settings: Settings, models: Models, fleet: Fleet, draining: ModelDraining) -> None:
         self._allowed = settings.triton.model_control_mode == "explicit"
@@ -86,7 +86,7 @@ class ModelControl:
         return model
 
     async def close(self) -> None:
-        """Stop waiting for what is going on; Triton goes on with it."""
+        """Stop waiting for running calls; Triton completes them."""
         await cancel(*self._tasks)
 
     def _resolve(self, name: str) -> str:
@@ -164,7 +164,7 @@ class ModelControl:
         return indexes, failures
 
     async def _change(self, members: Sequence[Member], work: _Work, *, parallel: int) -> dict[str, ServiceError]:
-        """Do *work*, which changes the models of each Triton, and let everybody know; see :meth:`_on_each`."""
+        """Run *work*, which changes the models of each Triton, and announce the change; see :meth:`_on_each`."""
         try:
             return await self._on_each(members, work, parallel=parallel)
         finally:

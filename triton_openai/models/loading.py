@@ -23,7 +23,9 @@ LOAD_SECONDS = 60.0
 
 
 class CheckFailure(msgspec.Struct, frozen=True):
-    """Why requests to a model would fail: the event for the log, the reason with its remedy, and where was searched."""
+    """
+    Why requests to a model would fail: the event for the log, the reason with its remedy, and the places searched.
+    """
 
     event: str
     reason: str
@@ -156,7 +158,7 @@ class Prompters:
         return known
 
     def keep(self, names: Collection[str]) -> None:
-        """Forget all models but *names*: a model that comes back may have another tokenizer."""
+        """Drop the prompters of all models but *names*: a model that comes back may have another tokenizer."""
         self._known = {name: known for name, known in self._known.items() if name in names}
 
     async def reloaded(self, settings: Settings, *, reload: bool) -> Prompters:

@@ -1,4 +1,4 @@
-"""Names to models: the served model that a request means, kept up to date with what Triton has."""
+"""Finds the served model that a request names, in a table that follows the models of Triton."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MODERATION_NAMES = frozenset({MODERATION_DEFAULT, "text-moderation-latest", "te
 # for that grows with both (20 ms).
 _MAX_SUGGESTED = 20
 _MAX_COMPARED_CHARS = 100
-# What Triton says of models that nobody has loaded, and of those that were unloaded.
+# The states in Triton of models that were never loaded, and of those that were unloaded.
 _NOT_LOADED = frozenset({"", "unloaded"})
 # How often what could not be loaded is tried again.
 _RECHECK_SECONDS = 60.0
@@ -42,7 +42,7 @@ _TOGETHER_SECONDS = 1.0
 
 
 class Models:
-    """Finds the served model of a name, and keeps up with what Triton has."""
+    """The table of served models by name; it follows the models of Triton."""
 
     def __init__(self, settings: Settings, fleet: Fleet, *, version: Callable[[], int] = lambda: 0) -> None:
         """*version* gives another number when another process of the service has changed what Triton has."""
@@ -90,7 +90,7 @@ class Models:
 
     def requested_name(self, name: str, allows: Callable[[str], bool] = lambda _: True) -> str:
         """
-        Return the name of the model that a request for *name* wants.
+        Return the name of the model that answers a request for *name*.
 
         A name of OpenAI's moderation means the only classifier that can moderate, of those that *allows* says the
         client may use, or the default model if it is one of several. Raises :class:`InvalidRequest` if there is none.
@@ -127,8 +127,9 @@ class Models:
         Return the served model called *name*, asking Triton again if it is not known.
 
         An empty name, and ``default`` unless a model has that name, is the default model where one is configured.
-        *allows* says which names the client may use. Raises :class:`InvalidRequest` for an empty name without a default
-        model, :class:`ModelNotFound`, or :class:`UpstreamUnavailable` when Triton does not answer or loads the model.
+        *allows* returns whether the client may use a name. Raises :class:`InvalidRequest` for an empty name without a
+        default model, :class:`ModelNotFound`, or :class:`UpstreamUnavailable` when Triton does not answer or loads the
+        model.
         """
         version = self._version()
         if version != self._seen:
@@ -160,7 +161,7 @@ class Models:
         if triton_model in snapshot.coming:
             raise UpstreamUnavailable(f"The model '{name}' is not ready.", param="model", retry_after=2)
         if triton_model in snapshot.waiting:
-            # Nobody loads it for a client that tries again, as the official ones do after a 503.
+            # A retry, as official clients do after a 503, would not help: clients load models here.
             raise ModelNotFound(name, why="is not loaded", detail=snapshot.waiting[triton_model])
         raise ModelNotFound(name, hint=self._suggestion(name, allows))
 
@@ -195,7 +196,9 @@ class Models:
             await self._bind_all(self.fleet.snapshot, Binder(settings, prompters), refuse=True)
 
     def unlisted_lora(self, name: str) -> ServedModel | None:
-        """Return the model and LoRA adapter that *name* consists of, where only the backend knows its adapters."""
+        """
+        Return the model and LoRA adapter that *name* consists of, where only the backend has the list of its adapters.
+        """
         return self.loras.unlisted(name, self.served, self._binder.settings.api.lora_separator)
 
     async def _rebind(self, snapshot: Snapshot) -> None:

@@ -1,4 +1,4 @@
-"""What each model can do and why one cannot chat, and how each Triton is, for the start and for ``GET /status``."""
+"""The state of each model and of each Triton, for the banner at the start and for ``GET /status``."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: frozenset[str] = frozenset()
     #: How it is on other Tritons, where several have it in different ways.
     variants: tuple[ServedModel, ...] = ()
-    #: What it can speak with, if it speaks.
+    #: Its voices, if it synthesizes speech.
     voices: Voices | None = None
     #: Whether it is among the models; else its client made up the name.
     listed: bool = True
@@ -75,7 +75,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def differences(self) -> Sequence[str]:
-        """How the model differs between Tritons in what clients notice, in sentences."""
+        """The differences of the model between Tritons that clients can notice, in sentences."""
         every = (self, *self.variants)
         told: dict[str, Callable[[ServedModel], object]] = {
             "Its context length": lambda model: model.metadata.max_model_len,
@@ -127,7 +127,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     async def settled(self) -> ServedModel:
         """Return the model, with its own adapter where the tokenizer that another one needs is unusable."""
-        # Nothing can be done without a tokenizer that the operator has named: whoever needs it says so.
+        # The operator has named a tokenizer that does not load: the request that needs it reports the error.
         with contextlib.suppress(ConfigurationError):
             if self.text_level is not None and (await self.prompter()).tokenizer is None:
                 return self.on_text_level("its engine could answer, but the tokenizer is unusable")

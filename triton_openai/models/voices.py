@@ -1,4 +1,4 @@
-"""The voices of a model that speaks: recordings in a folder, or names that the model knows."""
+"""The voices of a model that synthesizes speech: recordings in a folder, or names of the model's own voices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_LISTED = 50
 
 
 class Voices:
-    """The voices of the model *name*, which speaks as *speech* says."""
+    """The voices of the model *name*, which synthesizes speech as *speech* describes."""
 
     def __init__(self, name: str, settings: AudioSettings, speech: Synthesis) -> None:
         """Blocks: it reads recordings. Raises :class:`ConfigurationError` for what the model cannot do."""
@@ -74,7 +74,7 @@ class Voices:
 
     @property
     def takes_any_name(self) -> bool:
-        """Whether nobody has listed the voices, so that the model itself has to know a name."""
+        """Whether no voices are listed, so that every name is sent to the model."""
         return self._folder is None and self._speech.voice_type is str and not self._voices
 
     def names(self) -> list[str]:
@@ -145,7 +145,8 @@ class Voices:
             if other != voice.name and self._speech.voices_by_transcript:
                 # It would speak with the one that it got first.
                 raise self._wrong(
-                    f"knows voices by what is said in their recordings, and '{other}' and '{voice.name}' say the same"
+                    f"distinguishes voices by the text of their recordings, and those of '{other}' and "
+                    f"'{voice.name}' are the same"
                 )
             voices[voice.name] = voice
         if not voices:

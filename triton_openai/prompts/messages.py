@@ -538,7 +538,7 @@ def _file(file: FileContent, place: str) -> str:
             f"'{other}' is not supported: send the file's content in 'file_data'.", param=f"{place}.{other}"
         )
     try:
-        return files.shown(file.filename, files.read(file.file_data, file.filename))
+        return files.render(file.filename, files.decode(file.file_data, file.filename))
     except InvalidRequest as error:
         error.param = f"{place}.file_data"
         raise

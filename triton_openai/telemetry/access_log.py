@@ -1,4 +1,6 @@
-"""Log lines about requests: one for each, one with its content if that is wanted, and warnings of unknown fields."""
+"""
+Log lines about requests: one for each, one with its content if the settings ask for it, and warnings of unknown fields.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def output_messages(answers: Sequence[AnswerState], max_chars: int) -> list[Mess
 
 
 class _Cut:
-    """Cuts the texts of one log line to *max_chars* characters each, and to nothing once their sum is too large."""
+    """Cuts the texts of one log line to *max_chars* characters each, and drops texts once their sum is too large."""
 
     def __init__(self, max_chars: int) -> None:
         self._max_chars = max_chars
@@ -155,7 +157,7 @@ _MAX_NAME_CHARS = 64
 
 
 class AccessLog(Observer):
-    """Writes a line for each request: at "info", or at "debug" for reads that go well, such as health checks."""
+    """Writes a line for each request: at "info", or at "debug" for successful reads, such as health checks."""
 
     def ended(self, record: RequestRecord) -> None:
         error = record.error
@@ -266,7 +268,7 @@ _MAX_PROBLEMS = 1000
 
 
 class InvalidAnswers(Observer):
-    """Warns once for each model and each problem of Triton's answers, which only the operator can mend."""
+    """Warns once for each model and each problem of Triton's answers, which only the operator can fix."""
 
     def __init__(self) -> None:
         self._warned: set[tuple[str, str]] = set()

@@ -29,9 +29,7 @@ _LOAD_TIMEOUT = 0.1
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """
-    What the whole service does, over all models: requests now, and sums since its start.
-
-    What happened between two readings is the difference of the sums.
+    The load of the whole service, over all models: requests now, and sums since its start.
     """
 
     running: int = 0
@@ -52,9 +50,9 @@ class _Families(list[Metric], Collector):
 
 class Exposition:
     """
-    Renders ``/metrics``. *state* returns what this process knows of Triton, whose metrics are at *triton_url*.
+    Renders ``/metrics``. *state* returns the state of Triton, whose metrics are at *triton_url*.
 
-    *batches* returns what the tables say of batches, ``None`` while they cannot be read.
+    *batches* returns the state of batches, ``None`` while their tables cannot be read.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class Exposition:
         # Reading the files of many workers takes a while.
         body = await asyncio.to_thread(self._text, families, openmetrics, dict(self._triton_models), state.served)
         if triton is not None and self._relay:
-            # A name may stand in an exposition once: ours stay where names meet, also while they have counted nothing.
+            # A name may be in an exposition once: ours have precedence, also while they have no samples.
             ours = {*RENAMED, *(instrument.name for instrument in SCRAPED_RENAMED)} if self._vllm_names else ()
             lines = [line for name, family in triton.items() if name not in ours for line in family]
             body += "".join(f"{line}\n" for line in lines).encode()

@@ -1,4 +1,4 @@
-"""Metrics of what this process knows of Triton and its models at a scrape."""
+"""Metrics of the state of Triton, its models and batches, which are read at each scrape."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ServedName(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """What this process knows of Triton, the number of its models by state and the served names, and of the store."""
+    """The state of Triton and of the store in this process: the models by state, and the served names."""
 
     workers: int
     triton_up: bool
@@ -76,7 +76,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the tables say of files and of the batches that have not ended."""
+    """The state of files and of the batches that have not ended, from their tables."""
 
     statuses: Mapping[str, int]
     #: Age in seconds of the oldest one that has waiting lines.

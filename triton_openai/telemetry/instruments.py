@@ -39,7 +39,7 @@ _OPERATION = ("operation", "model", "adapter")
 
 
 class Instrument(msgspec.Struct, frozen=True, eq=False):
-    """A metric as Prometheus sees it; a counter's name is that of its samples, with ``_total``."""
+    """A metric for Prometheus; a counter's name is that of its samples, with ``_total``."""
 
     name: str
     labels: Sequence[str]

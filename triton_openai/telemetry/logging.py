@@ -59,12 +59,12 @@ def _is_not_http_noise(record: logging.LogRecord) -> bool:
 
 
 #: Fields of every line that is written on behalf of the current request, by work that outlives it too. What writes a
-#: line may know of no request, such as a connection to Triton, so no argument can carry them.
+#: line may have no request, such as a connection to Triton, so no argument can carry them.
 LOG_FIELDS: ContextVar[Mapping[str, str]] = ContextVar("log_fields", default={})  # noqa: B039 - it never changes
 
 
 class _Logger:
-    """Hands events to *processors*. structlog's own loggers copy their fields four times, which takes the most time."""
+    """Passes events to *processors*. structlog's own loggers copy the fields four times, which takes the most time."""
 
     def __init__(self, name: str, processors: Sequence[Processor], context: Mapping[str, Any]) -> None:
         self._name = name
@@ -113,7 +113,7 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None, co
 
     Lines for people have *colours* if stderr is a terminal that shows them.
 
-    From now on nobody who writes to ``sys.stderr`` waits for it, or fails with it.
+    From now on, writes to ``sys.stderr`` never block or fail.
     """
     level = logging.getLevelName(settings.log_level.upper())
     stderr = write_in_background("stderr")

@@ -193,7 +193,7 @@ class Metrics(Observer, Collector):
     def collect(self) -> Sequence[Metric]:
         """Return what was counted, by all workers together, with the memory and CPU time of a single process."""
         if self.folder is not None:
-            # Memory and CPU time of one process mean nothing where each scrape meets another process.
+            # Memory and CPU time of one process are no use here: each scrape may reach another process.
             return list(MultiProcessCollector(None, str(self.folder)).collect())
         families: dict[Instrument, Any] = {}
         for instrument in INSTRUMENTS:

@@ -1,7 +1,7 @@
 """
 Sends spans to a collector over OTLP, with OpenTelemetry's SDK.
 
-Imported only where traces are wanted: the SDK takes a quarter of a second.
+Imported only if traces are sent: the SDK takes a quarter of a second.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from triton_openai.telemetry.tracing import FIRST_TOKEN, SCHEMA_URL, Attributes,
 _log = structlog.get_logger(__name__)
 # Of a message: those of as many requests as the SDK exports at once by default.
 _MAX_SPANS = 1024
-# Where the SDK says that its queue is full.
+# The logger in which the SDK reports that its queue is full.
 _QUEUE_LOGGER = "opentelemetry.sdk._shared_internal"
 # More than our spans have, with those of a sampler: the SDK's own limit.
 _MAX_ATTRIBUTES = 128
@@ -77,7 +77,7 @@ def resource() -> Resource:
 
 
 class Ended(msgspec.Struct, gc=False):
-    """The spans of one request, as the SDK's queue has them: it asks whether ``context`` is sampled, and all are."""
+    """The spans of one request in the SDK's queue, which reads only ``context``: all are sampled."""
 
     ids: SpanIds
     spans: Sequence[Span]
@@ -151,7 +151,7 @@ class SdkSpans(Spans, SpanExporter):
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
-        """Give up what is not sent."""
+        """Drop the spans that are not sent."""
         self._exporter.shutdown()
 
     def _made(self, ids: SpanIds, span: Span) -> ReadableSpan:
@@ -175,8 +175,8 @@ class SdkSpans(Spans, SpanExporter):
         )
 
 
-class _SpeaksGrpc(logging.Filter):
-    """Says once what to do about a collector that answers HTTP with a frame of HTTP/2, in place of all such lines."""
+class _GrpcHint(logging.Filter):
+    """Logs once that a collector answers HTTP with a frame of HTTP/2, in place of all such lines of the SDK."""
 
     _said = _hides_failure = False
 
@@ -185,9 +185,7 @@ class _SpeaksGrpc(logging.Filter):
         text = record.getMessage()
         if "BadStatusLine" in text and "\\x00\\x00" in text:
             if not self._said:
-                _log.error(
-                    "the collector speaks gRPC: set traces.otlp_protocol, or OTEL_EXPORTER_OTLP_PROTOCOL, to grpc"
-                )
+                _log.error("the collector uses gRPC: set traces.otlp_protocol, or OTEL_EXPORTER_OTLP_PROTOCOL, to grpc")
             self._said = self._hides_failure = True
             return False
         # The line that a batch is given up follows those of its attempts.
@@ -197,14 +195,14 @@ class _SpeaksGrpc(logging.Filter):
 
 
 class _QueueFull(logging.Filter):
-    """Calls *lost* for each request whose spans found no room in the queue, which the SDK says in its log only."""
+    """Calls *lost* for each request whose spans did not fit into the queue, which the SDK reports in its log only."""
 
     def __init__(self, lost: Callable[[int], object]) -> None:
         super().__init__()
         self._lost = lost
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Count what the line tells, and let it pass."""
+        """Count the loss, and keep the line."""
         if record.getMessage().startswith("Queue full, dropping Span"):
             self._lost(1)
         return True
@@ -215,7 +213,7 @@ async def spans(
     settings: TracesSettings, *, flush_timeout: float, lost: Callable[[int], object] = lambda _: None
 ) -> AsyncIterator[Spans]:
     """
-    Yield what takes spans, which are sent as *settings* say; the last ones have *flush_timeout* seconds at the end.
+    Yield the exporter of spans for *settings*; at the end, the last spans have *flush_timeout* seconds to be sent.
 
     *lost* is called in the event loop with the number of requests whose spans were lost.
 
@@ -237,8 +235,8 @@ async def spans(
         # Any exception: only the SDK's own variables can still be wrong.
         raise ConfigurationError(f"{SDK_REFUSES}: {error}") from error
     log = logging.getLogger(type(exporter).__module__)
-    speaks_grpc = _SpeaksGrpc()
-    log.addFilter(speaks_grpc)
+    grpc_hint = _GrpcHint()
+    log.addFilter(grpc_hint)
     # First: the SDK's own filter drops lines that are alike.
     queue_log = logging.getLogger(_QUEUE_LOGGER)
     queue_full = _QueueFull(lost)
@@ -254,5 +252,5 @@ async def spans(
             _log.warning("the last spans were not sent", seconds=flush_timeout)
             # Stops the attempts to reach a collector.
             threading.Thread(target=exporter.shutdown, daemon=True).start()
-        log.removeFilter(speaks_grpc)
+        log.removeFilter(grpc_hint)
         queue_log.removeFilter(queue_full)

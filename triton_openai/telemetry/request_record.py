@@ -1,7 +1,7 @@
 """
 The record of one request, from which its log line, its metrics and its spans are made.
 
-Handlers fill it in as they learn things; nothing is written to it per token. Times are those of ``time.monotonic``,
+Handlers fill it in step by step; nothing is written to it per token. Times are those of ``time.monotonic``,
 which is also the event loop's clock.
 """
 
@@ -39,25 +39,25 @@ Request = TypeVar("Request", bound=msgspec.Struct)
 
 
 class Destination(Protocol):
-    """The Triton to which a request goes."""
+    """The Triton to which a request is sent."""
 
     @property
     def name(self) -> str | None:
-        """What it is called in the settings, if it is one of several."""
+        """Its name in the settings, if it is one of several."""
 
     def address_of(self, request: Any) -> str | None:
         """Return the address to which *request* goes, if it is known."""
 
 
 class RouteTaken(Protocol):
-    """The way of a request to Triton."""
+    """The Tritons to which a request was sent."""
 
-    #: How many Tritons have got it.
+    #: The number of Tritons to which it was sent.
     attempts: int
 
     @property
     def name(self) -> str | None:
-        """What the last of them is called in the settings, if it is one of several."""
+        """The name of the last one in the settings, if it is one of several."""
 
 
 class CallTracer:
@@ -176,7 +176,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     response_model: str | None = None
     #: Counts those of the answers; most models have none.
     reasoning_tokens: Callable[[], int | None] = lambda: None
-    #: What became of the calls of tools in the answers, and what was repaired in each.
+    #: The outcome of each call of a tool in the answers, and what was repaired in it.
     tool_calls: Callable[[], Sequence[tuple[str, str]]] = tuple
     stages: list[Stage] = []
     #: :attr:`n` answers for each prompt.
@@ -280,7 +280,7 @@ class Observer:
         """Observe the beginning of a wait in the queue."""
 
     def admitted(self, record: RequestRecord) -> None:
-        """Observe the end of the wait: the request runs, or gives up."""
+        """Observe the end of the wait: the request runs, or has ended."""
 
     def ended(self, record: RequestRecord) -> None:
         """Observe the end: the last byte was sent, or the client left."""

@@ -1,7 +1,7 @@
 """
-Standard streams that never block or fail who writes, Python or native libraries.
+Standard streams on which writes of Python and of native libraries never block or fail.
 
-Whoever reads them may leave, stop reading, or run out of disk. So a thread writes, and what it cannot write is dropped
+Their reader may end, stop reading, or run out of disk. So a thread writes, and lines that it cannot write are dropped
 and counted.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, TextIO, cast
 
-# What waits at most; only its last line may go beyond the bytes.
+# The longest queue of lines; only its last line may exceed the bytes.
 _MAX_LINES = 10_000
 _MAX_BYTES = 16 * 1024 * 1024
 # Lines gather this long after each write: a thread that wakes for every line costs more than the line.
@@ -35,13 +35,13 @@ _MAX_NATIVE_LINE = 500
 
 
 class BackgroundWriter(io.RawIOBase):
-    """Passes what is written on to *stream*, in a thread. What is written in one piece is one line."""
+    """Writes to *stream* in a thread. Each call of :meth:`write` is one line."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         #: Called with the number of lines that were just lost, and why: in any thread, but one call at a time.
         self.lost: Callable[[int, str], object] = lambda *_: None
-        #: Returns, when lines can be written again, what says how many were lost since it was called last.
+        #: Returns the line about the number of lost lines, when lines can be written again.
         self.restored: Callable[[int, str], bytes] = lambda *_: b""
         #: How many lines were lost in all.
         self.total = 0
@@ -140,7 +140,7 @@ class BackgroundWriter(io.RawIOBase):
             while rest:
                 count = self._output.write(rest)
                 if count is None:
-                    # Somebody else made it non-blocking.
+                    # Another process made it non-blocking.
                     select.select((), (self._output,), ())
                 else:
                     self._cut = rest[count - 1] != ord("\n")
@@ -159,7 +159,7 @@ class BackgroundWriter(io.RawIOBase):
 
 
 def write_in_background(name: Literal["stdout", "stderr"]) -> BackgroundWriter:
-    """Let a :class:`BackgroundWriter` pass on what this process writes to a standard stream, and return it."""
+    """Write the lines of a standard stream of this process by a :class:`BackgroundWriter`, and return it."""
     # One that is closed is None. Opened here, its number does not become that of a client's connection.
     stream: TextIO = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115 - to the end
     writer = background_writer(stream)
@@ -182,12 +182,12 @@ def original_descriptor(name: Literal["stdout", "stderr"]) -> int | None:
 
 def redirect_native_output(log: Callable[[str], object]) -> None:
     """
-    Call *log* with the lines that libraries write to the standard streams themselves, without Python.
+    Call *log* with the lines that native libraries write to the standard streams.
 
-    Libraries in C write to descriptors 1 and 2, and wait there if nobody reads: libmpg123 prints for each damaged file,
-    while it holds what decoding needs. Those descriptors become a pipe that refuses what does not fit, and a thread
-    reads it. A few lines a minute are logged, since clients can cause many. Tracebacks of crashes go to the original
-    standard error.
+    Libraries in C write to descriptors 1 and 2, and block there if the reader stops: libmpg123 prints for each damaged
+    file, while it holds a lock that decoding needs. Those descriptors become a pipe that refuses what does not fit, and
+    a thread reads it. A few lines a minute are logged, since clients can cause many. Tracebacks of crashes go to the
+    original standard error.
     """
     if _originals:
         return
@@ -223,7 +223,7 @@ def _log_lines(reading: int, log: Callable[[str], object]) -> None:
 
 
 def background_writer(stream: TextIO) -> BackgroundWriter | None:
-    """Return what passes on the lines of *stream*, if it is one that :func:`write_in_background` has made."""
+    """Return the writer of *stream*, if :func:`write_in_background` has made one."""
     writer = getattr(getattr(stream, "buffer", None), "raw", None)
     if isinstance(writer, BackgroundWriter):
         return writer
@@ -231,7 +231,7 @@ def background_writer(stream: TextIO) -> BackgroundWriter | None:
 
 
 def drain(timeout: float = 1.0) -> None:
-    """Return when all that was written to the standard streams is written or lost, after *timeout* seconds at most."""
+    """Wait until all lines of the standard streams are written or lost, for *timeout* seconds at most."""
     deadline = time.monotonic() + timeout
     writers = [background_writer(stream) for stream in (sys.stdout, sys.stderr)]
     while any(writer is not None and writer.pending for writer in writers) and time.monotonic() < deadline:

@@ -83,15 +83,15 @@ class SpanIds(msgspec.Struct, gc=False, frozen=True):
 
 
 class Span(msgspec.Struct, gc=False, kw_only=True):
-    """A span while it is made. Times are nanoseconds of the wall clock."""
+    """A span. Times are nanoseconds of the wall clock."""
 
     name: str
     id: int
     #: The id of the span above; ``None`` where a trace begins.
     parent: int | None
-    #: Whether that is a span of the client's.
+    #: Whether the parent is a span of the client.
     remote: bool = False
-    #: The span of what a line of a batch goes back to.
+    #: The span of the request that created the batch of this line.
     link: SpanContext | None = None
     kind: Literal["INTERNAL", "SERVER", "CLIENT"] = "INTERNAL"
     began: int
@@ -113,16 +113,16 @@ class Span(msgspec.Struct, gc=False, kw_only=True):
 
 
 class Spans(Protocol):
-    """Decides which traces are recorded, and takes the spans of those."""
+    """Decides which traces are recorded, and exports their spans."""
 
-    #: Returns the id of another span of a trace that is recorded.
+    #: Returns the id of a new span.
     new_id: Callable[[], int]
 
     def begin(self, record: RequestRecord, parent: Context, attributes: Attributes) -> SpanIds:
         """Return the ids of a request's span, and whether its trace is recorded; a sampler may add *attributes*."""
 
     def end(self, ids: SpanIds, spans: Sequence[Span]) -> None:
-        """Take *spans* that have ended, of the request whose span has *ids*."""
+        """Export *spans* that have ended, of the request whose span has *ids*."""
 
 
 def trace_context(record: RequestRecord) -> Context:
@@ -316,7 +316,7 @@ def span_name(record: RequestRecord) -> str:
 
 
 def shared_attributes(record: RequestRecord) -> Sequence[Attributes]:
-    """Return what a request's span has in common with others: of its head, its model, and the answer."""
+    """Return the attributes that a request's span may share with others: of its head, its model, and the answer."""
     shared = []
     request = record.request
     left = record.client_left
@@ -378,7 +378,7 @@ def model_attributes(
 def answer_attributes(
     status: int, failure: str | None, left: bool, stream: bool, finish_reasons: tuple[str, ...]
 ) -> Attributes:
-    """Return what answers have alike."""
+    """Return the attributes of the end of an answer."""
     return _known(
         {
             "http.response.status_code": None if status == CLIENT_CLOSED_REQUEST else status,
@@ -391,7 +391,7 @@ def answer_attributes(
 
 
 def own_attributes(record: RequestRecord) -> Attributes:
-    """Return what a request's span has for itself."""
+    """Return the attributes of a request's span alone."""
     attributes: _OptionalAttributes = {
         "triton_openai.request_id": record.request_id,
         "triton_openai.batch": record.batch,
@@ -414,7 +414,7 @@ def own_attributes(record: RequestRecord) -> Attributes:
 
 
 def request_attributes(body: object) -> _OptionalAttributes:
-    """Return what the client asked for with the fields of *body*."""
+    """Return the attributes for the request fields in *body*."""
     attributes: _OptionalAttributes = {}
     for name in _fields_of(type(body)) if isinstance(body, msgspec.Struct) else ():
         value = getattr(body, name)
@@ -450,7 +450,7 @@ def request_attributes(body: object) -> _OptionalAttributes:
 
 @lru_cache(64)
 def _fields_of(kind: type[msgspec.Struct]) -> Sequence[str]:
-    """Return the fields of bodies of *kind* that spans tell."""
+    """Return the fields of bodies of *kind* that spans have."""
     names = (*NUMBERS, "stop", "n", "response_format", "encoding_format")
     return [name for name in names if hasattr(kind, name)]
 
@@ -468,7 +468,9 @@ def content_attributes(record: RequestRecord, max_chars: int) -> Attributes:
 
 @lru_cache(64)
 def call_attributes(model: str, url: str | None, endpoint: str | None, lora: str | None) -> Attributes:
-    """Return what requests for *model* to the Triton at *url* have alike; *lora* is the name of their LoRA adapter."""
+    """
+    Return the attributes of requests for *model* to the Triton at *url*; *lora* is the name of their LoRA adapter.
+    """
     attributes: _OptionalAttributes = {
         "triton.model_name": model,
         "triton_openai.endpoint": endpoint,

@@ -1,4 +1,4 @@
-"""Triton's own metrics, as text and as what an engine reports of its KV cache."""
+"""Triton's own metrics: as text, and the use of an engine's KV cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 _log = structlog.get_logger(__name__)
 
-# Prometheus gives up after 10 seconds, and our own metrics must reach it all the same.
+# Prometheus waits for 10 seconds; our own metrics must arrive also when Triton does not answer.
 _TIMEOUT = 2.0
 _MAX_BYTES = 32 * 1024 * 1024
 _LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\.)*"'
@@ -67,7 +67,7 @@ class TritonMetrics:
         self._failing = False
 
     async def read(self) -> Mapping[str, Sequence[str]] | None:
-        """Return them as :func:`parse` does, or ``None`` when Triton does not give them in time, which is logged."""
+        """Return them as :func:`parse` does, or ``None`` when Triton does not send them in time, which is logged."""
         headers = {"Accept": "text/plain;version=0.0.4"}
         body = bytearray()
         try:

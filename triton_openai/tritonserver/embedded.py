@@ -1,8 +1,8 @@
 """
 A real Triton, started and stopped by us, for the demo, the tests, and a service that starts the server behind it.
 
-The server binds to 127.0.0.1 unless it is told otherwise. Nothing of it outlives this process: a small guard process
-keeps it (``_guard``).
+The server binds to 127.0.0.1 unless *listen* names another host. Nothing of it outlives this process: a small guard
+process ends it (``_guard``).
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def trace_options(traces: TracesSettings) -> list[str]:
     """
     Return the flags with which Triton sends its own spans to the same collector: none where it cannot.
 
-    It records what the service asks for and nothing else (a rate of 0), and speaks OTLP over HTTP only. Source:
+    It records only what the service requests (a rate of 0), and supports OTLP over HTTP only. Source:
     Triton's ``trace.md``; its exporter takes headers and certificates from ``OTEL_EXPORTER_OTLP_*`` as ours does.
     """
     if traces.exporter_url is None or traces.protocol == "grpc":

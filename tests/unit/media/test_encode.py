@@ -15,7 +15,7 @@ import soundfile
 from tests.cases import every_case
 from triton_openai.errors import UnsupportedParameter, UpstreamError
 from triton_openai.media.encode import Joiner, Samples, _Sink, encoder, read_audio, resampled, samples_of
-from triton_openai.media.formats import Format, cost, rate_of
+from triton_openai.media.speech_formats import Format, encoding_cost, file_rate
 
 
 def tone(rate: int, seconds: float = 2.0, pitch: float = 440.0) -> Samples:
@@ -45,7 +45,7 @@ def test_every_rate(kind: Format, rate: int, expected: int) -> None:
         data += made.encode(samples[start : start + 3_333])
     data += made.finish()
 
-    assert cost(kind, rate, rate) >= cost(kind, rate_of(kind, rate), rate_of(kind, rate)) > 0
+    assert encoding_cost(kind, rate, rate) >= encoding_cost(kind, file_rate(kind, rate), file_rate(kind, rate)) > 0
     if kind == "pcm":
         found, found_rate = np.frombuffer(data, "<i2") / 32_768, expected
     else:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
-from triton_openai.media.text_files import read, shown
+from triton_openai.media.text_files import decode, render
 
 
 def encoded(data: bytes) -> str:
@@ -26,14 +26,14 @@ def test_text_stays_as_it_is(text: str, kind: str) -> None:
 
     lines = base64.encodebytes(text.encode()).decode()
 
-    assert text.removeprefix("\ufeff") == read(data, None) == read(f"DATA:{kind};charset=utf-8;base64,{lines}", "a")
+    assert text.removeprefix("\ufeff") == decode(data, None) == decode(f"DATA:{kind};charset=utf-8;base64,{lines}", "a")
 
 
 @given(st.one_of(st.text(), st.binary().map(encoded), st.binary().map(lambda data: f"data:;base64,{encoded(data)}")))
 def test_anything_is_text_or_refused(data: str) -> None:
     """Whatever a client sends is a text, or its own mistake."""
     with suppress(InvalidRequest):
-        read(data, "x" * 1000)
+        decode(data, "x" * 1000)
 
 
 @every_case("kind, data", [
@@ -45,7 +45,7 @@ def test_anything_is_text_or_refused(data: str) -> None:
 def test_other_files_are_named(kind: str, data: str) -> None:
     """The message says which file it is, and of what type."""
     with pytest.raises(UnsupportedParameter, match=f"'a.bin' is of type '{kind}'"):
-        read(data, "a.bin")
+        decode(data, "a.bin")
 
 
 @every_case(
@@ -54,13 +54,13 @@ def test_other_files_are_named(kind: str, data: str) -> None:
 def test_what_is_no_text(data: str) -> None:
     """Neither base64 without its padding nor other encodings of text are taken for a text."""
     with pytest.raises(InvalidRequest):
-        read(data, None)
+        decode(data, None)
 
 
 @given(st.text())
 def test_a_name_stays_in_its_place(name: str) -> None:
     """No name ends the line that it stands in."""
-    first, middle, last = shown(name, "text").split("\n")
+    first, middle, last = render(name, "text").split("\n")
 
     assert ("text", "</file>") == (middle, last)
     assert first.startswith('<file name="')

@@ -79,7 +79,7 @@ async def test_a_folder_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"ada.wav": "a", "ada.flac": "a"}, IMITATES, "two recordings of the voice 'ada'"),
         ({"ada.wav": "a"}, Synthesis(rate=1, max_seconds=1, with_reference=True, reference_rate=16_000), "is as long"),
         ({"ada.wav": "a", "bob.wav": "a"},
-         Synthesis(rate=1, max_seconds=9, voices_by_transcript=True, reference_rate=16_000), "'bob' say the same"),
+         Synthesis(rate=1, max_seconds=9, voices_by_transcript=True, reference_rate=16_000), "'bob' are the same"),
     ],
 )  # fmt: skip
 def test_wrong_folders(

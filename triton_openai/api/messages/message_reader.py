@@ -248,7 +248,7 @@ def _parts(block: types.ResultBlockParam, place: str) -> Iterator[messages.Conte
             yield from [part for part in found if part.text is None]
         case types.SearchResultBlockParam():
             texts = "\n".join([part.text for part in block.content])
-            yield _text(files.shown(block.title, f"{block.source}\n{texts}"))
+            yield _text(files.render(block.title, f"{block.source}\n{texts}"))
         case types.ToolReferenceBlockParam(tool_name=name):
             yield _text(f"The tool {name} can be called now.")
         case types.DocumentBlockParam(source=other):
@@ -265,7 +265,7 @@ def _parts(block: types.ResultBlockParam, place: str) -> Iterator[messages.Conte
 
 
 def _document(block: types.DocumentBlockParam, text: str) -> messages.ContentPart:
-    return _text(files.shown(block.title, text if block.context is None else f"{block.context}\n{text}"))
+    return _text(files.render(block.title, text if block.context is None else f"{block.context}\n{text}"))
 
 
 def _text(text: str) -> messages.ContentPart:

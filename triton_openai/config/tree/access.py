@@ -88,7 +88,8 @@ class AccessSettings(SettingsGroup, frozen=True):
     limits_fail: Annotated[
         Literal["open", "closed"],
         file_only(
-            "What happens while that Redis does not answer: open lets each service count alone, closed answers 503."
+            "What happens while that Redis does not answer. open: each service counts alone; closed: requests get a "
+            "503."
         ),
     ] = "open"
     trust_gateway: Annotated[

@@ -67,7 +67,7 @@ _Rate = Annotated[int, Meta(ge=4000, le=192_000)]
 
 
 class AudioSettings(SettingsGroup, frozen=True):
-    """What a model's config does not say of speech."""
+    """Settings of speech that a model's config does not have."""
 
     #: The rate of its audio in Hz.
     sample_rate: _Rate | None = None
@@ -79,7 +79,7 @@ class AudioSettings(SettingsGroup, frozen=True):
     pad_seconds: Annotated[float, Meta(ge=0, le=3600)] | None = None
     #: How much a recognizer that takes audio as a sequence of requests gets in each.
     part_seconds: Annotated[float, Meta(ge=0.01, le=60)] | None = None
-    #: The codes of the languages that a recognizer knows, or a mapping of codes to what it calls them.
+    #: The codes of the languages of a recognizer, or a mapping of codes to its own names for them.
     languages: Mapping[Text, Text | int] | tuple[Text, ...] | None = None
     #: The one that is taken if a request names none.
     language: Text | None = None
@@ -89,8 +89,8 @@ class AudioSettings(SettingsGroup, frozen=True):
     reference_sample_rate: _Rate | None = None
     #: By how much the parts of a synthesizer's answer overlap.
     overlap_seconds: Annotated[float, Meta(ge=0, le=1)] | None = None
-    #: A folder of recordings, each NAME.wav with what is said in NAME.txt; or the names of the voices that the model
-    #: knows, or a mapping of names to what the model calls them.
+    #: A folder of recordings, each NAME.wav with its text in NAME.txt; or the names of the model's voices, or a mapping
+    #: of names to those of the model.
     voices: Text | tuple[Text, ...] | Mapping[Text, Text | int] = ()
     #: Other names for voices.
     voice_aliases: Mapping[Text, Text] = {}
@@ -192,7 +192,7 @@ class ModelSettings(ModelDefaults, frozen=True):
         tuple[Text, ...],
         common_flag("Another name for a model; * stands for any text.", name="alias", metavar="NAME=MODEL"),
     ] = ()
-    #: Names that the backend knows, or mappings with name, path and task_id.
+    #: Names of adapters in the backend, or mappings with name, path and task_id.
     loras: tuple[Text | LoraSettings, ...] = ()
     #: The base of their paths, by default the model's folder in ``model_repository``.
     lora_dir: Path | None = None

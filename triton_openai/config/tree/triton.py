@@ -129,7 +129,7 @@ class TritonSettings(SettingsGroup, frozen=True):
     ] = ()
     model_control_mode: Annotated[
         Literal["none", "explicit"],
-        flag("'explicit' lets clients load and unload models; a Triton that already runs needs the same mode."),
+        flag("'explicit': clients can load and unload models; a Triton that already runs needs the same mode."),
     ] = "none"
     load_model: Annotated[
         tuple[str, ...], flag("Model that a Triton started by this service loads first, in explicit mode; * is all.")

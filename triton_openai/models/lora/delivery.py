@@ -1,4 +1,4 @@
-"""The answers to a request with a LoRA adapter whose weights may have to be sent, once or again."""
+"""Sends the weights of LoRA adapters: with the first request, and again when the engine has lost them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MAX_ENDPOINTS = 4096
 
 class LoraDelivery:
     """
-    What is known of one adapter on one model. *load* returns it with its number and its weights.
+    Whether one model has the weights of one adapter. *load* returns the adapter with its number and its weights.
 
-    Of requests that come at once one sends the weights, and the others wait until it is answered, or for *patience*
-    seconds: weights are large, and a hundred copies of them would fill the network and two processes' memory for
-    nothing. If that one fails, the next sends them.
+    Of simultaneous requests only the first sends the weights. The others wait until it is answered, or for *patience*
+    seconds: a hundred copies of large weights would fill the network and the memory of two processes. If the first one
+    fails, the next sends the weights.
     """
 
     def __init__(self, load: Callable[[], Awaitable[Lora]], *, patience: float = _PATIENCE) -> None:
@@ -46,7 +46,7 @@ class LoraDelivery:
         """
         Return the adapter for one request, with its weights if that request is the one to bring them.
 
-        *send* asks for the weights in any case. Raises what loading them raises. Whoever has a lease must say how it
+        *send* asks for the weights in any case. Raises what loading them raises. The caller reports how the lease
         ended: :meth:`LoraLease.arrived`, :meth:`LoraLease.lost` or :meth:`LoraLease.close`.
         """
         loop = asyncio.get_running_loop()
@@ -96,7 +96,7 @@ class LoraDeliveries:
         self._by_endpoint: dict[str, LoraDelivery] = {}
 
     def at(self, endpoint: str) -> LoraDelivery:
-        """Return what is known at the Triton *endpoint*."""
+        """Return the delivery to the Triton *endpoint*."""
         delivery = self._by_endpoint.get(endpoint)
         if delivery is None:
             if len(self._by_endpoint) >= _MAX_ENDPOINTS:
@@ -107,15 +107,15 @@ class LoraDeliveries:
 
 
 class LoraLease:
-    """An adapter as one request takes it along."""
+    """The adapter for one request, with or without its weights."""
 
     def __init__(self, delivery: LoraDelivery, lora: Lora, losses: int, sending: asyncio.Future[None] | None) -> None:
         self.lora = lora
-        #: Tells that the engine has answered: it has the weights.
+        #: Report that the engine has answered: it has the weights.
         self.arrived = partial(delivery.settle, sending, arrived=True)
-        #: Tells that the engine has no weights for the number.
+        #: Report that the engine has no weights for the number.
         self.lost = partial(delivery.settle, sending, lost_after=losses)
-        #: Tells that nothing is known: the request ended without an answer. Does nothing after the others.
+        #: Report that the request ended without an answer. Does nothing after the others.
         self.close = partial(delivery.settle, sending)
 
 

@@ -30,7 +30,7 @@ _decode = msgspec.json.Decoder(dict[Annotated[str, msgspec.Meta(min_length=1)], 
 
 
 class FoundLora(Lora, frozen=True, kw_only=True):
-    """An adapter that can be served: by its name, by a number that the engine knows, or with files."""
+    """An adapter that can be served: by its name, by its number in the engine, or with files."""
 
     #: The folder with its files.
     folder: Path | None = None
@@ -64,7 +64,7 @@ def find_loras(
     """
     Return the adapters of *model*, and in sentences why others cannot be served. Reads files.
 
-    *takes* is how the model takes them: by the name that it knows, by the path of files that it reads itself, or with
+    *takes* is how the model takes them: by its name, by the path of files that it reads itself, or with
     weights in a format. *local* is whether Triton runs on this machine. Where the repository can be read here, the
     newest version's ``multi_lora.json`` counts too: a map of names to folders, which a server that takes names reads
     itself, and NVIDIA's OpenAI frontend for one that takes paths.
@@ -99,7 +99,7 @@ def find_loras(
         elif entry.task_id is not None:
             return FoundLora(name=entry.name, number=entry.task_id)
         else:
-            raise ConfigurationError("the model needs its weights: give a path, or the task_id that its engine knows")
+            raise ConfigurationError("the model needs its weights: give a path, or its task_id in the engine")
         folder = find_folder(path, root=root, bases=bases)
         check(folder, root, takes)
         return FoundLora(name=entry.name, number=entry.task_id, folder=folder, root=root)
@@ -195,12 +195,12 @@ def check(folder: Path, root: Path, wanted: LoraFormat) -> None:
 
 def load(folder: Path, root: Path, wanted: LoraFormat) -> tuple[Matrix, Matrix]:
     """
-    Return weights and config as the model wants them; reads all of both files, so not for the event loop.
+    Return weights and config in the format of the model. Blocks: it reads both files.
 
     Raises :class:`ConfigurationError` for files that are broken, or that hold numbers which the model's dtype does not.
     """
     # The headers first: a wrong one must not make room for what is not there. Then the contents, read: a mapped file
-    # would take the process with it when somebody shortens it.
+    # would end the process when the file becomes shorter.
     check(folder, root, wanted)
     weights, config = _arrays(folder, root, wanted, None)
     if config[:, wanted.config_width :].any():

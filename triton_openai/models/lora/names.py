@@ -27,7 +27,7 @@ class LoraModels:
         self.waiting: Mapping[str, str] = {}
         #: By Triton model, in sentences: why LoRA adapters of it are not served.
         self.problems: Mapping[str, Sequence[str]] = {}
-        # Triton models whose LoRA adapters only the backend knows.
+        # Triton models of whose LoRA adapters only the backend has a list.
         self._unlisted: Collection[str] = ()
         self._deliveries: dict[tuple[str, FoundLora, LoraFormat], LoraDeliveries] = {}
 
@@ -64,7 +64,9 @@ class LoraModels:
         self.waiting = await asyncio.to_thread(names_of, snapshot.waiting, settings.model, repositories, separator)
 
     def unlisted(self, name: str, served: Mapping[str, ServedModel], separator: str | None) -> ServedModel | None:
-        """Return the model and LoRA adapter that *name* consists of, where only the backend knows its adapters."""
+        """
+        Return the model and LoRA adapter that *name* consists of, where only the backend has the list of its adapters.
+        """
         base, _, lora = name.partition(separator or "\0")
         model = served.get(base)
         if not lora or model is None or model.lora is not None or model.triton_model not in self._unlisted:
@@ -82,7 +84,7 @@ class LoraModels:
 
 
 def _only_backend_knows(model: ServedModel, settings: Settings) -> bool:
-    """Return whether only the backend of *model* can tell its LoRA adapters: it takes them by name, from its files."""
+    """Return whether only the backend of *model* has the list of its LoRA adapters: it reads them from its files."""
     repositories = settings.triton.readable_repositories
     by_name = model.adapter.capabilities.lora == "name" and model.metadata.loras
     return by_name and not any((path / model.name).is_dir() for path in repositories)

@@ -1,4 +1,4 @@
-"""The formats in which speech is answered: a table that needs none of what makes them."""
+"""The audio formats of synthesized speech: their media types, rates and encoding costs. ``encode`` makes the files."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _RATES: Mapping[Format, Sequence[int]] = {
 }
 
 
-def rate_of(kind: Format, rate: int) -> int:
-    """Return the rate in Hz that a file of *kind* has for samples of *rate* Hz: the next one that it can have."""
+def file_rate(kind: Format, rate: int) -> int:
+    """Return the rate in Hz of a file of *kind* for samples of *rate* Hz: the lowest possible one that is not lower."""
     rates = _RATES.get(kind, (rate,))
     return next((candidate for candidate in rates if candidate >= rate), rates[-1])
 
 
-def cost(kind: Format, rate: int, count: int) -> float:
+def encoding_cost(kind: Format, rate: int, count: int) -> float:
     """Return about how many microseconds it takes to encode *count* samples of *rate* Hz."""
-    return (_COSTS[kind] + (rate_of(kind, rate) != rate) * _RESAMPLING) * count / rate
+    return (_COSTS[kind] + (file_rate(kind, rate) != rate) * _RESAMPLING) * count / rate
