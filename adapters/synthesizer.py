@@ -46,7 +46,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 _END_OF_INSTRUCTIONS = "<|endofprompt|>"
 # Of the best audio: 48,000 numbers of 8 bytes.
 _BYTES_OF_SECOND = 384_000
-# How long a model speaks, if nobody knows: about two sentences.
+# The longest speech of a model whose limit is not known: about two sentences.
 _MAX_SECONDS = 30.0
 
 

@@ -156,7 +156,7 @@ class Text(DescribedAdapter):
                 counted = tokens
             if finish is not None:
                 word = next(iter(response.texts(finish)), "")
-                # Of another word nobody knows the meaning: then the reason is found as if there were none.
+                # Other words have no known meaning: then the reason is derived as if there were none.
                 delta.finish_reason = _REASONS.get(word.lower())
 
         return read

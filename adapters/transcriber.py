@@ -4,8 +4,8 @@ Recognizers of speech: Whisper, Parakeet, SenseVoice, transducers, and any model
 The public model repositories have the same tensors: ``WAV`` and ``WAV_LENS`` in and ``TRANSCRIPTS`` out (k2-fsa/sherpa,
 TensorRT-LLM's whisper_bls, WeNet, FunASR), for Whisper with ``TEXT_PREFIX``, the prompt of its decoder as text, for
 SenseVoice with ``LANGUAGE`` and ``TEXT_NORM``. Whisper's engine behind sherpa's takes and gives token ids
-(``DECODER_INPUT_IDS``, ``OUTPUT_IDS``), which tell the language and times too. The operator describes all others in the
-settings (:class:`TensorMapping`).
+(``DECODER_INPUT_IDS``, ``OUTPUT_IDS``), which carry the language and times too. The operator describes all others in
+the settings (:class:`TensorMapping`).
 """
 
 from __future__ import annotations
@@ -91,10 +91,11 @@ def _known(config: ModelConfig) -> tuple[dict[str, TensorSpec], dict[str, Tensor
 
 def _framing(config: ModelConfig, rate: int | None) -> tuple[int, tuple[int, int]] | None:
     """
-    Return rate and parts of a recording, in samples, that a model takes in a sequence; ``None`` if it does not tell.
+    Return rate and parts of a recording, in samples, that a model takes in a sequence; ``None`` if its config does not
+    have them.
 
-    So reckons the code for features of sherpa, WeNet and FunASR: the first part makes as many frames as the encoder
-    sees, and each further one as many as that moves on by.
+    Source: the code for features of sherpa, WeNet and FunASR: the first part makes as many frames as the encoder
+    reads at once, and each further part as many as it advances by.
     """
     told = {name: float(config.parameter(name) or usual) for name, usual in _FRAMING.items()}
     window = next((spec.dims[0] for spec in config.outputs.values() if len(spec.dims) == 2), 0)
@@ -186,7 +187,7 @@ class Transcriber(tensors.DescribedAdapter):
         )
 
     def _known_languages(self, audio: AudioFormat) -> Mapping[str, str | int]:
-        """Return the languages that the model knows, with what it calls each."""
+        """Return the languages of the model, with its own names for them."""
         if isinstance(audio.languages, Mapping):
             return {code if code == _AUTO else code_of(code): called for code, called in audio.languages.items()}
         if audio.languages is not None:
@@ -211,7 +212,7 @@ class Transcriber(tensors.DescribedAdapter):
             rate = audio.sample_rate or rate
             parts = (int(audio.part_seconds * rate),) * 2
         if parts is None:
-            raise ConfigurationError(f"{what}. Its config does not tell how long each is: set 'audio.part_seconds'.")
+            raise ConfigurationError(f"{what}. Its config does not say how long each is: set 'audio.part_seconds'.")
         return rate, parts
 
     @classmethod
@@ -234,7 +235,7 @@ class Transcriber(tensors.DescribedAdapter):
         """
         Return the request, or the first one of a sequence.
 
-        Raises :class:`UnsupportedParameter` for a translation from a language that nobody knows.
+        Raises :class:`UnsupportedParameter` for a translation from an unknown language.
         """
         import numpy as np
 
@@ -286,7 +287,7 @@ class Transcriber(tensors.DescribedAdapter):
             yield self.tensor(self._inputs[_LENGTH].name, length)
 
     def _told(self, job: TranscriptionJob) -> Iterator[Tensor]:
-        """Yield what the model is told beside the audio."""
+        """Yield the inputs beside the audio."""
         language = job.language or self._language
         if self._ids:
             yield self.vector(self._inputs[_IDS].name, job.prompt_ids)

@@ -54,7 +54,7 @@ _SIZES = {"FP32": 4, "FP16": 2, "BF16": 2}
 
 
 class Trtllm(common.TrtllmAdapter):
-    """Token ids; the engine sees a cancellation itself, so closing the stream stops it."""
+    """Token ids in and out. The engine detects a cancellation itself, so closing the stream stops it."""
 
     name = "trtllm"
 
@@ -113,7 +113,7 @@ class Trtllm(common.TrtllmAdapter):
             )
         if sampling.logprobs and not self._alternatives:
             raise UnsupportedParameter(
-                "This model tells the log probabilities of the chosen tokens only, not those of alternatives.",
+                "This model returns the log probabilities of the chosen tokens only, not those of alternatives.",
                 param="logprobs",
             )
         inputs = [self.vector("input_ids", ids), self.tensor("input_lengths", len(ids))]

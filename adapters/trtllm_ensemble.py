@@ -115,9 +115,9 @@ class TrtllmText(common.TrtllmAdapter):
         """
         Return whether the answer is asked for whole: its text is then decoded whole, with every character.
 
-        So it is unless the client wants a stream, or log probabilities, which have their tokens' texts in streams only.
-        A prompt that would come back with the answer has to be one that can be taken out again; 0.5, whose engine has
-        no output of lengths, fills its answers up with special tokens.
+        So it is unless the client asks for a stream, or for log probabilities, which have their tokens' texts in
+        streams only. A prompt that would come back with the answer has to be one that can be taken out again; 0.5,
+        whose engine has no output of lengths, fills its answers up with special tokens.
         """
         if not self.config.decoupled:
             return True
@@ -164,9 +164,10 @@ class TrtllmText(common.TrtllmAdapter):
         """
         Return the inputs for *images*.
 
-        An engine that reuses its KV cache knows a prompt by its token ids, and those of all images are the same. Unless
-        the images have an id, it answers about somebody else's. (Preprocessing for Qwen2-VL and Pixtral fails when it
-        is given one: those cannot be served with reuse, and a refusal is better than another's image.)
+        An engine that reuses its KV cache identifies a prompt by its token ids, which are the same for all images.
+        Without ids of images, it would answer about the image of another request. (Preprocessing for Qwen2-VL and
+        Pixtral fails when it is given one: those cannot be served with reuse, and a refusal is better than another's
+        image.)
         """
         if not images:
             return []
@@ -204,7 +205,7 @@ class TrtllmEnsemble(TrtllmText):
             self.engine = None
         maps = [step.input_map for step in config.steps]
         if any("request_output_len" in mapping and "bad_words_list" not in mapping for mapping in maps):
-            # That of 0.5, whose preprocessing encodes them for nobody.
+            # That of 0.5, whose preprocessing encodes them although no model reads them.
             self.unread = {"bad_words": "this ensemble does not hand them to its engine"}
         super().__init__(config, repository)
 
@@ -220,7 +221,7 @@ class TrtllmEnsemble(TrtllmText):
         """
         Return the engine's stop request.
 
-        Triton does not tell a running step that the ensemble was cancelled, but it gives every step the ensemble's
+        Triton does not pass the cancellation of an ensemble to a running step, but it gives every step the ensemble's
         request id, and the engine ends the request whose id comes with ``stop`` set.
         """
         if self.engine is None:
@@ -245,7 +246,7 @@ class StepLogprobs:
             return
         if len(new) > 1:
             raise UpstreamError(
-                "The model sent several tokens in one step, whose log probabilities cannot be told apart by its text:"
+                "The model sent several tokens in one step, whose log probabilities cannot be assigned to its text:"
                 f" {_TOKEN_BY_TOKEN}."
             )
         text = delta.text

@@ -129,7 +129,7 @@ class TrtllmLlmapi(TrtllmAdapter):
         return not self.capabilities.streaming
 
     def no_answer_cause(self, generation: Generation) -> str | None:
-        """Return what fails before the model knows the request, as of 1.3 and as far as it cannot be found out here."""
+        """Return which errors the model does not report, as of 1.3, of those that this service cannot detect."""
         if _LORA[0] not in self.config.inputs:
             return None
         if generation.lora is not None:

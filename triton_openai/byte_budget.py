@@ -16,13 +16,13 @@ class ByteBudget:
     An owner takes at most as many bytes as stay free, so that there are always some for another owner: one owner gets
     half of the budget, two get a third each, and so on. This is the dynamic threshold of shared packet buffers
     (Choudhury and Hahne, 1998). An owner that has none may take any number that is free, and so may a reservation
-    without an owner: there is nobody to share with.
+    without an owner: it shares with no owner.
 
     A reservation that does not fit waits, and those that fit pass it. Reservations that grow come before new ones.
-    What is larger than the whole budget waits until nothing else is reserved.
+    A reservation larger than the whole budget waits until nothing else is reserved.
     """
 
-    #: The part of the budget that only :meth:`Reservation.finish` takes: what holds the rest must be able to end.
+    #: The part of the budget that only :meth:`Reservation.finish` takes, so that running requests can end.
     FINISHING_PART = 1 / 8
 
     def __init__(self) -> None:

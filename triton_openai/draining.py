@@ -29,25 +29,25 @@ class Draining:
         self._tasks: dict[asyncio.Task[Any], RequestRecord | None] = {}
         self._reasons: dict[asyncio.Task[Any], ServiceError] = {}
         self._none = asyncio.Event()
-        #: Whether the end has begun: the service goes on, but it is not ready any more, and closes every connection
+        #: Whether draining has begun: the service still answers, but is not ready any more, and closes every connection
         #: after its next answer.
         self.begun = False
         self._ended = False
 
     def check(self) -> None:
-        """Raise :class:`UpstreamUnavailable` when the time that requests had is over."""
+        """Raise :class:`UpstreamUnavailable` once the draining time is over."""
         if self._ended:
             raise _stopping()
 
     def enter(self, record: RequestRecord | None = None) -> asyncio.Task[Any]:
-        """Count the current task's request in, which has this *record*; returns what :meth:`leave` takes."""
+        """Add the request of the current task, with its *record*; return the task, for :meth:`leave`."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks[task] = record
         return task
 
     def leave(self, task: asyncio.Task[Any]) -> None:
-        """Count a request out."""
+        """Remove a request that has ended."""
         self._tasks.pop(task, None)
         self._reasons.pop(task, None)
         if not self._tasks:
@@ -60,13 +60,13 @@ class Draining:
             task.cancel()
 
     def end_removed_keys(self, ring: Mapping[bytes, object]) -> None:
-        """Cancel the requests whose key is not in *ring*, which has the digests of all keys, any more."""
+        """Cancel the requests whose key was removed: *ring* has the digests of all keys."""
         for task, record in self._tasks.items():
             if record is not None and record.key_digest and record.key_digest not in ring:
                 self.cancel(task, InvalidApiKey("The API key was removed."))
 
     def reason(self) -> ServiceError | None:
-        """Return the error for the client of the cancelled request; ``None`` when it is the client that left."""
+        """Return the error for the client of the cancelled request; ``None`` if the client disconnected."""
         task = asyncio.current_task()
         if task is None:
             return None
@@ -106,14 +106,14 @@ class Peers(Protocol):
         """Give the claim back."""
 
     def change(self, action: ModelChange, models: Collection[str]) -> asyncio.Future[Any]:
-        """Have all others make a change at once; the result is there when they have."""
+        """Start a change in all other processes; the future ends when they have made it."""
 
 
 class ModelDraining:
     """
     The requests of one process by model, and the models that take no new ones.
 
-    Models are those that Triton knows, not their aliases.
+    Models are named as in Triton, not by their aliases.
     """
 
     def __init__(self, draining: Draining, peers: Peers | None = None) -> None:
@@ -136,11 +136,11 @@ class ModelDraining:
             raise ModelUnloading(model)
 
     def enter(self, model: str, task: asyncio.Task[Any] | None) -> None:
-        """Count the request of *task* on *model* in."""
+        """Add the request of *task* on *model*."""
         self.running.setdefault(model, set()).add(task)
 
     def leave(self, model: str, task: asyncio.Task[Any] | None) -> None:
-        """Count it out."""
+        """Remove a request that has ended."""
         tasks = self.running[model]
         tasks.discard(task)
         if not tasks:
@@ -150,7 +150,7 @@ class ModelDraining:
     @asynccontextmanager
     async def claim(self, models: Collection[str]) -> AsyncIterator[None]:
         """
-        Be the only one to load or unload *models*, among all processes of the service.
+        Claim *models* among all processes of the service, to load or unload them.
 
         Raises :class:`ModelConflict` at once when another call does.
         """
@@ -193,7 +193,7 @@ class ModelDraining:
             await self.changed("open", models)
 
     async def changed(self, action: ModelChange = "reload", models: Collection[str] = ()) -> None:
-        """Have the other processes make a change, and wait until they have: the client may ask one of them next."""
+        """Make a change in the other processes and wait until it is made: the client may ask one of them next."""
         if changing := self._change_peers(action, models):
             await asyncio.wait(changing, timeout=_ANSWER_SECONDS)
 

@@ -1,5 +1,5 @@
 """
-Every error, with how a client sees it: status, ``type``, ``code`` and ``param``.
+All errors, with their status, ``type``, ``code`` and ``param``.
 
 The envelope is OpenAI's (``{"error": {"message", "type", "param", "code"}}``) with ``code`` always a string.
 """
@@ -62,13 +62,11 @@ _MAX_TRACE_CHARS = 20_000
 
 class ServiceError(Exception):
     """
-    A failure of the service itself.
-
-    This is the base of everything that it reports to a client.
+    A failure of the service itself, and the base of all errors for clients.
 
     *message* is shown to the client: a clear sentence, free of server paths, tracebacks and secrets. Characters of the
-    client's that control a terminal become ``?``. Without one, the service itself is at fault, and only its log says
-    how.
+    client's that control a terminal become ``?``. Without one, the service itself has failed, and only its log has the
+    reason.
     *detail* goes to the log only.
     """
 
@@ -143,7 +141,7 @@ class ServiceError(Exception):
 
 
 class InvalidRequest(ServiceError, status=400, type="invalid_request_error", code="invalid_request"):
-    """The client's request is wrong; *param* names the field in dotted form where one is to blame."""
+    """The client's request is wrong; *param* names the field in dotted form, if one is wrong."""
 
 
 def missing(field: str) -> InvalidRequest:
@@ -195,7 +193,7 @@ class InvalidApiKey(InvalidRequest, status=401, code="invalid_api_key"):
     """The request has no API key, or one that is not known."""
 
     def headers(self) -> Mapping[str, str]:
-        """Say how a key is given, as every 401 has to."""
+        """Return how to send a key, which every 401 needs."""
         return {"WWW-Authenticate": "Bearer"}
 
 
@@ -268,7 +266,7 @@ class MethodNotAllowed(InvalidRequest, status=405, code="method_not_allowed"):
         self._allowed = allowed
 
     def headers(self) -> Mapping[str, str]:
-        """Say which methods there are, as every 405 has to."""
+        """Return the allowed methods, which every 405 needs."""
         return {**super().headers(), "Allow": self._allowed}
 
 
@@ -276,7 +274,7 @@ class UpgradeRefused(InvalidRequest, status=426, code="upgrade_refused"):
     """The path is not served over WebSocket."""
 
     def headers(self) -> Mapping[str, str]:
-        """Say what is served, as every 426 has to."""
+        """Return the supported protocol, which every 426 needs."""
         return {"Upgrade": "HTTP/1.1"}
 
 
@@ -297,14 +295,14 @@ class Overloaded(ServiceError, status=429, type="rate_limit_error", code="rate_l
 
 
 class RateLimited(Overloaded):
-    """The key has reached its limit per minute or of concurrent requests; *kind* says of what."""
+    """The key has reached its limit per minute or of concurrent requests; *kind* is which one."""
 
     def __init__(self, message: str, *, kind: str, wait: float) -> None:
         super().__init__(message, retry_after=wait)
         self.kind = kind
 
     def body(self) -> dict[str, Any]:
-        """Return the ``error`` object; its type says what there was too much of, as OpenAI's does."""
+        """Return the ``error`` object; its type names the limit, as OpenAI's does."""
         return {**super().body(), "type": self.kind}
 
 

@@ -151,7 +151,7 @@ class TensorMapping(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def describes(self) -> bool:
-        """Whether there is more than what is told of audio."""
+        """Whether it describes more than audio."""
         return bool(self.inputs or self.constants or self.outputs or self.text)
 
 
@@ -184,7 +184,7 @@ class Lora(msgspec.Struct, frozen=True, kw_only=True):
     """A LoRA adapter to answer with."""
 
     name: str
-    #: For engines that know adapters by one.
+    #: For engines that identify adapters by a number.
     number: int | None = None
     #: For backends that read the weights themselves.
     path: str | None = None
@@ -223,13 +223,13 @@ class Generation(Job[Any], frozen=True, kw_only=True):
 
     prompt: str
     sampling: Sampling
-    #: Whether the client wants the answer in parts.
+    #: Whether the client asks for a stream.
     stream: bool = False
     #: The prompt as the model's tokenizer gives it back, for backends that repeat it.
     prompt_echo: str | None = None
     #: The prompt as the client wrote it, where another text is sent.
     original_prompt: str | None = None
-    #: For backends that take token ids, and where ``token_ids`` are wanted.
+    #: For backends that take token ids, and for requests with ``token_ids``.
     prompt_ids: tuple[int, ...] | None = None
     #: The number of tokens of the prompt, where it was counted.
     prompt_tokens: int | None = None
@@ -239,9 +239,9 @@ class Generation(Job[Any], frozen=True, kw_only=True):
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     #: ``sampling.logit_bias`` as texts.
     bias_words: tuple[tuple[str, float], ...] = ()
-    #: Whether the log probability of the whole answer is wanted.
+    #: Whether the request asks for the log probability of the whole answer.
     cumulative_logprob: bool = False
-    #: Whether the token ids of the answer are wanted.
+    #: Whether the request asks for the token ids of the answer.
     token_ids: bool = False
     guide: Guide | None = None
     lora: Lora | None = None

@@ -1,7 +1,7 @@
 """
 Jobs: what an endpoint asks of a model, in terms of neither its API nor Triton.
 
-A job's type says what a model is for that takes it: tasks, probe, error messages and the list of endpoints follow. An
+The types of jobs that a model takes decide its tasks, its probe, its error messages and its endpoints. An
 adapter turns it into requests and their answers into its result. A :class:`~triton_openai.generation.Generation`, whose
 answer comes in parts, is one too; the jobs here have their result at once.
 """
@@ -131,7 +131,7 @@ class ScoreJob(Job[ScoreResult], frozen=True, kw_only=True):
 
 
 class Voice(msgspec.Struct, frozen=True, kw_only=True):
-    """A voice to speak with: one that the model knows, or a recording that it imitates."""
+    """A voice for speech: one of the model's own, or a recording that it imitates."""
 
     name: str
     #: What the model calls it.
@@ -190,9 +190,9 @@ class Transcript(Result, frozen=True, kw_only=True):
     """What is spoken."""
 
     text: str
-    #: The code of the language, where the model tells it.
+    #: The code of the language, if the model returns it.
     language: str | None = None
-    #: Its parts in order, with times from the beginning of the job's audio; none where the model tells no times.
+    #: Its parts in order, with times from the beginning of the job's audio; empty if the model returns no times.
     segments: Sequence[Segment] = ()
     #: In place of the text, of a model that answers in these: what follows the prompt.
     token_ids: Sequence[int] = ()
@@ -208,7 +208,7 @@ class TranscriptionJob(Job[Transcript], frozen=True, kw_only=True):
 
     #: One channel at the rate that the model takes: little-endian float32.
     samples: bytes
-    #: The code of the language, ``None`` where nobody knows it.
+    #: The code of the language; ``None`` if it is not known.
     language: str | None = None
     #: What precedes the audio, or how its words are written; ``None`` unless the model takes it.
     prompt: str | None = None

@@ -1,5 +1,5 @@
 """
-Operations of the APIs, without HTTP: what a caller asks, and what it gets.
+Operations of the APIs, without HTTP: their calls and their replies.
 
 An operation is a function of the running service and a :class:`Call`; it returns a :class:`Reply`. An HTTP request, a
 line of a batch and a test make the call and take the reply, each in its own way. A stream leaves through the
@@ -37,8 +37,8 @@ NO_HEADERS: CIMultiDictProxy[str] = CIMultiDictProxy(CIMultiDict())
 class Renderer(ABC):
     """Renders the events of one stream, with a choice for each run. Each method returns whole events, or nothing."""
 
-    #: Whether all clients know the last events of a stream that failed; else its body is broken off after them.
-    ends_failed = True
+    #: Whether the API has an event for errors; otherwise the body of a failed stream is broken off.
+    has_error_event = True
 
     @abstractmethod
     def opening(self) -> bytes:
@@ -93,7 +93,7 @@ class Form(Protocol):
         Yield the parts of a form of *max_size* bytes at most, once. What is not read of a part is skipped.
 
         *on_arrival* is awaited with the number of bytes that have arrived, before more of them is read. Raises
-        :class:`InvalidRequest`, and :class:`PayloadTooLarge` for one that says that it is larger.
+        :class:`InvalidRequest`, and :class:`PayloadTooLarge` for a larger declared size.
         """
         ...
 
@@ -104,7 +104,7 @@ class Form(Protocol):
 
     @property
     def declared_size(self) -> int | None:
-        """The bytes that the client says it sends; ``None`` if it does not."""
+        """The size that the client declares, in bytes; ``None`` without one."""
         ...
 
 
@@ -118,7 +118,7 @@ class Whole(msgspec.Struct, frozen=True):
 
 
 class LocalFile(msgspec.Struct, frozen=True):
-    """A reply with the contents of a file on this machine, of which the caller may want a range."""
+    """A reply with the contents of a file on this machine, of which the caller may request a range."""
 
     path: Path
     media_type: str
@@ -126,7 +126,7 @@ class LocalFile(msgspec.Struct, frozen=True):
 
 
 class RemoteFile(msgspec.Struct, frozen=True):
-    """A reply with the contents of a file that is elsewhere, of which the caller may want a range."""
+    """A reply with the contents of a file that is elsewhere, of which the caller may request a range."""
 
     #: It never changes for the same contents.
     tag: str

@@ -1,16 +1,16 @@
 """
-Shares of what all keys have together, such as the queue: no key can use it up alone.
+Fair shares of a resource that all keys use, such as the queue: no key can use it up alone.
 
-A key that has something may take more only while it leaves as much free as it has. So one key gets a half at most, and
-of three keys that want all, each gets a quarter; a key that has nothing always finds room. A service that asks for no
-keys, or has a single one, has nobody to share with.
+A key that uses some of it may take more only if at least as much stays free as it already uses. So one key gets at most
+a half, and three keys with unlimited demand get a quarter each; a key that uses nothing always gets some. A service
+without keys, or with a single one, does not limit shares.
 """
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 
-#: The name of the key of the current request; ``None`` where there is nobody to share with.
+#: The name of the key of the current request; ``None`` if shares are not limited.
 SHARING_KEY: ContextVar[str | None] = ContextVar("sharing_key", default=None)
 
 

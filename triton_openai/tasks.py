@@ -1,4 +1,4 @@
-"""Tasks: how they are started and cancelled, and the waits for events and before another attempt."""
+"""Starts and cancels tasks, waits for events, and delays new attempts."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
 @asynccontextmanager
 async def within(seconds: float) -> AsyncIterator[None]:
     """
-    Hold the block to a time limit, as :func:`asyncio.timeout` does, and the task to its cancellation.
+    Limit the time of the block, as :func:`asyncio.timeout` does, and keep the cancellation of its task.
 
-    A driver may take the cancellation of the current task for a failure of its own, or give the answer that has just
-    come: whoever has asked for it would wait for ever.
+    A database driver may turn the cancellation of the current task into an error of its own, or return an answer that
+    has just arrived. Then the task that cancels would wait forever.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -89,7 +89,7 @@ async def wait_any(*events: asyncio.Event, timeout: float) -> None:
 
 
 class Background:
-    """Work for which nobody waits. The last of it has a few seconds when the service ends."""
+    """Runs work without waiting for it. At the end of the service, running work has a few more seconds."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -117,9 +117,9 @@ class Background:
 
 class Backoff:
     """
-    Seconds to wait before each new start of what keeps ending: from *first* on doubled up to *max_pause*.
+    Seconds to wait before each restart: *first* seconds, then doubled up to *max_pause*.
 
-    What has lived for *stable_after* seconds has shown that it can: after it the pauses begin anew.
+    A run of *stable_after* seconds or more resets the pause.
     """
 
     def __init__(self, *, first: float, max_pause: float, stable_after: float) -> None:

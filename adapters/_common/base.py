@@ -1,8 +1,8 @@
 """
-What an adapter is, and the parts that all of them share.
+The base of all adapters, and the types of their interface.
 
-An adapter is made per *model*, from that model's Triton config, and knows what can be asked of it. A decoder is made
-per *request* and holds that stream's state. See ``docs/guides/writing-an-adapter.md``.
+An adapter is made for each *model* from its Triton config, and describes which jobs and parameters the model takes. A
+decoder is made for each *request* and holds the state of its stream. See ``docs/guides/writing-an-adapter.md``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Parameter(msgspec.Struct, frozen=True):
     otherwise: Rule = Rule.REFUSED
     #: What the table in the documentation says of it.
     note: str = ""
-    #: Tells a client whose request is refused what to do.
+    #: The advice in the error for a client whose request is refused.
     why: str = ""
     #: Whether the input has to hold negative numbers.
     signed: bool = False
@@ -136,36 +136,36 @@ _MAX_FLOAT: Mapping[str, float] = {"FP32": 3.4028234e38, "FP16": 65504.0}
 
 
 class Synthesis(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model speaks that takes a :class:`SynthesisJob`, in Hz and seconds."""
+    """How a model synthesizes speech for a :class:`SynthesisJob`, in Hz and seconds."""
 
-    #: The rate of its samples; 0 where it gives files, which say their own.
+    #: The rate of its samples; 0 if it returns files, which have a rate of their own.
     rate: int
-    #: The most that it speaks at once.
+    #: The longest speech of one request.
     max_seconds: float
-    #: Whether that includes the recording.
+    #: Whether that includes the reference recording.
     with_reference: bool = False
     #: By how much the parts of an answer overlap; there, one fades into the other.
     overlap: float = 0.0
     #: The rate of the recordings that it imitates; 0 where it takes none.
     reference_rate: int = 0
-    #: Whether it knows recordings apart only by what is said in them.
+    #: Whether it distinguishes recordings only by their text.
     voices_by_transcript: bool = False
     #: The type of its names of voices; ``None`` where it takes no voice, and a recording where it takes those.
     voice_type: type[str] | type[int] | None = None
-    #: Whether it speaks without being given a voice.
+    #: Whether it has a voice for requests without one.
     has_own_voice: bool = False
 
 
 class Recognition(msgspec.Struct, frozen=True, kw_only=True):
-    """How a recognizer takes speech, and what it tells of it."""
+    """How a recognizer takes speech."""
 
     #: Samples a second.
     sample_rate: int = 16_000
     #: The longest audio of a job.
     max_seconds: float
-    #: The codes of the languages that a job can have; none where the model cannot be told the language.
+    #: The codes of the languages that a job can have; empty if the model takes no language.
     languages: Collection[str] = ()
-    #: The one of them that a job has if nobody says which.
+    #: The language of a job without one.
     language: str | None = None
     #: Whether a job can have a prompt.
     prompt: bool = False
@@ -175,7 +175,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """
     What a model can do through its adapter, beside its jobs and the parameters in its table.
 
-    The rest of the service asks these, never an adapter's or a backend's name.
+    The rest of the service depends on these, never on the name of an adapter or a backend.
     """
 
     #: Answers come in parts.
@@ -208,21 +208,21 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     #: How a request names a LoRA adapter: by its name, by the path from which the backend reads the weights, or with
     #: the weights in this format.
     lora: LoraFormat | Literal["name", "path"] | None = None
-    #: The most images that a prompt can come with; infinite where only the model knows.
+    #: The most images that a prompt can come with; infinite if only the model has a limit.
     images: float = 0
     #: A prompt can come with audio.
     audio: bool = False
     #: A prompt with images is the text of one user message, which the model's own template wraps.
     images_as_turn: bool = False
-    #: What a classifier gives are logits, not probabilities.
+    #: A classifier returns logits, not probabilities.
     logits: bool = False
     #: The backend has the labels of a classifier's classes.
     labels: bool = False
     #: The backend uses one seed for all requests that bring none.
     fixed_seed: bool = False
-    #: How it speaks, where it does.
+    #: How it synthesizes speech, if it does.
     synthesis: Synthesis | None = None
-    #: How it takes speech, where it recognizes that.
+    #: How it takes speech, if it recognizes speech.
     recognition: Recognition | None = None
 
 
@@ -287,7 +287,12 @@ class Decoder(Protocol):
 
 
 class Adapter:
-    """Base of all adapters: what is the same for most backends. An adapter overrides what is not."""
+    """
+    Base of all adapters: the defaults of most backends. An adapter overrides what differs.
+
+    It has more methods than other classes, because it is both the interface that the service calls and the helpers that
+    adapters build requests with: an author of an adapter reads one class.
+    """
 
     name: ClassVar[str]
     #: The types of the jobs that the model takes, what it is mainly for first.
@@ -302,9 +307,9 @@ class Adapter:
     notes: Sequence[str] = ()
     #: Whether a stream loses the characters that span several tokens; :attr:`token_level` may not.
     splits_characters: bool = False
-    #: Whether :attr:`token_level` tells more than the text, such as times.
+    #: Whether :attr:`token_level` returns more than the text, such as times.
     token_level_adds_times: bool = False
-    #: Whether the backend notices over gRPC alone, or there first, that a client has left.
+    #: Whether the backend detects only over gRPC, or there earlier, that a client has disconnected.
     prefers_grpc: bool = False
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
@@ -342,11 +347,12 @@ class Adapter:
         """
         Return the adapter for a model whose tensors the operator may describe (*mapping*).
 
-        Raises :class:`ConfigurationError` where the adapter knows the tensors itself.
+        Raises :class:`ConfigurationError` if the adapter has fixed names of tensors.
         """
         if mapping is not None:
             raise ConfigurationError(
-                f"The settings of the model '{config.name}' describe its tensors, which the adapter '{cls.name}' knows."
+                f"The settings of the model '{config.name}' describe its tensors, but the adapter '{cls.name}' has "
+                "fixed names for them."
             )
         return cls(config, repository)
 
@@ -369,7 +375,7 @@ class Adapter:
         return not self.config.decoupled
 
     def no_answer_cause(self, generation: Generation) -> str | None:
-        """Return a sentence with the likely cause where no answer at all comes to *generation*, if there is one."""
+        """Return a sentence with the likely cause if the model sends no answer at all to *generation*."""
         return None
 
     def encode(self, job: Any, /) -> Sequence[InferRequest]:
@@ -406,7 +412,8 @@ class Adapter:
         """
         Return an input with the dtype and rank that the config declares for it.
 
-        Raises :class:`ConfigurationError` when it is not declared: an adapter was forced upon a model it does not fit.
+        Raises :class:`ConfigurationError` when it is not declared: the settings name an adapter that does not fit the
+        model.
         """
         return self.vector(name, values)
 

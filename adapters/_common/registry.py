@@ -112,7 +112,7 @@ class Registry:
     """
     All adapters, loaded once: the built-in ones, and those of other packages under an entry point group.
 
-    Those of other packages are asked first: whoever installs one means it.
+    Those of other packages are asked first: the operator has installed them on purpose.
     """
 
     def __init__(self) -> None:

@@ -415,7 +415,7 @@ async def test_what_nobody_claims_says_why():
     async with FakeTriton(ODD) as triton:
         (report,) = await inspect_models(settings_of(triton.url))
 
-    assert "no adapter knows its tensors (inputs: IMAGE FP32; outputs: label BYTES)" == report.reason
+    assert "no adapter fits its tensors (inputs: IMAGE FP32; outputs: label BYTES)" == report.reason
 
 
 async def test_many_misses_are_one_look():

