@@ -16,7 +16,14 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from triton_openai.adapters._common.base import Capabilities, Synthesis, check_range
-from triton_openai.adapters._common.tensor_mapping import DescribedAdapter, Kind, constants, fits, named_tensors
+from triton_openai.adapters._common.tensor_mapping import (
+    DescribedAdapter,
+    Kind,
+    constants,
+    fits,
+    listed_uses,
+    named_tensors,
+)
 from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import Speech, SynthesisJob
@@ -178,8 +185,7 @@ class Synthesizer(DescribedAdapter):
         tensors = _found(config)
         if tensors is None:
             return None
-        uses = ", ".join(f"{name} is {use}" for use, name in {**tensors.inputs, **tensors.outputs}.items())
-        return f"one required BYTES input and an output for audio ({uses})"
+        return f"one required BYTES input and an output for audio ({listed_uses(tensors)})"
 
     def encode(self, job: SynthesisJob, /) -> Sequence[InferRequest]:
         """Return the request. Raises :class:`UnsupportedParameter` for what the model does not take."""

@@ -12,7 +12,14 @@ from collections.abc import Mapping, Sequence
 
 from triton_openai.adapters._common.base import Capabilities, Parameter, Rule, bind
 from triton_openai.adapters._common.decoding import CumulativeText, Reader, TextDecoder, TextStage
-from triton_openai.adapters._common.tensor_mapping import DescribedAdapter, Kind, constants, fits, named_tensors
+from triton_openai.adapters._common.tensor_mapping import (
+    DescribedAdapter,
+    Kind,
+    constants,
+    fits,
+    listed_uses,
+    named_tensors,
+)
 from triton_openai.errors import ConfigurationError
 from triton_openai.generation import Delta, FinishReason, Generation, TensorMapping
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
@@ -108,8 +115,7 @@ class Text(DescribedAdapter):
         tensors = _found(config)
         if tensors is None:
             return None
-        uses = ", ".join(f"{name} is {use}" for use, name in {**tensors.inputs, **tensors.outputs}.items())
-        return f"one required BYTES input and one BYTES output ({uses})"
+        return f"one required BYTES input and one BYTES output ({listed_uses(tensors)})"
 
     def encode(self, generation: Generation, /) -> Sequence[InferRequest]:
         """Return the request; a parameter takes the place of a constant for the same input."""

@@ -97,11 +97,14 @@ def _framing(config: ModelConfig, rate: int | None) -> tuple[int, tuple[int, int
     Source: the code for features of sherpa, WeNet and FunASR: the first part makes as many frames as the encoder
     reads at once, and each further part as many as it advances by.
     """
-    told = {name: float(config.parameter(name) or usual) for name, usual in _FRAMING.items()}
+    parameters = {name: float(config.parameter(name) or usual) for name, usual in _FRAMING.items()}
     window = next((spec.dims[0] for spec in config.outputs.values() if len(spec.dims) == 2), 0)
-    rate = rate or int(told["sample_rate"])
-    shift, length = (int(told[f"frame_{name}_ms"] * rate / 1000) for name in ("shift", "length"))
-    part = int(told["chunk_size_s"] * rate) or int(told["decode_chunk_size"]) * _SUBSAMPLED * shift
+    rate = rate or int(parameters["sample_rate"])
+    shift = int(parameters["frame_shift_ms"] * rate / 1000)
+    length = int(parameters["frame_length_ms"] * rate / 1000)
+    part = int(parameters["chunk_size_s"] * rate)
+    if not part:
+        part = int(parameters["decode_chunk_size"]) * _SUBSAMPLED * shift
     missing = max(0, length + (window - 1) * shift - part)
     if part and window > 0:
         return (rate, (part + -(-missing // shift) * shift, part))
@@ -155,19 +158,9 @@ class Transcriber(tensors.DescribedAdapter):
         if _LANGUAGE in inputs and (self._language or _AUTO in self._languages):
             filled.append(inputs[_LANGUAGE].name)
         self._constants = tensors.constants(config, mapping, filled=filled)
-        own = (
-            (_WINDOW if self._ids else _TENSORRT_LLM if "engine_dir" in config.parameters else _SHERPA)
-            if self._whisper
-            else _ANY / (2 if spec.datatype == "FP64" else 1)
-        )
         self._pad = audio.pad_seconds
         if self._pad is None:
-            if self._ids:
-                self._pad = _WINDOW
-            elif _LENGTH in inputs and config.batching:
-                self._pad = _PADDED
-            else:
-                self._pad = 0.0
+            self._pad = self._default_padding()
         rate, self._parts = self._sequence(audio)
         self.prefers_grpc = config.decoupled
         if self._whisper:
@@ -179,17 +172,43 @@ class Transcriber(tensors.DescribedAdapter):
             tokens=self._ids,
             recognition=Recognition(
                 sample_rate=rate,
-                max_seconds=audio.max_seconds or own,
+                max_seconds=audio.max_seconds or self._default_max_seconds(),
                 languages=[code for code in self._languages if code != _AUTO],
                 language=self._language,
                 prompt=bool(audio.prompt) and (self._whisper or _PROMPT in inputs),
             ),
         )
 
+    def _default_max_seconds(self) -> float:
+        """Return the longest audio of a request, in seconds."""
+        if self._ids:
+            return _WINDOW
+        if self._whisper and "engine_dir" in self.config.parameters:
+            return _TENSORRT_LLM
+        if self._whisper:
+            return _SHERPA
+        if self._inputs[_AUDIO].datatype == "FP64":
+            return _ANY / 2
+        return _ANY
+
+    def _default_padding(self) -> float:
+        """Return the seconds of which padded audio is a multiple; 0 for audio without padding."""
+        if self._ids:
+            return _WINDOW
+        if _LENGTH in self._inputs and self.config.batching:
+            return _PADDED
+        return 0.0
+
     def _known_languages(self, audio: AudioFormat) -> Mapping[str, str | int]:
         """Return the languages of the model, with its own names for them."""
         if isinstance(audio.languages, Mapping):
-            return {code if code == _AUTO else code_of(code): called for code, called in audio.languages.items()}
+            languages = {}
+            for code, name in audio.languages.items():
+                if code == _AUTO:
+                    languages[code] = name
+                else:
+                    languages[code_of(code)] = name
+            return languages
         if audio.languages is not None:
             return {code_of(code): code for code in audio.languages}
         if _LANGUAGE in self._inputs and _NORM in self._inputs:
@@ -229,7 +248,11 @@ class Transcriber(tensors.DescribedAdapter):
         if not self._whisper or self._ids:
             return None
         engines = {name: config for name, config in self.repository.items() if _IDS in _known(config)[0]}
-        return engines.get(_ENGINE) or (next(iter(engines.values())) if len(engines) == 1 else None)
+        if _ENGINE in engines:
+            return engines[_ENGINE]
+        if len(engines) == 1:
+            return next(iter(engines.values()))
+        return None
 
     def encode(self, job: TranscriptionJob, /) -> Sequence[InferRequest]:
         """
@@ -244,23 +267,29 @@ class Transcriber(tensors.DescribedAdapter):
         if self._parts is None:
             if self._pad:
                 unit = int(self._pad * self._recognition.sample_rate)
-                samples = np.pad(samples, (0, -length % unit if length else unit))
+                missing = -length % unit
+                if not length:
+                    missing = unit
+                samples = np.pad(samples, (0, missing))
             return [self._request(job, samples, length)]
         first, further = self._parts
         ends = range(first, first + max(length, 1), further)
-        # Silence that counts: a first part that is short would be refused, and the end is seen with what follows.
+        # This silence counts: a short first part would be refused, and models recognize an end by what follows.
         samples = np.pad(samples, (0, ends[-1] - length))
-        # Nobody else's sequence has the same, nor of a model that takes 32 bits, which Triton cuts it to.
+        # Random, also in its lower 32 bits: for some models, Triton cuts it to these.
         number = 1 + secrets.randbits(62)
         parts = []
         for end in ends:
-            part = samples[0 if end == first else end - further : end]
-            told = {"sequence_id": number, "sequence_start": end == first, "sequence_end": end == ends[-1]}
-            parts.append(replace(self._request(job, part, len(part)), parameters=told))
+            start = end - further
+            if end == first:
+                start = 0
+            part = samples[start:end]
+            parameters = {"sequence_id": number, "sequence_start": end == first, "sequence_end": end == ends[-1]}
+            parts.append(replace(self._request(job, part, len(part)), parameters=parameters))
         return [replace(parts[0], following=tuple(parts[1:]))]
 
     def _request(self, job: TranscriptionJob, samples: Any, length: int) -> InferRequest:
-        inputs = [*self._audio(samples, length), *self._told(job)]
+        inputs = [*self._audio(samples, length), *self._other_inputs(job)]
         constants = tensors.constant_tensors(self.config, self._constants, 1)
         return self.described_request(job.id, inputs, constants, [spec.name for spec in self._outputs.values()])
 
@@ -268,34 +297,40 @@ class Transcriber(tensors.DescribedAdapter):
         """Yield the audio and its *length* in samples, without what is padded."""
         spec = self._inputs[_AUDIO]
         rate = self._recognition.sample_rate
-        if self._form != "samples":
-            file = _wav(samples, rate)
-            values: Any = file if spec.datatype == "UINT8" else _bytes_element(file, encode=self._form == "base64")
-            if spec.datatype == "UINT8":
-                count = len(file)
-            else:
-                count = 1
-        else:
-            code = {"FP32": "<f4", "FP16": "<f2", "FP64": "<f8", "INT16": "<i2"}[spec.datatype]
-            values = (_pcm(samples) if spec.datatype == "INT16" else samples.astype(code)).tobytes()
+        values: Any
+        if self._form == "samples":
             count = len(samples)
+            if spec.datatype == "INT16":
+                values = _pcm(samples).tobytes()
+            else:
+                values = samples.astype({"FP32": "<f4", "FP16": "<f2", "FP64": "<f8"}[spec.datatype]).tobytes()
             if self.config.decoupled and spec.datatype != "FP16":
                 # HTTP's generate extension, where there is no gRPC, takes numbers.
                 values = array(ARRAY_CODES[spec.datatype], values)
+        elif spec.datatype == "UINT8":
+            values = _wav(samples, rate)
+            count = len(values)
+        else:
+            values = _bytes_element(_wav(samples, rate), encode=self._form == "base64")
+            count = 1
         yield Tensor(spec.name, spec.datatype, self.config.wire_shape(spec, count), values)
         if _LENGTH in self._inputs:
             yield self.tensor(self._inputs[_LENGTH].name, length)
 
-    def _told(self, job: TranscriptionJob) -> Iterator[Tensor]:
+    def _other_inputs(self, job: TranscriptionJob) -> Iterator[Tensor]:
         """Yield the inputs beside the audio."""
         language = job.language or self._language
         if self._ids:
             yield self.vector(self._inputs[_IDS].name, job.prompt_ids)
         elif self._whisper:
             yield self.tensor(self._inputs[_PREFIX].name, self._prefix(job, language))
-        elif _LANGUAGE in self._inputs and (called := self._languages.get(language or _AUTO)) is not None:
-            text = self._inputs[_LANGUAGE].datatype == "BYTES"
-            yield self.tensor(self._inputs[_LANGUAGE].name, str(called) if text else int(called))
+        elif _LANGUAGE in self._inputs:
+            spec = self._inputs[_LANGUAGE]
+            name = self._languages.get(language or _AUTO)
+            if name is not None and spec.datatype == "BYTES":
+                yield self.tensor(spec.name, str(name))
+            elif name is not None:
+                yield self.tensor(spec.name, int(name))
         if _NORM in self._inputs:
             yield self.tensor(self._inputs[_NORM].name, _NORMALIZED)
         if _PROMPT in self._inputs and job.prompt is not None:
@@ -303,24 +338,22 @@ class Transcriber(tensors.DescribedAdapter):
 
     def _prefix(self, job: TranscriptionJob, language: str | None) -> str:
         """Return the prompt of Whisper's decoder. An empty one would mean Korean to sherpa's code."""
+        before = ""
         if job.prompt is not None:
             before = f"<|startofprev|> {job.prompt}"
-        else:
-            before = ""
         translates = isinstance(job, TranslationJob)
         if language is None and translates:
             raise UnsupportedParameter(
                 f"The model '{self.config.name}' can translate only from a language that its settings name "
-                "('audio.language'): its tensors do not let it be found out.",
+                "('audio.language'): its tensors do not return the language.",
                 param="model",
             )
         if language is None:
             # Whisper then begins with the language itself.
             return f"{before}<|startoftranscript|>"
+        task = "transcribe"
         if translates:
             task = "translate"
-        else:
-            task = "transcribe"
         return f"{before}<|startoftranscript|><|{self._languages[language]}|><|{task}|><|notimestamps|>"
 
     @property
@@ -333,23 +366,33 @@ class Transcriber(tensors.DescribedAdapter):
         """Return what is spoken, also for the first of the responses. Raises :class:`UpstreamError`."""
         if self._ids:
             return Transcript(text="", token_ids=self._row(job, responses))
-        texts = (
-            reduce(_written, response.texts(self._outputs[_TEXT].name), "")
-            for response in (responses if self._text == "delta" else reversed(responses))
-        )
-        # The last response may be empty.
         if self._text == "delta":
-            text = "".join(texts)
+            text = "".join(map(self._text_of, responses))
         else:
-            text = next(filter(None, texts), "")
-        tagged = next((code for code in _TAG.findall(text) if code in LANGUAGES), None)
-        told = {
-            use: next((text for response in reversed(responses) for text in response.texts(spec.name)), "")
-            for use, spec in self._outputs.items()
-        }
-        language = code_of(told[_LANGUAGE]) if told.get(_LANGUAGE) else tagged
-        segments = _segments(told[_SEGMENTS], self.config.name) if told.get(_SEGMENTS) else ()
+            # The last response may be empty.
+            text = next(filter(None, map(self._text_of, reversed(responses))), "")
+        language = next((code for code in _TAG.findall(text) if code in LANGUAGES), None)
+        named = self._last_text(_LANGUAGE, responses)
+        if named:
+            language = code_of(named)
+        segments: Sequence[Segment] = ()
+        described = self._last_text(_SEGMENTS, responses)
+        if described:
+            segments = _segments(described, self.config.name)
         return Transcript(text=_TAG.sub("", text).strip(), language=language, segments=segments)
+
+    def _text_of(self, response: InferResponse) -> str:
+        return reduce(_written, response.texts(self._outputs[_TEXT].name), "")
+
+    def _last_text(self, use: str, responses: Sequence[InferResponse]) -> str:
+        """Return the first text of the output for *use* in the last response that has one."""
+        spec = self._outputs.get(use)
+        if spec is not None:
+            for response in reversed(responses):
+                texts = response.texts(spec.name)
+                if texts:
+                    return texts[0]
+        return ""
 
     def _row(self, job: TranscriptionJob, responses: Sequence[InferResponse]) -> Sequence[int]:
         """Return the token ids of the best beam that follow the prompt."""

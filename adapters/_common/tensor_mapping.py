@@ -204,6 +204,12 @@ def named_tensors(
     return {use: specs[name] for use, name in named.items()}
 
 
+def listed_uses(mapping: TensorMapping) -> str:
+    """Return the tensors of *mapping* with their uses, for a person to read."""
+    uses = {**mapping.inputs, **mapping.outputs}
+    return ", ".join(f"{name} is {use}" for use, name in uses.items())
+
+
 def constants(config: ModelConfig, mapping: TensorMapping | None, *, filled: Collection[str]) -> dict[str, list[Any]]:
     """
     Return the values of the inputs that every request gets: the operator's, as lists.

@@ -192,7 +192,7 @@ async def test_a_service_is_not_opened_by_what_is_left_out(file: Path, guarded: 
         await until(lambda: service.taken)
 
     assert "error" == logs[0]["log_level"]
-    assert "a restart" in logs[0]["reason"]
+    assert "restart the service" in logs[0]["reason"]
     assert [9] == [settings.api.default_max_tokens for settings, _ in service.taken]
     assert 9 == reloader.settings.api.default_max_tokens
 
