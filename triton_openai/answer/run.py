@@ -36,7 +36,7 @@ from triton_openai.prompts.tokenizer import Tokenizer, count_pieces
 from triton_openai.tasks import Background
 from triton_openai.telemetry.request_record import Upstream
 from triton_openai.triton.client import Heard, Receiver, ResponseStream, SingleAnswer, TritonClient, gather
-from triton_openai.triton.fleet import Lease, Route, Tried, lost_error
+from triton_openai.triton.fleet import Attempts, Lease, Route, lost_error
 from triton_openai.triton.status import failed_midway_error, no_answer_error
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
@@ -157,7 +157,7 @@ class Run:
         self._stream: ResponseStream | None = None
         self._lease: Lease | None = None
         # The Tritons that have got the request.
-        self._tried = Tried()
+        self._tried = Attempts()
         self._decoder: Decoder = adapter.decoder(generation)
         self._logits: LogitsReader | None = None
         self._pipeline = Pipeline(adapter.capabilities, generation, tokenizer, self.progress)
@@ -186,7 +186,7 @@ class Run:
         if not self.generation.sampling.max_tokens:
             self._finish(None)
             return
-        if self._sender.route.before is not None:
+        if self._sender.route.previous_attempts is not None:
             self._tried = self._sender.route.tried()
         try:
             self._begin()

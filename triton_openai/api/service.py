@@ -53,7 +53,7 @@ from triton_openai.shares import SHARING_KEY
 from triton_openai.tasks import Background
 from triton_openai.telemetry.exposition import Exposition
 from triton_openai.telemetry.request_record import TOKENIZE, RequestRecord
-from triton_openai.triton.fleet import Fleet, Route, Tried
+from triton_openai.triton.fleet import Attempts, Fleet, Route
 
 
 class _Metadata(msgspec.Struct):
@@ -244,7 +244,7 @@ class RequestContext(Generic[_Body]):
     #: The id of the conversation, or of the response with which a chain began, that the request goes on from.
     conversation: str | None = None
     #: The Tritons that have failed for the request, where it goes on with another variant of the model.
-    tried: Tried | None = None
+    tried: Attempts | None = None
 
     def about(self, body: _Other) -> RequestContext[_Other]:
         """Return the context with another *body*."""
@@ -281,7 +281,7 @@ class RequestContext(Generic[_Body]):
             among=model.endpoints,
             key=key,
             lora=lora,
-            before=self.tried,
+            previous_attempts=self.tried,
             # What runs batches begins a line again, alone.
             resends_lost=self.record.batch is None,
         )
@@ -362,7 +362,7 @@ class RequestContext(Generic[_Body]):
             yield replace(self, model=self.model.on_text_level("its engine does not take the request"))
         tried = None
         if isinstance(self.record.route, Route):
-            tried = self.record.route.left
+            tried = self.record.route.exhausted
         if tried is not None or isinstance(failure, InvalidRequest):
             fleet = self.service.fleet
             name = self.model.triton_model

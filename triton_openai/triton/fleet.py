@@ -158,7 +158,7 @@ class MemberList:
             self._lists.publish(self._member.name, snapshot)
 
 
-class Tried(list[str]):
+class Attempts(list[str]):
     """The names of the Tritons that a request has been sent to."""
 
     #: Whether one of them ended in mid-work, which may be the request's own fault.
@@ -218,8 +218,8 @@ class Route:
 
     *among* are the names of those that have the wanted variant of the model, all if empty. *key* is what should stay at
     one Triton; without one, the beginning of the prompt and the *lora* adapter may be it. *at* names the only one.
-    *before* are those of another variant that the request has been sent to. Without *resends_lost*, a request that
-    runs when its Triton ends is not sent to another one: it may be what ended the first.
+    *previous_attempts* are those of another variant that the request has been sent to. Without *resends_lost*, a
+    request that runs when its Triton ends is not sent to another one: it may be what ended the first.
     """
 
     def __init__(
@@ -231,12 +231,12 @@ class Route:
         key: str | None = None,
         lora: str = "",
         at: str | None = None,
-        before: Tried | None = None,
+        previous_attempts: Attempts | None = None,
         resends_lost: bool = True,
     ) -> None:
         self._fleet = fleet
         self.model = model
-        self.before = before
+        self.previous_attempts = previous_attempts
         self.resends_lost = resends_lost
         self._among = among
         if key is None:
@@ -250,13 +250,13 @@ class Route:
         self.endpoint: str | None = None
         self.attempts = 0
         #: What a request has tried that may go on to a Triton with another variant, which only its sender can ask.
-        self.left: Tried | None = None
+        self.exhausted: Attempts | None = None
 
-    def tried(self) -> Tried:
+    def tried(self) -> Attempts:
         """Return where a request begins."""
-        if self.before is None:
-            return Tried()
-        return copy(self.before)
+        if self.previous_attempts is None:
+            return Attempts()
+        return copy(self.previous_attempts)
 
     def lease(self, tried: Collection[str] = (), *, prompt: str | None = None) -> Lease:
         """
@@ -281,10 +281,10 @@ class Route:
         except UpstreamUnavailable:
             if self._at is None and self._fleet.has(self.model, (), tried):
                 # What was lost on the way counts there, too.
-                if isinstance(tried, Tried):
-                    self.left = tried
+                if isinstance(tried, Attempts):
+                    self.exhausted = tried
                 else:
-                    self.left = self.tried()
+                    self.exhausted = self.tried()
             raise
         self._prompt, self.endpoint, self.attempts = prompt, lease.endpoint, max(self.attempts, len(tried) + 1)
         return lease
@@ -296,7 +296,7 @@ class Route:
             return self.endpoint
         return None
 
-    def again(self, lease: Lease, error: Exception, tried: Tried) -> bool:
+    def again(self, lease: Lease, error: Exception, tried: Attempts) -> bool:
         """
         Return whether a request that got nothing at *lease*, but *error*, may go on to another one than *tried*.
 
@@ -308,14 +308,14 @@ class Route:
             return False
         if self._fleet.has(self.model, self._among, tried):
             return True
-        self.left = tried
+        self.exhausted = tried
         return False
 
     async def ask(self, work: Callable[[Lease], Awaitable[_T]]) -> _T:
         """Return what *work* returns for a Triton, for another one where one fails. Raises :class:`ServiceError`."""
         return await self._ask(work, self.tried())
 
-    async def _ask(self, work: Callable[[Lease], Awaitable[_T]], tried: Tried) -> _T:
+    async def _ask(self, work: Callable[[Lease], Awaitable[_T]], tried: Attempts) -> _T:
         lease = self.lease(tried)
         tried.append(lease.endpoint)
         again = False
@@ -795,7 +795,7 @@ class Fleet:
         active = [one.endpoint for one in self._pools.get(model, self._empty).active]
         return any(name not in tried and (not among or name in among) for name in active)
 
-    def again(self, lease: Lease, error: Exception, tried: Tried) -> bool:
+    def again(self, lease: Lease, error: Exception, tried: Attempts) -> bool:
         """
         Return whether a request that got nothing at *lease*, but *error*, may go to another Triton.
 

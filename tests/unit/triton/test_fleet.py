@@ -30,7 +30,7 @@ from triton_openai.errors import (
 from triton_openai.triton import routing
 from triton_openai.triton.catalog import Snapshot, kind_of, merge
 from triton_openai.triton.client import IndexEntry, gather
-from triton_openai.triton.fleet import Fleet, Route, Tried
+from triton_openai.triton.fleet import Attempts, Fleet, Route
 from triton_openai.triton.status import classify, cut_off_error, foreign_error
 from triton_openai.triton.tensors import EnsembleStep, InferRequest, ModelConfig
 
@@ -109,7 +109,7 @@ async def asked(fleet):
 
 
 def tried(*names):
-    found = Tried()
+    found = Attempts()
     found.extend(names)
     return found
 
@@ -757,12 +757,12 @@ async def test_a_request_may_go_on_with_another_variant(fleets):
     route = Route(fleet, "m", among=("a",))
     with pytest.raises(UpstreamError, match="lost"):
         await route.ask(lambda lease: _fail(cut_off_error("reset")))
-    assert route.left == ["a"]
-    onward = Route(fleet, "m", among=("b", "c"), before=route.left)
+    assert route.exhausted == ["a"]
+    onward = Route(fleet, "m", among=("b", "c"), previous_attempts=route.exhausted)
     with pytest.raises(UpstreamError, match="lost"):
         await onward.ask(lambda lease: _fail(cut_off_error("reset")))
     # Two have lost it.
-    assert (onward.attempts, onward.left) == (2, None)
+    assert (onward.attempts, onward.exhausted) == (2, None)
 
 
 async def test_a_variant_without_a_triton_leaves_its_requests_to_the_others(fleets):
@@ -774,13 +774,13 @@ async def test_a_variant_without_a_triton_leaves_its_requests_to_the_others(flee
     await fleet.refresh()
     with pytest.raises(UpstreamUnavailable):
         route.lease()
-    assert route.left == []
+    assert route.exhausted == []
     b.error = a.error
     await fleet.refresh()
-    route.left = None
+    route.exhausted = None
     with pytest.raises(UpstreamUnavailable):
         route.lease()
-    assert route.left is None
+    assert route.exhausted is None
 
 
 async def _fail(error):
