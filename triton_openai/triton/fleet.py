@@ -94,7 +94,7 @@ class Member:
         #: By Triton model.
         self.targets: dict[str, Target] = {}
         #: Those of models that it has not had ready for a request, until the next look at its list.
-        self.doubted: dict[str, Target] = {}
+        self.suspended_targets: dict[str, Target] = {}
         #: What finds out whether it answers again.
         self.probes: set[asyncio.Task[None]] = set()
         #: Those that have not ended.
@@ -106,7 +106,7 @@ class Member:
         self._credit = 0
         self._credit_until = -math.inf
 
-    def forgives(self, now: float) -> bool:
+    def within_failover_grace(self, now: float) -> bool:
         """
         Return whether a request that lost its connection here may go elsewhere without counting as a retry.
 
@@ -571,8 +571,8 @@ class Fleet:
         member.targets = {}
         for model in snapshot.configs:
             target = was.get(model)
-            if target is None and model in member.doubted:
-                target = member.doubted[model]
+            if target is None and model in member.suspended_targets:
+                target = member.suspended_targets[model]
                 target.since = now
             if target is None:
                 # A Triton that was there from the start needs no time to warm up.
@@ -582,7 +582,7 @@ class Fleet:
                     since = -math.inf
                 target = Target(member.name, member.settings.weight, since=since)
             member.targets[model] = target
-        member.doubted.clear()
+        member.suspended_targets.clear()
         # At once, however long the merge takes: what fails fast would get every request until then.
         self._update_pools(was.keys() - member.targets.keys())
         await self._merge(was.keys() | member.targets.keys())
@@ -784,7 +784,7 @@ class Fleet:
             # Until the next look at its models, which is now: this may have been for a moment, or it has ended. The
             # last one stays: it may answer the next request, and nobody else does.
             if self.has(lease.model, (), [member.name]):
-                member.doubted[lease.model] = member.targets.pop(lease.model)
+                member.suspended_targets[lease.model] = member.targets.pop(lease.model)
                 self._update_pools([lease.model])
                 spawn(member.catalog.doubt(), member.probes)
             else:
@@ -810,7 +810,7 @@ class Fleet:
         if (lost and tried.lost) or not self.has(lease.model, (), tried):
             return False
         now = time.monotonic()
-        if not (lease.member.forgives(now) if lost else not_there(error)) and not self._budget.spend(now):
+        if not (lease.member.within_failover_grace(now) if lost else not_there(error)) and not self._budget.spend(now):
             _log.warning("a request is not sent again: too many were", model=lease.model)
             self._tell("budget_exhausted")
             return False
