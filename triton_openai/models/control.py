@@ -235,7 +235,7 @@ class ModelControl:
                     await _gone(member.client, every)
 
                 alone = endpoint is not None and self._fleet.several
-                closed = partial(self._fleet.emptied, members[0]) if alone else self._draining.drained
+                closed = partial(self._fleet.drained, members[0]) if alone else self._draining.drained
                 async with closed(every, self._grace):
                     _log.info("unloading model", model=model, with_parts=sorted(parts))
                     failures |= await self._change(loaded, unload, parallel=len(members))

@@ -738,7 +738,7 @@ class Fleet:
         return lease
 
     @contextlib.asynccontextmanager
-    async def emptied(self, member: Member, models: Collection[str], grace: float) -> AsyncIterator[None]:
+    async def drained(self, member: Member, models: Collection[str], grace: float) -> AsyncIterator[None]:
         """Send *member* no requests for *models* meanwhile; first its running ones may end, for *grace* seconds."""
         targets = [member.targets[model] for model in models if model in member.targets]
         try:

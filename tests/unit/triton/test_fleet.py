@@ -592,13 +592,13 @@ async def test_the_capacity_of_a_model_follows_its_tritons(fleets):
     assert told[-1] == fleet.capacity("m") == 3
 
 
-async def test_a_triton_is_emptied_of_a_model(fleets):
+async def test_a_triton_is_drained_of_a_model(fleets):
     """It gets no more requests for it, its running ones end first, and the others go on."""
     fleet = await fleets(tritons={"a": Triton("m", "n"), "b": Triton("m", "n")})
     held, inside, leave = fleet.lease("m", at="a"), asyncio.Event(), asyncio.Event()
 
     async def empty():
-        async with fleet.emptied(fleet.members["a"], ["m", "unknown"], 1000.0):
+        async with fleet.drained(fleet.members["a"], ["m", "unknown"], 1000.0):
             inside.set()
             await leave.wait()
 
