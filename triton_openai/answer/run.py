@@ -144,7 +144,7 @@ class Run:
         self.generation = generation
         self.prompt_logprobs: Sequence[TokenLogprob] = ()
         self.progress = AnswerState(generation)
-        #: Whether the run has ended, and with which error, if any. :meth:`conclude` sets usage and reason.
+        #: Whether the run has ended, and with which error, if any. :meth:`finalize` sets usage and reason.
         self.over = False
         self.failure: Exception | None = None
         self._adapter = adapter
@@ -452,7 +452,7 @@ class Run:
         if self._done is not None:
             self._done(self._number)
 
-    async def conclude(self) -> None:
+    async def finalize(self) -> None:
         """
         Set usage and finish reason: the backend's if it sends them, else counted ones if possible.
 
@@ -471,7 +471,7 @@ class Run:
             prompt = await self._tokenizer.count_async(generation.prompt, adds_bos, refusable=False)
         limit = self._token_limit.reached(generation.sampling.max_tokens, prompt)
         if tokens is None:
-            tokens = await self._infer(limit)
+            tokens = await self._count_tokens(limit)
         elif progress.finish_reason is None:
             if tokens >= limit:
                 progress.finish_reason = FinishReason.LENGTH
@@ -491,7 +491,7 @@ class Run:
             # It is what the model wrote.
             self._push(self._number, [Delta(half)])
 
-    async def _infer(self, limit: int) -> int | None:
+    async def _count_tokens(self, limit: int) -> int | None:
         """
         Return the number of tokens that the backend did not report, and set the finish reason, if both are certain.
 

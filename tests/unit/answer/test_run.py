@@ -429,7 +429,7 @@ async def test_text_behind_a_stop_string_is_not_counted(texts: list[str], stop: 
     """Text behind a stop string is not counted, but for the rest of the token in which it ends."""
     answer = Answer(tokenizer=TOKENIZER, sampling=Sampling(max_tokens=50, stop=(stop,)))
     answer.engine.bring(*texts)
-    await answer.run.conclude()
+    await answer.run.finalize()
     usage = answer.run.progress.usage
     assert usage is not None
     words = ["one", " two", " three", " four", " five"]
@@ -511,7 +511,7 @@ async def answered(*texts: str, limit: int, tokenizer: Tokenizer | None = TOKENI
     for text in texts:
         answer.engine.bring(text)
     answer.engine.receiver.end(None)
-    await answer.run.conclude()
+    await answer.run.finalize()
     answer.run.close()
     return answer.run.progress
 
@@ -619,7 +619,7 @@ async def test_what_the_backend_counts(
     answer = Answer(decoder=Deltas(*deltas), tokenizer=TOKENIZER, generation=generation, context=room)
     answer.engine.bring("", "")
     answer.engine.receiver.end(None)
-    await answer.run.conclude()
+    await answer.run.finalize()
     progress, usage = answer.run.progress, answer.run.progress.usage
 
     assert usage is not None
