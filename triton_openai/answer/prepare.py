@@ -266,7 +266,7 @@ async def _fitted(model: ServedModel, tokenizer: Tokenizer, generation: Generati
         count = len(ids)
     else:
         count = await tokenizer.count_async(generation.prompt, adds_bos)
-    sampling = msgspec.structs.replace(generation.sampling, max_tokens=limit.behind(count))
+    sampling = msgspec.structs.replace(generation.sampling, max_tokens=limit.max_tokens_for(count))
     return msgspec.structs.replace(generation, sampling=sampling, prompt_tokens=count)
 
 

@@ -469,7 +469,7 @@ class Run:
         if prompt is None and self._tokenizer is not None:
             adds_bos = self._adapter.metadata.adds_bos
             prompt = await self._tokenizer.count_async(generation.prompt, adds_bos, refusable=False)
-        limit = self._token_limit.reached(generation.sampling.max_tokens, prompt)
+        limit = self._token_limit.effective(generation.sampling.max_tokens, prompt)
         if tokens is None:
             tokens = await self._count_tokens(limit)
         elif progress.finish_reason is None:

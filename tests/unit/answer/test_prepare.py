@@ -100,7 +100,7 @@ async def test_seeds_are_random_where_the_backend_has_the_same_for_every_request
 
 async def test_an_open_answer_gets_the_room_behind_its_prompt() -> None:
     """The backend is asked for no more; a prompt that fills the context alone is refused."""
-    limit = TokenLimit(tokens=9, open=True, endless=True, context=30, longest_prompt=30)
+    limit = TokenLimit(tokens=9, open=True, unbounded=True, context=30, longest_prompt=30)
     (run,) = await prepared(Texts(), ["one two three"], limit=limit)
     count = TOKENIZER.count("one two three")
 
