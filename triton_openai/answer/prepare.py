@@ -12,7 +12,7 @@ import msgspec
 from triton_openai import offload
 from triton_openai.answer.limits import TimeLimits, TokenLimit, check_size, size_of
 from triton_openai.answer.logits_reader import PromptScoring
-from triton_openai.answer.run import Run, Sender
+from triton_openai.answer.run import Run, UpstreamClient
 from triton_openai.errors import ConfigurationError, InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Generation, Vocabulary
 from triton_openai.models.served import ServedModel
@@ -53,7 +53,7 @@ async def prepare(
     tokenizer: Tokenizer | None,
     prompts: Sequence[Prompt],
     spec: GenerationSpec,
-    sender: Sender,
+    upstream: UpstreamClient,
     time_limits: TimeLimits,
 ) -> list[Run]:
     """
@@ -89,7 +89,7 @@ async def prepare(
             run = Run(
                 msgspec.structs.replace(prepared, **own),
                 adapter=adapter,
-                sender=sender,
+                upstream=upstream,
                 time_limits=time_limits,
                 token_limit=spec.limit,
                 tokenizer=tokenizer,

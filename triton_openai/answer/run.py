@@ -62,12 +62,12 @@ _STOP_DELAYS = (0.0, 1.0, 1.0)
 _END_TIMEOUT = 20.0
 
 
-class Sender(msgspec.Struct, frozen=True):
+class UpstreamClient(msgspec.Struct, frozen=True):
     """How the work for one request of a client reaches Triton."""
 
     route: Route
     #: Sees the work.
-    upstream: Upstream
+    tracer: Upstream
     #: Where stop requests are sent, for which nobody waits.
     background: Background
     #: The level of what is asked in the model's queue, 0 for the usual one. Generations have one of their own.
@@ -83,7 +83,7 @@ class Sender(msgspec.Struct, frozen=True):
             request = replace(request, priority=self.priority)
 
         async def attempt(lease: Lease) -> Sequence[InferResponse]:
-            with self.upstream.call(request, lease) as sent:
+            with self.tracer.call(request, lease) as sent:
                 if sent.following:
                     ask = self._ask_sequence
                 else:
@@ -135,7 +135,7 @@ class Run:
         generation: Generation,
         *,
         adapter: Adapter,
-        sender: Sender,
+        upstream: UpstreamClient,
         time_limits: TimeLimits,
         token_limit: TokenLimit,
         tokenizer: Tokenizer | None = None,
@@ -148,7 +148,7 @@ class Run:
         self.over = False
         self.failure: Exception | None = None
         self._adapter = adapter
-        self._sender = sender
+        self._upstream = upstream
         self._limits = time_limits
         self._token_limit = token_limit
         self._tokenizer = tokenizer
@@ -186,8 +186,8 @@ class Run:
         if not self.generation.sampling.max_tokens:
             self._finish(None)
             return
-        if self._sender.route.previous_attempts is not None:
-            self._tried = self._sender.route.tried()
+        if self._upstream.route.previous_attempts is not None:
+            self._tried = self._upstream.route.tried()
         try:
             self._begin()
         except ServiceError as error:
@@ -197,7 +197,7 @@ class Run:
 
     def _begin(self) -> None:
         """Send the request to a Triton that has not had it. Raises :class:`ServiceError`."""
-        lease = self._lease = self._sender.route.lease(self._tried, prompt=self.generation.prompt)
+        lease = self._lease = self._upstream.route.lease(self._tried, prompt=self.generation.prompt)
         if lease.counted:
             lease.lost = self._lose
             self._tried.append(lease.endpoint)
@@ -222,7 +222,7 @@ class Run:
         If that fails too, the run ends with *error*: it tells more than that there is no other Triton.
         """
         lease = self._lease
-        if lease is None or self.progress.steps or not self._sender.route.again(lease, error, self._tried):
+        if lease is None or self.progress.steps or not self._upstream.route.again(lease, error, self._tried):
             return False
         if isinstance(error, (UpstreamUnavailable, Overloaded)):
             # The request has not reached the model.
@@ -243,7 +243,7 @@ class Run:
     def _lose(self, final: bool) -> None:
         """Take it that the Triton has stopped answering; what cannot go elsewhere waits or, if it is *final*, ends."""
         error = lost_error()
-        ends = final or not self._sender.route.resends_lost
+        ends = final or not self._upstream.route.resends_lost
         if not self.over and not self._begin_again(error) and ends:
             self._abort(error)
 
@@ -396,11 +396,11 @@ class Run:
         (request,) = self._adapter.encode(generation)
         if generation.priority:
             # Of a line of a batch nobody asked for it: without gRPC it goes without.
-            expressible = request.json_expressible and self._sender.priority > 0
+            expressible = request.json_expressible and self._upstream.priority > 0
             request = replace(request, priority=generation.priority, json_expressible=expressible)
         lease = self._lease
         assert lease is not None, "it lasts as long as the request"
-        request = self._sender.upstream.begin(request, progress, lease, lora=None if lora is None else lora.name)
+        request = self._upstream.tracer.begin(request, progress, lease, lora=None if lora is None else lora.name)
         if progress.sent is None:
             # A LoRA adapter may need a second attempt; the time counts from the first.
             progress.sent = monotonic()
@@ -420,8 +420,8 @@ class Run:
         if order is not None and lease is not None:
             # With its first answer it is certain that the engine has the request.
             delays = _STOP_DELAYS if self.progress.first is None else _STOP_DELAYS[:1]
-            self._sender.background.start(
-                _send_stop(self._sender.upstream, lease, order, delays), timeout=_STOP_REQUEST_TIMEOUT
+            self._upstream.background.start(
+                _send_stop(self._upstream.tracer, lease, order, delays), timeout=_STOP_REQUEST_TIMEOUT
             )
 
     def _fall_silent(self) -> None:

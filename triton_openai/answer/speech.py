@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from triton_openai.adapters._common.base import Synthesis
 from triton_openai.answer.limits import TimeLimits
-from triton_openai.answer.run import Sender
+from triton_openai.answer.run import UpstreamClient
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout
 from triton_openai.generation import AnswerState
 from triton_openai.jobs import Speech, SynthesisJob, Voice
@@ -111,27 +111,27 @@ def _stops(text: str, start: int, end: int, longest: int, cuts: Sequence[re.Patt
 class _Answers:
     """The answers to one request, which wait here until they are taken. Must be closed."""
 
-    def __init__(self, sender: Sender, request: InferRequest, ended: Callable[[], None]) -> None:
+    def __init__(self, upstream: UpstreamClient, request: InferRequest, ended: Callable[[], None]) -> None:
         self.over = False
         self._ended = ended
         self._waiting: deque[InferResponse] = deque()
         self._error: Exception | None = None
         self._news = asyncio.Event()
         self._paused = self._came = False
-        self._sender = sender
+        self._upstream = upstream
         self._request = request
-        self._tried = sender.route.tried()
+        self._tried = upstream.route.tried()
         self._begin()
 
     def _begin(self) -> None:
         """Send the request to a Triton that has not had it. Raises :class:`ServiceError`."""
-        self._lease = lease = self._sender.route.lease(self._tried)
+        self._lease = lease = self._upstream.route.lease(self._tried)
         self._tried.append(lease.endpoint)
         if lease.counted:
             lease.lost = self._lose
         else:
             lease.lost = None
-        self._call = self._sender.upstream.call(self._request, lease)
+        self._call = self._upstream.tracer.call(self._request, lease)
         sent = self._call.__enter__()
         client = lease.client
         try:
@@ -145,7 +145,7 @@ class _Answers:
 
     def _begin_again(self, error: Exception | None) -> bool:
         """Send the request, which failed by *error*, to another Triton, and return ``False`` if it may not go on."""
-        if error is None or self._came or not self._sender.route.again(self._lease, error, self._tried):
+        if error is None or self._came or not self._upstream.route.again(self._lease, error, self._tried):
             return False
         self._stream.close(silent=True)
         self._leave(error)
@@ -235,14 +235,14 @@ class Speaker:
 
     def __init__(
         self,
-        sender: Sender,
+        upstream: UpstreamClient,
         model: ServedModel,
         job: SynthesisJob,
         texts: Sequence[str],
         limits: TimeLimits,
         progress: AnswerState,
     ) -> None:
-        self._sender = sender
+        self._upstream = upstream
         self._model = model
         self._job = job
         self._limits = limits
@@ -290,7 +290,7 @@ class Speaker:
         (request,) = self._model.adapter.encode(replace(self._job, id=f"{self._job.id}-{number}", text=text))
         if self._progress.sent is None:
             self._progress.sent = monotonic()
-        answers = _Answers(self._sender, request, self._look_ahead)
+        answers = _Answers(self._upstream, request, self._look_ahead)
         self._left.popleft()
         return answers
 

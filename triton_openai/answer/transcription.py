@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from triton_openai import offload
 from triton_openai.answer.prepare import tokenizer_of
-from triton_openai.answer.run import Sender
+from triton_openai.answer.run import UpstreamClient
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
 from triton_openai.languages import UNSPACED, blank_between
@@ -60,14 +60,14 @@ class TranscriptionOptions(msgspec.Struct, frozen=True, kw_only=True):
 class Transcription:
     """The transcript of one recording by *model*, as far as it goes."""
 
-    def __init__(self, sender: Sender, model: ServedModel, options: TranscriptionOptions) -> None:
+    def __init__(self, upstream: UpstreamClient, model: ServedModel, options: TranscriptionOptions) -> None:
         #: The text so far: all pieces that :meth:`deltas` has yielded.
         self.text = ""
         #: Those that the model tells; where it tells none, one for each chunk.
         self.segments: list[Segment] = []
         #: The code of the language, once it is known.
         self.language = options.job.language
-        self._sender = sender
+        self._upstream = upstream
         self._model = model
         self._options = options
         self._whisper: WhisperTokens | None = None
@@ -144,7 +144,7 @@ class Transcription:
             tell(lambda: str(adapter.decode(job, responses).text))
 
         (request,) = await offload.run(adapter.encode, job, cost=offload.BYTE * len(chunk.samples))
-        responses = await self._sender.ask(request, heard if tell is not None else None)
+        responses = await self._upstream.ask(request, heard if tell is not None else None)
         if not responses:
             raise no_answer_error(self._model.name)
         result: Transcript = adapter.decode(job, responses)

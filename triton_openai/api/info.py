@@ -15,7 +15,7 @@ from triton_openai.answer.fan_out import collect
 from triton_openai.answer.job_run import run_job
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.prepare import GenerationSpec, prepare
-from triton_openai.answer.run import Sender
+from triton_openai.answer.run import UpstreamClient
 from triton_openai.api.bodies import new_id, whole
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.service import Service
@@ -284,18 +284,18 @@ async def probe(service: Service, model: ServedModel, *, timeout: float, at: str
     Raises :class:`ServiceError`.
     """
     route = Route(service.fleet, model.triton_model, among=model.endpoints, at=at)
-    sender = Sender(route, Upstream(), service.background)
+    upstream = UpstreamClient(route, Upstream(), service.background)
     kind = model.jobs[0]
     job = kind(id=new_id("probe"), **kind.least)
     if isinstance(job, SynthesisJob) and model.voices is not None:
         job = msgspec.structs.replace(job, voice=model.voices.any())
     if not isinstance(job, Generation):
-        await run_job(sender, model, job, timeout=timeout)
+        await run_job(upstream, model, job, timeout=timeout)
         return
     tokenizer = (await model.prompter()).tokenizer
     spec = GenerationSpec(template=job, limit=TokenLimit(tokens=job.sampling.max_tokens))
     limits = TimeLimits(first_token=timeout, idle=timeout, total=None)
-    await collect(await prepare(model, tokenizer, [job.prompt], spec, sender, limits), timeout=None)
+    await collect(await prepare(model, tokenizer, [job.prompt], spec, upstream, limits), timeout=None)
 
 
 class Status(msgspec.Struct, kw_only=True):

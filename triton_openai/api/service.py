@@ -18,7 +18,7 @@ from triton_openai.answer.job_run import run_job
 from triton_openai.answer.limits import TimeLimits
 from triton_openai.answer.logits_reader import score_prompts
 from triton_openai.answer.prepare import GenerationSpec, Prompt, prepare
-from triton_openai.answer.run import Run, Sender
+from triton_openai.answer.run import Run, UpstreamClient
 from triton_openai.api import parameters
 from triton_openai.api.bodies import ModelRequest, tell_ignored
 from triton_openai.api.responses.stored import ResponseStore
@@ -264,7 +264,7 @@ class RequestContext(Generic[_Body]):
         if not (model.variants or model.text_level or settings.server.log_content or settings.traces.content):
             self.body.messages = []  # type: ignore[attr-defined]
 
-    def sender(self) -> Sender:
+    def upstream(self) -> UpstreamClient:
         """Return what sends the work for the request to Triton; of several Tritons, the way is recorded from now on."""
         fleet = self.service.fleet
         model = self.model
@@ -292,7 +292,7 @@ class RequestContext(Generic[_Body]):
             priority = 0
         else:
             priority = model.priorities
-        return Sender(route, self.record.upstream, self.service.background, priority)
+        return UpstreamClient(route, self.record.upstream, self.service.background, priority)
 
     def _key(self) -> str | None:
         """Return what should stay at one Triton: the session of the request, or its conversation."""
@@ -317,7 +317,7 @@ class RequestContext(Generic[_Body]):
         """
         self.record.response_id = job.id
         result = await self.admitted(
-            lambda context: run_job(context.sender(), context.model, job, cut=cut, timeout=context.limits.total),
+            lambda context: run_job(context.upstream(), context.model, job, cut=cut, timeout=context.limits.total),
             param=param,
         )
         self.record.input_tokens = result.prompt_tokens
@@ -528,15 +528,15 @@ async def runs_of(
     """Return the runs that answer *prompts* as :func:`prepare` does, with the log probabilities of the prompts."""
     model = context.model
     record = context.record
-    sender = context.sender()
+    upstream = context.upstream()
     with record.stage(TOKENIZE):
-        runs = await prepare(model, tokenizer, prompts, spec, sender, context.limits)
+        runs = await prepare(model, tokenizer, prompts, spec, upstream, context.limits)
     record.answers = [run.progress for run in runs]
     record.n = spec.n
     record.response_id = spec.template.id
     if spec.prompt_scoring is not None and tokenizer is not None:
         generations = [run.generation for run in runs[:: spec.n]]
-        scores = await score_prompts(model.adapter, tokenizer, generations, spec.prompt_scoring, sender.ask)
+        scores = await score_prompts(model.adapter, tokenizer, generations, spec.prompt_scoring, upstream.ask)
         for place, run in enumerate(runs):
             run.prompt_logprobs = scores[place // spec.n]
     return runs

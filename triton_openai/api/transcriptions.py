@@ -252,7 +252,7 @@ async def _transcribed(
         live=stream and context.model.adapter.capabilities.streaming,
         parallel=limits.parallel_chunks,
     )
-    transcription = Transcription(context.sender(), context.model, options)
+    transcription = Transcription(context.upstream(), context.model, options)
     try:
         if stream:
             return await context.send_parts(_events(transcription, recording))

@@ -13,7 +13,7 @@ from triton_openai.adapters._common.base import Adapter, Capabilities, ModelMeta
 from triton_openai.adapters._common.decoding import TextDecoder
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.prepare import GenerationSpec, Prompt, nth_seed, prepare
-from triton_openai.answer.run import Run, Sender
+from triton_openai.answer.run import Run, UpstreamClient
 from triton_openai.config.tree import ModelSettings
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Generation, Sampling
@@ -63,9 +63,9 @@ async def prepared(
     )
     template = Generation(id="one", prompt="", sampling=Sampling(max_tokens=limit.tokens, seed=seed))
     nothing: Any = None
-    sender = Sender(nothing, Upstream(), Background())
+    upstream = UpstreamClient(nothing, Upstream(), Background())
     spec = GenerationSpec(template=template, limit=limit, **wanted)
-    return await prepare(model, tokenizer, prompts, spec, sender, LIMITS)
+    return await prepare(model, tokenizer, prompts, spec, upstream, LIMITS)
 
 
 @every_case("first", [0, 7, 2**63 - 1, 2**64 - 1, -5])

@@ -22,7 +22,7 @@ from triton_openai import offload
 from triton_openai.adapters._common.base import Adapter, Capabilities, Decoder
 from triton_openai.adapters._common.decoding import CumulativeText, TextDecoder
 from triton_openai.answer.limits import TimeLimits, TokenLimit
-from triton_openai.answer.run import Run, Sender
+from triton_openai.answer.run import Run, UpstreamClient
 from triton_openai.config.tree import FailoverSettings, TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout, UpstreamUnavailable
 from triton_openai.generation import AnswerState, Delta, FinishReason, Generation, Logits, Sampling, Usage, total_usage
@@ -135,7 +135,7 @@ class Answer:
         self.run = Run(
             Generation(id="1", prompt="Hello", sampling=sampling, **generation),
             adapter=self.backend,
-            sender=Sender(Route(fleet, "m"), Upstream(), self.background),
+            upstream=UpstreamClient(Route(fleet, "m"), Upstream(), self.background),
             time_limits=limits,
             token_limit=TokenLimit(tokens=sampling.max_tokens, context=context),
             tokenizer=tokenizer,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.cases import every_case
 from tests.unit.triton.test_catalog import FakeClient
 from triton_openai.adapters._common.base import Synthesis
-from triton_openai.answer.run import Sender
+from triton_openai.answer.run import UpstreamClient
 from triton_openai.answer.speech import _Answers, _length, longest_piece, pieces
 from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout, UpstreamUnavailable
@@ -100,8 +100,8 @@ class FakeStream:
 def answers_of(stream: FakeStream, ended: Callable[[], None] = lambda: None) -> _Answers:
     """Return the answers to a request that *stream* takes."""
     fleet = Fleet(TritonSettings(), connect=lambda _: cast(TritonClient, stream))
-    sender = Sender(Route(fleet, "tts"), Upstream(), Background())
-    return _Answers(sender, InferRequest(model="tts", id="1", inputs=(), stream=True), ended)
+    upstream = UpstreamClient(Route(fleet, "tts"), Upstream(), Background())
+    return _Answers(upstream, InferRequest(model="tts", id="1", inputs=(), stream=True), ended)
 
 
 async def test_a_slow_client_pauses_the_model() -> None:
@@ -174,9 +174,9 @@ async def test_a_request_that_cannot_be_sent() -> None:
 
     watched = Watched()
     fleet = Fleet(TritonSettings(), connect=lambda _: cast(TritonClient, Broken()))
-    sender = Sender(Route(fleet, "tts"), watched, Background())
+    upstream = UpstreamClient(Route(fleet, "tts"), watched, Background())
     with pytest.raises(UpstreamError) as caught:
-        _Answers(sender, InferRequest(model="tts", id="1", inputs=(), stream=True), lambda: None)
+        _Answers(upstream, InferRequest(model="tts", id="1", inputs=(), stream=True), lambda: None)
     assert [caught.value] == watched.ends
 
 
@@ -209,8 +209,8 @@ async def test_a_text_goes_to_another_triton_before_its_first_part() -> None:
     settings = TritonSettings(endpoints=tuple(f"{name}=http://{name}:8000" for name in tritons))
     fleet = Fleet(settings, connect=lambda each: cast(TritonClient, tritons[each.name or ""]))
     await fleet.refresh()
-    sender = Sender(Route(fleet, "tts"), Upstream(), Background())
-    answers = _Answers(sender, InferRequest(model="tts", id="1", inputs=(), stream=True), lambda: None)
+    upstream = UpstreamClient(Route(fleet, "tts"), Upstream(), Background())
+    answers = _Answers(upstream, InferRequest(model="tts", id="1", inputs=(), stream=True), lambda: None)
     (first,) = (one for one in tritons.values() if one.receivers)
     first.receivers[0].end(UpstreamUnavailable("refused"))
     (second,) = (one for one in tritons.values() if one.receivers and one is not first)
