@@ -19,13 +19,12 @@ from triton_openai import offload
 from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.limits import check_size, too_many_tokens_error
 from triton_openai.answer.prepare import check_ids, no_tokenizer_error, tokenizer_of
-from triton_openai.answer.run import UpstreamClient
+from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import InvalidAnswer, InvalidValue, UnsupportedParameter
 from triton_openai.jobs import ClassificationResult, EmbeddingJob, Job, Result, ScoreJob, ScoreResult, TextJob
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation, cut_encoded, cut_ids, cut_text
-from triton_openai.triton.status import no_answer_error
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
 _R = TypeVar("_R", bound=Result)
@@ -82,8 +81,6 @@ async def _answers(
     async def answer(request: InferRequest) -> InferResponse:
         async with slots:
             responses = await upstream.ask(request)
-        if not responses:
-            raise no_answer_error(model.name)
         return responses[0]
 
     tasks: list[asyncio.Task[InferResponse]] = []

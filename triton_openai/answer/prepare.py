@@ -12,7 +12,8 @@ import msgspec
 from triton_openai import offload
 from triton_openai.answer.limits import TimeLimits, TokenLimit, check_size, size_of
 from triton_openai.answer.logits_reader import PromptScoring
-from triton_openai.answer.run import Run, UpstreamClient
+from triton_openai.answer.run import Run
+from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import ConfigurationError, InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Generation, Vocabulary
 from triton_openai.models.served import ServedModel
@@ -93,7 +94,7 @@ async def prepare(
                 time_limits=time_limits,
                 token_limit=spec.limit,
                 tokenizer=tokenizer,
-                lora_delivery=model.lora_delivery,
+                lora_deliveries=model.lora_delivery,
             )
             runs.append(run)
     return runs

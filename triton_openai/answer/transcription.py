@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from triton_openai import offload
 from triton_openai.answer.prepare import tokenizer_of
-from triton_openai.answer.run import UpstreamClient
+from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
 from triton_openai.languages import UNSPACED, blank_between
@@ -28,7 +28,6 @@ from triton_openai.media.audio import Chunk, Recording
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.whisper import WhisperTokens
 from triton_openai.tasks import cancel
-from triton_openai.triton.status import no_answer_error
 from triton_openai.triton.tensors import InferResponse
 
 # Seconds of the chunks of one recording that are on their way: 8 MB of samples, of which a transport makes copies.
@@ -145,8 +144,6 @@ class Transcription:
 
         (request,) = await offload.run(adapter.encode, job, cost=offload.BYTE * len(chunk.samples))
         responses = await self._upstream.ask(request, heard if tell is not None else None)
-        if not responses:
-            raise no_answer_error(self._model.name)
         result: Transcript = adapter.decode(job, responses)
         return result
 

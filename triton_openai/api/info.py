@@ -15,7 +15,7 @@ from triton_openai.answer.fan_out import collect
 from triton_openai.answer.job_run import run_job
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.prepare import GenerationSpec, prepare
-from triton_openai.answer.run import UpstreamClient
+from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.api.bodies import new_id, whole
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.service import Service

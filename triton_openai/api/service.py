@@ -18,7 +18,8 @@ from triton_openai.answer.job_run import run_job
 from triton_openai.answer.limits import TimeLimits
 from triton_openai.answer.logits_reader import score_prompts
 from triton_openai.answer.prepare import GenerationSpec, Prompt, prepare
-from triton_openai.answer.run import Run, UpstreamClient
+from triton_openai.answer.run import Run
+from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.api import parameters
 from triton_openai.api.bodies import ModelRequest, tell_ignored
 from triton_openai.api.responses.stored import ResponseStore

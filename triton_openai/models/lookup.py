@@ -142,7 +142,7 @@ class Models:
             unlisted = None
         else:
             unlisted = self.unlisted_lora(name)
-        if (name not in self.served and unlisted is None) or not self.fleet.snapshot.reachable:
+        if (name not in self.served and unlisted is None) or self.fleet.snapshot.error is not None:
             await self.fleet.refresh_on_miss()
         model = self.served.get(name) or unlisted
         if model is not None:

@@ -296,7 +296,7 @@ class Route:
             return self.endpoint
         return None
 
-    def again(self, lease: Lease, error: Exception, tried: Attempts) -> bool:
+    def may_retry(self, lease: Lease, error: Exception, tried: Attempts) -> bool:
         """
         Return whether a request that got nothing at *lease*, but *error*, may go on to another one than *tried*.
 
@@ -304,53 +304,12 @@ class Route:
         """
         if self._at is not None or (ended_midway(error) and not self.resends_lost):
             return False
-        if not self._fleet.again(lease, error, tried):
+        if not self._fleet.may_retry(lease, error, tried):
             return False
         if self._fleet.has(self.model, self._among, tried):
             return True
         self.exhausted = tried
         return False
-
-    async def ask(self, work: Callable[[Lease], Awaitable[_T]]) -> _T:
-        """Return what *work* returns for a Triton, for another one where one fails. Raises :class:`ServiceError`."""
-        return await self._ask(work, self.tried())
-
-    async def _ask(self, work: Callable[[Lease], Awaitable[_T]], tried: Attempts) -> _T:
-        lease = self.lease(tried)
-        tried.append(lease.endpoint)
-        again = False
-        limit = asyncio.timeout(None)
-
-        def lose(final: bool) -> None:
-            nonlocal again
-            again = again or self.again(lease, lost_error(), tried)
-            ends = again or final or not self.resends_lost
-            if ends and not limit.expired():
-                limit.reschedule(-math.inf)
-
-        try:
-            async with limit:
-                if lease.counted:
-                    lease.lost = lose
-                else:
-                    lease.lost = None
-                result = await work(lease)
-        except ServiceError as error:
-            again = again or self.again(lease, error, tried)
-            lease.close(error)
-            if not again:
-                raise
-        except BaseException as error:
-            lost = isinstance(error, TimeoutError) and limit.expired()
-            lease.close(lost_error() if lost else None, answered=False)
-            if not lost:
-                raise
-            if not again:
-                raise lost_error() from None
-        else:
-            lease.close()
-            return result
-        return await self._ask(work, tried)
 
 
 class Fleet:
@@ -795,7 +754,7 @@ class Fleet:
         active = [one.endpoint for one in self._pools.get(model, self._empty).active]
         return any(name not in tried and (not among or name in among) for name in active)
 
-    def again(self, lease: Lease, error: Exception, tried: Attempts) -> bool:
+    def may_retry(self, lease: Lease, error: Exception, tried: Attempts) -> bool:
         """
         Return whether a request that got nothing at *lease*, but *error*, may go to another Triton.
 

@@ -239,13 +239,13 @@ class HttpClient:
         """Return the bytes of a request with *fixed* header lines, the settings' and its own *headers*."""
         settings = self._settings.headers()
         if settings is not self._headers:
-            self._headers, self._header_lines = settings, "".join(f"{name}: {value}\r\n" for name, value in settings)
-        further = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        head = (
-            f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._host_header}\r\n{fixed}"
-            f"{self._header_lines}{further}Content-Length: {len(body)}\r\n\r\n"
-        ).encode("ascii")
-        return b"".join((head, body))
+            self._headers = settings
+            self._header_lines = "".join([f"{name}: {value}\r\n" for name, value in settings])
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._host_header}\r\n{fixed}{self._header_lines}"
+        for name, value in headers.items():
+            head += f"{name}: {value}\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        return head.encode("ascii") + body
 
     async def close(self) -> None:
         """Close the idle connections; those in use close when their calls end."""

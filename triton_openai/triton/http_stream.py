@@ -265,7 +265,7 @@ class Connection(asyncio.Protocol):
     def release(self) -> None:
         """Return the connection to the pool, after its answer was read to the end."""
         self._stream = None
-        if self._reusable and self.usable:
+        if self._reusable and not self._transport.is_closing():
             self._used = True
             self._pool.keep(self)
         else:
@@ -319,7 +319,7 @@ class ConnectionPool:
         """Return an idle connection, if there is one."""
         while self._idle:
             since, connection = self._idle.pop()
-            if connection.usable and monotonic() - since < IDLE_SECONDS:
+            if monotonic() - since < IDLE_SECONDS and connection.usable:
                 return connection
             connection.close()
         return None

@@ -13,8 +13,9 @@ from triton_openai.adapters._common.base import Adapter, Capabilities, ModelMeta
 from triton_openai.adapters._common.decoding import TextDecoder
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.prepare import GenerationSpec, Prompt, nth_seed, prepare
-from triton_openai.answer.run import Run, UpstreamClient
-from triton_openai.config.tree import ModelSettings
+from triton_openai.answer.run import Run
+from triton_openai.answer.upstream_call import UpstreamClient
+from triton_openai.config.tree import ModelSettings, TritonSettings
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Generation, Sampling
 from triton_openai.models.loading import LazyPrompter
@@ -22,6 +23,7 @@ from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import Background
 from triton_openai.telemetry.request_record import Upstream
+from triton_openai.triton.fleet import Fleet, Route
 from triton_openai.triton.tensors import ModelConfig
 
 TOKENIZER = Tokenizer.load(str(Path(__file__).parents[3] / "triton_openai" / "demo" / "tokenizer"))
@@ -62,8 +64,7 @@ async def prepared(
         lazy_prompter=LazyPrompter(settings, None),
     )
     template = Generation(id="one", prompt="", sampling=Sampling(max_tokens=limit.tokens, seed=seed))
-    nothing: Any = None
-    upstream = UpstreamClient(nothing, Upstream(), Background())
+    upstream = UpstreamClient(Route(Fleet(TritonSettings()), "m"), Upstream(), Background())
     spec = GenerationSpec(template=template, limit=limit, **wanted)
     return await prepare(model, tokenizer, prompts, spec, upstream, LIMITS)
 

@@ -22,7 +22,8 @@ from triton_openai import offload
 from triton_openai.adapters._common.base import Adapter, Capabilities, Decoder
 from triton_openai.adapters._common.decoding import CumulativeText, TextDecoder
 from triton_openai.answer.limits import TimeLimits, TokenLimit
-from triton_openai.answer.run import Run, UpstreamClient
+from triton_openai.answer.run import Run
+from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.config.tree import FailoverSettings, TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout, UpstreamUnavailable
 from triton_openai.generation import AnswerState, Delta, FinishReason, Generation, Logits, Sampling, Usage, total_usage
@@ -153,7 +154,7 @@ class Answer:
 
 @pytest.fixture(autouse=True)
 def _stop_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triton_openai.answer.run._STOP_DELAYS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("triton_openai.answer.upstream_call._STOP_DELAYS", (0.0, 0.0, 0.0))
 
 
 async def test_each_token_is_passed_on_at_once() -> None:
@@ -663,7 +664,8 @@ async def test_times(monkeypatch: pytest.MonkeyPatch) -> None:
     A run knows when what came, and how long the silence may be: from the last response, or from the end of a pause.
     """
     now = 100.0
-    monkeypatch.setattr("triton_openai.answer.run.monotonic", lambda: now)
+    for module in ("run", "upstream_call"):
+        monkeypatch.setattr(f"triton_openai.answer.{module}.monotonic", lambda: now)
     answer = Answer(limits=TimeLimits(first_token=10, idle=5, total=60))
     run, progress = answer.run, answer.run.progress
     checks = [run.check(now)]

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from tests.cases import every_case
-from triton_openai.answer.run import UpstreamClient
+from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.config.tree import EndpointSettings, TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamUnavailable
 from triton_openai.tasks import Background

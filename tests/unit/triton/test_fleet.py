@@ -11,6 +11,7 @@ import pytest
 import structlog
 
 from tests.unit.triton.test_catalog import FakeClient
+from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.config.tree import (
     EjectionSettings,
     EndpointSettings,
@@ -27,16 +28,20 @@ from triton_openai.errors import (
     UpstreamTimeout,
     UpstreamUnavailable,
 )
+from triton_openai.tasks import Background
+from triton_openai.telemetry.request_record import Upstream
 from triton_openai.triton import routing
 from triton_openai.triton.catalog import Snapshot, kind_of, merge
-from triton_openai.triton.client import IndexEntry, gather
+from triton_openai.triton.client import IndexEntry
 from triton_openai.triton.fleet import Attempts, Fleet, Route
 from triton_openai.triton.status import classify, cut_off_error, foreign_error
 from triton_openai.triton.tensors import EnsembleStep, InferRequest, ModelConfig
 
 
 class Triton(FakeClient):
-    """Answers requests, or raises what the test has put into ``failure``."""
+    """Answers requests with itself, or raises what the test has put into ``failure``."""
+
+    size = 0
 
     def __init__(self, *models):
         super().__init__(*models)
@@ -102,10 +107,10 @@ async def until(condition):
         await asyncio.sleep(0)
 
 
-async def asked(fleet):
+async def asked(fleet, route=None):
     """Ask the model for an answer."""
-    request = InferRequest(model="m", id="1", inputs=())
-    return await Route(fleet, "m").ask(lambda lease: gather(lease.client, request))
+    client = UpstreamClient(route or Route(fleet, "m"), Upstream(), Background())
+    return tuple(await client.ask(InferRequest(model="m", id="1", inputs=())))
 
 
 def tried(*names):
@@ -372,11 +377,11 @@ async def test_what_a_triton_takes_with_it_may_go_elsewhere(fleets):
     leases = [fleet.lease("m", at="a") for _ in range(30)]
     gone = []
     for lease in leases:
-        gone.append(fleet.again(lease, cut_off_error("reset"), tried("a")))
+        gone.append(fleet.may_retry(lease, cut_off_error("reset"), tried("a")))
         lease.close(cut_off_error("reset"))
     assert gone == [True] * 30
     later = fleet.lease("m", at="a")
-    assert [fleet.again(later, cut_off_error("reset"), tried("a")) for _ in range(4)] == [True, True, True, False]
+    assert [fleet.may_retry(later, cut_off_error("reset"), tried("a")) for _ in range(4)] == [True, True, True, False]
     later.close(cut_off_error("reset"))
 
 
@@ -503,7 +508,7 @@ async def test_other_settings_hold_at_once(fleets):
     turns = [fleet.lease("m").endpoint for _ in range(6)]
     assert turns == turns[:3] * 2
     lease = fleet.lease("m", at="a")
-    assert not fleet.again(lease, cut_off_error("reset"), tried("a"))
+    assert not fleet.may_retry(lease, cut_off_error("reset"), tried("a"))
     lease.close(UpstreamError("The model failed."))
     assert {fleet.lease("m").endpoint for _ in range(9)} == {"b", "c"}
 
@@ -523,7 +528,7 @@ async def test_requests_to_one_of_several_variants_count_for_the_budget(fleets):
     fleet = await fleets(tritons={name: Triton("m") for name in "abc"}, failover=FailoverSettings(budget=1.0))
     leases = [fleet.lease("m", among=("a", "b")) for _ in range(10)]
     error = Overloaded("full")
-    assert all(fleet.again(lease, error, tried(lease.endpoint)) for lease in leases)
+    assert all(fleet.may_retry(lease, error, tried(lease.endpoint)) for lease in leases)
 
 
 async def test_a_further_answer_goes_elsewhere_when_its_triton_has_gone(fleets):
@@ -538,26 +543,27 @@ async def test_a_further_answer_goes_elsewhere_when_its_triton_has_gone(fleets):
 
 async def test_a_line_of_a_batch_ends_one_triton_at_most(fleets):
     """What must not be sent again when its Triton ends, or stops answering, still goes on to another one before."""
-    fleet = await fleets(tritons={name: Triton("m") for name in "abc"})
 
-    async def asked_once(failure):
-        sent = []
-
-        async def work(lease):
-            sent.append(lease.endpoint)
-            if isinstance(failure, Exception):
-                raise failure
-            fleet.members[lease.endpoint].lose(final=False)
-            await asyncio.sleep(60)
-
+    async def attempts_of(failure, *, freezes=False):
+        tritons = {name: Triton("m") for name in "abc"}
+        fleet = await fleets(tritons=tritons)
+        for triton in tritons.values():
+            triton.failure = failure
+            if freezes:
+                triton.hangs = asyncio.Event()
+        asking = asyncio.create_task(asked(fleet, Route(fleet, "m", resends_lost=False)))
+        if freezes:
+            await until(lambda: any(triton.asked_for for triton in tritons.values()))
+            for member in fleet.members.values():
+                member.lose(final=False)
         with pytest.raises(UpstreamError):
-            await Route(fleet, "m", resends_lost=False).ask(work)
-        return len(sent)
+            await asking
+        return sum(len(triton.asked_for) for triton in tritons.values())
 
-    assert 1 == await asked_once(cut_off_error("reset"))
-    assert 1 == await asked_once(ModelCrashed("ended"))
-    assert 1 == await asked_once("frozen")
-    assert 3 == await asked_once(UpstreamUnavailable("refused"))
+    assert 1 == await attempts_of(cut_off_error("reset"))
+    assert 1 == await attempts_of(ModelCrashed("ended"))
+    assert 1 == await attempts_of(None, freezes=True)
+    assert 3 == await attempts_of(UpstreamUnavailable("refused"))
 
 
 async def test_endpoints_that_cannot_be_used_change_nothing(fleets):
@@ -675,9 +681,9 @@ async def test_what_reached_no_model_needs_no_budget(fleets):
     fleet = await fleets(tritons={name: Triton("m") for name in "abc"}, failover=FailoverSettings(budget=0.0))
     for error in (UpstreamUnavailable("refused"), classify("Request for unknown model: 'm' is not found", "m")):
         lease = fleet.lease("m", at="a")
-        assert all(fleet.again(lease, error, tried("a")) for _ in range(9))
+        assert all(fleet.may_retry(lease, error, tried("a")) for _ in range(9))
     lease = fleet.lease("m", at="a")
-    assert [fleet.again(lease, Overloaded("full"), tried("a")) for _ in range(4)] == [True, True, True, False]
+    assert [fleet.may_retry(lease, Overloaded("full"), tried("a")) for _ in range(4)] == [True, True, True, False]
 
 
 async def test_the_last_triton_is_not_doubted(fleets):
@@ -753,14 +759,17 @@ async def test_a_whole_answer_of_the_last_triton_is_waited_for(fleets):
 
 async def test_a_request_may_go_on_with_another_variant(fleets):
     """Its route says what it has tried, for whoever can ask for another variant; it counts as one request."""
-    fleet = await fleets(tritons={name: Triton("m") for name in "abc"})
+    tritons = {name: Triton("m") for name in "abc"}
+    for triton in tritons.values():
+        triton.failure = cut_off_error("reset")
+    fleet = await fleets(tritons=tritons)
     route = Route(fleet, "m", among=("a",))
     with pytest.raises(UpstreamError, match="lost"):
-        await route.ask(lambda lease: _fail(cut_off_error("reset")))
+        await asked(fleet, route)
     assert route.exhausted == ["a"]
     onward = Route(fleet, "m", among=("b", "c"), previous_attempts=route.exhausted)
     with pytest.raises(UpstreamError, match="lost"):
-        await onward.ask(lambda lease: _fail(cut_off_error("reset")))
+        await asked(fleet, onward)
     # Two have lost it.
     assert (onward.attempts, onward.exhausted) == (2, None)
 
@@ -781,7 +790,3 @@ async def test_a_variant_without_a_triton_leaves_its_requests_to_the_others(flee
     with pytest.raises(UpstreamUnavailable):
         route.lease()
     assert route.exhausted is None
-
-
-async def _fail(error):
-    raise error
