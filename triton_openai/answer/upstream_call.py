@@ -28,7 +28,9 @@ from triton_openai.triton.client import (
     SingleAnswer,
     gather,
 )
-from triton_openai.triton.fleet import Attempts, Lease, Route, lost_error
+from triton_openai.triton.leasing import Attempts, lost_error
+from triton_openai.triton.member import Lease
+from triton_openai.triton.route import Route
 from triton_openai.triton.sequence import SequenceAnswers
 from triton_openai.triton.status import failed_midway_error, no_answer_error
 from triton_openai.triton.tensors import InferRequest, InferResponse

@@ -29,7 +29,7 @@ from triton_openai.operations import Call, Reply, Whole
 from triton_openai.telemetry.exposition import Figures
 from triton_openai.telemetry.request_record import Upstream
 from triton_openai.triton.client import ServerInfo
-from triton_openai.triton.fleet import Route
+from triton_openai.triton.route import Route
 from triton_openai.triton.status import public_reason
 
 
@@ -188,7 +188,7 @@ async def load(service: Service, call: Call[LoadRequest]) -> Reply:
     name, problem = await service.control.load(_named(call), endpoint=call.query.get("endpoint"))
     reason = msgspec.UNSET if problem is None else public_reason(problem) or "it cannot be served"
     found = msgspec.structs.replace(describe(service.models, name), served=problem is None, reason=reason)
-    if service.fleet.listed:
+    if service.fleet.leasing.single is None:
         every = service.fleet.members.values()
         states = {each.name: "ready" if name in each.targets else "not ready" for each in every}
         found = msgspec.structs.replace(found, endpoints=states)
@@ -283,7 +283,7 @@ async def probe(service: Service, model: ServedModel, *, timeout: float, at: str
 
     Raises :class:`ServiceError`.
     """
-    route = Route(service.fleet, model.triton_model, among=model.endpoints, at=at)
+    route = Route(service.fleet.leasing, model.triton_model, among=model.endpoints, at=at)
     upstream = UpstreamClient(route, Upstream(), service.background)
     kind = model.jobs[0]
     job = kind(id=new_id("probe"), **kind.least)

@@ -54,7 +54,10 @@ from triton_openai.shares import SHARING_KEY
 from triton_openai.tasks import Background
 from triton_openai.telemetry.exposition import Exposition
 from triton_openai.telemetry.request_record import TOKENIZE, RequestRecord
-from triton_openai.triton.fleet import Attempts, Fleet, Route
+from triton_openai.triton.fleet import Fleet
+from triton_openai.triton.leasing import Attempts
+from triton_openai.triton.route import Route
+from triton_openai.triton.routing import session_key
 
 
 class _Metadata(msgspec.Struct):
@@ -270,14 +273,14 @@ class RequestContext(Generic[_Body]):
         fleet = self.service.fleet
         model = self.model
         key = None
-        if fleet.several:
+        if len(fleet.members) > 1:
             key = self._key()
         if model.lora is None:
             lora = ""
         else:
             lora = model.lora.name
         route = Route(
-            fleet,
+            fleet.leasing,
             model.triton_model,
             among=model.endpoints,
             key=key,
@@ -286,7 +289,7 @@ class RequestContext(Generic[_Body]):
             # What runs batches begins a line again, alone.
             resends_lost=self.record.batch is None,
         )
-        if fleet.listed:
+        if fleet.leasing.single is None:
             self.record.route = route
         # Lines of batches come last.
         if self.record.batch is None:
@@ -297,10 +300,10 @@ class RequestContext(Generic[_Body]):
 
     def _key(self) -> str | None:
         """Return what should stay at one Triton: the session of the request, or its conversation."""
-        fleet = self.service.fleet
-        if fleet.policy(self.model.triton_model) != "affinity":
+        leasing = self.service.fleet.leasing
+        if leasing.policy(self.model.triton_model) != "affinity":
             return None
-        return fleet.session_of(("session", self.session), ("conversation", self.conversation))
+        return session_key(leasing.routing, ("session", self.session), ("conversation", self.conversation))
 
     def stream(self, runs: Sequence[Run], renderer: Renderer) -> Awaitable[Reply]:
         """Stream *runs* to the caller, rendered by *renderer*. Raises as :meth:`Output.stream`."""
@@ -368,7 +371,7 @@ class RequestContext(Generic[_Body]):
             fleet = self.service.fleet
             name = self.model.triton_model
             for variant in self.model.variants:
-                at = next((endpoint for endpoint in variant.endpoints if fleet.takes(name, endpoint)), None)
+                at = next((endpoint for endpoint in variant.endpoints if fleet.leasing.takes(name, endpoint)), None)
                 if at is not None:
                     yield replace(self, model=self.model.variant_at(at), tried=tried)
 
@@ -463,7 +466,7 @@ async def begin(service: Service, call: Call[_Body], *, read_as_chat: bool = Fal
     if ignored := parameters.check_unused(body):
         tell_ignored(record, ignored)
     context = RequestContext(call, service, body, model, record, limits)
-    if service.fleet.several:
+    if len(service.fleet.members) > 1:
         context.session = _session_of(call)
     return context
 

@@ -23,7 +23,8 @@ from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import Background
 from triton_openai.telemetry.request_record import Upstream
-from triton_openai.triton.fleet import Fleet, Route
+from triton_openai.triton.fleet import Fleet
+from triton_openai.triton.route import Route
 from triton_openai.triton.tensors import ModelConfig
 
 TOKENIZER = Tokenizer.load(str(Path(__file__).parents[3] / "triton_openai" / "demo" / "tokenizer"))
@@ -64,7 +65,7 @@ async def prepared(
         lazy_prompter=LazyPrompter(settings, None),
     )
     template = Generation(id="one", prompt="", sampling=Sampling(max_tokens=limit.tokens, seed=seed))
-    upstream = UpstreamClient(Route(Fleet(TritonSettings()), "m"), Upstream(), Background())
+    upstream = UpstreamClient(Route(Fleet(TritonSettings()).leasing, "m"), Upstream(), Background())
     spec = GenerationSpec(template=template, limit=limit, **wanted)
     return await prepare(model, tokenizer, prompts, spec, upstream, LIMITS)
 

@@ -31,7 +31,8 @@ from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import Background
 from triton_openai.telemetry.request_record import Upstream
 from triton_openai.triton.client import Receiver
-from triton_openai.triton.fleet import Fleet, Route
+from triton_openai.triton.fleet import Fleet
+from triton_openai.triton.route import Route
 from triton_openai.triton.status import cut_off_error
 from triton_openai.triton.tensors import InferRequest, JsonResponse, ModelConfig
 
@@ -136,7 +137,7 @@ class Answer:
         self.run = Run(
             Generation(id="1", prompt="Hello", sampling=sampling, **generation),
             adapter=self.backend,
-            upstream=UpstreamClient(Route(fleet, "m"), Upstream(), self.background),
+            upstream=UpstreamClient(Route(fleet.leasing, "m"), Upstream(), self.background),
             time_limits=limits,
             token_limit=TokenLimit(tokens=sampling.max_tokens, context=context),
             tokenizer=tokenizer,

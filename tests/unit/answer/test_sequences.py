@@ -15,7 +15,8 @@ from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, Up
 from triton_openai.tasks import Background
 from triton_openai.telemetry.request_record import Upstream
 from triton_openai.triton.client import TritonClient
-from triton_openai.triton.fleet import Fleet, Route
+from triton_openai.triton.fleet import Fleet
+from triton_openai.triton.route import Route
 from triton_openai.triton.routing import Target
 from triton_openai.triton.tensors import InferRequest, InferResponse, JsonResponse
 
@@ -54,8 +55,8 @@ def upstream_to(*tritons: FakeTriton) -> UpstreamClient:
     )
     for name, member in fleet.members.items():
         member.targets["m"] = Target(name, 1000.0 if name == "0" else 1.0)
-    fleet._update_pools(["m"])
-    return UpstreamClient(Route(fleet, "m"), Upstream(), Background())
+    fleet.leasing.update(["m"])
+    return UpstreamClient(Route(fleet.leasing, "m"), Upstream(), Background())
 
 
 async def test_parts_come_one_after_the_other() -> None:

@@ -21,7 +21,8 @@ from triton_openai.jobs import Voice
 from triton_openai.tasks import Background
 from triton_openai.telemetry.request_record import CallOutcome, Destination, Request, Upstream
 from triton_openai.triton.client import Receiver, TritonClient
-from triton_openai.triton.fleet import Fleet, Route
+from triton_openai.triton.fleet import Fleet
+from triton_openai.triton.route import Route
 from triton_openai.triton.status import cut_off_error
 from triton_openai.triton.tensors import InferRequest, JsonResponse
 
@@ -99,7 +100,7 @@ class FakeStream:
 def answers_of(stream: FakeStream, ended: Callable[[], None] = lambda: None) -> _PieceCall:
     """Return the answers to a request that *stream* takes."""
     fleet = Fleet(TritonSettings(), connect=lambda _: cast(TritonClient, stream))
-    upstream = UpstreamClient(Route(fleet, "tts"), Upstream(), Background())
+    upstream = UpstreamClient(Route(fleet.leasing, "tts"), Upstream(), Background())
     return _PieceCall(upstream, InferRequest(model="tts", id="1", inputs=(), stream=True), ended)
 
 
@@ -168,7 +169,7 @@ async def test_a_request_that_cannot_be_sent() -> None:
 
     watched = Watched()
     fleet = Fleet(TritonSettings(), connect=lambda _: cast(TritonClient, Broken()))
-    upstream = UpstreamClient(Route(fleet, "tts"), watched, Background())
+    upstream = UpstreamClient(Route(fleet.leasing, "tts"), watched, Background())
     with pytest.raises(UpstreamError) as caught:
         _PieceCall(upstream, InferRequest(model="tts", id="1", inputs=(), stream=True), lambda: None)
     (outcome,) = watched.outcomes
@@ -205,7 +206,7 @@ async def test_a_text_goes_to_another_triton_before_its_first_part() -> None:
     settings = TritonSettings(endpoints=tuple(f"{name}=http://{name}:8000" for name in tritons))
     fleet = Fleet(settings, connect=lambda each: cast(TritonClient, tritons[each.name or ""]))
     await fleet.refresh()
-    upstream = UpstreamClient(Route(fleet, "tts"), Upstream(), Background())
+    upstream = UpstreamClient(Route(fleet.leasing, "tts"), Upstream(), Background())
     answers = _PieceCall(upstream, InferRequest(model="tts", id="1", inputs=(), stream=True), lambda: None)
     (first,) = (one for one in tritons.values() if one.receivers)
     first.receivers[0].end(UpstreamUnavailable("refused"))
