@@ -20,7 +20,9 @@ from msgspec import Meta
 
 from triton_openai import offload
 from triton_openai.errors import InvalidAnswer, ServiceError, UpstreamTimeout
+from triton_openai.triton.binary_response import BinaryResponse, Layout
 from triton_openai.triton.client import IndexEntry, Receiver, ServerInfo
+from triton_openai.triton.config_reader import read_model_config
 from triton_openai.triton.connection import ConnectionSettings, Header
 from triton_openai.triton.http_stream import (
     MAX_HEAD_BYTES,
@@ -32,16 +34,7 @@ from triton_openai.triton.http_stream import (
     too_long,
 )
 from triton_openai.triton.status import foreign_error, no_answer_error
-from triton_openai.triton.tensors import (
-    LARGE,
-    BinaryResponse,
-    Buffer,
-    InferRequest,
-    InferResponse,
-    Layout,
-    ModelConfig,
-    read_model_config,
-)
+from triton_openai.triton.tensors import LARGE, Buffer, InferRequest, InferResponse, ModelConfig
 
 # An index of ten thousand models has a few megabytes, and so has a configuration with long parameters.
 MAX_CONTROL_BYTES = 64 * 1024 * 1024
