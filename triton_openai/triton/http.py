@@ -24,15 +24,8 @@ from triton_openai.triton.binary_response import BinaryResponse, Layout
 from triton_openai.triton.client import IndexEntry, Receiver, ServerInfo
 from triton_openai.triton.config_reader import read_model_config
 from triton_openai.triton.connection import ConnectionSettings, Header
-from triton_openai.triton.http_stream import (
-    MAX_HEAD_BYTES,
-    UNREADABLE,
-    ConnectionPool,
-    HttpCall,
-    HttpStream,
-    refusal,
-    too_long,
-)
+from triton_openai.triton.http_json import UNREADABLE, refusal, too_long
+from triton_openai.triton.http_stream import MAX_HEAD_BYTES, ConnectionPool, HttpCall, HttpStream
 from triton_openai.triton.status import foreign_error, no_answer_error
 from triton_openai.triton.tensors import LARGE, Buffer, InferRequest, InferResponse, ModelConfig
 
