@@ -32,7 +32,9 @@ from triton_openai.triton.binary_response import BinaryResponse, Layout
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
 from triton_openai.triton.config_reader import read_model_config
 from triton_openai.triton.connection import ConnectionSettings, GrpcFiles
-from triton_openai.triton.http2 import FOREIGN, LOST, TOO_LONG, UNREACHABLE, Call, Channel, varint
+from triton_openai.triton.http2 import FOREIGN, LOST, TOO_LONG, UNREACHABLE, Call
+from triton_openai.triton.http2_channel import Channel
+from triton_openai.triton.http2_frames import varint
 from triton_openai.triton.status import classify, cut_off_error, foreign_error, no_answer_error, unreachable
 from triton_openai.triton.tensors import LARGE, MAX_OPEN_ANSWER, Buffer, InferRequest, InferResponse, ModelConfig
 
