@@ -62,11 +62,11 @@ class Instant:
 
 def _choices(fleet: Fleet) -> float:
     """Return the microseconds of CPU for a lease and its end, with some requests running."""
-    running = [fleet.lease("model0", key=str(number).encode()) for number in range(_RUNNING)]
+    running = [fleet.leasing.lease("model0", key=str(number).encode()) for number in range(_RUNNING)]
     began = time.process_time()
     for number in range(_CHOICES):
         running[number % _RUNNING].close()
-        running[number % _RUNNING] = fleet.lease("model0", key=str(number).encode())
+        running[number % _RUNNING] = fleet.leasing.lease("model0", key=str(number).encode())
     spent = time.process_time() - began
     for lease in running:
         lease.close()

@@ -91,7 +91,7 @@ def create_app(
         settings.triton_access,
         connect=None if client is None else lambda _: client,
         grace=settings.server.shutdown_grace,
-        tell=metrics.count_fleet_event,
+        count=metrics.count_fleet_event,
         lists=shared,
     )
     count_lost_lines(metrics.child(LOG_LINES_LOST).inc)
@@ -112,7 +112,7 @@ def create_app(
         if (model := models.served.get(name)) is not None:
             await ask(model.variant_at(endpoint), endpoint)
 
-    fleet.watch(ask=ask_at)
+    fleet.leasing.ejections.probe = ask_at
     canary = Canary(models, ask, metrics)
     files = _files(settings, worker)
     first_tokens = FirstTokens()
@@ -144,7 +144,7 @@ def create_app(
             worker=worker,
             model_draining=model_draining,
             observer=metrics,
-            capacity=fleet.capacity,
+            capacity=fleet.leasing.capacity,
         ),
         images=_image_loader(settings),
         worker=worker,
@@ -158,7 +158,7 @@ def create_app(
     )
     if files is not None:
         service.batches = BatchRunner(files, LineHost(service), first_tokens, metrics)
-    fleet.watch(room=service.admission.admit)
+    fleet.leasing.on_capacity = service.admission.admit
     _limit(fleet, worker, settings.server)
     app = web.Application(client_max_size=settings.server.max_body_size)
     app[SERVICE] = service
@@ -186,8 +186,8 @@ def create_app(
 
 
 def _limit(fleet: Fleet, worker: Worker, server: ServerSettings) -> None:
-    limit = server.max_running_requests_per_endpoint
-    fleet.limit(math.inf if limit is None else worker.share(limit))
+    most = server.max_running_requests_per_endpoint
+    fleet.leasing.limit(math.inf if most is None else worker.share(most))
 
 
 def _limits(access: AccessSettings, shared: SharedClient | None, metrics: Metrics) -> LimitStore:

@@ -88,7 +88,7 @@ class RunGroup:
             run = self.runs[choice]
             if run.failure is not None:
                 raise run.failure
-            await run.conclude()
+            await run.finalize()
             if self._sent < len(self.runs):
                 self._send_next()
             self.unfinished -= 1

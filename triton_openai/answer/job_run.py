@@ -19,13 +19,12 @@ from triton_openai import offload
 from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.limits import check_size, too_many_tokens_error
 from triton_openai.answer.prepare import check_ids, no_tokenizer_error, tokenizer_of
-from triton_openai.answer.run import Sender
+from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import InvalidAnswer, InvalidValue, UnsupportedParameter
 from triton_openai.jobs import ClassificationResult, EmbeddingJob, Job, Result, ScoreJob, ScoreResult, TextJob
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation, cut_encoded, cut_ids, cut_text
-from triton_openai.triton.status import no_answer_error
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
 _R = TypeVar("_R", bound=Result)
@@ -37,7 +36,7 @@ _LANGCHAIN = " (With LangChain's OpenAIEmbeddings, set check_embedding_ctx_lengt
 
 
 async def run_job(
-    sender: Sender, model: ServedModel, job: Job[_R], *, cut: Truncation | None = None, timeout: float | None
+    upstream: UpstreamClient, model: ServedModel, job: Job[_R], *, cut: Truncation | None = None, timeout: float | None
 ) -> _R:
     """
     Return the result of *job*, whose inputs are truncated as *cut* says, with its tokens where they can be counted.
@@ -46,12 +45,12 @@ async def run_job(
     seconds were not enough.
     """
     if not isinstance(job, ScoreJob):
-        return await _run(sender, model, job, cut, timeout)
+        return await _run(upstream, model, job, cut, timeout)
     result: Any
     if ScoreJob not in model.jobs:
-        result = await _compared(sender, model, job, timeout)
+        result = await _compared(upstream, model, job, timeout)
     else:
-        result = await _run(sender, model, await _with_token_pairs(model, job, cut), None, timeout)
+        result = await _run(upstream, model, await _with_token_pairs(model, job, cut), None, timeout)
         if job.activate and model.settings.score_activation == "sigmoid":
             result = replace(result, scores=[sigmoid(score) for score in result.scores])
     if not all(map(math.isfinite, result.scores)):
@@ -59,12 +58,14 @@ async def run_job(
     return cast(_R, result)
 
 
-async def _run(sender: Sender, model: ServedModel, job: Job[_R], cut: Truncation | None, timeout: float | None) -> _R:
+async def _run(
+    upstream: UpstreamClient, model: ServedModel, job: Job[_R], cut: Truncation | None, timeout: float | None
+) -> _R:
     taken: Job[Any] = replace(job, **await _taken(model, job.inputs, cut)) if isinstance(job, TextJob) else job
     adapter = model.adapter
     (rows, size) = taken.extent
     requests = await offload.run(lambda: adapter.encode(taken), cost=offload.ITEM * rows + offload.BYTE * size)
-    answers = await _answers(sender, model, requests, timeout=timeout)
+    answers = await _answers(upstream, model, requests, timeout=timeout)
     result: _R = await offload.run(lambda: adapter.decode(taken, answers), cost=10 * offload.ITEM * rows)
     if result.prompt_tokens is None:
         result = replace(result, prompt_tokens=await _count(model, taken))
@@ -72,16 +73,14 @@ async def _run(sender: Sender, model: ServedModel, job: Job[_R], cut: Truncation
 
 
 async def _answers(
-    sender: Sender, model: ServedModel, requests: Sequence[InferRequest], *, timeout: float | None
+    upstream: UpstreamClient, model: ServedModel, requests: Sequence[InferRequest], *, timeout: float | None
 ) -> Sequence[InferResponse]:
     """Return the first answer to each of *requests*, in their order. Raises :class:`ServiceError`."""
     slots = asyncio.Semaphore(_PARALLEL_REQUESTS)
 
     async def answer(request: InferRequest) -> InferResponse:
         async with slots:
-            responses = await sender.ask(request)
-        if not responses:
-            raise no_answer_error(model.name)
+            responses = await upstream.ask(request)
         return responses[0]
 
     tasks: list[asyncio.Task[InferResponse]] = []
@@ -214,10 +213,10 @@ async def _count(model: ServedModel, job: Job[Any]) -> int | None:
     return ids + await tokenizer.count_async(texts, True, refusable=False)
 
 
-async def _compared(sender: Sender, model: ServedModel, job: ScoreJob, timeout: float | None) -> ScoreResult:
+async def _compared(upstream: UpstreamClient, model: ServedModel, job: ScoreJob, timeout: float | None) -> ScoreResult:
     """Return the cosines of embeddings. No text is embedded twice, and an activation changes no angle."""
     texts = list(dict.fromkeys(text for pair in job.pairs for text in pair))
-    result = await run_job(sender, model, EmbeddingJob(id=job.id, inputs=texts), timeout=timeout)
+    result = await run_job(upstream, model, EmbeddingJob(id=job.id, inputs=texts), timeout=timeout)
     vectors = dict(zip(texts, result.vectors, strict=True))
     size = len(job.pairs) * len(result.vectors[0]) // 4
     scores = await offload.run(lambda: _cosines(vectors, job.pairs), cost=2 * offload.BYTE * size)

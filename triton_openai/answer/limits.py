@@ -85,7 +85,7 @@ class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
     #: Whether fewer will do where the context has no room for them. Where not, the request is refused then.
     open: bool = False
     #: Whether nobody has said how many: ``tokens`` holds only where the context's length is not known.
-    endless: bool = False
+    unbounded: bool = False
     #: What the client asked for, and its name for that.
     asked: int | None = None
     param: str = "max_tokens"
@@ -101,7 +101,7 @@ class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
             return None
         return self.context - (1 if self.open else self.tokens)
 
-    def behind(self, prompt: int) -> int:
+    def max_tokens_for(self, prompt: int) -> int:
         """
         Return the tokens that the answer to a prompt of *prompt* tokens may have.
 
@@ -113,7 +113,7 @@ class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
             return self.tokens
         room = self.context - prompt
         if self.open:
-            if self.endless:
+            if self.unbounded:
                 return room
             return min(self.tokens, room)
         if self.tokens > room:
@@ -121,7 +121,7 @@ class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
             raise too_many_tokens_error(self.context, f"you requested {asked}")
         return self.tokens
 
-    def reached(self, sent: int, prompt: int | None) -> int:
+    def effective(self, sent: int, prompt: int | None) -> int:
         """
         Return the number of tokens at which a backend ends an answer.
 

@@ -12,7 +12,8 @@ import msgspec
 from triton_openai import offload
 from triton_openai.answer.limits import TimeLimits, TokenLimit, check_size, size_of
 from triton_openai.answer.logits_reader import PromptScoring
-from triton_openai.answer.run import Run, Sender
+from triton_openai.answer.run import Run
+from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import ConfigurationError, InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Generation, Vocabulary
 from triton_openai.models.served import ServedModel
@@ -53,7 +54,7 @@ async def prepare(
     tokenizer: Tokenizer | None,
     prompts: Sequence[Prompt],
     spec: GenerationSpec,
-    sender: Sender,
+    upstream: UpstreamClient,
     time_limits: TimeLimits,
 ) -> list[Run]:
     """
@@ -89,11 +90,11 @@ async def prepare(
             run = Run(
                 msgspec.structs.replace(prepared, **own),
                 adapter=adapter,
-                sender=sender,
+                upstream=upstream,
                 time_limits=time_limits,
                 token_limit=spec.limit,
                 tokenizer=tokenizer,
-                lora_delivery=model.lora_delivery,
+                lora_deliveries=model.lora_delivery,
             )
             runs.append(run)
     return runs
@@ -266,7 +267,7 @@ async def _fitted(model: ServedModel, tokenizer: Tokenizer, generation: Generati
         count = len(ids)
     else:
         count = await tokenizer.count_async(generation.prompt, adds_bos)
-    sampling = msgspec.structs.replace(generation.sampling, max_tokens=limit.behind(count))
+    sampling = msgspec.structs.replace(generation.sampling, max_tokens=limit.max_tokens_for(count))
     return msgspec.structs.replace(generation, sampling=sampling, prompt_tokens=count)
 
 

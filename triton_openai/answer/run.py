@@ -7,44 +7,26 @@ event loop in which the bytes of a token arrive, and it passes the token on in t
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from time import monotonic
-from typing import Any
 
-import msgspec
-import structlog
 from msgspec.structs import replace
 
 from triton_openai.adapters._common.base import Adapter, Decoder
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.logits_reader import LogitsReader
 from triton_openai.answer.stages import Pipeline
-from triton_openai.errors import (
-    InvalidAnswer,
-    InvalidRequest,
-    Overloaded,
-    ServiceError,
-    UpstreamTimeout,
-    UpstreamUnavailable,
-)
+from triton_openai.answer.upstream_call import UpstreamCall, UpstreamClient
+from triton_openai.errors import InvalidAnswer, UpstreamTimeout
 from triton_openai.generation import AnswerState, Delta, FinishReason, Generation, Lora, TokenLogprob, Usage
-from triton_openai.models.lora.delivery import LoraAnswers, LoraDeliveries
+from triton_openai.models.lora.delivery import LoraDeliveries
 from triton_openai.prompts.tokenizer import Tokenizer, count_pieces
-from triton_openai.tasks import Background
-from triton_openai.telemetry.request_record import CallTracer
-from triton_openai.triton.client import Heard, Receiver, ResponseStream, SingleAnswer, TritonClient, gather
-from triton_openai.triton.fleet import Lease, Route, Tried, lost_error
-from triton_openai.triton.status import failed_midway_error, no_answer_error
+from triton_openai.triton.client import Receiver
 from triton_openai.triton.tensors import InferRequest, InferResponse
-
-_log = structlog.get_logger(__name__)
 
 #: Takes the number of a run and its next deltas, all with something to show.
 Push = Callable[[int, Sequence[Delta]], None]
-
 
 # A character has at most four tokens; of an incomplete one the first is counted.
 _UNSEEN_TOKENS = 2
@@ -54,119 +36,53 @@ _STEPS_PER_TOKEN = 16
 _MORE_STEPS = 1000
 # Tokens that a character may lack its last byte after: it has four at most.
 _MOST_HALVES = 3
-_STOP_REQUEST_TIMEOUT = 5.0
-# The seconds before each stop request. An engine ignores one that arrives before the request itself, which may still
-# wait for its tokenizer.
-_STOP_DELAYS = (0.0, 1.0, 1.0)
-# The longest that the end of a sequence takes for which nobody waits, half of it for the request that runs.
-_END_TIMEOUT = 20.0
 
 
-class Sender(msgspec.Struct, frozen=True):
-    """How the work for one request of a client reaches Triton."""
-
-    route: Route
-    #: Sees the work.
-    upstream: CallTracer
-    #: Where stop requests are sent, for which nobody waits.
-    background: Background
-    #: The level of what is asked in the model's queue, 0 for the usual one. Generations have one of their own.
-    priority: int = 0
-
-    async def ask(self, request: InferRequest, heard: Heard | None = None) -> Sequence[InferResponse]:
-        """
-        Return all answers to *request*, and to the rest of its sequence. Raises :class:`ServiceError`.
-
-        *heard* gets those so far, if they come one by one; from their beginning, if another Triton is asked again.
-        """
-        if self.priority:
-            request = replace(request, priority=self.priority)
-
-        async def attempt(lease: Lease) -> Sequence[InferResponse]:
-            with self.upstream.call(request, lease) as sent:
-                if sent.following:
-                    ask = self._ask_sequence
-                else:
-                    ask = gather
-                return await ask(lease.client, sent, heard)
-
-        return await self.route.ask(attempt)
-
-    async def _ask_sequence(
-        self, client: TritonClient, request: InferRequest, heard: Heard | None
-    ) -> Sequence[InferResponse]:
-        responses: list[InferResponse] = []
-        parts = [request, *(replace(each, headers=request.headers) for each in request.following)]
-        for part in parts:
-            call = asyncio.ensure_future(client.infer(part))
-            try:
-                # Should the end overtake it, the sequence would stay.
-                responses.append(await asyncio.shield(call))
-            except BaseException as error:
-                end = _end_sequence(client, call, None if part is parts[-1] else parts[-1])
-                self.background.start(end, timeout=_END_TIMEOUT)
-                if responses and isinstance(error, InvalidRequest):
-                    raise failed_midway_error(error) from error
-                raise
-            if heard is not None:
-                heard(responses)
-        return responses
-
-
-async def _end_sequence(client: TritonClient, call: asyncio.Future[Any], last: InferRequest | None) -> None:
-    """End a sequence that nobody waits for, once *call* has: what the backend keeps of it would stay for a time."""
-    await asyncio.wait([call], timeout=_END_TIMEOUT / 2)
-    call.cancel()
-    if last is not None:
-        # If it has not begun, or Triton has gone, there is nothing to end.
-        with suppress(ServiceError):
-            await client.infer(last)
-
-
-class Run:
+class Run(UpstreamCall):
     """
     A running generation. A started run must be closed: :meth:`close` stops the backend's work.
 
-    *lora_delivery* sends the weights of the generation's LoRA adapter where requests have to.
+    *lora_deliveries* send the weights of the generation's LoRA adapter where requests have to.
     """
+
+    progress: AnswerState
 
     def __init__(
         self,
         generation: Generation,
         *,
         adapter: Adapter,
-        sender: Sender,
+        upstream: UpstreamClient,
         time_limits: TimeLimits,
         token_limit: TokenLimit,
         tokenizer: Tokenizer | None = None,
-        lora_delivery: LoraDeliveries | None = None,
+        lora_deliveries: LoraDeliveries | None = None,
     ) -> None:
+        progress = AnswerState(generation)
+        super().__init__(
+            upstream,
+            progress,
+            prompt=generation.prompt,
+            lora=generation.lora,
+            lora_deliveries=lora_deliveries,
+        )
         self.generation = generation
         self.prompt_logprobs: Sequence[TokenLogprob] = ()
-        self.progress = AnswerState(generation)
-        #: Whether the run has ended, and with which error, if any. :meth:`conclude` sets usage and reason.
+        #: Whether the run has ended, and with which error, if any. :meth:`finalize` sets usage and reason.
         self.over = False
         self.failure: Exception | None = None
         self._adapter = adapter
-        self._sender = sender
         self._limits = time_limits
         self._token_limit = token_limit
         self._tokenizer = tokenizer
-        self._lora_delivery = lora_delivery
-        # Set while the backend works.
-        self._stream: ResponseStream | None = None
-        self._lease: Lease | None = None
-        # The Tritons that have got the request.
-        self._tried = Tried()
         self._decoder: Decoder = adapter.decoder(generation)
         self._logits: LogitsReader | None = None
-        self._pipeline = Pipeline(adapter.capabilities, generation, tokenizer, self.progress)
+        self._pipeline = Pipeline(adapter.capabilities, generation, tokenizer, progress)
         self._max_steps = _STEPS_PER_TOKEN * generation.sampling.max_tokens + _MORE_STEPS
         # Tokens of the steps with nothing to show since the last delta that was pushed.
         self._unshown = 0
-        # What may be the beginning of a character, and is shown when the text goes on or has ended by itself.
+        # What may be the beginning of a character. It is shown when the text goes on or ends by itself.
         self._half = ""
-        self._pauses = 0
         # When the last response came, and the seconds within which the next one has to come.
         self._last_response = 0.0
         self._silence_limit = math.inf
@@ -181,77 +97,47 @@ class Run:
         Raises :class:`ServiceError`.
         """
         self._number = number
-        self._push = push
-        self._done = done
         if not self.generation.sampling.max_tokens:
+            self._push = push
+            self._done = done
             self._finish(None)
             return
-        if self._sender.route.before is not None:
-            self._tried = self._sender.route.tried()
-        try:
-            self._begin()
-        except ServiceError as error:
-            self.progress.error = error
-            self._release(error)
-            raise
+        self._send(self._receiver())
+        self._push = push
+        self._done = done
 
-    def _begin(self) -> None:
-        """Send the request to a Triton that has not had it. Raises :class:`ServiceError`."""
-        lease = self._lease = self._sender.route.lease(self._tried, prompt=self.generation.prompt)
-        if lease.counted:
-            lease.lost = self._lose
-            self._tried.append(lease.endpoint)
-        receiver: Receiver = self
-        if self._pipeline.reads_logits:
-            receiver = self._decoder = self._logits = LogitsReader(self, self._decoder, self.generation)
+    def _receiver(self) -> Receiver | None:
+        """Return the reader of logits, if their log probabilities are wanted; start the time limit of the answer."""
         if self._limits.total is None or not self._adapter.returns_whole(self.generation):
             # An answer that comes as a whole has no first token: only the limit for the whole answer applies.
             self._last_response = monotonic()
             self._silence_limit = self._limits.first_token
-        if self._lora_delivery is not None:
-            self._stream = LoraAnswers(self._lora_delivery.at(lease.endpoint), self._open, receiver)
-        else:
-            self._stream = self._open(self.generation.lora, receiver)
-        if self._pauses:
-            self._stream.pause()
+        if not self._pipeline.reads_logits:
+            return None
+        self._decoder = self._logits = LogitsReader(self, self._decoder, self.generation)
+        return self._logits
 
-    def _begin_again(self, error: Exception) -> bool:
-        """
-        Send the request, which has failed by *error*, to another Triton, and return ``False`` if it may not go on.
-
-        If that fails too, the run ends with *error*: it tells more than that there is no other Triton.
-        """
-        lease = self._lease
-        if lease is None or self.progress.steps or not self._sender.route.again(lease, error, self._tried):
-            return False
-        if isinstance(error, (UpstreamUnavailable, Overloaded)):
-            # The request has not reached the model.
-            self._stream = None
-        self._stop(silent=True)
-        self._release(error)
+    def _restart(self) -> Receiver | None:
         if self._logits is not None:
             self._logits.close()
         self._decoder = self._adapter.decoder(self.generation)
         self._pipeline = Pipeline(self._adapter.capabilities, self.generation, self._tokenizer, self.progress)
-        try:
-            self._begin()
-        except ServiceError as failure:
-            self._release(failure)
-            self._abort(error)
-        return True
+        return self._receiver()
 
-    def _lose(self, final: bool) -> None:
-        """Take it that the Triton has stopped answering; what cannot go elsewhere waits or, if it is *final*, ends."""
-        error = lost_error()
-        ends = final or not self._sender.route.resends_lost
-        if not self.over and not self._begin_again(error) and ends:
-            self._abort(error)
+    def _encode(self, lora: Lora | None) -> InferRequest:
+        generation = self.generation
+        if lora is not generation.lora:
+            # With the weights of the LoRA adapter.
+            generation = replace(generation, lora=lora)
+        (request,) = self._adapter.encode(generation)
+        if generation.priority:
+            # The client of a batch has not asked for a priority: where JSON cannot express it, it is left out.
+            expressible = request.json_expressible and self._upstream.priority > 0
+            request = replace(request, priority=generation.priority, json_expressible=expressible)
+        return request
 
-    def _release(self, error: Exception | None) -> None:
-        lease = self._lease
-        self._lease = None
-        if lease is not None:
-            lease.close(error, answered=self.progress.first is not None)
+    def _stop_request(self) -> InferRequest | None:
+        return self._adapter.cancel(self.generation)
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
         """Take the responses that arrived together, and push their deltas."""
@@ -298,15 +184,10 @@ class Run:
             if pipeline.may_end and pipeline.ended:
                 self._finish(None)
 
-    def end(self, error: Exception | None) -> None:
-        """Take the end of the stream."""
-        if self.over:
-            return
+    def _ended(self, error: Exception | None) -> None:
         if error is None:
             shown: list[Delta] = []
             try:
-                if not self.progress.steps:
-                    raise no_answer_error(self._adapter.config.name)
                 self._pipeline.flush(self._decoder, shown)
                 if shown:
                     self._hold_flushed(shown, 0)
@@ -316,16 +197,6 @@ class Run:
                     self._push(self._number, shown)
             except Exception as failure:  # noqa: BLE001 - the waiting task raises any error
                 error = failure
-        elif isinstance(error, InvalidRequest) and self.progress.steps:
-            midway = failed_midway_error(error)
-            # Its traceback would keep the request in a cycle.
-            midway.__cause__ = error.with_traceback(None)
-            error = midway
-        if error is not None and self._begin_again(error):
-            return
-        if error is None or (isinstance(error, UpstreamUnavailable) and not self.progress.steps):
-            # Nothing is left to be stopped, or the request has not reached the model.
-            self._stream = None
         if error is not None:
             self._abort(error)
         else:
@@ -343,18 +214,10 @@ class Run:
             self._hold(delta)
         shown[before:] = [delta for delta in shown[before:] if delta.text or delta.logprobs]
 
-    def pause(self) -> None:
-        """Pause the backend, because the client reads slowly, until :meth:`resume` was called as often."""
-        self._pauses += 1
-        if self._stream is not None:
-            self._stream.pause()
-
     def resume(self) -> None:
-        """Undo one :meth:`pause`."""
-        self._pauses -= 1
-        if not self._pauses and self._stream is not None:
-            self._last_response = monotonic()
-            self._stream.resume()
+        """Undo one :meth:`pause`, which does not count as silence."""
+        super().resume()
+        self._last_response = monotonic()
 
     def check(self, now: float) -> float:
         """Fail if nothing has come for too long; a pause does not count. Return the seconds until the next check."""
@@ -381,48 +244,12 @@ class Run:
 
     def close(self) -> None:
         """Stop the work on the backend unless it has ended. Never raises; may be called twice."""
-        if self._stream is not None:
+        if self._lease is not None:
             self._abort(None)
         self.over = True
         # Breaks a reference cycle that would keep prompt and answer in memory.
-        self._push = self._done = None
-
-    def _open(self, lora: Lora | None, receiver: Receiver) -> ResponseStream:
-        """Send the request. Raises :class:`ServiceError`."""
-        generation = self.generation
-        progress = self.progress
-        if lora is not generation.lora:
-            generation = replace(generation, lora=lora)
-        (request,) = self._adapter.encode(generation)
-        if generation.priority:
-            # Of a line of a batch nobody asked for it: without gRPC it goes without.
-            expressible = request.json_expressible and self._sender.priority > 0
-            request = replace(request, priority=generation.priority, json_expressible=expressible)
-        lease = self._lease
-        assert lease is not None, "it lasts as long as the request"
-        request = self._sender.upstream.begin(request, progress, lease, lora=None if lora is None else lora.name)
-        if progress.sent is None:
-            # A LoRA adapter may need a second attempt; the time counts from the first.
-            progress.sent = monotonic()
-        if request.stream:
-            return lease.client.stream(request, receiver)
-        return SingleAnswer(lease.client, request, receiver)
-
-    def _stop(self, *, silent: bool = False) -> None:
-        """Stop the backend's work, if it is running."""
-        stream = self._stream
-        self._stream = None
-        if stream is None:
-            return
-        stream.close(silent=silent)
-        order = self._adapter.cancel(self.generation)
-        lease = self._lease
-        if order is not None and lease is not None:
-            # With its first answer it is certain that the engine has the request.
-            delays = _STOP_DELAYS if self.progress.first is None else _STOP_DELAYS[:1]
-            self._sender.background.start(
-                _send_stop(self._sender.upstream, lease, order, delays), timeout=_STOP_REQUEST_TIMEOUT
-            )
+        self._push = None
+        self._done = None
 
     def _fall_silent(self) -> None:
         if self.progress.steps:
@@ -430,29 +257,24 @@ class Run:
         else:
             what = "no answer"
         message = f"The model sent {what} for {self._silence_limit:g} seconds.{self.no_answer_cause}"
-        error = UpstreamTimeout(message, code="upstream_silent")
-        if not self._begin_again(error):
-            self._abort(error, silent=True)
+        self._fail(UpstreamTimeout(message, code="upstream_silent"))
 
-    def _abort(self, error: Exception | None, *, silent: bool = False) -> None:
-        """End with *error* before the backend has."""
+    def _abort(self, error: BaseException | None) -> None:
         self.progress.cancelled = self.progress.finish_reason is None
-        self._stop(silent=silent)
+        self._stop()
         self._finish(error)
 
-    def _finish(self, error: Exception | None) -> None:
+    def _finish(self, error: BaseException | None) -> None:
         self.over = True
-        self.failure = error
-        if isinstance(error, ServiceError):
-            self.progress.error = error
-        self.progress.ended = monotonic()
+        if isinstance(error, Exception):
+            self.failure = error
         self._release(error)
         if self._logits is not None:
             self._logits.close()
         if self._done is not None:
             self._done(self._number)
 
-    async def conclude(self) -> None:
+    async def finalize(self) -> None:
         """
         Set usage and finish reason: the backend's if it sends them, else counted ones if possible.
 
@@ -469,9 +291,9 @@ class Run:
         if prompt is None and self._tokenizer is not None:
             adds_bos = self._adapter.metadata.adds_bos
             prompt = await self._tokenizer.count_async(generation.prompt, adds_bos, refusable=False)
-        limit = self._token_limit.reached(generation.sampling.max_tokens, prompt)
+        limit = self._token_limit.effective(generation.sampling.max_tokens, prompt)
         if tokens is None:
-            tokens = await self._infer(limit)
+            tokens = await self._count_tokens(limit)
         elif progress.finish_reason is None:
             if tokens >= limit:
                 progress.finish_reason = FinishReason.LENGTH
@@ -491,7 +313,7 @@ class Run:
             # It is what the model wrote.
             self._push(self._number, [Delta(half)])
 
-    async def _infer(self, limit: int) -> int | None:
+    async def _count_tokens(self, limit: int) -> int | None:
         """
         Return the number of tokens that the backend did not report, and set the finish reason, if both are certain.
 
@@ -521,14 +343,3 @@ class Run:
         if counted is None:
             return None
         return min(counted, most)
-
-
-async def _send_stop(upstream: CallTracer, lease: Lease, order: InferRequest, delays: Sequence[float]) -> None:
-    for delay in delays:
-        await asyncio.sleep(delay)
-        try:
-            with upstream.call(order, lease) as sent:
-                await gather(lease.client, sent)
-        except ServiceError as error:
-            # A model that is not decoupled cannot answer a stop request, but obeys it.
-            _log.debug("stop request failed", model=order.model, reason=error.reason)

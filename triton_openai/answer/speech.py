@@ -18,14 +18,11 @@ from msgspec.structs import replace
 
 from triton_openai.adapters._common.base import Synthesis
 from triton_openai.answer.limits import TimeLimits
-from triton_openai.answer.run import Sender
-from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout
-from triton_openai.generation import AnswerState
+from triton_openai.answer.upstream_call import CallProgress, UpstreamCall, UpstreamClient
+from triton_openai.errors import ServiceError, UpstreamError, UpstreamTimeout
+from triton_openai.generation import AnswerState, Lora
 from triton_openai.jobs import Speech, SynthesisJob, Voice
 from triton_openai.models.served import ServedModel
-from triton_openai.triton.client import SingleAnswer
-from triton_openai.triton.fleet import lost_error
-from triton_openai.triton.status import failed_midway_error, no_answer_error
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
 # Characters that are spoken in a second, where no recording shows it, and what a character counts that is a syllable.
@@ -48,7 +45,7 @@ _FEWEST = 20
 # How much longer a piece is than the one before: it is made while that one plays.
 _GROWTH = 2
 # Responses that wait for a client to read before the backend is paused.
-_MOST_WAITING = 4
+_MAX_WAITING = 4
 
 
 def _length(text: str) -> int:
@@ -108,95 +105,46 @@ def _stops(text: str, start: int, end: int, longest: int, cuts: Sequence[re.Patt
         start = stop
 
 
-class _Answers:
-    """The answers to one request, which wait here until they are taken. Must be closed."""
+class _PieceCall(UpstreamCall):
+    """
+    The call that speaks one piece, whose responses wait here until they are taken. Must be closed.
 
-    def __init__(self, sender: Sender, request: InferRequest, ended: Callable[[], None]) -> None:
+    *ended* is called when all responses have arrived. Raises :class:`ServiceError`.
+    """
+
+    def __init__(self, upstream: UpstreamClient, request: InferRequest, ended: Callable[[], None]) -> None:
+        super().__init__(upstream, CallProgress())
         self.over = False
-        self._ended = ended
+        self._request = request
+        self._on_end = ended
         self._waiting: deque[InferResponse] = deque()
         self._error: Exception | None = None
         self._news = asyncio.Event()
-        self._paused = self._came = False
-        self._sender = sender
-        self._request = request
-        self._tried = sender.route.tried()
-        self._begin()
+        self._send()
 
-    def _begin(self) -> None:
-        """Send the request to a Triton that has not had it. Raises :class:`ServiceError`."""
-        self._lease = lease = self._sender.route.lease(self._tried)
-        self._tried.append(lease.endpoint)
-        if lease.counted:
-            lease.lost = self._lose
-        else:
-            lease.lost = None
-        self._call = self._sender.upstream.call(self._request, lease)
-        sent = self._call.__enter__()
-        client = lease.client
-        try:
-            if sent.stream:
-                self._stream = client.stream(sent, self)
-            else:
-                self._stream = SingleAnswer(client, sent, self)
-        except BaseException as error:
-            self._leave(error)
-            raise
-
-    def _begin_again(self, error: Exception | None) -> bool:
-        """Send the request, which failed by *error*, to another Triton, and return ``False`` if it may not go on."""
-        if error is None or self._came or not self._sender.route.again(self._lease, error, self._tried):
-            return False
-        self._stream.close(silent=True)
-        self._leave(error)
-        try:
-            self._begin()
-        except ServiceError:
-            return False
-        return True
-
-    def _lose(self, final: bool) -> None:
-        error = lost_error()
-        if not self.over and not self._begin_again(error) and final:
-            self._stream.close(silent=True)
-            self._finish(error)
+    def _encode(self, lora: Lora | None) -> InferRequest:
+        return self._request
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
-        self._came = True
+        self.progress.steps += len(responses)
         self._waiting += responses
-        if len(self._waiting) > _MOST_WAITING and not self._paused:
-            self._paused = True
-            self._stream.pause()
+        if len(self._waiting) > _MAX_WAITING and not self._pauses:
+            self.pause()
         self._news.set()
 
-    def end(self, error: Exception | None) -> None:
-        if error is None and not self._came:
-            error = no_answer_error(self._request.model)
-        if isinstance(error, InvalidRequest) and self._came:
-            error = failed_midway_error(error)
-        if self._begin_again(error):
-            return
-        self._finish(error)
+    def _ended(self, error: Exception | None) -> None:
+        self.over = True
+        self._error = error
+        self._release(error)
+        self._news.set()
         if error is None:
-            self._ended()
-
-    def _finish(self, error: BaseException | None) -> None:
-        """End the call, once."""
-        if not self.over:
-            self.over, self._error = True, error if isinstance(error, Exception) else None
-            self._leave(error)
-            self._news.set()
-
-    def _leave(self, error: BaseException | None) -> None:
-        self._lease.close(error if isinstance(error, Exception) else None, answered=self._came)
-        self._call.__exit__(None if error is None else type(error), error, None)
+            self._on_end()
 
     async def next(self, timeout: float) -> InferResponse | None:
-        """Return the next answer, ``None`` after the last one. Raises :class:`ServiceError`."""
+        """Return the next response, ``None`` after the last one. Raises :class:`ServiceError`."""
         while not self._waiting:
-            if self._paused:
-                self._paused = False
-                self._stream.resume()
+            if self._pauses:
+                self.resume()
             if self._error is not None:
                 raise self._error
             if self.over:
@@ -205,24 +153,22 @@ class _Answers:
             try:
                 async with asyncio.timeout(timeout):
                     await self._news.wait()
-            except TimeoutError as error:
-                if self._came:
+            except TimeoutError:
+                if self.progress.steps:
                     what = "no further audio"
                 else:
                     what = "no audio"
-                self._stream.close(silent=True)
                 message = f"The model sent {what} for {timeout:g} seconds."
-                silence = UpstreamTimeout(message, code="upstream_silent")
-                self._finish(silence)
-                raise silence from error
+                self._fail(UpstreamTimeout(message, code="upstream_silent"))
         return self._waiting.popleft()
 
     def close(self) -> None:
         """Stop the backend's work if it has not ended."""
-        self._stream.close()
+        if not self.over:
+            self.over = True
+            self._abort(None)
         self._waiting.clear()
-        self._finish(asyncio.CancelledError())
-        # Breaks a reference cycle.
+        # Breaks a reference cycle: the error's traceback has a frame with this call.
         self._error = None
 
 
@@ -235,21 +181,21 @@ class Speaker:
 
     def __init__(
         self,
-        sender: Sender,
+        upstream: UpstreamClient,
         model: ServedModel,
         job: SynthesisJob,
         texts: Sequence[str],
         limits: TimeLimits,
         progress: AnswerState,
     ) -> None:
-        self._sender = sender
+        self._upstream = upstream
         self._model = model
         self._job = job
         self._limits = limits
         self._left = deque(enumerate(texts))
         self._progress = progress
-        self._current: _Answers | None = None
-        self._upcoming: _Answers | None = None
+        self._current: _PieceCall | None = None
+        self._upcoming: _PieceCall | None = None
 
     async def pieces(self) -> AsyncIterator[AsyncIterator[Speech]]:
         """Yield the parts of each text. Raises :class:`ServiceError`, also for a text without any audio."""
@@ -261,7 +207,7 @@ class Speaker:
             self._look_ahead()
             yield self._parts(self._current)
 
-    async def _parts(self, answers: _Answers) -> AsyncIterator[Speech]:
+    async def _parts(self, answers: _PieceCall) -> AsyncIterator[Speech]:
         progress = self._progress
         adapter = self._model.adapter
         silent = True
@@ -284,13 +230,13 @@ class Speaker:
         if silent:
             raise UpstreamError("The model sent no audio for the text.", code="no_audio")
 
-    def _open(self) -> _Answers:
+    def _open(self) -> _PieceCall:
         """Send the next text. Raises :class:`ServiceError`."""
         number, text = self._left[0]
         (request,) = self._model.adapter.encode(replace(self._job, id=f"{self._job.id}-{number}", text=text))
         if self._progress.sent is None:
             self._progress.sent = monotonic()
-        answers = _Answers(self._sender, request, self._look_ahead)
+        answers = _PieceCall(self._upstream, request, self._look_ahead)
         self._left.popleft()
         return answers
 

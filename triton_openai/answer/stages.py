@@ -290,10 +290,10 @@ class StopStage:
         else:
             delta.text = self.stops.feed(delta.text)
         if self.stops.matched is not None:
-            self.conclude()
+            self.finalize()
             self.cut = not reported
 
-    def conclude(self) -> None:
+    def finalize(self) -> None:
         """Record the stop string, if one was found."""
         if self.stops.matched is not None:
             self._progress.finish_reason = FinishReason.STOP
@@ -382,7 +382,7 @@ class Pipeline:
             text += self._token_text.flush()
         if self._stop is not None:
             text = self._stop.stops.feed(text)
-            self._stop.conclude()
+            self._stop.finalize()
             text += self._stop.stops.flush()
         if text:
             shown.append(Delta(text))

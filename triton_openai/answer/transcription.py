@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from triton_openai import offload
 from triton_openai.answer.prepare import tokenizer_of
-from triton_openai.answer.run import Sender
+from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
 from triton_openai.languages import UNSPACED, blank_between
@@ -28,7 +28,6 @@ from triton_openai.media.audio import Chunk, Recording
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.whisper import WhisperTokens
 from triton_openai.tasks import cancel
-from triton_openai.triton.status import no_answer_error
 from triton_openai.triton.tensors import InferResponse
 
 # Seconds of the chunks of one recording that are on their way: 8 MB of samples, of which a transport makes copies.
@@ -42,7 +41,7 @@ _Tell: TypeAlias = Callable[[_Hear], None]
 _Ask: TypeAlias = Callable[[Chunk, _Tell | None], Awaitable[Transcript]]
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class TranscriptionOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a client wants of a recording."""
 
     #: Without samples, which each chunk has.
@@ -60,16 +59,16 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 class Transcription:
     """The transcript of one recording by *model*, as far as it goes."""
 
-    def __init__(self, sender: Sender, model: ServedModel, wish: Wish) -> None:
+    def __init__(self, upstream: UpstreamClient, model: ServedModel, options: TranscriptionOptions) -> None:
         #: The text so far: all pieces that :meth:`deltas` has yielded.
         self.text = ""
         #: Those that the model tells; where it tells none, one for each chunk.
         self.segments: list[Segment] = []
         #: The code of the language, once it is known.
-        self.language = wish.job.language
-        self._sender = sender
+        self.language = options.job.language
+        self._upstream = upstream
         self._model = model
-        self._wish = wish
+        self._options = options
         self._whisper: WhisperTokens | None = None
         self._number = 0
 
@@ -86,7 +85,7 @@ class Transcription:
                         more = chunk is not None
                         if chunk is not None and not chunk.silent:
                             await self._detect(chunk)
-                            asked.append(_Asked(chunk, self._ask, live=self._wish.live))
+                            asked.append(_Asked(chunk, self._ask, live=self._options.live))
                     if asked:
                         async for piece in self._told(asked[0]):
                             yield piece
@@ -97,7 +96,7 @@ class Transcription:
     def _has_room(self, asked: Sequence[_Asked]) -> bool:
         longest = max((one.chunk.seconds for one in asked), default=0.0)
         on_their_way = sum(one.chunk.seconds for one in asked) + longest
-        return not asked or (len(asked) < self._wish.parallel and on_their_way <= _ON_THEIR_WAY)
+        return not asked or (len(asked) < self._options.parallel and on_their_way <= _ON_THEIR_WAY)
 
     async def _prepare(self) -> None:
         """Find the tokens, where the model answers in those. Raises :class:`ConfigurationError`."""
@@ -110,43 +109,41 @@ class Transcription:
             return
         ids = await self._whisper.prompt(None, translate=False, times=False, before=None)
         found = self._whisper.language((await self._run(chunk, ids, None)).token_ids)
-        wanted = self._wish.languages
+        wanted = self._options.languages
         if wanted and found not in wanted:
             self.language = wanted[0]
         else:
             self.language = found
-        if self.language is None and isinstance(self._wish.job, TranslationJob):
+        if self.language is None and isinstance(self._options.job, TranslationJob):
             raise UpstreamError("The model did not tell the language of the audio.")
 
     async def _ask(self, chunk: Chunk, tell: _Tell | None) -> Transcript:
         whisper = self._whisper
-        job = self._wish.job
+        job = self._options.job
         if whisper is None:
             return await self._run(chunk, (), tell)
         translate = isinstance(job, TranslationJob)
         language = None
         if self.language in whisper.languages:
             language = self.language
-        ids = await whisper.prompt(language, translate=translate, times=self._wish.times, before=job.prompt)
+        ids = await whisper.prompt(language, translate=translate, times=self._options.times, before=job.prompt)
         result = await self._run(chunk, ids, None)
         text, segments = whisper.read(result.token_ids, chunk.seconds)
-        return replace(result, text=text, segments=segments if self._wish.times else ())
+        return replace(result, text=text, segments=segments if self._options.times else ())
 
     async def _run(self, chunk: Chunk, ids: Sequence[int], tell: _Tell | None) -> Transcript:
         """Return what *chunk* says; *tell* gets what hears its text so far. Raises :class:`ServiceError`."""
         self._number += 1
         adapter = self._model.adapter
-        wish = self._wish.job
-        job = replace(wish, id=f"{wish.id}-{self._number}", samples=chunk.samples, prompt_ids=ids)
+        options = self._options.job
+        job = replace(options, id=f"{options.id}-{self._number}", samples=chunk.samples, prompt_ids=ids)
 
         def heard(responses: Sequence[InferResponse]) -> None:
             assert tell is not None, "nobody else listens"
             tell(lambda: str(adapter.decode(job, responses).text))
 
         (request,) = await offload.run(adapter.encode, job, cost=offload.BYTE * len(chunk.samples))
-        responses = await self._sender.ask(request, heard if tell is not None else None)
-        if not responses:
-            raise no_answer_error(self._model.name)
+        responses = await self._upstream.ask(request, heard if tell is not None else None)
         result: Transcript = adapter.decode(job, responses)
         return result
 

@@ -15,7 +15,7 @@ from triton_openai.answer.fan_out import collect
 from triton_openai.answer.job_run import run_job
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.prepare import GenerationSpec, prepare
-from triton_openai.answer.run import Sender
+from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.api.bodies import new_id, whole
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.service import Service
@@ -29,7 +29,7 @@ from triton_openai.operations import Call, Reply, Whole
 from triton_openai.telemetry.exposition import Figures
 from triton_openai.telemetry.request_record import CallTracer
 from triton_openai.triton.client import ServerInfo
-from triton_openai.triton.fleet import Route
+from triton_openai.triton.route import Route
 from triton_openai.triton.status import public_reason
 
 
@@ -188,7 +188,7 @@ async def load(service: Service, call: Call[LoadRequest]) -> Reply:
     name, problem = await service.control.load(_named(call), endpoint=call.query.get("endpoint"))
     reason = msgspec.UNSET if problem is None else public_reason(problem) or "it cannot be served"
     found = msgspec.structs.replace(describe(service.models, name), served=problem is None, reason=reason)
-    if service.fleet.listed:
+    if service.fleet.leasing.single is None:
         every = service.fleet.members.values()
         states = {each.name: "ready" if name in each.targets else "not ready" for each in every}
         found = msgspec.structs.replace(found, endpoints=states)
@@ -283,19 +283,19 @@ async def probe(service: Service, model: ServedModel, *, timeout: float, at: str
 
     Raises :class:`ServiceError`.
     """
-    route = Route(service.fleet, model.triton_model, among=model.endpoints, at=at)
-    sender = Sender(route, CallTracer(), service.background)
+    route = Route(service.fleet.leasing, model.triton_model, among=model.endpoints, at=at)
+    upstream = UpstreamClient(route, CallTracer(), service.background)
     kind = model.jobs[0]
     job = kind(id=new_id("probe"), **kind.least)
     if isinstance(job, SynthesisJob) and model.voices is not None:
         job = msgspec.structs.replace(job, voice=model.voices.default_voice())
     if not isinstance(job, Generation):
-        await run_job(sender, model, job, timeout=timeout)
+        await run_job(upstream, model, job, timeout=timeout)
         return
     tokenizer = (await model.prompter()).tokenizer
     spec = GenerationSpec(template=job, limit=TokenLimit(tokens=job.sampling.max_tokens))
     limits = TimeLimits(first_token=timeout, idle=timeout, total=None)
-    await collect(await prepare(model, tokenizer, [job.prompt], spec, sender, limits), timeout=None)
+    await collect(await prepare(model, tokenizer, [job.prompt], spec, upstream, limits), timeout=None)
 
 
 class Status(msgspec.Struct, kw_only=True):

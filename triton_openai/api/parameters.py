@@ -319,7 +319,7 @@ def token_limit(
     return TokenLimit(
         tokens=defaults.max_tokens or default if asked is None else asked,
         open=unlimited,
-        endless=unlimited and defaults.max_tokens is None,
+        unbounded=unlimited and defaults.max_tokens is None,
         asked=asked,
         param=param,
         context=settings.max_model_len,

@@ -18,7 +18,8 @@ from triton_openai.answer.job_run import run_job
 from triton_openai.answer.limits import TimeLimits
 from triton_openai.answer.logits_reader import score_prompts
 from triton_openai.answer.prepare import GenerationSpec, Prompt, prepare
-from triton_openai.answer.run import Run, Sender
+from triton_openai.answer.run import Run
+from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.api import parameters
 from triton_openai.api.bodies import ModelRequest, tell_ignored
 from triton_openai.api.responses.stored import ResponseStore
@@ -53,7 +54,10 @@ from triton_openai.shares import SHARING_KEY
 from triton_openai.tasks import Background
 from triton_openai.telemetry.exposition import Exposition
 from triton_openai.telemetry.request_record import TOKENIZE, RequestRecord
-from triton_openai.triton.fleet import Fleet, Route, Tried
+from triton_openai.triton.fleet import Fleet
+from triton_openai.triton.leasing import Attempts
+from triton_openai.triton.route import Route
+from triton_openai.triton.routing import session_key
 
 
 class _Metadata(msgspec.Struct):
@@ -244,7 +248,7 @@ class RequestContext(Generic[_Body]):
     #: The id of the conversation, or of the response with which a chain began, that the request goes on from.
     conversation: str | None = None
     #: The Tritons that have failed for the request, where it goes on with another variant of the model.
-    tried: Tried | None = None
+    tried: Attempts | None = None
 
     def about(self, body: _Other) -> RequestContext[_Other]:
         """Return the context with another *body*."""
@@ -264,42 +268,42 @@ class RequestContext(Generic[_Body]):
         if not (model.variants or model.text_level or settings.server.log_content or settings.traces.content):
             self.body.messages = []  # type: ignore[attr-defined]
 
-    def sender(self) -> Sender:
+    def upstream(self) -> UpstreamClient:
         """Return what sends the work for the request to Triton; of several Tritons, the way is recorded from now on."""
         fleet = self.service.fleet
         model = self.model
         key = None
-        if fleet.several:
+        if len(fleet.members) > 1:
             key = self._key()
         if model.lora is None:
             lora = ""
         else:
             lora = model.lora.name
         route = Route(
-            fleet,
+            fleet.leasing,
             model.triton_model,
             among=model.endpoints,
             key=key,
             lora=lora,
-            before=self.tried,
+            previous_attempts=self.tried,
             # What runs batches begins a line again, alone.
             resends_lost=self.record.batch is None,
         )
-        if fleet.listed:
+        if fleet.leasing.single is None:
             self.record.route = route
         # Lines of batches come last.
         if self.record.batch is None:
             priority = 0
         else:
             priority = model.priorities
-        return Sender(route, self.record.call_tracer, self.service.background, priority)
+        return UpstreamClient(route, self.record.call_tracer, self.service.background, priority)
 
     def _key(self) -> str | None:
         """Return what should stay at one Triton: the session of the request, or its conversation."""
-        fleet = self.service.fleet
-        if fleet.policy(self.model.triton_model) != "affinity":
+        leasing = self.service.fleet.leasing
+        if leasing.policy(self.model.triton_model) != "affinity":
             return None
-        return fleet.session_of(("session", self.session), ("conversation", self.conversation))
+        return session_key(leasing.routing, ("session", self.session), ("conversation", self.conversation))
 
     def stream(self, runs: Sequence[Run], renderer: Renderer) -> Awaitable[Reply]:
         """Stream *runs* to the caller, rendered by *renderer*. Raises as :meth:`Output.stream`."""
@@ -317,7 +321,7 @@ class RequestContext(Generic[_Body]):
         """
         self.record.response_id = job.id
         result = await self.admitted(
-            lambda context: run_job(context.sender(), context.model, job, cut=cut, timeout=context.limits.total),
+            lambda context: run_job(context.upstream(), context.model, job, cut=cut, timeout=context.limits.total),
             param=param,
         )
         self.record.input_tokens = result.prompt_tokens
@@ -362,12 +366,12 @@ class RequestContext(Generic[_Body]):
             yield replace(self, model=self.model.on_text_level("its engine does not take the request"))
         tried = None
         if isinstance(self.record.route, Route):
-            tried = self.record.route.left
+            tried = self.record.route.exhausted
         if tried is not None or isinstance(failure, InvalidRequest):
             fleet = self.service.fleet
             name = self.model.triton_model
             for variant in self.model.variants:
-                at = next((endpoint for endpoint in variant.endpoints if fleet.takes(name, endpoint)), None)
+                at = next((endpoint for endpoint in variant.endpoints if fleet.leasing.takes(name, endpoint)), None)
                 if at is not None:
                     yield replace(self, model=self.model.variant_at(at), tried=tried)
 
@@ -462,7 +466,7 @@ async def begin(service: Service, call: Call[_Body], *, read_as_chat: bool = Fal
     if ignored := parameters.check_unused(body):
         tell_ignored(record, ignored)
     context = RequestContext(call, service, body, model, record, limits)
-    if service.fleet.several:
+    if len(service.fleet.members) > 1:
         context.session = _session_of(call)
     return context
 
@@ -528,15 +532,15 @@ async def runs_of(
     """Return the runs that answer *prompts* as :func:`prepare` does, with the log probabilities of the prompts."""
     model = context.model
     record = context.record
-    sender = context.sender()
+    upstream = context.upstream()
     with record.stage(TOKENIZE):
-        runs = await prepare(model, tokenizer, prompts, spec, sender, context.limits)
+        runs = await prepare(model, tokenizer, prompts, spec, upstream, context.limits)
     record.answers = [run.progress for run in runs]
     record.n = spec.n
     record.response_id = spec.template.id
     if spec.prompt_scoring is not None and tokenizer is not None:
         generations = [run.generation for run in runs[:: spec.n]]
-        scores = await score_prompts(model.adapter, tokenizer, generations, spec.prompt_scoring, sender.ask)
+        scores = await score_prompts(model.adapter, tokenizer, generations, spec.prompt_scoring, upstream.ask)
         for place, run in enumerate(runs):
             run.prompt_logprobs = scores[place // spec.n]
     return runs

@@ -139,7 +139,7 @@ async def _speak(context: RequestContext[SpeechRequest], job: SynthesisJob, text
     progress = AnswerState(Generation(id=job.id, prompt=body.input, sampling=Sampling(max_tokens=0)))
     record.answers = [progress]
     record.response_id = job.id
-    speaker = Speaker(context.sender(), context.model, job, texts, context.limits, progress)
+    speaker = Speaker(context.upstream(), context.model, job, texts, context.limits, progress)
     parts = _file(context, speaker)
     try:
         if body.stream_format == "sse":

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from triton_openai.adapters._common.base import Recognition
 from triton_openai.answer.fan_out import timeout_error
-from triton_openai.answer.transcription import Transcription, Wish
+from triton_openai.answer.transcription import Transcription, TranscriptionOptions
 from triton_openai.api.bodies import FileField, FormRequest, encode, new_id, read_form, whole
 from triton_openai.api.parameters import refusing
 from triton_openai.api.service import (
@@ -245,14 +245,14 @@ async def _transcribed(
         on_decoded=lambda seconds: upload.decoded(decoded_size(seconds, recognition.sample_rate)),
     )
     stream = getattr(body, "stream", False)
-    wish = Wish(
+    options = TranscriptionOptions(
         job=msgspec.structs.replace(job, language=job.language or recognition.language),
         languages=languages,
         times=body.response_format in _TIMED,
         live=stream and context.model.adapter.capabilities.streaming,
         parallel=limits.parallel_chunks,
     )
-    transcription = Transcription(context.sender(), context.model, wish)
+    transcription = Transcription(context.upstream(), context.model, options)
     try:
         if stream:
             return await context.send_parts(_events(transcription, recording))

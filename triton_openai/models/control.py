@@ -24,7 +24,8 @@ from triton_openai.models.lookup import Models
 from triton_openai.tasks import cancel, spawn
 from triton_openai.telemetry.logging import warn
 from triton_openai.triton.client import IndexEntry, TritonClient, check_name
-from triton_openai.triton.fleet import Fleet, Member
+from triton_openai.triton.fleet import Fleet
+from triton_openai.triton.member import Member
 from triton_openai.triton.tensors import ModelConfig
 
 _log = structlog.get_logger(__name__)
@@ -189,7 +190,7 @@ class ModelControl:
 
     def _check(self, failures: Mapping[str, ServiceError], members: Sequence[Member], done: str) -> None:
         """Raise :class:`UpstreamError`, which says at which of several Tritons a model is *done*, if one failed."""
-        if failures and not self._fleet.several:
+        if failures and len(self._fleet.members) <= 1:
             raise next(iter(failures.values()))
         if failures:
             well = [member.name for member in members if member.name not in failures]
@@ -236,8 +237,8 @@ class ModelControl:
                     await member.client.unload_model(model, dependents=dependents)
                     await _gone(member.client, every)
 
-                alone = endpoint is not None and self._fleet.several
-                closed = partial(self._fleet.emptied, members[0]) if alone else self._draining.drained
+                alone = endpoint is not None and len(self._fleet.members) > 1
+                closed = partial(self._fleet.leasing.drained, members[0]) if alone else self._draining.drained
                 async with closed(every, self._grace):
                     _log.info("unloading model", model=model, with_parts=sorted(parts))
                     failures |= await self._change(loaded, unload, parallel=len(members))

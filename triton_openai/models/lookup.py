@@ -63,7 +63,7 @@ class Models:
         #: By Triton model: how it differs between Tritons, in sentences.
         self.differences: Mapping[str, Sequence[str]] = {}
         self.fleet = fleet
-        fleet.watch(self._rebind)
+        fleet.on_change = self._rebind
 
     @property
     def ready(self) -> bool:
@@ -143,12 +143,12 @@ class Models:
             unlisted = None
         else:
             unlisted = self.unlisted_lora(name)
-        if (name not in self.served and unlisted is None) or not self.fleet.snapshot.reachable:
+        if (name not in self.served and unlisted is None) or self.fleet.snapshot.error is not None:
             await self.fleet.refresh_on_miss()
         model = self.served.get(name) or unlisted
         if model is not None:
             if model.variants:
-                model = model.variant_at(self.fleet.choose(model.triton_model))
+                model = model.variant_at(self.fleet.leasing.choose(model.triton_model))
             if model.text_level is None:
                 return model
             return await model.settled()

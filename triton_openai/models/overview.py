@@ -47,7 +47,7 @@ def endpoint_lines(models: Models) -> list[EndpointLine]:
     fleet = models.fleet
     served = {model.triton_model for model in models.served.values()}
     lines = []
-    for member in fleet.members.values() if fleet.listed else ():
+    for member in fleet.members.values() if fleet.leasing.single is None else ():
         targets = {name: target for name, target in sorted(member.targets.items()) if name in served}
         ejected = tuple(name for name, target in targets.items() if target.ejected_until is not None)
         if not member.snapshot.reachable:

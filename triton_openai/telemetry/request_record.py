@@ -49,6 +49,17 @@ class Destination(Protocol):
         """Return the address to which *request* goes, if it is known."""
 
 
+class CallOutcome(Protocol):
+    """How a request to Triton ended; times are those of ``time.monotonic``."""
+
+    #: When the first token came.
+    first: float | None
+    error: ServiceError | None
+    #: Whether the service stopped it before its end.
+    cancelled: bool
+    ended: float | None
+
+
 class RouteTaken(Protocol):
     """The Tritons to which a request was sent."""
 
@@ -70,8 +81,8 @@ class CallTracer:
     def __init__(self, headers: Mapping[str, str] = _NOTHING) -> None:
         self.headers = headers
 
-    def begin(self, request: Request, answer: AnswerState, to: Destination, *, lora: str | None = None) -> Request:
-        """Begin a call that ends with *answer*; return *request* as it is sent. *lora* names its LoRA adapter."""
+    def begin(self, request: Request, outcome: CallOutcome, to: Destination, *, lora: str | None = None) -> Request:
+        """Return *request* as it is sent. *outcome* has its end later; *lora* is the name of its LoRA adapter."""
         if self.headers:
             return replace(request, headers=self.headers)
         return request

@@ -27,11 +27,11 @@ from opentelemetry.trace import SpanContext, TraceState, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from triton_openai.errors import ServiceError, masked, printable
-from triton_openai.generation import AnswerState
 from triton_openai.telemetry.access_log import input_messages, output_messages
 from triton_openai.telemetry.instruments import PROVIDER
 from triton_openai.telemetry.request_record import (
     CLIENT_CLOSED_REQUEST,
+    CallOutcome,
     CallTracer,
     Destination,
     Observer,
@@ -202,18 +202,20 @@ class Trace(CallTracer):
         self._done: list[Span] = []
         self._record = record
         self._zero = zero
-        self._calls: dict[int, tuple[Span, AnswerState]] = {}
+        self._calls: dict[int, tuple[Span, CallOutcome]] = {}
 
-    def begin(self, request: Request, answer: AnswerState, to: Destination, *, lora: str | None = None) -> Request:
-        """Start the span of a request to Triton. It ends with the client's request, at the answer's own end."""
+    def begin(self, request: Request, outcome: CallOutcome, to: Destination, *, lora: str | None = None) -> Request:
+        """Start the span of a request to Triton. It ends with the client's request, at the time in *outcome*."""
         span, sent = self._start(request, to, lora)
-        if id(answer) in self._calls:
+        if id(outcome) in self._calls:
             # The request is sent once more: to another Triton, or with the LoRA weights that the first one lacked.
-            first = self._calls[id(answer)][0]
+            first = self._calls[id(outcome)][0]
             first.failed = True
+            if outcome.error is not None:
+                _fail(first, outcome.error)
             first.ended = span.began
             self._done.append(first)
-        self._calls[id(answer)] = span, answer
+        self._calls[id(outcome)] = span, outcome
         return sent
 
     @contextmanager
@@ -260,18 +262,18 @@ class Trace(CallTracer):
         for stage in record.stages:
             if stage.failed or (stage.ended or now) - stage.began >= SHORTEST_STAGE:
                 self._add(stage)
-        for call, answer in self._calls.values():
-            # The answer's times are those of the event loop's clock, which lags behind.
-            if answer.first is not None:
-                call.first_token = max(call.began, self._at(answer.first))
-            if answer.error is not None:
-                _fail(call, answer.error)
-            elif answer.cancelled:
+        for call, outcome in self._calls.values():
+            # The outcome's times are those of the event loop's clock, which lags behind.
+            if outcome.first is not None:
+                call.first_token = max(call.began, self._at(outcome.first))
+            if outcome.error is not None:
+                _fail(call, outcome.error)
+            elif outcome.cancelled:
                 call.attributes["error.type"] = CANCELLED
-            if answer.ended is None:
+            if outcome.ended is None:
                 call.ended = time.time_ns()
             else:
-                call.ended = max(call.began, self._at(answer.ended))
+                call.ended = max(call.began, self._at(outcome.ended))
             done.append(call)
         span.name = span_name(record)
         span.shared = shared_attributes(record)

@@ -223,7 +223,7 @@ class Catalog:
             self._log = _log.bind(endpoint=name)
         self._refreshing: asyncio.Task[None] | None = None
         self._last_miss = float("-inf")
-        self._doubted = False
+        self._verifies = False
         self._configs_read = float("-inf")
         # Whether the next look reads all configs.
         self._reloads = False
@@ -291,11 +291,11 @@ class Catalog:
             self._last_miss = now
         await self.refresh()
 
-    async def doubt(self) -> None:
-        """Look soon, and tell of the snapshot also if it is the same: a request has found otherwise."""
-        self._doubted = True
+    async def verify(self) -> None:
+        """Look soon, and call *changed* even if the snapshot is the same: a request did not find its model."""
+        self._verifies = True
         await self.refresh_on_miss()
-        if self._doubted:
+        if self._verifies:
             # A look had begun before, or was just made.
             await asyncio.sleep(_MISS_SECONDS)
             await self.refresh_on_miss()
@@ -323,8 +323,8 @@ class Catalog:
 
     async def _refresh(self, *, asks: bool = True) -> None:
         before = self.snapshot
-        doubted = self._doubted
-        self._doubted = False
+        verifies = self._verifies
+        self._verifies = False
         snapshot = await self._look(asks=asks)
         if snapshot.reachable != before.reachable or not (self.first.is_set() or self._starts):
             if snapshot.reachable:
@@ -341,7 +341,7 @@ class Catalog:
         changed = not self.first.is_set() or any(getattr(snapshot, part) != getattr(before, part) for part in parts)
         if self._shared is not None and (changed or snapshot.server != before.server):
             self._shared.publish(snapshot)
-        if doubted or changed:
+        if verifies or changed:
             try:
                 await self._changed(snapshot)
             except Exception:  # noqa: BLE001 - an adapter's mistake about one model must not end all discovery

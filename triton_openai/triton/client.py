@@ -17,10 +17,10 @@ import msgspec
 from triton_openai.errors import InvalidValue
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
 
-# The longest name of a folder on the usual file systems.
-_LONGEST = 255
-# Bytes that a response takes at least.
-_LEAST = 256
+# The longest name of a folder on the usual file systems, in bytes.
+_MAX_NAME_SIZE = 255
+# The bytes of memory that a response counts at least.
+_MIN_RESPONSE_SIZE = 256
 _FORBIDDEN = re.compile(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -34,8 +34,8 @@ def check_name(name: str) -> None:
         raise InvalidValue("The model's name is empty.", "model")
     if name in (".", "..") or _FORBIDDEN.search(name):
         raise InvalidValue("The model's name is not a valid folder name in a model repository.", "model")
-    if len(name.encode()) > _LONGEST:
-        raise InvalidValue(f"The model's name is longer than {_LONGEST} bytes.", "model")
+    if len(name.encode()) > _MAX_NAME_SIZE:
+        raise InvalidValue(f"The model's name is longer than {_MAX_NAME_SIZE} bytes.", "model")
 
 
 class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,46 +165,59 @@ class SingleAnswer:
             self._task.cancel()
 
 
-#: Gets the responses to a request so far, whenever there are new ones. It neither blocks nor raises.
-Heard: TypeAlias = Callable[[Sequence[InferResponse]], None]
+#: Gets the responses to a request so far, whenever further ones have arrived. It neither blocks nor raises.
+OnResponses: TypeAlias = Callable[[Sequence[InferResponse]], None]
 
 
-class _Gathering:
-    """Receives the responses of one stream, of *max_size* bytes together."""
+class ResponseCollector:
+    """The receiver that collects the responses of one stream, of at most *max_size* bytes together."""
 
-    def __init__(self, heard: Heard | None, max_size: int) -> None:
-        self.responses: list[InferResponse] = []
-        self._heard = heard
-        self._left = max_size
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def __init__(self, on_responses: OnResponses | None, max_size: int) -> None:
+        self._on_responses = on_responses
+        self._max_size = max_size
+        self._size = 0
+        self._responses: list[InferResponse] = []
+        self._ended: asyncio.Future[None] | None = asyncio.get_running_loop().create_future()
+
+    async def responses(self) -> Sequence[InferResponse]:
+        """Return all responses, after the end of the stream. Raises :class:`ServiceError`. Call it once."""
+        assert self._ended is not None
+        try:
+            await self._ended
+        finally:
+            # Breaks a reference cycle: an error's traceback has this frame.
+            self._ended = None
+        return self._responses
+
+    def clear(self) -> None:
+        """Forget the responses: the request is sent again."""
+        self._size = 0
+        self._responses = []
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
-        self.responses += responses
-        self._left -= sum([max(response.size, _LEAST) for response in responses])
-        if self._left < 0:
+        self._responses += responses
+        self._size += sum([max(response.size, _MIN_RESPONSE_SIZE) for response in responses])
+        if self._size > self._max_size:
             self.end(responses[0].invalid("its responses are too long together"))
-            return
-        if self._heard is not None:
-            self._heard(self.responses)
+        elif self._on_responses is not None:
+            self._on_responses(self._responses)
 
     def end(self, error: Exception | None) -> None:
-        if not self.ended.done():
-            if error is None:
-                self.ended.set_result(None)
-            else:
-                self.ended.set_exception(error)
+        if self._ended is None or self._ended.done():
+            return
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
 
 
-async def gather(client: TritonClient, request: InferRequest, heard: Heard | None = None) -> Sequence[InferResponse]:
-    """Return all responses to *request*; *heard* gets those of a stream so far. Raises :class:`ServiceError`."""
+async def gather(client: TritonClient, request: InferRequest) -> Sequence[InferResponse]:
+    """Return all responses to *request*. Raises :class:`ServiceError`."""
     if not request.stream:
         return (await client.infer(request),)
-    gathering = _Gathering(heard, request.max_answer)
-    stream = client.stream(request, gathering)
+    collector = ResponseCollector(None, request.max_answer)
+    stream = client.stream(request, collector)
     try:
-        await gathering.ended
-        return gathering.responses
+        return await collector.responses()
     finally:
         stream.close()
-        # Breaks a reference cycle: an error's traceback has frames with the receiver.
-        del gathering.ended

@@ -41,14 +41,14 @@ class Discovery:
         apply: Callable[[Sequence[EndpointSettings]], Awaitable[None]],
         *,
         lookup: Lookup = lookup,
-        failed: Callable[[], None] = lambda: None,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """*failed* is called for each name that cannot be looked up."""
+        """*on_failure* is called for each name that cannot be looked up."""
         self._triton = triton
         self._access = access
         self._apply = apply
         self._lookup = lookup
-        self._failed = failed
+        self._on_failure = on_failure
         self._watch = FileWatch([triton.endpoints_file], problem="the file of endpoints is not used, the old ones stay")
         #: As the settings have them; raises :class:`ConfigurationError`.
         self.listed: Sequence[EndpointSettings] = endpoints(triton)
@@ -106,7 +106,7 @@ class Discovery:
             self._addresses[host] = addresses
             self._failing.discard(host)
         else:
-            self._failed()
+            self._on_failure()
             if host not in self._failing:
                 self._failing.add(host)
                 _log.warning(

@@ -28,21 +28,15 @@ from tritonclient.grpc import service_pb2
 from triton_openai import offload
 from triton_openai.errors import InvalidAnswer, ServiceError
 from triton_openai.tasks import cancel, spawn
+from triton_openai.triton.binary_response import BinaryResponse, Layout
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
+from triton_openai.triton.config_reader import read_model_config
 from triton_openai.triton.connection import ConnectionSettings, GrpcFiles
-from triton_openai.triton.http2 import FOREIGN, LOST, TOO_LONG, UNREACHABLE, Call, Channel, varint
+from triton_openai.triton.http2 import FOREIGN, LOST, TOO_LONG, UNREACHABLE, Call
+from triton_openai.triton.http2_channel import Channel
+from triton_openai.triton.http2_frames import varint
 from triton_openai.triton.status import classify, cut_off_error, foreign_error, no_answer_error, unreachable
-from triton_openai.triton.tensors import (
-    LARGE,
-    MAX_OPEN_ANSWER,
-    BinaryResponse,
-    Buffer,
-    InferRequest,
-    InferResponse,
-    Layout,
-    ModelConfig,
-    read_model_config,
-)
+from triton_openai.triton.tensors import LARGE, MAX_OPEN_ANSWER, Buffer, InferRequest, InferResponse, ModelConfig
 
 _SERVICE = "/inference.GRPCInferenceService"
 # The longest time that calls on a replaced channel may go on.

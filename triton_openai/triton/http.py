@@ -20,28 +20,14 @@ from msgspec import Meta
 
 from triton_openai import offload
 from triton_openai.errors import InvalidAnswer, ServiceError, UpstreamTimeout
+from triton_openai.triton.binary_response import BinaryResponse, Layout
 from triton_openai.triton.client import IndexEntry, Receiver, ServerInfo
+from triton_openai.triton.config_reader import read_model_config
 from triton_openai.triton.connection import ConnectionSettings, Header
-from triton_openai.triton.http_stream import (
-    MAX_HEAD_BYTES,
-    UNREADABLE,
-    ConnectionPool,
-    HttpCall,
-    HttpStream,
-    refusal,
-    too_long,
-)
+from triton_openai.triton.http_json import UNREADABLE, refusal, too_long
+from triton_openai.triton.http_stream import MAX_HEAD_BYTES, ConnectionPool, HttpCall, HttpStream
 from triton_openai.triton.status import foreign_error, no_answer_error
-from triton_openai.triton.tensors import (
-    LARGE,
-    BinaryResponse,
-    Buffer,
-    InferRequest,
-    InferResponse,
-    Layout,
-    ModelConfig,
-    read_model_config,
-)
+from triton_openai.triton.tensors import LARGE, Buffer, InferRequest, InferResponse, ModelConfig
 
 # An index of ten thousand models has a few megabytes, and so has a configuration with long parameters.
 MAX_CONTROL_BYTES = 64 * 1024 * 1024
@@ -239,13 +225,13 @@ class HttpClient:
         """Return the bytes of a request with *fixed* header lines, the settings' and its own *headers*."""
         settings = self._settings.headers()
         if settings is not self._headers:
-            self._headers, self._header_lines = settings, "".join(f"{name}: {value}\r\n" for name, value in settings)
-        further = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        head = (
-            f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._host_header}\r\n{fixed}"
-            f"{self._header_lines}{further}Content-Length: {len(body)}\r\n\r\n"
-        ).encode("ascii")
-        return b"".join((head, body))
+            self._headers = settings
+            self._header_lines = "".join([f"{name}: {value}\r\n" for name, value in settings])
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._host_header}\r\n{fixed}{self._header_lines}"
+        for name, value in headers.items():
+            head += f"{name}: {value}\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        return head.encode("ascii") + body
 
     async def close(self) -> None:
         """Close the idle connections; those in use close when their calls end."""

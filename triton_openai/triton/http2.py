@@ -10,58 +10,60 @@ Source of the facts: RFC 9113 (HTTP/2), RFC 7541 (HPACK, through hpack) and gRPC
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ssl
 import struct
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
 from typing import cast
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import grpc
 import hpack
 
-from triton_openai import __version__
 from triton_openai.config.tls import PERHAPS_REFUSED, failure_reason
-from triton_openai.tasks import cancel
-from triton_openai.triton.connection import ConnectionSettings, Header, detect_dead_peer
+from triton_openai.triton.http2_frames import (
+    ACK,
+    CANCEL,
+    CONTINUATION,
+    DATA,
+    DEFAULT_WINDOW,
+    ENABLE_PUSH,
+    END_HEADERS,
+    END_STREAM,
+    FRAME,
+    FRAME_SIZE,
+    GOAWAY,
+    HEADER_TABLE_SIZE,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    MAX_CONCURRENT_STREAMS,
+    MAX_FRAME_SIZE,
+    MAX_HEADERS,
+    MESSAGE,
+    PING,
+    PREFACE,
+    PROTOCOL_ERROR,
+    PUSH_PROMISE,
+    REFUSED_STREAM,
+    RST_STREAM,
+    SETTING,
+    SETTINGS,
+    UINT31,
+    UINT32,
+    WINDOW_UPDATE,
+    WITH_PRIORITY,
+    decode_headers,
+    frame,
+    unpadded,
+)
 from triton_openai.triton.tensors import LARGE, Buffer
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-# The upper and lower bits of the length, the type, the flags and the stream of a frame.
-_FRAME = struct.Struct(">HBBBI")
-_UINT32 = struct.Struct(">I")
-_SETTING = struct.Struct(">HI")
-# HPACK: a field whose name is written out, and the first length of a string that takes more than a byte.
-_NEVER_INDEXED = b"\x10"
-_LONG = 127
-# Whether a message is compressed, and its length.
-_MESSAGE = struct.Struct(">BI")
-
-DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
-END_STREAM = ACK = 0x1
-END_HEADERS = 0x4
-PADDED = 0x8
-WITH_PRIORITY = 0x20
-HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = range(1, 6)
-PROTOCOL_ERROR = 1
-REFUSED_STREAM = 7
-CANCEL = 8
-
-_UINT31 = 2**31 - 1
-_DEFAULT_WINDOW = 65_535
-# The largest frame that we accept, and the default of servers.
-_FRAME_SIZE = 16_384
 # The most that a stream of a slow client keeps in memory. The connection's window does not limit streams.
 WINDOW = 256 * 1024
 _HALF_WINDOW = WINDOW // 2
-_MAX_HEADERS = 64 * 1024
 # Frames of one header block after its first: each copies what came before.
 _MAX_CONTINUATIONS = 16
 # The longest message that protobuf reads.
-_MAX_MESSAGE = _UINT31
+_MAX_MESSAGE = UINT31
 # How often a call is sent that the server has certainly not begun.
 _ATTEMPTS = 3
 # After this silence, a connection with open calls is pinged and one without is closed.
@@ -81,41 +83,6 @@ TOO_LONG = "TOO_LONG"
 FOREIGN = "HTTP_"
 
 
-def frame(kind: int, flags: int, stream_id: int, payload: Buffer = b"") -> bytes:
-    """Return a frame."""
-    size = len(payload)
-    return _FRAME.pack(size >> 8, size & 0xFF, kind, flags, stream_id) + payload
-
-
-def header_block(headers: Iterable[Header]) -> bytes:
-    """Return *headers* encoded without HPACK's table: the same block is good for every call and connection."""
-    return b"".join([_NEVER_INDEXED + _string(name) + _string(value) for name, value in headers])
-
-
-def _string(text: str) -> bytes:
-    data = text.encode()
-    size = len(data)
-    return (bytes((size,)) if size < _LONG else b"\x7f" + varint(size - _LONG)) + data
-
-
-def varint(value: int) -> bytes:
-    """Return *value* seven bits at a time, the lowest first; all but the last byte have their highest bit set."""
-    if value <= 0x7F:
-        return bytes((value,))
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-@lru_cache(maxsize=64)
-def _decoded(block: bytes) -> Mapping[bytes, bytes]:
-    """Return the fields of a header block. Nearly all calls have the same two, at their beginning and at their end."""
-    return dict(hpack.Decoder(max_header_list_size=_MAX_HEADERS).decode(block, raw=True))
-
-
 class _TooLong(ValueError):
     """A message is longer than the call takes."""
 
@@ -124,16 +91,17 @@ class Call:
     """
     One call. Subclasses implement :meth:`messages_received` and :meth:`call_ended`.
 
-    Neither is called before :meth:`Channel.start` has returned, or after :meth:`cancel`.
+    Neither is called before the method that starts the call has returned, or after :meth:`cancel`.
     """
 
     def __init__(self) -> None:
         #: The most bytes of a message that is received.
         self.max_message = _MAX_MESSAGE
-        # Encoded; known from :meth:`Channel.start` on.
+        # Encoded; known from the start on.
         self.headers = b""
-        # The channel while the call waits for a connection, the connection while it runs.
-        self.channel: Channel | None = None
+        # Forgets the call while it waits for a connection.
+        self.withdraw: Callable[[Call], None] | None = None
+        # The connection while the call runs.
         self.connection: Connection | None = None
         self.stream_id = 0
         # The whole request, kept until the server begins to answer, and the part of it that is not sent yet.
@@ -174,12 +142,12 @@ class Call:
         self.outcome = None
         if self.connection is not None:
             self.connection.reset(self)
-        elif self.channel is not None:
-            self.channel.withdraw(self)
+        elif self.withdraw is not None:
+            self.withdraw(self)
 
     def end(self, code: str, details: str) -> None:
         """Pass on the end, after the messages before it."""
-        self.channel = None
+        self.withdraw = None
         self.outcome = code, details
         self.deliver()
 
@@ -206,31 +174,36 @@ class Call:
         """Collect the messages that *data* completes. Raises :class:`ValueError` for an invalid message."""
         partial = self.partial
         partial += data
-        while len(partial) >= _MESSAGE.size:
-            compressed, size = _MESSAGE.unpack_from(partial)
+        while len(partial) >= MESSAGE.size:
+            compressed, size = MESSAGE.unpack_from(partial)
             if compressed:
                 raise ValueError("the server sent a compressed message, which was not offered")
             if size > self.max_message:
                 raise _TooLong(f"the server sent a message of {size} bytes")
-            end = _MESSAGE.size + size
+            end = MESSAGE.size + size
             if len(partial) < end:
                 return
             if size > LARGE and len(partial) == end:
                 # Not copied: that would hold the event loop.
-                self.messages.append(memoryview(partial)[_MESSAGE.size :])
+                self.messages.append(memoryview(partial)[MESSAGE.size :])
                 self.partial = bytearray()
                 return
             with memoryview(partial) as view:
-                self.messages.append(bytes(view[_MESSAGE.size : end]))
+                self.messages.append(bytes(view[MESSAGE.size : end]))
             del partial[:end]
 
 
 class Connection(asyncio.Protocol):
-    """One HTTP/2 connection of *channel*."""
+    """
+    One HTTP/2 connection. *resubmit* sends a call that the server has not begun over another connection.
 
-    def __init__(self, channel: Channel) -> None:
+    It has more than 20 methods: asyncio calls three, each type of frame has one, and a call and its channel need the
+    rest.
+    """
+
+    def __init__(self, resubmit: Callable[[Call], None]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._channel = channel
+        self._resubmit = resubmit
         self._transport: asyncio.Transport | None = None
         #: Done when the server has sent its settings; fails with :class:`ConnectionError`.
         self.ready: asyncio.Future[None] = self._loop.create_future()
@@ -239,16 +212,16 @@ class Connection(asyncio.Protocol):
         self._reason = ""
         self._calls: dict[int, Call] = {}
         self._next_id = 1
-        self._max_calls = _UINT31
+        self._max_calls = UINT31
         # The received part of a frame, and of a header block with its stream and flags.
         self._rest = b""
         self._block: tuple[int, int, bytes] | None = None
         self._continuations = 0
         self._unacknowledged = 0
         # Sending
-        self._max_frame = _FRAME_SIZE
-        self._initial_window = _DEFAULT_WINDOW
-        self._window = _DEFAULT_WINDOW
+        self._max_frame = FRAME_SIZE
+        self._initial_window = DEFAULT_WINDOW
+        self._window = DEFAULT_WINDOW
         self._blocked: dict[int, Call] = {}
         # Keepalive
         self._active = True
@@ -264,9 +237,9 @@ class Connection(asyncio.Protocol):
         self._timer = self._loop.call_later(SILENCE_SECONDS, self._check_silence)
         # Without a table, a header block means the same on every connection.
         wanted = (HEADER_TABLE_SIZE, 0), (ENABLE_PUSH, 0), (INITIAL_WINDOW_SIZE, WINDOW)
-        settings = b"".join([_SETTING.pack(*setting) for setting in wanted])
-        window = frame(WINDOW_UPDATE, 0, 0, _UINT32.pack(_UINT31 - _DEFAULT_WINDOW))
-        self._write(_PREFACE + frame(SETTINGS, 0, 0, settings) + window)
+        settings = b"".join([SETTING.pack(*setting) for setting in wanted])
+        window = frame(WINDOW_UPDATE, 0, 0, UINT32.pack(UINT31 - DEFAULT_WINDOW))
+        self._write(PREFACE + frame(SETTINGS, 0, 0, settings) + window)
 
     def data_received(self, data: bytes) -> None:
         """Parse all whole frames, then pass each call its messages in one piece."""
@@ -281,9 +254,9 @@ class Connection(asyncio.Protocol):
         available = len(data)
         try:
             while available - position >= 9:
-                upper, lower, kind, flags, stream_id = _FRAME.unpack_from(data, position)
+                upper, lower, kind, flags, stream_id = FRAME.unpack_from(data, position)
                 size = upper << 8 | lower
-                if size > _FRAME_SIZE:
+                if size > FRAME_SIZE:
                     raise ValueError(f"the server sent a frame of {size} bytes")
                 start = position + 9
                 end = position + 9 + size
@@ -291,18 +264,18 @@ class Connection(asyncio.Protocol):
                     break
                 position = end
                 if kind != DATA or self._block is not None:
-                    self._frame_received(kind, flags, stream_id & _UINT31, data[start:end])
+                    self._frame_received(kind, flags, stream_id & UINT31, data[start:end])
                     continue
                 self._unacknowledged += size
                 # The highest bit is reserved. No server sets it, so nobody pays for it.
-                call = calls.get(stream_id) or calls.get(stream_id & _UINT31)
+                call = calls.get(stream_id) or calls.get(stream_id & UINT31)
                 if call is None:
                     continue
                 call.unacknowledged += size
                 if not call.messages:
                     received.append(call)
                 # The usual frame holds one whole message.
-                if size > 5 and not (flags or call.partial) and _MESSAGE.unpack_from(data, start) == (0, size - 5):
+                if size > 5 and not (flags or call.partial) and MESSAGE.unpack_from(data, start) == (0, size - 5):
                     call.messages.append(data[start + 5 : end])
                 else:
                     self._on_data(call, flags, data[start:end])
@@ -313,7 +286,7 @@ class Connection(asyncio.Protocol):
             self.close(str(error) if type(error) is ValueError else f"the server sent what cannot be read: {error}")
         self._rest = data[position:]
         if self._unacknowledged > 2**30:
-            self._write(frame(WINDOW_UPDATE, 0, 0, _UINT32.pack(self._unacknowledged)))
+            self._write(frame(WINDOW_UPDATE, 0, 0, UINT32.pack(self._unacknowledged)))
             self._unacknowledged = 0
         if received:
             self._active = True
@@ -354,7 +327,7 @@ class Connection(asyncio.Protocol):
 
     def _on_data(self, call: Call, flags: int, payload: bytes) -> None:
         try:
-            call.feed(_unpadded(flags, payload))
+            call.feed(unpadded(flags, payload))
         except _TooLong as problem:
             self._finish(call, TOO_LONG, str(problem))
         except ValueError as problem:
@@ -373,14 +346,14 @@ class Connection(asyncio.Protocol):
             self._block = None
             self._continuations += 1
         else:
-            payload = _unpadded(flags, payload)
+            payload = unpadded(flags, payload)
             if flags & WITH_PRIORITY:
                 payload = payload[5:]
             self._continuations = 0
-        if len(payload) > _MAX_HEADERS or self._continuations > _MAX_CONTINUATIONS:
+        if len(payload) > MAX_HEADERS or self._continuations > _MAX_CONTINUATIONS:
             raise ValueError("the server sent too many headers")
         if flags & END_HEADERS:
-            fields = _decoded(payload)
+            fields = decode_headers(payload)
             call = self._calls.get(stream_id)
             if call is not None:
                 self._active = True
@@ -407,19 +380,19 @@ class Connection(asyncio.Protocol):
 
     def _on_reset(self, flags: int, stream_id: int, payload: bytes) -> None:
         call = self._calls.get(stream_id)
-        (code,) = _UINT32.unpack(payload)
+        (code,) = UINT32.unpack(payload)
         if call is not None and not (code == REFUSED_STREAM and self._retry(call)):
             self._finish(call, _BY_RESET.get(code, "INTERNAL"), f"the server reset the call: error {code}", ended=True)
 
     def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
         if flags & ACK:
             return
-        for setting, value in _SETTING.iter_unpack(payload):
+        for setting, value in SETTING.iter_unpack(payload):
             if setting == MAX_CONCURRENT_STREAMS:
                 # A server that takes none refuses each call itself.
                 self._max_calls = max(value, 1)
             elif setting == MAX_FRAME_SIZE:
-                if not _FRAME_SIZE <= value < 1 << 24:
+                if not FRAME_SIZE <= value < 1 << 24:
                     raise ValueError(f"the server takes frames of {value} bytes, which HTTP/2 does not have")
                 self._max_frame = value
             elif setting == INITIAL_WINDOW_SIZE:
@@ -439,19 +412,19 @@ class Connection(asyncio.Protocol):
         last, code = struct.unpack_from(">II", payload)
         self._reason = f"the server ended the connection: error {code} {payload[8:200].decode('utf-8', 'replace')}"
         self._draining = True
-        for call in [call for call in self._calls.values() if call.stream_id > last & _UINT31]:
+        for call in [call for call in self._calls.values() if call.stream_id > last & UINT31]:
             if call.connection is self and not self._retry(call):
                 self._finish(call, LOST, self._reason, ended=True)
         self._end_if_unused()
 
     def _on_window_update(self, flags: int, stream_id: int, payload: bytes) -> None:
-        increment = _UINT32.unpack(payload)[0] & _UINT31
+        increment = UINT32.unpack(payload)[0] & UINT31
         call = self._calls.get(stream_id)
         if not stream_id:
             self._window += increment
         elif call is not None:
             call.window += increment
-        if self._window > _UINT31 or not increment:
+        if self._window > UINT31 or not increment:
             raise ValueError("the server extended a window by nothing or beyond its limit")
         self._send_blocked()
 
@@ -465,7 +438,7 @@ class Connection(asyncio.Protocol):
     def open(self, call: Call) -> None:
         """Send *call*, if the connection :attr:`has_room`."""
         assert call.request is not None
-        call.channel = None
+        call.withdraw = None
         call.connection = self
         call.stream_id = self._next_id
         call.attempts += 1
@@ -478,11 +451,11 @@ class Connection(asyncio.Protocol):
         else:
             block = call.headers
         self._next_id += 2
-        self._draining = self._draining or self._next_id > _UINT31
+        self._draining = self._draining or self._next_id > UINT31
         frames = []
-        for start in range(0, len(block), _FRAME_SIZE):
-            part = block[start : start + _FRAME_SIZE]
-            if start + _FRAME_SIZE >= len(block):
+        for start in range(0, len(block), FRAME_SIZE):
+            part = block[start : start + FRAME_SIZE]
+            if start + FRAME_SIZE >= len(block):
                 last = END_HEADERS
             else:
                 last = 0
@@ -492,12 +465,12 @@ class Connection(asyncio.Protocol):
     def acknowledge(self, call: Call) -> None:
         """Extend the window of *call* by what it has used, unless it is paused."""
         if not call.paused and call.unacknowledged:
-            self._write(frame(WINDOW_UPDATE, 0, call.stream_id, _UINT32.pack(call.unacknowledged)))
+            self._write(frame(WINDOW_UPDATE, 0, call.stream_id, UINT32.pack(call.unacknowledged)))
             call.unacknowledged = 0
 
     def reset(self, call: Call) -> None:
         """Tell the server to cancel the call."""
-        self._write(frame(RST_STREAM, 0, call.stream_id, _UINT32.pack(CANCEL)))
+        self._write(frame(RST_STREAM, 0, call.stream_id, UINT32.pack(CANCEL)))
         self._forget(call)
         self._end_if_unused()
 
@@ -575,7 +548,7 @@ class Connection(asyncio.Protocol):
         if call.request is None or call.attempts >= _ATTEMPTS:
             return False
         self._forget(call)
-        self._channel.submit(call)
+        self._resubmit(call)
         return True
 
     def _check_silence(self) -> None:
@@ -590,14 +563,6 @@ class Connection(asyncio.Protocol):
             self.drain()
 
 
-def _unpadded(flags: int, payload: bytes) -> bytes:
-    if not flags & PADDED:
-        return payload
-    if payload[0] >= len(payload):
-        raise ValueError("the server sent more padding than fits into the frame")
-    return payload[1 : len(payload) - payload[0]]
-
-
 # Frames of other types are ignored.
 _HANDLERS: Mapping[int, Callable[[Connection, int, int, bytes], None]] = {
     HEADERS: Connection._on_headers,
@@ -608,125 +573,3 @@ _HANDLERS: Mapping[int, Callable[[Connection, int, int, bytes], None]] = {
     WINDOW_UPDATE: Connection._on_window_update,
     CONTINUATION: Connection._on_headers,
 }
-
-
-class Channel:
-    """
-    Calls of the method *path* of the server at *url*, over one connection until it accepts no more, then over another.
-
-    Running calls keep their connection when the certificates change. Raises
-    :class:`ConfigurationError` for files that cannot be used.
-    """
-
-    def __init__(self, url: str, path: str, settings: ConnectionSettings) -> None:
-        parts = urlsplit(url)
-        self._address = parts.hostname or "", parts.port or 8001
-        self._settings = settings
-        self._tls = settings.ssl_context("h2") if parts.scheme == "grpcs" else None
-        self._context: ssl.SSLContext | None = None
-        self._fixed = (
-            (":method", "POST"),
-            (":scheme", "http" if self._tls is None else "https"),
-            (":path", path),
-            (":authority", parts.netloc),
-            ("content-type", "application/grpc"),
-            ("te", "trailers"),
-            ("user-agent", f"triton-openai/{__version__}"),
-        )
-        self._metadata: tuple[Header, ...] | None = None
-        self._headers = b""
-        # The connection for new calls. Older ones close after their last calls.
-        self._current: Connection | None = None
-        self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
-        self._waiting: deque[Call] = deque()
-        self._connecting: asyncio.Task[None] | None = None
-
-    def start(self, call: Call, message: bytes, own: Mapping[str, str]) -> None:
-        """Send *call* with its one *message* and its *own* metadata, as soon as there is a connection."""
-        metadata = self._settings.headers()
-        if metadata is not self._metadata:
-            self._metadata, self._headers = metadata, header_block((*self._fixed, *metadata))
-        if own:
-            call.headers = self._headers + header_block(own.items())
-        else:
-            call.headers = self._headers
-        call.request = _MESSAGE.pack(0, len(message)) + message
-        self.submit(call)
-
-    def submit(self, call: Call) -> None:
-        """Send *call*, which the server has not seen."""
-        if self._tls is not None and self._tls.current() is not self._context:
-            self._context = self._tls.current()
-            self.reconnect()
-        if self._current is not None and self._current.has_room:
-            self._current.open(call)
-            return
-        call.channel = self
-        self._waiting.append(call)
-        if self._connecting is None:
-            self._connecting = asyncio.get_running_loop().create_task(self._connect())
-
-    def withdraw(self, call: Call) -> None:
-        """Forget *call*, which waits for a connection."""
-        call.channel = None
-        # While all that wait are ended, it is no longer there.
-        with contextlib.suppress(ValueError):
-            self._waiting.remove(call)
-
-    def reconnect(self) -> None:
-        """Use a new connection for further calls, and ping the server on the old one."""
-        if self._current is not None:
-            self._current.drain()
-            self._current.ping()
-
-    async def close(self) -> None:
-        """Close every connection; calls are cut off."""
-        if self._connecting is not None:
-            await cancel(self._connecting)
-        for connection in self._connections:
-            connection.close("the service stopped")
-        self._fail_waiting(LOST, "the service stopped")
-
-    async def _connect(self) -> None:
-        try:
-            while self._waiting:
-                connection = Connection(self)
-                self._connections.add(connection)
-                try:
-                    async with asyncio.timeout(self._settings.connect_timeout):
-                        await self._establish(connection)
-                except (TimeoutError, OSError) as error:
-                    connection.close()
-                    self._fail_waiting(
-                        UNREACHABLE, str(error) if type(error) is ConnectionError else failure_reason(error)
-                    )
-                    continue
-                if self._current is not None:
-                    self._current.drain()
-                self._current = connection
-                while self._waiting and connection.has_room:
-                    connection.open(self._waiting.popleft())
-        finally:
-            self._connecting = None
-
-    async def _establish(self, connection: Connection) -> None:
-        """Connect, and wait for the server's settings: accepting a connection alone proves nothing."""
-        if self._tls is None:
-            name = None
-        else:
-            name = self._settings.access.server_name
-        transport, _ = await asyncio.get_running_loop().create_connection(
-            lambda: connection, *self._address, ssl=self._context, server_hostname=name
-        )
-        detect_dead_peer(transport)
-        encrypted = transport.get_extra_info("ssl_object")
-        if encrypted is not None and encrypted.selected_alpn_protocol() != "h2":
-            raise ConnectionError("TLS: the server does not speak HTTP/2 (ALPN h2)")
-        await connection.ready
-
-    def _fail_waiting(self, code: str, details: str) -> None:
-        waiting = self._waiting
-        self._waiting = deque()
-        for call in waiting:
-            if call.channel is not None:
-                call.end(code, details)

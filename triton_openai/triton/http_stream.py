@@ -12,7 +12,6 @@ key ``error``, as an event or as a plain body, under a status that cannot be rel
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +26,11 @@ import msgspec
 
 from triton_openai import offload
 from triton_openai.config.tls import PERHAPS_REFUSED, failure_reason
-from triton_openai.errors import InvalidAnswer, ServiceError
+from triton_openai.errors import ServiceError
 from triton_openai.triton.client import Receiver
 from triton_openai.triton.connection import ConnectionSettings, detect_dead_peer
-from triton_openai.triton.status import classify, cut_off_error, foreign_error, unreachable
+from triton_openai.triton.http_json import UNREADABLE, decode_leniently, refusal, too_long
+from triton_openai.triton.status import classify, cut_off_error, unreachable
 from triton_openai.triton.tensors import InferRequest, InferResponse, JsonOutputs, JsonResponse, json_size
 
 # The most that is read of an error that does not come from Triton.
@@ -38,8 +38,6 @@ MAX_ERROR_BYTES = 256 * 1024
 # The most that is read of an answer's head, or between two pieces of its body, and of an event.
 MAX_HEAD_BYTES = 64 * 1024
 MAX_EVENT_BYTES = 64 * 1024 * 1024
-#: What is raised for JSON that cannot be read, or is nested too deeply.
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 # What an output of the generate extension can be. Anything else is read leniently, and refused by who needs the output.
 _Scalar = str | int | float | bool | None
 _Output = _Scalar | list[_Scalar]
@@ -101,44 +99,6 @@ def _decoder(model: str, outputs: Sequence[str]) -> Callable[[bytes], Event]:
         gc=False,
     )
     return cast(Callable[[bytes], Event], msgspec.json.Decoder(kind).decode)
-
-
-def decode_leniently(data: bytes, model: str = "") -> dict[str, Any]:
-    """
-    Return the JSON object of an event, or of a body, that a strict decoder may refuse; an empty one if there is none.
-
-    Triton copies BYTES outputs into the JSON unchecked (invalid UTF-8 is possible) and writes ``NaN`` for a float that
-    is not a number. Half a surrogate pair, which no UTF-8 can hold, becomes U+FFFD. Raises :class:`InvalidAnswer`.
-    """
-    start = data.find(b"{")
-    if start < 0:
-        return {}
-    try:
-        values = json.loads(data[start:].decode("utf-8", "replace"))
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(data, model) from error
-    if not isinstance(values, dict):
-        raise _unreadable(data, model)
-    return {name: _without_surrogates(value) for name, value in values.items()}
-
-
-def _without_surrogates(value: Any) -> Any:
-    if isinstance(value, str) and not value.isascii():
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, list):
-        return [_without_surrogates(item) if isinstance(item, str) else item for item in value]
-    return value
-
-
-def _unreadable(data: bytes, model: str) -> InvalidAnswer:
-    # Only its size: its content may be a part of an answer, and those are not logged.
-    detail = f"An event of {len(data)} bytes is no JSON object."
-    return InvalidAnswer("it is no JSON object", model=model, detail=detail)
-
-
-def too_long(what: str, model: str = "") -> InvalidAnswer:
-    """Return the error for an answer of *model* of which *what*, a part, is longer than it can be."""
-    return InvalidAnswer(f"its {what} is too long", model=model)
 
 
 class Connection(asyncio.Protocol):
@@ -265,7 +225,7 @@ class Connection(asyncio.Protocol):
     def release(self) -> None:
         """Return the connection to the pool, after its answer was read to the end."""
         self._stream = None
-        if self._reusable and self.usable:
+        if self._reusable and not self._transport.is_closing():
             self._used = True
             self._pool.keep(self)
         else:
@@ -319,7 +279,7 @@ class ConnectionPool:
         """Return an idle connection, if there is one."""
         while self._idle:
             since, connection = self._idle.pop()
-            if connection.usable and monotonic() - since < IDLE_SECONDS:
+            if monotonic() - since < IDLE_SECONDS and connection.usable:
                 return connection
             connection.close()
         return None
@@ -612,15 +572,3 @@ class HttpStream:
         self._stop(whole=False)
         if silent:
             self._pool.close_idle()
-
-
-def refusal(parts: Sequence[bytes], status: int, model: str) -> ServiceError:
-    """Return the error for an answer with *status* and this body: Triton's ``{"error": "…"}``, or another server's."""
-    body = b"".join(parts)
-    try:
-        error = decode_leniently(body).get("error")
-    except InvalidAnswer:
-        error = None
-    if error is None:
-        return foreign_error(str(status), body[:500].decode("utf-8", "replace"))
-    return classify(error if isinstance(error, str) else json.dumps(error), model, str(status))

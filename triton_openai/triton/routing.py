@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import accumulate
 
-from triton_openai.config.tree import EjectionSettings, Policy
+from triton_openai.config.tree import EjectionSettings, Policy, RoutingSettings
 
 # With so few candidates all are compared; of more, two.
 _FEW = 3
@@ -39,6 +39,25 @@ _MAX_CHANGES = 16
 # The window of the budget, and the retries that it allows in any case.
 _WINDOW = 10
 _LEAST_RETRIES = 3
+
+
+def prefix_key(routing: RoutingSettings, model: str, lora: str, prompt: str) -> bytes | None:
+    """Return the key of the beginning of *prompt*, ``None`` unless the setting ``affinity`` has prompts."""
+    if "prompt" not in routing.affinity:
+        return None
+    # A character has at least one byte.
+    start = prompt[: routing.prefix_size].encode("utf-8", "surrogatepass")[: routing.prefix_size]
+    return b"\0".join((model.encode(), lora.encode(), start))
+
+
+def session_key(routing: RoutingSettings, *names: tuple[str, str | None]) -> str | None:
+    """Return the value of *names* (kind and value) whose kind comes first in the setting ``affinity``."""
+    values = dict(names)
+    for kind in routing.affinity:
+        value = values.get(kind)
+        if value:
+            return value
+    return None
 
 
 class Target:
@@ -102,7 +121,7 @@ class Pool:
         #: All targets, those included that take no requests.
         self.targets: Sequence[Target] = ()
         #: Requests that one target runs at most, as long as another one has room.
-        self.most_running = math.inf
+        self.max_running = math.inf
         self._counted: Collection[Target] = frozenset()
         #: The targets that take requests, those included that are ejected.
         self.active: Sequence[Target] = ()
@@ -164,7 +183,7 @@ class Pool:
         """
 
         def fits(target: Target) -> bool:
-            return target.running < self.most_running and target.endpoint not in avoid
+            return target.running < self.max_running and target.endpoint not in avoid
 
         if len(self.candidates) == 1 and self.candidates[0].endpoint not in avoid:
             return self.candidates[0]

@@ -12,14 +12,14 @@ import math
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeAlias, cast
 
 import msgspec
 from msgspec import Meta
 
 from triton_openai import offload
-from triton_openai.errors import InvalidAnswer, UpstreamError
+from triton_openai.errors import InvalidAnswer
 
 #: Raw contents: a view where there are more bytes than LARGE, because to copy them would hold the event loop.
 Buffer: TypeAlias = bytes | memoryview
@@ -289,8 +289,8 @@ class InferResponse(Protocol):
         """Return the error for an answer of which *problem* is true."""
 
 
-class _Checked:
-    """What reads numbers in the same way, wherever they come from."""
+class CheckedOutputs:
+    """Base of responses: reads numbers in the same way, whatever the transport."""
 
     __slots__ = ()
 
@@ -340,7 +340,7 @@ class _Checked:
         return InvalidAnswer(problem, model=self.model, detail=detail)
 
 
-class JsonOutputs(_Checked):
+class JsonOutputs(CheckedOutputs):
     """Reads ``values`` of HTTP's generate extension: tensors flattened to lists, a single element to a scalar."""
 
     __slots__ = ()
@@ -429,200 +429,3 @@ class OutputTensor(msgspec.Struct, frozen=True):
     datatype: str
     shape: tuple[int, ...]
     data: Buffer
-
-
-class Layout:
-    """
-    The outputs of a response of *model* with raw tensors: name, datatype and shape of each.
-
-    The responses of a stream share it.
-    """
-
-    def __init__(self, outputs: Iterable[tuple[str, str, tuple[int, ...]]], model: str = "") -> None:
-        self.outputs = tuple(outputs)
-        self.model = model
-        self._readers: dict[tuple[str, ...], Sequence[tuple[int, Callable[[Buffer], Any]]]] = {}
-
-    def readers(self, names: tuple[str, ...]) -> Sequence[tuple[int, Callable[[Buffer], Any]]]:
-        """Return the place of each of *names* among the outputs, -1 without one, and what reads its first value."""
-        readers = self._readers.get(names)
-        if readers is None:
-            places = {
-                name: (place, _reader(name, datatype, self.model))
-                for place, (name, datatype, _) in enumerate(self.outputs)
-            }
-            readers = self._readers[names] = [places.get(name, (-1, bytes)) for name in names]
-        return readers
-
-
-class BinaryResponse(_Checked):
-    """
-    A response with raw tensors: gRPC's, and HTTP's with the binary extension.
-
-    *contents* has the bytes of each output of *layout*. Most outputs of a step are never asked for.
-    """
-
-    __slots__ = ("_contents", "_layout")
-
-    def __init__(self, layout: Layout, contents: Sequence[Buffer]) -> None:
-        self._layout = layout
-        self._contents = contents
-
-    @property
-    def model(self) -> str:
-        return self._layout.model
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self._contents))
-
-    def first(self, names: tuple[str, ...]) -> Sequence[Any]:
-        contents = self._contents
-        return [read(contents[place]) if place >= 0 else None for place, read in self._layout.readers(names)]
-
-    def tensor(self, name: str) -> OutputTensor | None:
-        for (found, datatype, shape), data in zip(self._layout.outputs, self._contents, strict=True):
-            if found == name:
-                self._check_size(name, datatype, shape, len(data))
-                return OutputTensor(datatype, shape, data)
-        return None
-
-    def _check_size(self, name: str, datatype: str, shape: tuple[int, ...], size: int) -> None:
-        """Raise :class:`InvalidAnswer` for contents of *size* bytes that do not fit *shape*."""
-        width = ELEMENT_SIZES.get(datatype)
-        if width is None and datatype != "BYTES":
-            raise self.invalid(f"the output '{name}' has a type that the protocol does not have")
-        if min(shape, default=0) < 0 or (width is not None and width * math.prod(shape) != size):
-            raise self.invalid(f"the contents of the output '{name}' do not fit its shape")
-
-    def texts(self, name: str) -> Sequence[str]:
-        output = self.tensor(name)
-        if output is None:
-            return ()
-        if output.datatype != "BYTES":
-            raise self.invalid(f"the output '{name}' has something else where a text is needed")
-        data = output.data
-        texts = []
-        offset = 0
-        while offset < len(data):
-            end = offset + 4
-            offset = end + int.from_bytes(data[offset:end], "little")
-            if offset > len(data):
-                raise self.invalid(f"the output '{name}' is cut off")
-            texts.append(str(data[end:offset], "utf-8", "replace"))
-        if len(texts) != math.prod(output.shape):
-            raise self.invalid(f"the contents of the output '{name}' do not fit its shape")
-        return texts
-
-    def numbers(self, name: str) -> Sequence[float]:
-        output = self.tensor(name)
-        if output is None:
-            return ()
-        if output.datatype == "BYTES":
-            return [self._number(name, text) for text in self.texts(name)]
-        if output.datatype == "BOOL":
-            return [int(byte != 0) for byte in output.data]
-        if output.datatype == "FP16":
-            return struct.unpack(f"<{len(output.data) // 2}e", output.data)
-        code = ARRAY_CODES.get(output.datatype)
-        if code is None:
-            raise self.invalid(f"the output '{name}' is {output.datatype}, which has no plain numbers")
-        values = array(code)
-        values.frombytes(output.data)
-        if sys.byteorder == "big":
-            values.byteswap()
-        return values
-
-    def vectors(self, name: str) -> Sequence[bytes]:
-        """Return a floating output of shape ``[n, d]`` as float32 rows; raw FP32 is sliced, not converted."""
-        output = self.tensor(name)
-        if output is None:
-            return ()
-        if len(output.shape) > 1:
-            rows = output.shape[0]
-        else:
-            rows = 1
-        if output.datatype == "FP32":
-            data = bytes(output.data)
-        else:
-            data = self._row(name, self.numbers(name))
-        if rows <= 0 or not data or len(data) % (4 * rows):
-            raise self.invalid(f"the output '{name}' has rows of different lengths, or none")
-        width = len(data) // rows
-        return [data[i * width : (i + 1) * width] for i in range(rows)]
-
-
-def _reader(name: str, datatype: str, model: str) -> Callable[[Buffer], Any]:
-    length = _LENGTH.unpack_from
-
-    def text(data: Buffer) -> str | None:
-        if not data:
-            return None
-        size = len(data)
-        if size >= 4:
-            end = 4 + length(data)[0]
-        else:
-            end = 4
-        if end > size:
-            raise InvalidAnswer(f"the output '{name}' is cut off", model=model)
-        try:
-            return str(data[4:end], "utf-8")
-        except UnicodeDecodeError:
-            return str(data[4:end], "utf-8", "replace")
-
-    def number(data: Buffer) -> Any:
-        if not data:
-            return None
-        if len(data) < item.size:
-            raise InvalidAnswer(f"the output '{name}' is cut off", model=model)
-        return item.unpack_from(data)[0]
-
-    def other(data: Buffer) -> Any:
-        raise InvalidAnswer(f"the output '{name}' is {datatype}, which has no plain numbers", model=model)
-
-    if datatype == "BYTES":
-        return text
-    codes = {**ARRAY_CODES, "FP16": "e", "BOOL": "?"}
-    if datatype not in codes:
-        return other
-    item = struct.Struct("<" + codes[datatype])
-    return number
-
-
-def read_model_config(config: Any, model: str) -> ModelConfig:
-    """
-    Return the configuration of *model* in the JSON form of a ``ModelConfig`` message.
-
-    Raises :class:`UpstreamError`, also if it is that of another model.
-    """
-    try:
-        fields = {
-            **config,
-            "decoupled": config.get("model_transaction_policy", {}).get("decoupled", False),
-            "inputs": _specs(config.get("input", ())),
-            "outputs": _specs(config.get("output", ())),
-            "parameters": {name: value.get("string_value", "") for name, value in config.get("parameters", {}).items()},
-            "steps": [
-                {"input_map": {}, "output_map": {}, **step, "model": step["model_name"]}
-                for step in config.get("ensemble_scheduling", {}).get("step", ())
-            ],
-            "priority_levels": config.get("dynamic_batching", {}).get("priority_levels", 0),
-            "sequences": "sequence_batching" in config,
-        }
-        # Not strict: protobuf's JSON form writes int64 as text, Triton's own writes numbers.
-        read = msgspec.convert(fields, ModelConfig, strict=False)
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise UpstreamError("Triton sent a model configuration that cannot be read.", detail=repr(error)) from error
-    if read.name != model:
-        raise UpstreamError("Triton sent the configuration of another model.", detail=f"asked for {model!r}")
-    return read
-
-
-def _specs(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {item["name"]: {"dims": (), **item, "datatype": _datatype(item.get("data_type", ""))} for item in items}
-
-
-def _datatype(name: str) -> str:
-    if name == "TYPE_STRING":
-        return "BYTES"
-    return name.removeprefix("TYPE_")

@@ -21,15 +21,8 @@ from triton_openai.adapters.vllm import Vllm
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import Delta, Generation, Sampling
 from triton_openai.jobs import EmbeddingJob
-from triton_openai.triton.tensors import (
-    BinaryResponse,
-    EnsembleStep,
-    InferRequest,
-    JsonResponse,
-    Layout,
-    ModelConfig,
-    TensorSpec,
-)
+from triton_openai.triton.binary_response import BinaryResponse, Layout
+from triton_openai.triton.tensors import EnsembleStep, InferRequest, JsonResponse, ModelConfig, TensorSpec
 
 
 def specs(*texts: str) -> dict[str, TensorSpec]:

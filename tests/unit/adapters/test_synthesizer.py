@@ -17,7 +17,8 @@ from triton_openai.adapters.synthesizer import Synthesizer
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import SynthesisJob, Voice
-from triton_openai.triton.tensors import BinaryResponse, JsonResponse, Layout, ModelConfig
+from triton_openai.triton.binary_response import BinaryResponse, Layout
+from triton_openai.triton.tensors import JsonResponse, ModelConfig
 
 REGISTRY = Registry()
 REFERENCE = ["reference_wav FP32 -1", "reference_wav_len INT32 1", "reference_text BYTES 1"]

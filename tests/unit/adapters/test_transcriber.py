@@ -19,14 +19,9 @@ from triton_openai.adapters.transcriber import Transcriber
 from triton_openai.errors import ConfigurationError, UnsupportedParameter, UpstreamError
 from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import TranscriptionJob, TranslationJob
-from triton_openai.triton.tensors import (
-    BinaryResponse,
-    EnsembleStep,
-    JsonResponse,
-    Layout,
-    ModelConfig,
-    read_model_config,
-)
+from triton_openai.triton.binary_response import BinaryResponse, Layout
+from triton_openai.triton.config_reader import read_model_config
+from triton_openai.triton.tensors import EnsembleStep, JsonResponse, ModelConfig
 
 WAV = ("WAV FP32 [-1]", "WAV_LENS INT32 [1]")
 TEXT = ("TRANSCRIPTS STRING [1]",)

@@ -103,7 +103,7 @@ async def test_a_whole_answer() -> None:
     runs: list[Mock] = []
 
     def work() -> Coroutine[Any, Any, Any]:
-        run = Mock(failure=None, conclude=soon, check=lambda _: 60.0)
+        run = Mock(failure=None, finalize=soon, check=lambda _: 60.0)
         run.start = lambda number, push, tell: asyncio.get_running_loop().call_soon(tell, number)
         runs.append(run)
         return collect([run], timeout=60)

@@ -35,9 +35,9 @@ class FakeRun:
         self.checks += 1
         return self.left
 
-    async def conclude(self) -> None:
+    async def finalize(self) -> None:
         """Note it, as the others do."""
-        self.calls.append("conclude")
+        self.calls.append("finalize")
 
     def pause(self) -> None:
         """Note it."""
@@ -73,7 +73,7 @@ async def test_many_runs() -> None:
     group.resume()
     group.close()
 
-    assert ["start", "conclude", "pause", "resume", "close"] == runs[3].calls
+    assert ["start", "finalize", "pause", "resume", "close"] == runs[3].calls
     assert ["pause", "resume", "close"] == runs[39].calls
 
 

@@ -31,13 +31,13 @@ def test_time_limits() -> None:
     [
         # An answer of so many tokens, or an error
         (TokenLimit(tokens=9), None, 9),
-        (TokenLimit(tokens=9, open=True, endless=True), None, 9),
+        (TokenLimit(tokens=9, open=True, unbounded=True), None, 9),
         (TokenLimit(tokens=9, context=14), 5, 9),
         (TokenLimit(tokens=9, context=20), 11, 9),
         (TokenLimit(tokens=9, context=13), 4, "you requested 14 tokens (5 in the prompt, 9 in the completion)"),
         (TokenLimit(tokens=9, open=True, context=13), 12, 8),
         (TokenLimit(tokens=9, open=True, context=20), 19, 9),
-        (TokenLimit(tokens=9, open=True, endless=True, context=20), 19, 15),
+        (TokenLimit(tokens=9, open=True, unbounded=True, context=20), 19, 15),
         (TokenLimit(tokens=9, longest_prompt=4), None, "your prompt has 5 tokens"),
         (TokenLimit(tokens=0, context=5, longest_prompt=5), 5, "your prompt has 5 tokens"),
         (TokenLimit(tokens=9, open=True, context=5, longest_prompt=5), 4, "your prompt has 5 tokens"),
@@ -48,10 +48,10 @@ def test_what_fits_behind_a_prompt_of_five_tokens(limit: TokenLimit, room: int |
     """An open answer is cut to the room that there is; another is refused, as is a prompt that leaves no room."""
     assert room == limit.room_for_prompt
     if isinstance(expected, int):
-        assert expected == limit.behind(5)
+        assert expected == limit.max_tokens_for(5)
     else:
         with pytest.raises(ContextLengthExceeded) as caught:
-            limit.behind(5)
+            limit.max_tokens_for(5)
         assert expected in caught.value.message
 
 
@@ -59,5 +59,5 @@ def test_where_a_backend_ends_an_answer() -> None:
     """At the limit that it was sent, or before that at the end of the context."""
     limit = TokenLimit(tokens=9, open=True, context=13)
 
-    assert [8, 6, 8] == [limit.reached(8, prompt) for prompt in (None, 7, 2)]
-    assert 8 == TokenLimit(tokens=9).reached(8, 100)
+    assert [8, 6, 8] == [limit.effective(8, prompt) for prompt in (None, 7, 2)]
+    assert 8 == TokenLimit(tokens=9).effective(8, 100)

@@ -13,8 +13,9 @@ from triton_openai.adapters._common.base import Adapter, Capabilities, ModelMeta
 from triton_openai.adapters._common.decoding import TextDecoder
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.prepare import GenerationSpec, Prompt, nth_seed, prepare
-from triton_openai.answer.run import Run, Sender
-from triton_openai.config.tree import ModelSettings
+from triton_openai.answer.run import Run
+from triton_openai.answer.upstream_call import UpstreamClient
+from triton_openai.config.tree import ModelSettings, TritonSettings
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Generation, Sampling
 from triton_openai.models.loading import LazyPrompter
@@ -22,6 +23,8 @@ from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import Background
 from triton_openai.telemetry.request_record import CallTracer
+from triton_openai.triton.fleet import Fleet
+from triton_openai.triton.route import Route
 from triton_openai.triton.tensors import ModelConfig
 
 TOKENIZER = Tokenizer.load(str(Path(__file__).parents[3] / "triton_openai" / "demo" / "tokenizer"))
@@ -62,10 +65,9 @@ async def prepared(
         lazy_prompter=LazyPrompter(settings, None),
     )
     template = Generation(id="one", prompt="", sampling=Sampling(max_tokens=limit.tokens, seed=seed))
-    nothing: Any = None
-    sender = Sender(nothing, CallTracer(), Background())
+    upstream = UpstreamClient(Route(Fleet(TritonSettings()).leasing, "m"), CallTracer(), Background())
     spec = GenerationSpec(template=template, limit=limit, **wanted)
-    return await prepare(model, tokenizer, prompts, spec, sender, LIMITS)
+    return await prepare(model, tokenizer, prompts, spec, upstream, LIMITS)
 
 
 @every_case("first", [0, 7, 2**63 - 1, 2**64 - 1, -5])
@@ -100,7 +102,7 @@ async def test_seeds_are_random_where_the_backend_has_the_same_for_every_request
 
 async def test_an_open_answer_gets_the_room_behind_its_prompt() -> None:
     """The backend is asked for no more; a prompt that fills the context alone is refused."""
-    limit = TokenLimit(tokens=9, open=True, endless=True, context=30, longest_prompt=30)
+    limit = TokenLimit(tokens=9, open=True, unbounded=True, context=30, longest_prompt=30)
     (run,) = await prepared(Texts(), ["one two three"], limit=limit)
     count = TOKENIZER.count("one two three")
 

@@ -22,7 +22,8 @@ from triton_openai import offload
 from triton_openai.adapters._common.base import Adapter, Capabilities, Decoder
 from triton_openai.adapters._common.decoding import CumulativeText, TextDecoder
 from triton_openai.answer.limits import TimeLimits, TokenLimit
-from triton_openai.answer.run import Run, Sender
+from triton_openai.answer.run import Run
+from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.config.tree import FailoverSettings, TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout, UpstreamUnavailable
 from triton_openai.generation import AnswerState, Delta, FinishReason, Generation, Logits, Sampling, Usage, total_usage
@@ -30,7 +31,8 @@ from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import Background
 from triton_openai.telemetry.request_record import CallTracer
 from triton_openai.triton.client import Receiver
-from triton_openai.triton.fleet import Fleet, Route
+from triton_openai.triton.fleet import Fleet
+from triton_openai.triton.route import Route
 from triton_openai.triton.status import cut_off_error
 from triton_openai.triton.tensors import InferRequest, JsonResponse, ModelConfig
 
@@ -135,7 +137,7 @@ class Answer:
         self.run = Run(
             Generation(id="1", prompt="Hello", sampling=sampling, **generation),
             adapter=self.backend,
-            sender=Sender(Route(fleet, "m"), CallTracer(), self.background),
+            upstream=UpstreamClient(Route(fleet.leasing, "m"), CallTracer(), self.background),
             time_limits=limits,
             token_limit=TokenLimit(tokens=sampling.max_tokens, context=context),
             tokenizer=tokenizer,
@@ -153,7 +155,7 @@ class Answer:
 
 @pytest.fixture(autouse=True)
 def _stop_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triton_openai.answer.run._STOP_DELAYS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("triton_openai.answer.upstream_call._STOP_DELAYS", (0.0, 0.0, 0.0))
 
 
 async def test_each_token_is_passed_on_at_once() -> None:
@@ -429,7 +431,7 @@ async def test_text_behind_a_stop_string_is_not_counted(texts: list[str], stop: 
     """Text behind a stop string is not counted, but for the rest of the token in which it ends."""
     answer = Answer(tokenizer=TOKENIZER, sampling=Sampling(max_tokens=50, stop=(stop,)))
     answer.engine.bring(*texts)
-    await answer.run.conclude()
+    await answer.run.finalize()
     usage = answer.run.progress.usage
     assert usage is not None
     words = ["one", " two", " three", " four", " five"]
@@ -511,7 +513,7 @@ async def answered(*texts: str, limit: int, tokenizer: Tokenizer | None = TOKENI
     for text in texts:
         answer.engine.bring(text)
     answer.engine.receiver.end(None)
-    await answer.run.conclude()
+    await answer.run.finalize()
     answer.run.close()
     return answer.run.progress
 
@@ -619,7 +621,7 @@ async def test_what_the_backend_counts(
     answer = Answer(decoder=Deltas(*deltas), tokenizer=TOKENIZER, generation=generation, context=room)
     answer.engine.bring("", "")
     answer.engine.receiver.end(None)
-    await answer.run.conclude()
+    await answer.run.finalize()
     progress, usage = answer.run.progress, answer.run.progress.usage
 
     assert usage is not None
@@ -663,7 +665,8 @@ async def test_times(monkeypatch: pytest.MonkeyPatch) -> None:
     A run knows when what came, and how long the silence may be: from the last response, or from the end of a pause.
     """
     now = 100.0
-    monkeypatch.setattr("triton_openai.answer.run.monotonic", lambda: now)
+    for module in ("run", "upstream_call"):
+        monkeypatch.setattr(f"triton_openai.answer.{module}.monotonic", lambda: now)
     answer = Answer(limits=TimeLimits(first_token=10, idle=5, total=60))
     run, progress = answer.run, answer.run.progress
     checks = [run.check(now)]

@@ -9,13 +9,14 @@ from typing import Any, cast
 import pytest
 
 from tests.cases import every_case
-from triton_openai.answer.run import Sender
+from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.config.tree import EndpointSettings, TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamUnavailable
 from triton_openai.tasks import Background
 from triton_openai.telemetry.request_record import CallTracer
 from triton_openai.triton.client import TritonClient
-from triton_openai.triton.fleet import Fleet, Route
+from triton_openai.triton.fleet import Fleet
+from triton_openai.triton.route import Route
 from triton_openai.triton.routing import Target
 from triton_openai.triton.tensors import InferRequest, InferResponse, JsonResponse
 
@@ -45,7 +46,7 @@ class FakeTriton:
         """Do nothing."""
 
 
-def sender_to(*tritons: FakeTriton) -> Sender:
+def upstream_to(*tritons: FakeTriton) -> UpstreamClient:
     """Return what sends requests to *tritons*, in this order."""
     endpoints = tuple(EndpointSettings(name=str(place), url=(f"http://t{place}",)) for place in range(len(tritons)))
     fleet = Fleet(
@@ -54,15 +55,15 @@ def sender_to(*tritons: FakeTriton) -> Sender:
     )
     for name, member in fleet.members.items():
         member.targets["m"] = Target(name, 1000.0 if name == "0" else 1.0)
-    fleet._update_pools(["m"])
-    return Sender(Route(fleet, "m"), CallTracer(), Background())
+    fleet.leasing.update(["m"])
+    return UpstreamClient(Route(fleet.leasing, "m"), CallTracer(), Background())
 
 
 async def test_parts_come_one_after_the_other() -> None:
     """A part is sent when the one before is answered, and each answer is heard."""
     triton = FakeTriton(held="2")
     heard: list[int] = []
-    asking = asyncio.ensure_future(sender_to(triton).ask(SEQUENCE, lambda responses: heard.append(len(responses))))
+    asking = asyncio.ensure_future(upstream_to(triton).ask(SEQUENCE, lambda responses: heard.append(len(responses))))
     await triton.holds.wait()
     assert (["0", "1", "2"], [1, 2]) == (triton.got, heard)
     triton.released.set()
@@ -85,10 +86,10 @@ async def test_a_part_that_fails(
 ) -> None:
     """The sequence is ended, unless its end is what failed."""
     triton = FakeTriton(failing=place, error=error)
-    sender = sender_to(triton)
+    upstream = upstream_to(triton)
     with pytest.raises(expected):
-        await sender.ask(SEQUENCE)
-    await sender.background.close()
+        await upstream.ask(SEQUENCE)
+    await upstream.background.close()
     assert got == triton.got
 
 
@@ -96,23 +97,23 @@ async def test_a_sequence_that_nobody_waits_for() -> None:
     """It is ended when the part that runs is answered, and not before; its end may end."""
     for held, got in (("1", ["0", "1", "3"]), ("3", ["0", "1", "2", "3"])):
         triton = FakeTriton(held=held)
-        sender = sender_to(triton)
-        asking = asyncio.ensure_future(sender.ask(SEQUENCE))
+        upstream = upstream_to(triton)
+        asking = asyncio.ensure_future(upstream.ask(SEQUENCE))
         await triton.holds.wait()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         assert triton.got[-1] == held
         triton.released.set()
-        await sender.background.close()
+        await upstream.background.close()
         assert got == triton.got
 
 
 async def test_a_sequence_goes_on_at_no_other_triton() -> None:
     """Where a Triton is lost, another one gets the sequence from its beginning, and the first its end."""
     tritons = [FakeTriton(failing="2", error=UpstreamUnavailable("gone")), FakeTriton()]
-    sender = sender_to(*tritons)
+    upstream = upstream_to(*tritons)
     heard: list[int] = []
-    await sender.ask(SEQUENCE, lambda responses: heard.append(len(responses)))
-    await sender.background.close()
+    await upstream.ask(SEQUENCE, lambda responses: heard.append(len(responses)))
+    await upstream.background.close()
     assert [["0", "1", "2", "3"], ["0", "1", "2", "3"]] == [triton.got for triton in tritons]
     assert [1, 2, 1, 2, 3, 4] == heard

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -14,15 +13,16 @@ from hypothesis import strategies as st
 from tests.cases import every_case
 from tests.unit.triton.test_catalog import FakeClient
 from triton_openai.adapters._common.base import Synthesis
-from triton_openai.answer.run import Sender
-from triton_openai.answer.speech import _Answers, _length, longest_piece, pieces
+from triton_openai.answer.speech import _length, _PieceCall, longest_piece, pieces
+from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout, UpstreamUnavailable
 from triton_openai.jobs import Voice
 from triton_openai.tasks import Background
-from triton_openai.telemetry.request_record import CallTracer, Destination, Request
+from triton_openai.telemetry.request_record import CallOutcome, CallTracer, Destination, Request
 from triton_openai.triton.client import Receiver, TritonClient
-from triton_openai.triton.fleet import Fleet, Route
+from triton_openai.triton.fleet import Fleet
+from triton_openai.triton.route import Route
 from triton_openai.triton.status import cut_off_error
 from triton_openai.triton.tensors import InferRequest, JsonResponse
 
@@ -97,11 +97,11 @@ class FakeStream:
         self.calls.append("close silently" if silent else "close")
 
 
-def answers_of(stream: FakeStream, ended: Callable[[], None] = lambda: None) -> _Answers:
+def answers_of(stream: FakeStream, ended: Callable[[], None] = lambda: None) -> _PieceCall:
     """Return the answers to a request that *stream* takes."""
     fleet = Fleet(TritonSettings(), connect=lambda _: cast(TritonClient, stream))
-    sender = Sender(Route(fleet, "tts"), CallTracer(), Background())
-    return _Answers(sender, InferRequest(model="tts", id="1", inputs=(), stream=True), ended)
+    upstream = UpstreamClient(Route(fleet.leasing, "tts"), CallTracer(), Background())
+    return _PieceCall(upstream, InferRequest(model="tts", id="1", inputs=(), stream=True), ended)
 
 
 async def test_a_slow_client_pauses_the_model() -> None:
@@ -148,21 +148,16 @@ async def test_ends(parts: int, error: ServiceError | None, expected: type[Servi
 
 
 class Watched(CallTracer):
-    """Notes the errors with which calls end."""
+    """Keeps the outcomes of calls."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ends: list[BaseException | None] = []
+        self.outcomes: list[CallOutcome] = []
 
-    @contextmanager
-    def call(self, request: Request, to: Destination) -> Iterator[Request]:
-        """Note how it ends."""
-        try:
-            yield request
-        except BaseException as error:
-            self.ends.append(error)
-            raise
-        self.ends.append(None)
+    def begin(self, request: Request, outcome: CallOutcome, to: Destination, *, lora: str | None = None) -> Request:
+        """Keep the outcome."""
+        self.outcomes.append(outcome)
+        return request
 
 
 async def test_a_request_that_cannot_be_sent() -> None:
@@ -174,10 +169,12 @@ async def test_a_request_that_cannot_be_sent() -> None:
 
     watched = Watched()
     fleet = Fleet(TritonSettings(), connect=lambda _: cast(TritonClient, Broken()))
-    sender = Sender(Route(fleet, "tts"), watched, Background())
+    upstream = UpstreamClient(Route(fleet.leasing, "tts"), watched, Background())
     with pytest.raises(UpstreamError) as caught:
-        _Answers(sender, InferRequest(model="tts", id="1", inputs=(), stream=True), lambda: None)
-    assert [caught.value] == watched.ends
+        _PieceCall(upstream, InferRequest(model="tts", id="1", inputs=(), stream=True), lambda: None)
+    (outcome,) = watched.outcomes
+    assert outcome.error is caught.value
+    assert outcome.ended is not None
 
 
 async def test_silence() -> None:
@@ -209,8 +206,8 @@ async def test_a_text_goes_to_another_triton_before_its_first_part() -> None:
     settings = TritonSettings(endpoints=tuple(f"{name}=http://{name}:8000" for name in tritons))
     fleet = Fleet(settings, connect=lambda each: cast(TritonClient, tritons[each.name or ""]))
     await fleet.refresh()
-    sender = Sender(Route(fleet, "tts"), CallTracer(), Background())
-    answers = _Answers(sender, InferRequest(model="tts", id="1", inputs=(), stream=True), lambda: None)
+    upstream = UpstreamClient(Route(fleet.leasing, "tts"), CallTracer(), Background())
+    answers = _PieceCall(upstream, InferRequest(model="tts", id="1", inputs=(), stream=True), lambda: None)
     (first,) = (one for one in tritons.values() if one.receivers)
     first.receivers[0].end(UpstreamUnavailable("refused"))
     (second,) = (one for one in tritons.values() if one.receivers and one is not first)

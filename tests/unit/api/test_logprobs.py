@@ -29,7 +29,8 @@ from triton_openai.api.logprobs import chat_logprobs, completion_logprobs, promp
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import IMPOSSIBLE, Alternative, Delta, Logits, TokenLogprob, Vocabulary
 from triton_openai.prompts.tokenizer import Tokenizer
-from triton_openai.triton.tensors import BinaryResponse, JsonResponse, Layout, ModelConfig, TensorSpec
+from triton_openai.triton.binary_response import BinaryResponse, Layout
+from triton_openai.triton.tensors import JsonResponse, ModelConfig, TensorSpec
 
 SCORES = st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=12)
 

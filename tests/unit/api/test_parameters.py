@@ -283,7 +283,7 @@ def test_scores_of_the_prompt():
 @every_case(
     "asked, operators, recommended, expected",
     [
-        # (tokens, open, endless)
+        # (tokens, open, unbounded)
         (7, None, None, (7, False, False)),
         (7, 5, 6, (7, False, False)),
         (0, 5, None, (0, False, False)),
@@ -301,7 +301,7 @@ def test_who_limits_an_answer(
     request = CompletionRequest(model="m", prompt="Hi", max_tokens=asked)
     limit = token_limit(request, model_of(Fake(), settings), None, defaults, 16)
 
-    assert expected == (limit.tokens, limit.open, limit.endless)
+    assert expected == (limit.tokens, limit.open, limit.unbounded)
     assert (asked, "max_tokens") == (limit.asked, limit.param)
 
 

@@ -26,7 +26,7 @@ from triton_openai.models.served import ServedModel
 from triton_openai.serving.admission import Admission
 from triton_openai.telemetry.request_record import RequestRecord
 from triton_openai.triton.fleet import Fleet
-from triton_openai.triton.tensors import ModelConfig
+from triton_openai.triton.tensors import JsonResponse, ModelConfig
 
 RESULTS: dict[JobType, Result] = {
     EmbeddingJob: EmbeddingResult(vectors=[b""], prompt_tokens=1),
@@ -61,7 +61,7 @@ class Client:
     """Answers everything."""
 
     async def infer(self, request: Any) -> Any:
-        return None
+        return JsonResponse({})
 
 
 def context_of(text_level: type[Adapter] | None) -> RequestContext[Any]:

@@ -72,7 +72,7 @@ class ScriptedRun:
     def check(self, _: float) -> float:
         return 60
 
-    async def conclude(self) -> None:
+    async def finalize(self) -> None:
         await asyncio.sleep(0)
 
     def pause(self) -> None:

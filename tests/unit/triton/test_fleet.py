@@ -11,6 +11,7 @@ import pytest
 import structlog
 
 from tests.unit.triton.test_catalog import FakeClient
+from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.config.tree import (
     EjectionSettings,
     EndpointSettings,
@@ -27,16 +28,22 @@ from triton_openai.errors import (
     UpstreamTimeout,
     UpstreamUnavailable,
 )
+from triton_openai.tasks import Background
+from triton_openai.telemetry.request_record import CallTracer
 from triton_openai.triton import routing
 from triton_openai.triton.catalog import Snapshot, kind_of, merge
-from triton_openai.triton.client import IndexEntry, gather
-from triton_openai.triton.fleet import Fleet, Route, Tried
+from triton_openai.triton.client import IndexEntry
+from triton_openai.triton.fleet import Fleet
+from triton_openai.triton.leasing import Attempts
+from triton_openai.triton.route import Route
 from triton_openai.triton.status import classify, cut_off_error, foreign_error
 from triton_openai.triton.tensors import EnsembleStep, InferRequest, ModelConfig
 
 
 class Triton(FakeClient):
-    """Answers requests, or raises what the test has put into ``failure``."""
+    """Answers requests with itself, or raises what the test has put into ``failure``."""
+
+    size = 0
 
     def __init__(self, *models):
         super().__init__(*models)
@@ -83,8 +90,8 @@ async def fleets():
         listed = [EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in tritons]
         settings = TritonSettings(endpoints=tuple(listed), refresh_interval=1000.0, **options)
         told = Told()
-        fleet = Fleet(settings, connect=lambda each: tritons[each.name], tell=told, grace=grace)
-        fleet.watch(ask=ask)
+        fleet = Fleet(settings, connect=lambda each: tritons[each.name], count=told, grace=grace)
+        fleet.leasing.ejections.probe = ask
         running = asyncio.create_task(fleet.run())
         await fleet.first.wait()
         made.append((fleet, running))
@@ -102,14 +109,14 @@ async def until(condition):
         await asyncio.sleep(0)
 
 
-async def asked(fleet):
+async def asked(fleet, route=None):
     """Ask the model for an answer."""
-    request = InferRequest(model="m", id="1", inputs=())
-    return await Route(fleet, "m").ask(lambda lease: gather(lease.client, request))
+    client = UpstreamClient(route or Route(fleet.leasing, "m"), CallTracer(), Background())
+    return tuple(await client.ask(InferRequest(model="m", id="1", inputs=())))
 
 
 def tried(*names):
-    found = Tried()
+    found = Attempts()
     found.extend(names)
     return found
 
@@ -122,10 +129,10 @@ async def test_models_of_all_are_served(fleets):
     fleet = await fleets(tritons={"a": a, "b": b})
     assert list(fleet.snapshot.configs) == ["m", "only-a"]
     assert fleet.snapshot.waiting == {"nowhere": "failed"}
-    assert {fleet.lease("only-a").endpoint for _ in range(9)} == {"a"}
-    assert {fleet.lease("m").endpoint for _ in range(9)} == {"a", "b"}
+    assert {fleet.leasing.lease("only-a").endpoint for _ in range(9)} == {"a"}
+    assert {fleet.leasing.lease("m").endpoint for _ in range(9)} == {"a", "b"}
     with pytest.raises(UpstreamUnavailable):
-        fleet.lease("nowhere")
+        fleet.leasing.lease("nowhere")
 
 
 async def test_a_triton_that_is_away_takes_nothing_away(fleets):
@@ -134,7 +141,7 @@ async def test_a_triton_that_is_away_takes_nothing_away(fleets):
     a.error = UpstreamUnavailable("gone")
     fleet = await fleets(tritons={"a": a, "b": b})
     assert fleet.snapshot.reachable
-    assert {fleet.lease("m").endpoint for _ in range(9)} == {"b"}
+    assert {fleet.leasing.lease("m").endpoint for _ in range(9)} == {"b"}
     b.error = a.error
     await fleet.refresh()
     assert not fleet.snapshot.reachable
@@ -187,13 +194,13 @@ async def test_what_did_not_reach_a_model_goes_elsewhere(fleets, failure):
     a, b = Triton("m"), Triton("m")
     fleet = await fleets(tritons={"a": a, "b": b}, failover=FailoverSettings(budget=1.0))
     # So that the first goes to the one that fails.
-    busy = fleet.lease("m", at="b")
+    busy = fleet.leasing.lease("m", at="b")
     a.failure = failure
     answers = [await asked(fleet) for _ in range(10)]
     busy.close()
     assert answers == [(b,)] * 10
-    assert fleet._tell.running.total() == 0
-    assert fleet._tell.events["failovers", "m", failure.code] == len(a.asked_for) > 0
+    assert fleet.metrics.count.running.total() == 0
+    assert fleet.metrics.count.events["failovers", "m", failure.code] == len(a.asked_for) > 0
 
 
 @pytest.mark.parametrize(
@@ -233,7 +240,7 @@ async def test_retries_have_a_budget(fleets):
         with pytest.raises(Overloaded):
             await asked(fleet)
     assert sum(len(triton.asked_for) for triton in tritons.values()) == 60
-    assert fleet._tell.events[("budget_exhausted",)] == 40
+    assert fleet.metrics.count.events[("budget_exhausted",)] == 40
 
 
 async def test_a_model_that_fails_is_ejected_and_comes_back(fleets):
@@ -250,14 +257,14 @@ async def test_a_model_that_fails_is_ejected_and_comes_back(fleets):
     fleet = await fleets(ask, tritons={"a": a, "b": b, "c": c}, ejection=EjectionSettings(time=0.01, max_time=0.02))
     with structlog.testing.capture_logs() as lines:
         for _ in range(5):
-            fleet.lease("m", at="a").close(UpstreamError("The model failed."))
-        assert {fleet.lease("m").endpoint for _ in range(30)} == {"b", "c"}
+            fleet.leasing.lease("m", at="a").close(UpstreamError("The model failed."))
+        assert {fleet.leasing.lease("m").endpoint for _ in range(30)} == {"b", "c"}
         await answers.wait()
-        await until(lambda: lines[-1]["event"] == "a Triton takes requests again")
+        await until(lambda: lines[-1]["event"] == "Triton restored")
     assert probes == [("m", "a")] * 3
-    assert fleet._tell.events["ejections", "a", "m", "upstream_error"] == 1
-    assert fleet._tell.events["ejected", "a", "m"] == 0
-    assert [line["event"] for line in lines] == ["a Triton is ejected", "a Triton takes requests again"]
+    assert fleet.metrics.count.events["ejections", "a", "m", "upstream_error"] == 1
+    assert fleet.metrics.count.events["ejected", "a", "m"] == 0
+    assert [line["event"] for line in lines] == ["Triton ejected", "Triton restored"]
 
 
 async def test_three_ejected_models_eject_a_triton(fleets):
@@ -265,10 +272,10 @@ async def test_three_ejected_models_eject_a_triton(fleets):
     models = ("m", "n", "o", "p")
     fleet = await fleets(tritons={name: Triton(*models) for name in "abc"})
     for model in models[:3]:
-        assert {fleet.lease("p").endpoint for _ in range(60)} == {"a", "b", "c"}
+        assert {fleet.leasing.lease("p").endpoint for _ in range(60)} == {"a", "b", "c"}
         for _ in range(5):
-            fleet.lease(model, at="a").close(UpstreamError("The model failed."))
-    assert {fleet.lease("p").endpoint for _ in range(60)} == {"b", "c"}
+            fleet.leasing.lease(model, at="a").close(UpstreamError("The model failed."))
+    assert {fleet.leasing.lease("p").endpoint for _ in range(60)} == {"b", "c"}
 
 
 async def test_requests_without_a_token_learn_that_their_triton_is_lost(fleets):
@@ -277,7 +284,7 @@ async def test_requests_without_a_token_learn_that_their_triton_is_lost(fleets):
     fleet = await fleets(tritons={"a": a, "b": b})
     lost = []
     for name in "ab":
-        fleet.lease("m", at=name).lost = lambda final, name=name: lost.append((name, final))
+        fleet.leasing.lease("m", at=name).lost = lambda final, name=name: lost.append((name, final))
     a.error = UpstreamTimeout("frozen")
     await fleet.refresh()
     assert lost == [("a", False)]
@@ -288,11 +295,11 @@ async def test_a_triton_that_leaves_may_finish(fleets):
     a, b, c = Triton("m"), Triton("m"), Triton("m", "new")
     tritons = {"a": a, "b": b}
     fleet = await fleets(tritons=tritons)
-    held = fleet.lease("m", at="a")
+    held = fleet.leasing.lease("m", at="a")
     tritons["c"] = c
     await fleet._apply([EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in ("b", "c")])
     await until(lambda: "new" in fleet.snapshot.configs)
-    assert {fleet.lease("m").endpoint for _ in range(60)} == {"b", "c"}
+    assert {fleet.leasing.lease("m").endpoint for _ in range(60)} == {"b", "c"}
     assert not hasattr(a, "closed")
     held.close()
     await until(lambda: hasattr(a, "closed"))
@@ -309,7 +316,7 @@ async def test_weights_change_without_a_new_connection(fleets):
                 EndpointSettings(name="b", url=("http://b:8000",)),
             ]
         )
-        leases = [fleet.lease("m") for _ in range(60)]
+        leases = [fleet.leasing.lease("m") for _ in range(60)]
         assert {lease.endpoint for lease in leases} == used
         for lease in leases:
             lease.close()
@@ -322,7 +329,7 @@ async def test_a_list_that_changes_makes_no_hash_ring(fleets, monkeypatch):
     fleet = await fleets(tritons=tritons, routing=RoutingSettings(policy="affinity"))
 
     def chosen(number):
-        with contextlib.closing(fleet.lease("m", key=b"%d" % number)) as lease:
+        with contextlib.closing(fleet.leasing.lease("m", key=b"%d" % number)) as lease:
             return lease.endpoint
 
     before = [chosen(number) for number in range(100)]
@@ -347,7 +354,7 @@ async def test_policies_hold_for_single_models(fleets):
     for model, key, expected in (("m", b"k", 1), ("n", b"k", 3)):
         chosen = set()
         for _ in range(6):
-            lease = fleet.lease(model, key=key)
+            lease = fleet.leasing.lease(model, key=key)
             chosen.add(lease.endpoint)
             lease.close()
         assert len(chosen) == expected
@@ -358,8 +365,8 @@ async def test_one_triton_is_asked_whatever_it_has(fleets):
     a = Triton("m")
     fleet = await fleets(tritons={"a": a})
     for _ in range(20):
-        fleet.lease("m").close(UpstreamError("The model failed."))
-    assert fleet.lease("m").endpoint == fleet.lease("gone").endpoint == "a"
+        fleet.leasing.lease("m").close(UpstreamError("The model failed."))
+    assert fleet.leasing.lease("m").endpoint == fleet.leasing.lease("gone").endpoint == "a"
     a.failure = UpstreamUnavailable("away")
     with pytest.raises(UpstreamUnavailable):
         await asked(fleet)
@@ -369,14 +376,19 @@ async def test_one_triton_is_asked_whatever_it_has(fleets):
 async def test_what_a_triton_takes_with_it_may_go_elsewhere(fleets):
     """The requests that ran on a Triton that ends are no storm: each goes on once, and those after it have a budget."""
     fleet = await fleets(tritons={"a": Triton("m"), "b": Triton("m")}, failover=FailoverSettings(budget=0.0))
-    leases = [fleet.lease("m", at="a") for _ in range(30)]
+    leases = [fleet.leasing.lease("m", at="a") for _ in range(30)]
     gone = []
     for lease in leases:
-        gone.append(fleet.again(lease, cut_off_error("reset"), tried("a")))
+        gone.append(fleet.leasing.may_retry(lease, cut_off_error("reset"), tried("a")))
         lease.close(cut_off_error("reset"))
     assert gone == [True] * 30
-    later = fleet.lease("m", at="a")
-    assert [fleet.again(later, cut_off_error("reset"), tried("a")) for _ in range(4)] == [True, True, True, False]
+    later = fleet.leasing.lease("m", at="a")
+    assert [fleet.leasing.may_retry(later, cut_off_error("reset"), tried("a")) for _ in range(4)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     later.close(cut_off_error("reset"))
 
 
@@ -384,10 +396,10 @@ async def test_a_triton_that_fails_for_a_moment_takes_requests_again(fleets):
     """What it did not have ready once, it has at the next look, which is at once, though its list is the same."""
     a, b = Triton("m"), Triton("m")
     fleet = await fleets(tritons={"a": a, "b": b})
-    held = fleet.lease("m", at="a")
-    fleet.lease("m", at="a").close(UpstreamUnavailable("restarts"))
-    assert {fleet.lease("m").endpoint for _ in range(30)} == {"b"}
-    await until(lambda: fleet.takes("m", "a"))
+    held = fleet.leasing.lease("m", at="a")
+    fleet.leasing.lease("m", at="a").close(UpstreamUnavailable("restarts"))
+    assert {fleet.leasing.lease("m").endpoint for _ in range(30)} == {"b"}
+    await until(lambda: fleet.leasing.takes("m", "a"))
     assert fleet.members["a"].targets["m"].running == 1
     held.close()
     assert fleet.members["a"].targets["m"].running == 0
@@ -403,12 +415,12 @@ async def test_a_triton_that_takes_no_connections_is_ejected(fleets, monkeypatch
 
     fleet = await fleets(ask, tritons={"a": Triton("m"), "b": Triton("m")}, ejection=EjectionSettings(time=0.001))
     for _ in range(5):
-        await until(lambda: fleet.takes("m", "a"))
-        fleet.lease("m", at="a").close(UpstreamUnavailable("refused"))
-    assert fleet._tell.events["ejected", "a", "m"] == 1
+        await until(lambda: fleet.leasing.takes("m", "a"))
+        fleet.leasing.lease("m", at="a").close(UpstreamUnavailable("refused"))
+    assert fleet.metrics.count.events["ejected", "a", "m"] == 1
     answers.set()
-    await until(lambda: fleet.takes("m", "a"))
-    assert fleet._tell.events["ejected", "a", "m"] == 0
+    await until(lambda: fleet.leasing.takes("m", "a"))
+    assert fleet.metrics.count.events["ejected", "a", "m"] == 0
 
 
 async def test_no_tritons_are_an_outage(fleets):
@@ -418,7 +430,7 @@ async def test_no_tritons_are_an_outage(fleets):
     await fleet._apply([])
     assert not fleet.snapshot.reachable
     with pytest.raises(UpstreamUnavailable):
-        fleet.lease("m")
+        fleet.leasing.lease("m")
     await fleet._apply(both)
     await until(lambda: fleet.snapshot.reachable)
 
@@ -427,8 +439,8 @@ async def test_a_triton_that_leaves_is_not_counted(fleets):
     """Its metrics do not stay: neither that it answers, nor that it is ejected; nobody asks it any more."""
     fleet = await fleets(tritons={name: Triton("m") for name in "abc"})
     for _ in range(5):
-        fleet.lease("m", at="a").close(UpstreamError("The model failed."))
-    events = fleet._tell.events
+        fleet.leasing.lease("m", at="a").close(UpstreamError("The model failed."))
+    events = fleet.metrics.count.events
     assert (events["up", "a"], events["ejected", "a", "m"]) == (1, 1)
     await fleet._apply([EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in "bc"])
     await until(lambda: not events["ejected", "a", "m"])
@@ -446,7 +458,7 @@ async def test_names_in_metrics_follow_the_tritons_that_there_are(fleets):
             present.setdefault(name, Triton("m"))
         return [EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in names]
 
-    running = fleet.lease("m", at="t0")
+    running = fleet.leasing.lease("m", at="t0")
     names = []
     for generation in range(3):
         # Those that leave are still there for a moment.
@@ -456,11 +468,11 @@ async def test_names_in_metrics_follow_the_tritons_that_there_are(fleets):
     await until(lambda: not [one for one in fleet._tasks if "_remove" in str(one)])
     running.close()
     await until(fleet.members["last"].catalog.first.is_set)
-    fleet.lease("m", at="last").close()
-    labels = fleet._tell.events
+    fleet.leasing.lease("m", at="last").close()
+    labels = fleet.metrics.count.events
     assert labels["ended", "last", "m", "cancelled"] + labels["ended", "last", "m", "answered"] == 1
-    assert fleet._tell.running.total() == 0
-    assert fleet._tell.endpoints == {"last", *names[1:]}
+    assert fleet.metrics.count.running.total() == 0
+    assert fleet.metrics.count.endpoints == {"last", *names[1:]}
 
 
 async def test_ejection_holds_for_tritons_that_came_later(fleets):
@@ -469,10 +481,10 @@ async def test_ejection_holds_for_tritons_that_came_later(fleets):
     fleet = await fleets(tritons=tritons)
     tritons["b"] = Triton("m")
     await fleet._apply([EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in "ab"])
-    await until(lambda: fleet.takes("m", "b"))
+    await until(lambda: fleet.leasing.takes("m", "b"))
     for _ in range(5):
-        fleet.lease("m", at="b").close(UpstreamError("The model failed."))
-    assert {fleet.lease("m").endpoint for _ in range(30)} == {"a"}
+        fleet.leasing.lease("m", at="b").close(UpstreamError("The model failed."))
+    assert {fleet.leasing.lease("m").endpoint for _ in range(30)} == {"a"}
 
 
 async def test_all_are_used_when_too_many_are_ejected_altogether(fleets):
@@ -482,9 +494,9 @@ async def test_all_are_used_when_too_many_are_ejected_altogether(fleets):
     for name in "ab":
         for model in models[:3]:
             for _ in range(5):
-                fleet.lease(model, at=name).close(UpstreamError("The model failed."))
-    assert fleet._tell.events["panics", "p"] == 1
-    assert {fleet.lease("p").endpoint for _ in range(60)} == {"a", "b", "c"}
+                fleet.leasing.lease(model, at=name).close(UpstreamError("The model failed."))
+    assert fleet.metrics.count.events["panics", "p"] == 1
+    assert {fleet.leasing.lease("p").endpoint for _ in range(60)} == {"a", "b", "c"}
 
 
 async def test_other_settings_hold_at_once(fleets):
@@ -498,14 +510,14 @@ async def test_other_settings_hold_at_once(fleets):
     )
     changing = asyncio.create_task((await fleet.prepare(changed))())
     while not changing.done():
-        fleet.lease("m").close()
+        fleet.leasing.lease("m").close()
         await asyncio.sleep(0)
-    turns = [fleet.lease("m").endpoint for _ in range(6)]
+    turns = [fleet.leasing.lease("m").endpoint for _ in range(6)]
     assert turns == turns[:3] * 2
-    lease = fleet.lease("m", at="a")
-    assert not fleet.again(lease, cut_off_error("reset"), tried("a"))
+    lease = fleet.leasing.lease("m", at="a")
+    assert not fleet.leasing.may_retry(lease, cut_off_error("reset"), tried("a"))
     lease.close(UpstreamError("The model failed."))
-    assert {fleet.lease("m").endpoint for _ in range(9)} == {"b", "c"}
+    assert {fleet.leasing.lease("m").endpoint for _ in range(9)} == {"b", "c"}
 
 
 async def test_one_triton_becomes_several_by_a_restart(fleets):
@@ -521,43 +533,44 @@ async def test_one_triton_becomes_several_by_a_restart(fleets):
 async def test_requests_to_one_of_several_variants_count_for_the_budget(fleets):
     """The share of retries is one of all requests, those included that only some Tritons can take."""
     fleet = await fleets(tritons={name: Triton("m") for name in "abc"}, failover=FailoverSettings(budget=1.0))
-    leases = [fleet.lease("m", among=("a", "b")) for _ in range(10)]
+    leases = [fleet.leasing.lease("m", among=("a", "b")) for _ in range(10)]
     error = Overloaded("full")
-    assert all(fleet.again(lease, error, tried(lease.endpoint)) for lease in leases)
+    assert all(fleet.leasing.may_retry(lease, error, tried(lease.endpoint)) for lease in leases)
 
 
 async def test_a_further_answer_goes_elsewhere_when_its_triton_has_gone(fleets):
     """The answers to a prompt share a Triton, but only while that takes requests."""
     fleet = await fleets(tritons={"a": Triton("m"), "b": Triton("m")})
-    route = Route(fleet, "m")
-    first = route.lease(prompt="Hello")
-    assert {route.lease(prompt="Hello").endpoint for _ in range(9)} == {first.endpoint}
+    route = Route(fleet.leasing, "m")
+    first = route.lease(Attempts(), prompt="Hello")
+    assert {route.lease(Attempts(), prompt="Hello").endpoint for _ in range(9)} == {first.endpoint}
     first.close(UpstreamUnavailable("refused"))
-    assert {route.lease(prompt="Hello").endpoint for _ in range(9)} == {"a", "b"} - {first.endpoint}
+    assert {route.lease(Attempts(), prompt="Hello").endpoint for _ in range(9)} == {"a", "b"} - {first.endpoint}
 
 
 async def test_a_line_of_a_batch_ends_one_triton_at_most(fleets):
     """What must not be sent again when its Triton ends, or stops answering, still goes on to another one before."""
-    fleet = await fleets(tritons={name: Triton("m") for name in "abc"})
 
-    async def asked_once(failure):
-        sent = []
-
-        async def work(lease):
-            sent.append(lease.endpoint)
-            if isinstance(failure, Exception):
-                raise failure
-            fleet.members[lease.endpoint].lose(final=False)
-            await asyncio.sleep(60)
-
+    async def attempts_of(failure, *, freezes=False):
+        tritons = {name: Triton("m") for name in "abc"}
+        fleet = await fleets(tritons=tritons)
+        for triton in tritons.values():
+            triton.failure = failure
+            if freezes:
+                triton.hangs = asyncio.Event()
+        asking = asyncio.create_task(asked(fleet, Route(fleet.leasing, "m", resends_lost=False)))
+        if freezes:
+            await until(lambda: any(triton.asked_for for triton in tritons.values()))
+            for member in fleet.members.values():
+                member.lose(final=False)
         with pytest.raises(UpstreamError):
-            await Route(fleet, "m", resends_lost=False).ask(work)
-        return len(sent)
+            await asking
+        return sum(len(triton.asked_for) for triton in tritons.values())
 
-    assert 1 == await asked_once(cut_off_error("reset"))
-    assert 1 == await asked_once(ModelCrashed("ended"))
-    assert 1 == await asked_once("frozen")
-    assert 3 == await asked_once(UpstreamUnavailable("refused"))
+    assert 1 == await attempts_of(cut_off_error("reset"))
+    assert 1 == await attempts_of(ModelCrashed("ended"))
+    assert 1 == await attempts_of(None, freezes=True)
+    assert 3 == await attempts_of(UpstreamUnavailable("refused"))
 
 
 async def test_endpoints_that_cannot_be_used_change_nothing(fleets):
@@ -581,38 +594,38 @@ async def test_the_capacity_of_a_model_follows_its_tritons(fleets):
     """It is that of those that take requests; whoever waits for room is told when it may be another one."""
     fleet = await fleets(tritons={"a": Triton("m"), "b": Triton("m"), "c": Triton("n")})
     told = []
-    fleet.watch(room=lambda: told.append(fleet.capacity("m")))
-    assert fleet.capacity("m") == math.inf
-    fleet.limit(3)
-    assert (fleet.capacity("m"), fleet.capacity("n"), fleet.capacity("nobody's")) == (6, 3, 3)
+    fleet.leasing.on_capacity = lambda: told.append(fleet.leasing.capacity("m"))
+    assert fleet.leasing.capacity("m") == math.inf
+    fleet.leasing.limit(3)
+    assert (fleet.leasing.capacity("m"), fleet.leasing.capacity("n"), fleet.leasing.capacity("nobody's")) == (6, 3, 3)
     for _ in range(5):
-        fleet.lease("m", at="a").close(UpstreamError("The model failed."))
-    assert told[-1] == fleet.capacity("m") == 3
+        fleet.leasing.lease("m", at="a").close(UpstreamError("The model failed."))
+    assert told[-1] == fleet.leasing.capacity("m") == 3
     await fleet._apply([EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in "bc"])
-    assert told[-1] == fleet.capacity("m") == 3
+    assert told[-1] == fleet.leasing.capacity("m") == 3
 
 
-async def test_a_triton_is_emptied_of_a_model(fleets):
+async def test_a_triton_is_drained_of_a_model(fleets):
     """It gets no more requests for it, its running ones end first, and the others go on."""
     fleet = await fleets(tritons={"a": Triton("m", "n"), "b": Triton("m", "n")})
-    held, inside, leave = fleet.lease("m", at="a"), asyncio.Event(), asyncio.Event()
+    held, inside, leave = fleet.leasing.lease("m", at="a"), asyncio.Event(), asyncio.Event()
 
     async def empty():
-        async with fleet.emptied(fleet.members["a"], ["m", "unknown"], 1000.0):
+        async with fleet.leasing.drained(fleet.members["a"], ["m", "unknown"], 1000.0):
             inside.set()
             await leave.wait()
 
     emptying = asyncio.create_task(empty())
-    await until(lambda: not fleet.takes("m", "a"))
-    assert {fleet.lease("m").endpoint for _ in range(9)} == {"b"}
-    assert {fleet.lease("n").endpoint for _ in range(9)} == {"a", "b"}
+    await until(lambda: not fleet.leasing.takes("m", "a"))
+    assert {fleet.leasing.lease("m").endpoint for _ in range(9)} == {"b"}
+    assert {fleet.leasing.lease("n").endpoint for _ in range(9)} == {"a", "b"}
     assert not inside.is_set()
     held.close()
     await inside.wait()
-    assert {fleet.lease("m").endpoint for _ in range(9)} == {"b"}
+    assert {fleet.leasing.lease("m").endpoint for _ in range(9)} == {"b"}
     leave.set()
     await emptying
-    assert fleet.takes("m", "a")
+    assert fleet.leasing.takes("m", "a")
 
 
 async def test_an_adapter_that_fails_to_ask_leaves_no_triton_ejected(fleets):
@@ -624,8 +637,8 @@ async def test_an_adapter_that_fails_to_ask_leaves_no_triton_ejected(fleets):
     fleet = await fleets(ask, tritons={name: Triton("m") for name in "abc"}, ejection=EjectionSettings(time=0.01))
     with structlog.testing.capture_logs() as lines:
         for _ in range(5):
-            fleet.lease("m", at="a").close(UpstreamError("The model failed."))
-        await until(lambda: lines[-1]["event"] == "a Triton takes requests again")
+            fleet.leasing.lease("m", at="a").close(UpstreamError("The model failed."))
+        await until(lambda: lines[-1]["event"] == "Triton restored")
 
 
 async def test_whoever_waits_for_the_first_look_need_not_wait_for_one_that_leaves(fleets):
@@ -634,7 +647,6 @@ async def test_whoever_waits_for_the_first_look_need_not_wait_for_one_that_leave
     never = asyncio.Event()
     settings = TritonSettings(endpoints=("a=http://a:8000", "silent=http://silent:8000"), refresh_interval=1000.0)
     fleet = Fleet(settings, connect=lambda each: a if each.name == "a" else silent)
-    fleet.watch()
     silent.gate = never
     running = asyncio.create_task(fleet.run())
     await until(fleet.members["a"].catalog.first.is_set)
@@ -656,7 +668,7 @@ async def test_a_triton_that_has_gone_is_not_chosen_while_its_loss_is_told(fleet
         told.set()
         await go_on.wait()
 
-    fleet.watch(changed=changed)
+    fleet.on_change = changed
     b.error = UpstreamUnavailable("gone")
     # Another change is being told of.
     a.index.append(IndexEntry(name="new", version="1", state="LOADING"))
@@ -664,7 +676,7 @@ async def test_a_triton_that_has_gone_is_not_chosen_while_its_loss_is_told(fleet
     await told.wait()
     second = asyncio.create_task(fleet.members["b"].catalog.refresh())
     await until(lambda: not fleet.members["b"].snapshot.reachable)
-    held = [fleet.lease("m") for _ in range(9)]
+    held = [fleet.leasing.lease("m") for _ in range(9)]
     assert {lease.endpoint for lease in held} == {"a"}
     go_on.set()
     await asyncio.gather(first, second)
@@ -674,10 +686,15 @@ async def test_what_reached_no_model_needs_no_budget(fleets):
     """However few requests there are: at another Triton it costs what it would have cost there in the first place."""
     fleet = await fleets(tritons={name: Triton("m") for name in "abc"}, failover=FailoverSettings(budget=0.0))
     for error in (UpstreamUnavailable("refused"), classify("Request for unknown model: 'm' is not found", "m")):
-        lease = fleet.lease("m", at="a")
-        assert all(fleet.again(lease, error, tried("a")) for _ in range(9))
-    lease = fleet.lease("m", at="a")
-    assert [fleet.again(lease, Overloaded("full"), tried("a")) for _ in range(4)] == [True, True, True, False]
+        lease = fleet.leasing.lease("m", at="a")
+        assert all(fleet.leasing.may_retry(lease, error, tried("a")) for _ in range(9))
+    lease = fleet.leasing.lease("m", at="a")
+    assert [fleet.leasing.may_retry(lease, Overloaded("full"), tried("a")) for _ in range(4)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 async def test_the_last_triton_is_not_doubted(fleets):
@@ -687,8 +704,8 @@ async def test_the_last_triton_is_not_doubted(fleets):
     a.error = UpstreamUnavailable("gone")
     await fleet.refresh()
     looks = b.index_calls
-    fleet.lease("m").close(UpstreamUnavailable("for a moment"))
-    assert fleet.lease("m").endpoint == "b"
+    fleet.leasing.lease("m").close(UpstreamUnavailable("for a moment"))
+    assert fleet.leasing.lease("m").endpoint == "b"
     await until(lambda: b.index_calls > looks)
 
 
@@ -697,7 +714,7 @@ async def test_where_no_other_is_left_an_ejected_triton_gets_the_request(fleets)
     a, b = Triton("m"), Triton("m")
     fleet = await fleets(tritons={"a": a, "b": b})
     for _ in range(5):
-        fleet.lease("m", at="a").close(UpstreamError("The model failed."))
+        fleet.leasing.lease("m", at="a").close(UpstreamError("The model failed."))
     b.failure = UpstreamUnavailable("gone")
     assert await asked(fleet) == (a,)
 
@@ -722,7 +739,7 @@ async def test_a_whole_answer_is_asked_for_elsewhere_when_its_triton_is_lost(fle
     for final in (False, True):
         a, b = Triton("m"), Triton("m")
         fleet = await fleets(tritons={"a": a, "b": b}, grace=0.0)
-        busy = fleet.lease("m", at="b")
+        busy = fleet.leasing.lease("m", at="b")
         a.hangs = asyncio.Event()
         answer = asyncio.create_task(asked(fleet))
         await until(lambda triton=a: triton.asked_for)
@@ -733,7 +750,7 @@ async def test_a_whole_answer_is_asked_for_elsewhere_when_its_triton_is_lost(fle
             a.error = UpstreamTimeout("frozen")
             await fleet.refresh()
         assert await answer == (b,)
-        assert fleet._tell.running.total() == 0
+        assert fleet.metrics.count.running.total() == 0
 
 
 async def test_a_whole_answer_of_the_last_triton_is_waited_for(fleets):
@@ -753,35 +770,34 @@ async def test_a_whole_answer_of_the_last_triton_is_waited_for(fleets):
 
 async def test_a_request_may_go_on_with_another_variant(fleets):
     """Its route says what it has tried, for whoever can ask for another variant; it counts as one request."""
-    fleet = await fleets(tritons={name: Triton("m") for name in "abc"})
-    route = Route(fleet, "m", among=("a",))
+    tritons = {name: Triton("m") for name in "abc"}
+    for triton in tritons.values():
+        triton.failure = cut_off_error("reset")
+    fleet = await fleets(tritons=tritons)
+    route = Route(fleet.leasing, "m", among=("a",))
     with pytest.raises(UpstreamError, match="lost"):
-        await route.ask(lambda lease: _fail(cut_off_error("reset")))
-    assert route.left == ["a"]
-    onward = Route(fleet, "m", among=("b", "c"), before=route.left)
+        await asked(fleet, route)
+    assert route.exhausted == ["a"]
+    onward = Route(fleet.leasing, "m", among=("b", "c"), previous_attempts=route.exhausted)
     with pytest.raises(UpstreamError, match="lost"):
-        await onward.ask(lambda lease: _fail(cut_off_error("reset")))
+        await asked(fleet, onward)
     # Two have lost it.
-    assert (onward.attempts, onward.left) == (2, None)
+    assert (onward.attempts, onward.exhausted) == (2, None)
 
 
 async def test_a_variant_without_a_triton_leaves_its_requests_to_the_others(fleets):
     """Its last Triton may go after a request has been read for it."""
     a, b = Triton("m"), Triton("m")
     fleet = await fleets(tritons={"a": a, "b": b})
-    route = Route(fleet, "m", among=("a",))
+    route = Route(fleet.leasing, "m", among=("a",))
     a.error = UpstreamUnavailable("stops")
     await fleet.refresh()
     with pytest.raises(UpstreamUnavailable):
-        route.lease()
-    assert route.left == []
+        route.lease(Attempts())
+    assert route.exhausted == []
     b.error = a.error
     await fleet.refresh()
-    route.left = None
+    route.exhausted = None
     with pytest.raises(UpstreamUnavailable):
-        route.lease()
-    assert route.left is None
-
-
-async def _fail(error):
-    raise error
+        route.lease(Attempts())
+    assert route.exhausted is None

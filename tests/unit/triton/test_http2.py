@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from triton_openai.config.tree import TritonAccess
-from triton_openai.triton import http2
+from triton_openai.triton import http2_frames
 from triton_openai.triton.connection import ConnectionSettings
-from triton_openai.triton.http2 import (
+from triton_openai.triton.http2 import LOST, UNREACHABLE, WINDOW, Call, Connection
+from triton_openai.triton.http2_channel import Channel
+from triton_openai.triton.http2_frames import (
     ACK,
     CANCEL,
     CONTINUATION,
@@ -29,7 +31,6 @@ from triton_openai.triton.http2 import (
     GOAWAY,
     HEADERS,
     INITIAL_WINDOW_SIZE,
-    LOST,
     PADDED,
     PING,
     PRIORITY,
@@ -37,13 +38,8 @@ from triton_openai.triton.http2 import (
     REFUSED_STREAM,
     RST_STREAM,
     SETTINGS,
-    UNREACHABLE,
-    WINDOW,
     WINDOW_UPDATE,
     WITH_PRIORITY,
-    Call,
-    Channel,
-    Connection,
     frame,
     header_block,
 )
@@ -57,7 +53,7 @@ Frame = tuple[int, int, int, bytes]
 
 def settings(**values: int) -> bytes:
     """Return a SETTINGS frame."""
-    return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", getattr(http2, k), v) for k, v in values.items()))
+    return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", getattr(http2_frames, k), v) for k, v in values.items()))
 
 
 def message(data: bytes) -> bytes:
@@ -129,7 +125,7 @@ class Wire:
         self.transport.is_closing = lambda: self.transport.abort.called or self.transport.close.called
         self.transport.get_extra_info.return_value = None
         self.channel = Channel("grpc://127.0.0.1:1", "/service/Method", ConnectionSettings(connect_timeout=5))
-        self.connection = self.channel._current = Connection(self.channel)
+        self.connection = self.channel._current = Connection(self.channel.submit)
         if clock is not None:
             self.connection._loop = clock  # type: ignore[assignment]
         self.connection.connection_made(self.transport)

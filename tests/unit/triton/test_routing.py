@@ -258,7 +258,7 @@ def test_no_target_gets_more_than_its_bounded_load():
 def test_no_target_runs_more_than_it_may_while_another_has_room(policy, others):
     """Whatever the policy and the weights: all are full before one gets more, and then one does."""
     pool = pool_of(5, *[1] * others, policy=policy)
-    pool.most_running = 4
+    pool.max_running = 4
     for number in range(4 * (others + 1)):
         pool.count(pool.choose(100.0, key=b"the same" if number % 2 else None), 1)
     assert {target.running for target in pool.targets} == {4}

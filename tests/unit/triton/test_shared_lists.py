@@ -102,7 +102,7 @@ async def test_one_look_for_all_processes(machine: Machine) -> None:
         assert {name: member.snapshot.reachable for name, member in fleet.members.items()} == {
             "a": True, "b": True, "c": False,
         }  # fmt: skip
-        assert fleet.lease("n").endpoint == "b"
+        assert fleet.leasing.lease("n").endpoint == "b"
     later = await machine.start(4)
     assert list(later.snapshot.configs) == ["m", "n"]
     error = later.members["c"].snapshot.error
@@ -172,7 +172,7 @@ async def test_looks_that_a_process_needs_now(machine: Machine) -> None:
     await machine.fleets[2].reload()
     assert triton.config_calls == calls + 2
     # As after a request that was told that the model is not there.
-    lease = machine.fleets[2].lease("m", at="b")
+    lease = machine.fleets[2].leasing.lease("m", at="b")
     lease.close(ModelNotFound("m"))
     assert "m" not in machine.fleets[2].members["b"].targets
     await machine.pass_time(1)

@@ -17,19 +17,18 @@ from tritonclient.utils import deserialize_bytes_tensor, np_to_triton_dtype, ser
 
 from tests.cases import every_case
 from triton_openai.errors import UpstreamError
+from triton_openai.triton.binary_response import BinaryResponse, Layout
+from triton_openai.triton.config_reader import read_model_config
 from triton_openai.triton.grpc import decode_response, encode_request
 from triton_openai.triton.http import generate_body, infer_body, parse_infer
 from triton_openai.triton.tensors import (
     INTEGER_RANGES,
     MAX_OPEN_ANSWER,
-    BinaryResponse,
     InferRequest,
     JsonResponse,
-    Layout,
     ModelConfig,
     Tensor,
     TensorSpec,
-    read_model_config,
 )
 
 FLOATS = {"FP16": np.float16, "FP32": np.float32, "FP64": np.float64}

@@ -41,12 +41,12 @@ from triton_openai.errors import (
     UpstreamUnavailable,
 )
 from triton_openai.triton import grpc as grpc_module
-from triton_openai.triton import http2, http_stream
+from triton_openai.triton import http2_frames, http_stream
 from triton_openai.triton.client import ResponseStream, TritonClient, gather
 from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.grpc import GrpcClient, GrpcStream, translate
 from triton_openai.triton.http import HttpClient
-from triton_openai.triton.http2 import varint
+from triton_openai.triton.http2_frames import varint
 from triton_openai.triton.http_stream import HttpStream
 from triton_openai.triton.tensors import InferRequest, InferResponse, Tensor
 
@@ -1162,15 +1162,15 @@ async def test_what_answers_in_place_of_a_triton_over_grpc(status, code):
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             await reader.readexactly(len("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
-            writer.write(http2.frame(http2.SETTINGS, 0, 0))
+            writer.write(http2_frames.frame(http2_frames.SETTINGS, 0, 0))
             while True:
                 head = await reader.readexactly(9)
                 await reader.readexactly(int.from_bytes(head[:3], "big"))
                 stream_id = int.from_bytes(head[5:], "big")
-                if head[3] == http2.DATA and head[4] & http2.END_STREAM:
-                    page = http2.header_block(((":status", status), ("content-type", "text/html")))
-                    writer.write(http2.frame(http2.HEADERS, http2.END_HEADERS, stream_id, page))
-                    writer.write(http2.frame(http2.DATA, http2.END_STREAM, stream_id, _PAGE))
+                if head[3] == http2_frames.DATA and head[4] & http2_frames.END_STREAM:
+                    page = http2_frames.header_block(((":status", status), ("content-type", "text/html")))
+                    writer.write(http2_frames.frame(http2_frames.HEADERS, http2_frames.END_HEADERS, stream_id, page))
+                    writer.write(http2_frames.frame(http2_frames.DATA, http2_frames.END_STREAM, stream_id, _PAGE))
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     client = GrpcClient(f"grpc://127.0.0.1:{server.sockets[0].getsockname()[1]}", ConnectionSettings(connect_timeout=5))

@@ -1,0 +1,81 @@
+"""Requests that are the parts of one sequence, whose state the backend keeps between them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from msgspec.structs import replace
+
+from triton_openai.errors import ServiceError
+from triton_openai.tasks import Background
+from triton_openai.triton.client import Receiver, TritonClient
+from triton_openai.triton.tensors import InferRequest
+
+# The time limit for the end of a sequence that was given up, half of it for the request that still runs.
+_END_TIMEOUT = 20.0
+
+
+class SequenceAnswers:
+    """
+    The stream of the answers to *request* and to those that follow it; each is sent when the one before is answered.
+
+    See :class:`triton_openai.triton.client.ResponseStream`. If the sequence fails or is closed, its last request is
+    sent in the *background*: without it the backend would keep the state for some time.
+    """
+
+    def __init__(self, client: TritonClient, request: InferRequest, receiver: Receiver, background: Background) -> None:
+        self._client = client
+        self._receiver: Receiver | None = receiver
+        self._background = background
+        following = [replace(part, headers=request.headers) for part in request.following]
+        self._parts = [request, *following]
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        failure = None
+        try:
+            for part in self._parts:
+                await self._ask(part)
+        except Exception as error:  # noqa: BLE001 - the receiver handles every error
+            failure = error
+        receiver = self._receiver
+        self._receiver = None
+        if receiver is not None:
+            receiver.end(failure)
+
+    async def _ask(self, part: InferRequest) -> None:
+        call = asyncio.ensure_future(self._client.infer(part))
+        try:
+            # Shielded: if the end of the sequence arrived before this request, the backend would keep the state.
+            response = await asyncio.shield(call)
+        except BaseException:
+            last = None
+            if part is not self._parts[-1]:
+                last = self._parts[-1]
+            self._background.start(_end_sequence(self._client, call, last), timeout=_END_TIMEOUT)
+            raise
+        if self._receiver is not None:
+            self._receiver.receive((response,))
+
+    def pause(self) -> None:
+        """Do nothing: the parts have one response each."""
+
+    def resume(self) -> None:
+        """Do nothing."""
+
+    def close(self, *, silent: bool = False) -> None:
+        if self._receiver is not None:
+            self._receiver = None
+            self._task.cancel()
+
+
+async def _end_sequence(client: TritonClient, call: asyncio.Future[Any], last: InferRequest | None) -> None:
+    """Wait until *call* has ended, and end the sequence with its *last* request."""
+    await asyncio.wait([call], timeout=_END_TIMEOUT / 2)
+    call.cancel()
+    if last is not None:
+        # Where the sequence has not begun, or Triton is gone, there is nothing to end.
+        with suppress(ServiceError):
+            await client.infer(last)
