@@ -33,14 +33,14 @@ class Layout:
         self._readers: dict[tuple[str, ...], Sequence[tuple[int, Callable[[Buffer], Any]]]] = {}
 
     def readers(self, names: tuple[str, ...]) -> Sequence[tuple[int, Callable[[Buffer], Any]]]:
-        """Return the place of each of *names* among the outputs, -1 without one, and what reads its first value."""
+        """Return, for each of *names*, its index among the outputs, -1 if absent, and what reads its first value."""
         readers = self._readers.get(names)
         if readers is None:
-            places = {
-                name: (place, _reader(name, datatype, self.model))
-                for place, (name, datatype, _) in enumerate(self.outputs)
-            }
-            readers = self._readers[names] = [places.get(name, (-1, bytes)) for name in names]
+            known: dict[str, tuple[int, Callable[[Buffer], Any]]] = {}
+            for index, (name, datatype, _) in enumerate(self.outputs):
+                known[name] = (index, _reader(name, datatype, self.model))
+            readers = [known.get(name, (-1, bytes)) for name in names]
+            self._readers[names] = readers
         return readers
 
 
@@ -48,7 +48,7 @@ class BinaryResponse(CheckedOutputs):
     """
     A response with raw tensors: gRPC's, and HTTP's with the binary extension.
 
-    *contents* has the bytes of each output of *layout*. Most outputs of a step are never asked for.
+    *contents* has the bytes of each output of *layout*. Most outputs are never read.
     """
 
     __slots__ = ("_contents", "_layout")
@@ -67,11 +67,17 @@ class BinaryResponse(CheckedOutputs):
 
     def first(self, names: tuple[str, ...]) -> Sequence[Any]:
         contents = self._contents
-        return [read(contents[place]) if place >= 0 else None for place, read in self._layout.readers(names)]
+        values: list[Any] = []
+        for index, read in self._layout.readers(names):
+            value = None
+            if index >= 0:
+                value = read(contents[index])
+            values.append(value)
+        return values
 
     def tensor(self, name: str) -> OutputTensor | None:
-        for (found, datatype, shape), data in zip(self._layout.outputs, self._contents, strict=True):
-            if found == name:
+        for (output, datatype, shape), data in zip(self._layout.outputs, self._contents, strict=True):
+            if output == name:
                 self._check_size(name, datatype, shape, len(data))
                 return OutputTensor(datatype, shape, data)
         return None

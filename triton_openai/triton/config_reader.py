@@ -15,19 +15,18 @@ def read_model_config(config: Any, model: str) -> ModelConfig:
     """
     Return the configuration of *model* in the JSON form of a ``ModelConfig`` message.
 
-    Raises :class:`UpstreamError`, also if it is that of another model.
+    Raises :class:`UpstreamError`, also for the configuration of another model.
     """
     try:
+        parameters = config.get("parameters", {})
+        steps = config.get("ensemble_scheduling", {}).get("step", ())
         fields = {
             **config,
             "decoupled": config.get("model_transaction_policy", {}).get("decoupled", False),
             "inputs": _specs(config.get("input", ())),
             "outputs": _specs(config.get("output", ())),
-            "parameters": {name: value.get("string_value", "") for name, value in config.get("parameters", {}).items()},
-            "steps": [
-                {"input_map": {}, "output_map": {}, **step, "model": step["model_name"]}
-                for step in config.get("ensemble_scheduling", {}).get("step", ())
-            ],
+            "parameters": {name: value.get("string_value", "") for name, value in parameters.items()},
+            "steps": [{"input_map": {}, "output_map": {}, **step, "model": step["model_name"]} for step in steps],
             "priority_levels": config.get("dynamic_batching", {}).get("priority_levels", 0),
             "sequences": "sequence_batching" in config,
         }

@@ -39,21 +39,25 @@ def decode_leniently(data: bytes, model: str = "") -> dict[str, Any]:
 
 
 def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_text_without_surrogates(item) for item in value]
+    return _text_without_surrogates(value)
+
+
+def _text_without_surrogates(value: Any) -> Any:
     if isinstance(value, str) and not value.isascii():
         return value.encode("utf-8", "replace").decode()
-    if isinstance(value, list):
-        return [_without_surrogates(item) if isinstance(item, str) else item for item in value]
     return value
 
 
 def _unreadable(data: bytes, model: str) -> InvalidAnswer:
-    # Only its size: its content may be a part of an answer, and those are not logged.
+    # Without the content: it may be a part of an answer, and answers are not logged.
     detail = f"An event of {len(data)} bytes is no JSON object."
     return InvalidAnswer("it is no JSON object", model=model, detail=detail)
 
 
 def too_long(what: str, model: str = "") -> InvalidAnswer:
-    """Return the error for an answer of *model* of which *what*, a part, is longer than it can be."""
+    """Return the error for an answer of *model* whose part *what* is too long."""
     return InvalidAnswer(f"its {what} is too long", model=model)
 
 
@@ -66,4 +70,6 @@ def refusal(parts: Sequence[bytes], status: int, model: str) -> ServiceError:
         error = None
     if error is None:
         return foreign_error(str(status), body[:500].decode("utf-8", "replace"))
-    return classify(error if isinstance(error, str) else json.dumps(error), model, str(status))
+    if not isinstance(error, str):
+        error = json.dumps(error)
+    return classify(error, model, str(status))

@@ -21,21 +21,21 @@ from msgspec import Meta
 from triton_openai import offload
 from triton_openai.errors import InvalidAnswer
 
-#: Raw contents: a view where there are more bytes than LARGE, because to copy them would hold the event loop.
+#: Raw contents; a view if they have more bytes than LARGE, because to copy them would block the event loop.
 Buffer: TypeAlias = bytes | memoryview
 LARGE = 1 << 20
-# Rows in a request to a model that takes any number of them.
+# The rows in a request to a model that takes any number of rows.
 _FREE_BATCH = 64
-#: Item codes of arrays, which have exactly the protocol's sizes on every platform we serve. They need no NumPy.
+#: The item codes of arrays. They have the sizes of the protocol on every platform that is supported, without NumPy.
 ARRAY_CODES = {
     "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q",
     "FP32": "f", "FP64": "d",
 }  # fmt: skip
-#: The bytes of an element, of every type but BYTES.
+#: The bytes of an element of each type except BYTES.
 ELEMENT_SIZES = {**{name: array(code).itemsize for name, code in ARRAY_CODES.items()}, "BOOL": 1, "FP16": 2, "BF16": 2}
-#: The most bytes of an answer whose size the model's configuration leaves open: texts, and dimensions of any length.
+#: The most bytes of an answer whose size the model's configuration does not fix: texts, and dimensions of any length.
 MAX_OPEN_ANSWER = 64 * 1024 * 1024
-# What every answer may have: a name and a shape take bytes too, and not every model is as exact as its configuration.
+# The bytes that every answer may have: names and shapes take bytes too, and some models exceed their configuration.
 _MIN_ANSWER = 1024 * 1024
 #: The largest number of tokens that a backend can report.
 MAX_COUNT = 2**31 - 1
@@ -43,14 +43,14 @@ INTEGER_RANGES: Mapping[str, tuple[int, int]] = {
     **{f"INT{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
     **{f"UINT{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)},
 }
-# Of a number in an object of Python.
+# The bytes of a number in a Python object.
 _NUMBER_SIZE = 8
-# Of all types of integers.
+# The range of all integer types together.
 _LEAST = INTEGER_RANGES["INT64"][0]
 _MOST = INTEGER_RANGES["UINT64"][1]
 _LENGTH = struct.Struct("<I")
-# Names of parameters of models that adapters have read: what distinguishes two configs of a model. Others are often
-# particular to a machine, such as gpu_device_ids.
+# The names of the parameters that adapters have read: two configurations of a model are compared by these. Others
+# often depend on the machine, such as gpu_device_ids.
 _PARAMETERS_READ: set[str] = set()
 
 
@@ -67,7 +67,7 @@ class TensorSpec(msgspec.Struct, gc=False, frozen=True, kw_only=True):
 
 
 class EnsembleStep(msgspec.Struct, gc=False, frozen=True, kw_only=True):
-    """One step of an ensemble: the model it calls, and the maps of tensor names (step's name to ensemble's name)."""
+    """One step of an ensemble: its model, and the maps from its tensor names to those of the ensemble."""
 
     model: str
     input_map: Mapping[str, str]
@@ -75,7 +75,7 @@ class EnsembleStep(msgspec.Struct, gc=False, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, gc=False, frozen=True, kw_only=True):
-    """A model's configuration as Triton serves it. Adapters decide by nothing else."""
+    """A model's configuration as Triton serves it: all that adapters decide by."""
 
     name: str
     backend: str = ""
@@ -86,11 +86,11 @@ class ModelConfig(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     outputs: Mapping[str, TensorSpec] = {}
     parameters: Mapping[str, str] = {}
     steps: tuple[EnsembleStep, ...] = ()
-    #: Those of the dynamic batcher's queue; 0 where it has none.
+    #: The priority levels of the dynamic batcher's queue; 0 without any.
     priority_levels: int = 0
-    #: Whether requests belong to sequences, whose state the backend keeps.
+    #: Whether requests are parts of sequences, whose state the backend keeps.
     sequences: bool = False
-    #: That of the Triton that has the model ("2.53.0"), empty if unknown.
+    #: The version of Triton ("2.53.0"), empty if unknown.
     server_version: str = ""
 
     @property
@@ -101,17 +101,18 @@ class ModelConfig(msgspec.Struct, gc=False, frozen=True, kw_only=True):
 
     @property
     def behaviour(self) -> ModelConfig:
-        """The config without what cannot change an answer: parameters that no adapter reads, and where files lie."""
-        read = {
-            name: value.rpartition("/")[2] if value.startswith("/") else value
-            for name, value in self.parameters.items()
-            if name in _PARAMETERS_READ
-        }
-        return msgspec.structs.replace(self, parameters=read)
+        """The config without what changes no answer: parameters that no adapter reads, and the folders of files."""
+        parameters: dict[str, str] = {}
+        for name, value in self.parameters.items():
+            if name in _PARAMETERS_READ:
+                parameters[name] = value
+                if value.startswith("/"):
+                    parameters[name] = value.rpartition("/")[2]
+        return msgspec.structs.replace(self, parameters=parameters)
 
     @property
     def batching(self) -> bool:
-        """Whether every tensor on the wire carries a leading batch dimension."""
+        """Whether every tensor on the wire has a leading batch dimension."""
         return self.max_batch_size > 0
 
     def parameter(self, name: str) -> str | None:
@@ -138,14 +139,16 @@ class ModelConfig(msgspec.Struct, gc=False, frozen=True, kw_only=True):
         return spec.dims[1:]
 
     def batch_size(self, spec: TensorSpec) -> int:
-        """Return how many rows of *spec* a request takes."""
+        """Return the most rows of *spec* in a request."""
         rows = self.max_batch_size or next(iter(spec.dims), 1)
         if rows < 0:
             return _FREE_BATCH
         return rows
 
     def max_answer(self, outputs: Iterable[str], rows: int) -> int:
-        """Return how many bytes an answer with these *outputs* can have, for a request of so many *rows*."""
+        """Return the most bytes of an answer with these *outputs* to a request with this number of *rows*."""
+        if not self.batching:
+            rows = 1
         fixed = 0
         is_open = False
         for name in outputs:
@@ -154,8 +157,11 @@ class ModelConfig(msgspec.Struct, gc=False, frozen=True, kw_only=True):
             if size is None or min(spec.dims, default=0) < 0:
                 is_open = True
             else:
-                fixed += size * math.prod(spec.dims) * (rows if self.batching else 1)
-        return max(fixed, _MIN_ANSWER) + (MAX_OPEN_ANSWER if is_open else 0)
+                fixed += size * math.prod(spec.dims) * rows
+        total = max(fixed, _MIN_ANSWER)
+        if is_open:
+            total += MAX_OPEN_ANSWER
+        return total
 
     def wire_shape(self, spec: TensorSpec, count: int) -> tuple[int, ...]:
         """
@@ -163,10 +169,12 @@ class ModelConfig(msgspec.Struct, gc=False, frozen=True, kw_only=True):
 
         The innermost dynamic dim takes all elements, which is also what the generate extension infers.
         """
-        dims = [1 if dim < 0 else dim for dim in spec.dims]
-        dynamic = [i for i, dim in enumerate(spec.dims) if dim < 0]
-        if dynamic:
-            dims[dynamic[-1]] = count
+        # A dynamic dim is -1, which counts as 1 here.
+        dims = [abs(dim) for dim in spec.dims]
+        for index in reversed(range(len(dims))):
+            if spec.dims[index] < 0:
+                dims[index] = count
+                break
         if self.batching:
             return (1, *dims)
         return tuple(dims)
@@ -178,8 +186,8 @@ class Tensor(msgspec.Struct, gc=False, frozen=True):
     name: str
     datatype: str
     shape: tuple[int, ...]
-    #: Flat (row-major). BYTES values are ``str`` (sent as UTF-8). ``bytes`` are the raw contents: a large matrix never
-    #: becomes Python numbers.
+    #: Flat (row-major). BYTES values are ``str`` (sent as UTF-8). ``bytes`` are raw contents: a large matrix is never
+    #: converted to Python numbers.
     values: Sequence[Any]
 
     def raw(self) -> bytes:
@@ -212,38 +220,38 @@ class InferRequest(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     outputs: tuple[str, ...] = ()
     #: Whether the model is decoupled: it answers step by step, and the request can be cancelled in between.
     stream: bool = False
-    #: Whether cancelling stops the backend; if not, a transport may read the rest and drop it.
+    #: Whether a cancellation stops the backend. If not, a transport may read the rest of the answer and drop it.
     cancellable: bool = True
     #: Whether the generate extension's JSON can express the request and its answers.
     json_expressible: bool = True
     #: Whether the backend notices a cancellation only over gRPC, or earlier than over HTTP.
     prefers_grpc: bool = False
-    #: For Triton's queues, 1 first and 0 for the default; the generate extension has none.
+    #: The priority in Triton's queues: 1 is first, 0 the default. The generate extension has none.
     priority: int = 0
-    #: If set, the outputs are texts ``value:index:label``, as many of each row with the highest values.
+    #: If set, the outputs are texts ``value:index:label``: this number of each row, with the highest values.
     classification: int = 0
     #: Further parameters of Triton's protocol, such as those of a sequence.
     parameters: Mapping[str, bool | int | str] = {}
-    #: The rest of its sequence: each is sent when the one before is answered, all to the same Triton. The last ends it.
+    #: The rest of its sequence, for the same Triton. Each is sent when the one before is answered; the last ends it.
     following: tuple[InferRequest, ...] = ()
-    #: The parameter that JSON cannot express, if one prevents it.
+    #: The parameter that JSON cannot express, if there is one.
     needed_for: str | None = None
-    #: The bytes that an answer, or each of several, may have; a longer one is not read.
+    #: The most bytes of an answer, or of each of several; a longer one is refused.
     max_answer: int = MAX_OPEN_ANSWER
     #: Sent as HTTP headers or gRPC metadata: names in lower case, values printable ASCII. Adapters do not set them.
     headers: Mapping[str, str] = {}
 
     @property
     def cost(self) -> float:
-        """About how many microseconds it takes to encode it."""
+        """An estimate of the microseconds that it takes to encode it."""
         cost = 0.0
-        for one in self.inputs:
-            if isinstance(one.values, bytes):
-                cost += offload.COPY * len(one.values)
-            elif one.datatype == "BYTES":
-                cost += offload.COPY * sum(map(len, one.values))
+        for tensor in self.inputs:
+            if isinstance(tensor.values, bytes):
+                cost += offload.COPY * len(tensor.values)
+            elif tensor.datatype == "BYTES":
+                cost += offload.COPY * sum(map(len, tensor.values))
             else:
-                cost += offload.BYTE * len(one.values)
+                cost += offload.BYTE * len(tensor.values)
         return cost
 
 
@@ -251,8 +259,8 @@ class InferResponse(Protocol):
     """
     One response. Absent outputs read as empty lists; values are flattened.
 
-    What an answer holds is checked here, where it is read: each method raises :class:`InvalidAnswer` for an output
-    of another type, length or shape than it should have.
+    Answers are checked here, where they are read: each method raises :class:`InvalidAnswer` for an output of another
+    type, length or shape than it should have.
     """
 
     @property
@@ -261,16 +269,16 @@ class InferResponse(Protocol):
 
     def first(self, names: tuple[str, ...]) -> Sequence[Any]:
         """
-        Return the first text or number of each of several outputs, ``None`` of one that is absent or empty.
+        Return the first text or number of each of several outputs, ``None`` for one that is absent or empty.
 
-        From JSON it can be of any type: for the sake of speed, the caller checks it.
+        A value from JSON can be of any type: for speed, the caller checks it.
         """
 
     def texts(self, name: str) -> Sequence[str]:
         """Return a BYTES output as text (invalid UTF-8 becomes U+FFFD)."""
 
     def numbers(self, name: str) -> Sequence[float]:
-        """Return a numeric output; numbers that some backends send as text are numbers, too."""
+        """Return a numeric output. Numbers that a backend sends as text count as numbers."""
 
     def integers(self, name: str, *, least: int = 0, most: int = MAX_COUNT) -> Sequence[int]:
         """Return an output of integers from *least* to *most*."""
@@ -279,11 +287,11 @@ class InferResponse(Protocol):
         """Return a floating output of shape ``[n, d]`` (or ``[d]``) as *n* little-endian float32 rows."""
 
     def tensor(self, name: str) -> OutputTensor | None:
-        """Return an output as it came; ``None`` where it is absent, and from JSON, which has no shapes."""
+        """Return an output with its shape; ``None`` if it is absent, and from JSON, which has no shapes."""
 
     @property
     def size(self) -> int:
-        """About how many bytes its outputs have."""
+        """An estimate of the bytes of its outputs."""
 
     def invalid(self, problem: str, *, detail: str | None = None) -> InvalidAnswer:
         """Return the error for an answer of which *problem* is true."""
@@ -325,7 +333,7 @@ class CheckedOutputs:
         except ValueError as error:
             raise self.invalid(f"the output '{name}' has a text where a number is needed") from error
         if value.is_integer() and _LEAST <= value <= _MOST and text.strip("+-").isdecimal():
-            # Of the larger ones, a float has not all digits.
+            # A float does not have all digits of a large number.
             return int(text)
         return value
 
@@ -367,19 +375,26 @@ class JsonOutputs(CheckedOutputs):
         values = self._values(name)
         kinds = set(map(type, values))
         if str in kinds:
-            values = [self._number(name, value) if type(value) is str else value for value in values]
+            numbers: list[Any] = []
+            for value in values:
+                if type(value) is str:
+                    numbers.append(self._number(name, value))
+                else:
+                    numbers.append(value)
+            values = numbers
             kinds.discard(str)
         if not kinds <= {int, float, bool}:
             raise self.invalid(f"the output '{name}' has something else where a number is needed")
         if bool in kinds:
-            values = [int(value) if type(value) is bool else value for value in values]
+            # As integers: a boolean is none in JSON.
+            values = [+value for value in values]
         if int in kinds and not all(_LEAST <= value <= _MOST for value in values if type(value) is int):
             raise self.invalid(f"the output '{name}' has a number that is too large")
         return values
 
     def integers(self, name: str, *, least: int = 0, most: int = MAX_COUNT) -> Sequence[int]:
         value = self.value(name)
-        # Nearly all are a count that is alone.
+        # Nearly all of them are a single count.
         if type(value) is int and least <= value <= most:
             return (value,)
         return super().integers(name, least=least, most=most)
@@ -413,14 +428,20 @@ class JsonResponse(JsonOutputs, msgspec.Struct, frozen=True):
 
 
 def json_size(values: Iterable[Any]) -> int:
-    """Return about how many bytes *values* have: texts, lists of numbers or texts, and numbers."""
+    """Return an estimate of the bytes of *values*: texts, numbers, and lists of both."""
     size = 0
     for value in values:
         if isinstance(value, list):
-            size += sum([len(item) if type(item) is str else _NUMBER_SIZE for item in value])
+            size += sum(map(_item_size, value))
         else:
-            size += len(value) if isinstance(value, str) else _NUMBER_SIZE
+            size += _item_size(value)
     return size
+
+
+def _item_size(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    return _NUMBER_SIZE
 
 
 class OutputTensor(msgspec.Struct, frozen=True):
