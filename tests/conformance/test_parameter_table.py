@@ -230,7 +230,7 @@ async def check_models(service: Service, triton: TestTriton, tokenizer: Tokenize
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+@every_case("endpoint", ["chat", "completions"])
 async def test_parameters_without_effect(
     service: Service, triton: TestTriton, tokenizer: Tokenizer, endpoint: str
 ) -> None:
