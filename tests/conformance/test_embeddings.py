@@ -77,7 +77,7 @@ async def test_the_whole_answer(proxy, model, tokenizer):
 
 
 @every_case("encoding", [None, "float", "base64"])
-@every_case("texts", [["one"], TEXTS, [f"text number {n}" for n in range(150)]], ids=len)
+@every_case("texts", [["one"], TEXTS, [f"text number {n}" for n in range(150)]], ids=lambda inputs: str(len(inputs)))
 @pytest.mark.parametrize("model", MODELS)
 async def test_lists_keep_their_order(proxy, model, texts, encoding):
     """Every text has its embedding at its own index, as numbers or as base64, also beyond one batch of the model."""
