@@ -28,14 +28,20 @@ TRTLLM = (
 TRTLLM_AND_VLLM = (*TRTLLM, "vllm_model")
 # All that take part in most tests.
 MODELS = (*TRTLLM_AND_VLLM,)
-# What the adapters' tables call the limit of an answer.
-LIMITS = {
-    name
-    for path in BUILT_IN.values()
-    for row in getattr(import_module(path.partition(":")[0]), "PARAMETERS", ())
-    if row.name == "max_tokens"
-    for name in row.inputs
-}
+
+
+def inputs_for(parameter: str) -> set[str]:
+    """Return what the inputs of *parameter* are called in the tables of all adapters."""
+    names: set[str] = set()
+    for path in BUILT_IN.values():
+        for row in getattr(import_module(path.partition(":")[0]), "PARAMETERS", ()):
+            if row.name == parameter:
+                names.update(row.inputs)
+    return names
+
+
+LIMITS = inputs_for("max_tokens")
+SEEDS = inputs_for("seed")
 BLS = ("tensorrt_llm_bls", "tensorrt_llm_bls_delta")
 STREAMING = tuple(model for model in MODELS if model != "ensemble_nonstreaming")
 # Where a stream cannot put a character together again that is split over tokens: each token is decoded alone.

@@ -13,6 +13,7 @@ from tests.conformance.calls import (
     ENGINES,
     MODELS,
     PATHS,
+    SEEDS,
     TRTLLM,
     ask,
     id_of,
@@ -41,7 +42,7 @@ async def seeds_of(triton, model, answer, count):
         if "sampling_parameters" in inputs:
             seeds.append(json.loads(inputs["sampling_parameters"]["value"][0])["seed"])
         else:
-            seeds += [value["value"][0] for name, value in inputs.items() if name.lower().endswith("seed")]
+            seeds += [value["value"][0] for name, value in inputs.items() if name in SEEDS]
     return seeds
 
 
@@ -74,7 +75,7 @@ async def test_requests_without_a_seed_have_different_ones(proxy, triton, model)
     seeds = []
     for answer in (first, second):
         inputs = await inputs_of(triton, model, id_of(answer))
-        seeds += [value["value"] for name, value in inputs.items() if name.endswith("seed")]
+        seeds += [value["value"] for name, value in inputs.items() if name in SEEDS]
 
     assert 2 == len(seeds)
     assert seeds[0] != seeds[1]

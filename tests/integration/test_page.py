@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from aiohttp import FormData
 
-import pytest
 from tests import chromium
 from tests.conformance.calls import steered
 from tests.conformance.fake_triton import FakeTriton, config_of
