@@ -13,6 +13,7 @@ import pytest
 
 from tests.proxy_fixture import Answer, Proxy
 from tests.triton_fixture import TestTriton
+from triton_openai.adapters._common.base import Rule
 from triton_openai.adapters._common.registry import BUILT_IN
 
 # The models whose inputs some tests know by name.
@@ -81,6 +82,13 @@ def request(endpoint: str, model: str, prompt: str, **fields: Any) -> dict[str, 
         {"messages": [{"role": "user", "content": prompt}]} if endpoint == "chat" else {"prompt": prompt}
     )
     return {"model": model, **ask, **{name: value for name, value in fields.items() if value is not None}}
+
+
+def require(proxy: Proxy, model: str, *parameters: str) -> None:
+    """Skip the test for a model whose adapter refuses one of *parameters*."""
+    for row in proxy.models.served[model].adapter.parameters:
+        if row.name in parameters and row.rule is Rule.REFUSED:
+            pytest.skip(f"{model} takes no {row.name}")
 
 
 async def ask(proxy: Proxy, endpoint: str, model: str, prompt: str, **fields: Any) -> Answer:

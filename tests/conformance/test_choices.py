@@ -20,6 +20,7 @@ from tests.conformance.calls import (
     in_session_loop,
     inputs_of,
     recorded,
+    require,
     steered,
     text_of,
 )
@@ -49,6 +50,7 @@ async def seeds_of(triton, model, answer, count):
 @pytest.mark.parametrize("model", [model for model in MODELS if ENGINES[model] == model or model in ENSEMBLES])
 async def test_choices_have_seeds_of_their_own(proxy, triton, model):
     """With the client's seed they follow from it, so that the same request gives the same answers."""
+    require(proxy, model, "seed")
     answer = await ask(proxy, "chat", model, "Hello", n=3, seed=7, max_tokens=4)
 
     assert 200 == answer.status, answer.body
@@ -59,6 +61,7 @@ async def test_choices_have_seeds_of_their_own(proxy, triton, model):
 @pytest.mark.parametrize("model", MODELS)
 async def test_answers_are_sampled_unless_asked_otherwise(proxy, model):
     """A request that says nothing of sampling is sampled, so its choices differ; greedy ones are the same."""
+    require(proxy, model, "seed", "temperature")
     sampled, greedy = [
         await ask(proxy, "chat", model, "Hello", n=3, seed=7, max_tokens=99, **fields)
         for fields in ({}, {"temperature": 0})

@@ -122,7 +122,8 @@ def as_sent(adapter: Adapter, target: str, value: Any) -> Any:
 def expected_of(name: str, case: Case, adapter: Adapter) -> Sent | None:
     """Return what the parameter changes in what the model gets; ``None``: the model refuses it."""
     row = next((row for row in adapter.parameters if row.name == name), None)
-    if case.refused or not case.can(adapter.capabilities) or (row is not None and row.rule is Rule.REFUSED):
+    refused = {each.name for each in adapter.parameters if each.rule is Rule.REFUSED}
+    if case.refused or not case.can(adapter.capabilities) or not refused.isdisjoint({name, *case.beside}):
         return None
     wanted = dict(case.sent)
     if row is not None and row.rule is Rule.MAPPED:
