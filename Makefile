@@ -11,6 +11,8 @@ ARGS ?=
 # a Triton of its own, which is 0.8 GB of memory. PARALLEL= runs the tests one after the other.
 PROCESSES := $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) + 2 )); echo $$(( n < 6 ? n : 6 )))
 PARALLEL ?= --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+# What `make test-all` adds: tests/extended.py chooses it.
+WITHOUT_EXTENDED := -m "not extended"
 VENV := .venv
 BIN := $(VENV)/bin
 # Tests start the service some hundred times: it is compiled once, also where the environment says otherwise.
@@ -42,7 +44,7 @@ announce = @echo "Installing $(1) into $(VENV): $(2) on the disk, a few minutes 
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  \033[1m%-9s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-9s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed; say which with make PYTHON=..." >&2; exit 1; }
@@ -109,7 +111,7 @@ type: $(VENV)/.develop ## check types with mypy
 
 .PHONY: unit
 unit: $(VENV)/.develop ## run the tests that need no Triton (ARGS="-k name" picks)
-	$(BIN)/python -m pytest tests/unit $(PARALLEL) $(ARGS)
+	$(BIN)/python -m pytest tests/unit $(WITHOUT_EXTENDED) $(PARALLEL) $(ARGS)
 
 PYTHONS ?= $(foreach version,3.11 3.12 3.13 3.14,$(shell python$(version) -c 'print("$(version)")' 2>/dev/null))
 
@@ -119,10 +121,14 @@ pythons: ## run the unit tests on each supported Python that is installed
 	    echo "Python $$version"; environment=$(VENV)/python$$version; \
 	    test -x $$environment/bin/python || python$$version -m venv $$environment; \
 	    $$environment/bin/python -m pip install --quiet --editable '.[test]'; \
-	    $$environment/bin/python -m pytest tests/unit $(PARALLEL) $(ARGS); done
+	    $$environment/bin/python -m pytest tests/unit $(WITHOUT_EXTENDED) $(PARALLEL) $(ARGS); done
 
 .PHONY: test
-test: has-triton $(VENV)/.develop ## run every test, against a real Triton (ARGS="-k name" picks)
+test: has-triton $(VENV)/.develop ## run the tests, against a real Triton, in five minutes (ARGS="-k name" picks)
+	$(BIN)/python -m pytest $(WITHOUT_EXTENDED) $(PARALLEL) $(ARGS)
+
+.PHONY: test-all
+test-all: has-triton $(VENV)/.develop ## run every test: also clients, both transports, S3, PostgreSQL and Chromium
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 .PHONY: clients

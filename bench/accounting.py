@@ -55,6 +55,8 @@ class CpuClock:
         self._tick = _NS // os.sysconf("SC_CLK_TCK")
         self._threads: dict[tuple[int, int], int] = {}
         self._totals: dict[int, int] = {}
+        #: By process: the time of threads that came and went between two looks.
+        self._unseen: dict[int, int] = {}
 
     def read(self) -> int:
         """Return the nanoseconds that the trees have used so far."""
@@ -69,8 +71,9 @@ class CpuClock:
         # Two ticks of doubt: the total is rounded, and read a moment after the threads.
         unseen = self._totals[pid] - seen
         if unseen > 2 * self._tick:
-            return seen + unseen
-        return seen
+            self._unseen[pid] = max(unseen, self._unseen.get(pid, 0))
+        # Once counted, it stays: the sum never falls.
+        return seen + self._unseen.get(pid, 0)
 
     def _read_threads(self, pid: int) -> dict[int, int]:
         threads = {}

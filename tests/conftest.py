@@ -18,6 +18,7 @@ from xdist.scheduler import LoadFileScheduling
 
 pytest_plugins = [
     "tests.clock",
+    "tests.extended",
     "tests.programs",
     "tests.triton_fixture",
     "tests.proxy_fixture",

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
@@ -190,11 +191,49 @@ def s3() -> Iterator[Callable[[], Bucket]]:
         try:
             _until_open(port, process)
             environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
-            # It makes a bucket with its first object.
-            yield lambda: Bucket(f"s3://test-{next(numbers)}/some/prefix", environ)
+
+            def bucket() -> Bucket:
+                name = f"test-{next(numbers)}"
+                _wait_for_bucket(name, environ)
+                return Bucket(f"s3://{name}/some/prefix", environ)
+
+            yield bucket
         finally:
             process.kill()
             process.wait()
+
+
+def _wait_for_bucket(name: str, environ: Mapping[str, str]) -> None:
+    """
+    Wait until an object can be put into the bucket *name*, read and deleted.
+
+    The server listens before its parts have found each other, and makes a bucket with its first object.
+    """
+    import obstore
+    from obstore.store import S3Store
+
+    store = S3Store(
+        name,
+        endpoint=environ["AWS_ENDPOINT_URL"],
+        access_key_id=environ["AWS_ACCESS_KEY_ID"],
+        secret_access_key=environ["AWS_SECRET_ACCESS_KEY"],
+        region=environ["AWS_REGION"],
+        client_options={"allow_http": True},
+        retry_config={"max_retries": 0},
+    )
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            obstore.put(store, "probe", b"probe")
+            read = bytes(obstore.get(store, "probe").bytes())
+            obstore.delete(store, "probe")
+        except Exception:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            assert read == b"probe"
+            return
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 
 from tests.proxy_fixture import Answer, Proxy
 from tests.triton_fixture import TestTriton
+from triton_openai.adapters._common.base import Rule
 from triton_openai.adapters._common.registry import BUILT_IN
 
 # The models whose inputs some tests know by name.
@@ -28,14 +29,20 @@ TRTLLM = (
 TRTLLM_AND_VLLM = (*TRTLLM, "vllm_model")
 # All that take part in most tests.
 MODELS = (*TRTLLM_AND_VLLM,)
-# What the adapters' tables call the limit of an answer.
-LIMITS = {
-    name
-    for path in BUILT_IN.values()
-    for row in getattr(import_module(path.partition(":")[0]), "PARAMETERS", ())
-    if row.name == "max_tokens"
-    for name in row.inputs
-}
+
+
+def inputs_for(parameter: str) -> set[str]:
+    """Return what the inputs of *parameter* are called in the tables of all adapters."""
+    names: set[str] = set()
+    for path in BUILT_IN.values():
+        for row in getattr(import_module(path.partition(":")[0]), "PARAMETERS", ()):
+            if row.name == parameter:
+                names.update(row.inputs)
+    return names
+
+
+LIMITS = inputs_for("max_tokens")
+SEEDS = inputs_for("seed")
 BLS = ("tensorrt_llm_bls", "tensorrt_llm_bls_delta")
 STREAMING = tuple(model for model in MODELS if model != "ensemble_nonstreaming")
 # Where a stream cannot put a character together again that is split over tokens: each token is decoded alone.
@@ -75,6 +82,13 @@ def request(endpoint: str, model: str, prompt: str, **fields: Any) -> dict[str, 
         {"messages": [{"role": "user", "content": prompt}]} if endpoint == "chat" else {"prompt": prompt}
     )
     return {"model": model, **ask, **{name: value for name, value in fields.items() if value is not None}}
+
+
+def require(proxy: Proxy, model: str, *parameters: str) -> None:
+    """Skip the test for a model whose adapter refuses one of *parameters*."""
+    for row in proxy.models.served[model].adapter.parameters:
+        if row.name in parameters and row.rule is Rule.REFUSED:
+            pytest.skip(f"{model} takes no {row.name}")
 
 
 async def ask(proxy: Proxy, endpoint: str, model: str, prompt: str, **fields: Any) -> Answer:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import every_case
 from tests.conformance.calls import ANSWERS_AT_ONCE, BREAKS_CHARACTERS, MODELS, ask, in_session_loop, outcome, steered
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy
 
@@ -109,7 +110,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@every_case("case", CASES, ids=lambda case: case.name)
 async def test_the_answer_is_the_same_in_every_form(proxies, model, case):
     """
     Text, finish reason and counts are right, in chat and completions, streamed and whole; and the bytes are the same

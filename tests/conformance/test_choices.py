@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 
+from tests.cases import every_case
 from tests.conformance.calls import (
     ADDS_BOS,
     ENGINES,
     MODELS,
     PATHS,
+    SEEDS,
     TRTLLM,
     ask,
     id_of,
     in_session_loop,
     inputs_of,
     recorded,
+    require,
     steered,
     text_of,
 )
@@ -40,13 +43,14 @@ async def seeds_of(triton, model, answer, count):
         if "sampling_parameters" in inputs:
             seeds.append(json.loads(inputs["sampling_parameters"]["value"][0])["seed"])
         else:
-            seeds += [value["value"][0] for name, value in inputs.items() if name.lower().endswith("seed")]
+            seeds += [value["value"][0] for name, value in inputs.items() if name in SEEDS]
     return seeds
 
 
 @pytest.mark.parametrize("model", [model for model in MODELS if ENGINES[model] == model or model in ENSEMBLES])
 async def test_choices_have_seeds_of_their_own(proxy, triton, model):
     """With the client's seed they follow from it, so that the same request gives the same answers."""
+    require(proxy, model, "seed")
     answer = await ask(proxy, "chat", model, "Hello", n=3, seed=7, max_tokens=4)
 
     assert 200 == answer.status, answer.body
@@ -57,6 +61,7 @@ async def test_choices_have_seeds_of_their_own(proxy, triton, model):
 @pytest.mark.parametrize("model", MODELS)
 async def test_answers_are_sampled_unless_asked_otherwise(proxy, model):
     """A request that says nothing of sampling is sampled, so its choices differ; greedy ones are the same."""
+    require(proxy, model, "seed", "temperature")
     sampled, greedy = [
         await ask(proxy, "chat", model, "Hello", n=3, seed=7, max_tokens=99, **fields)
         for fields in ({}, {"temperature": 0})
@@ -73,7 +78,7 @@ async def test_requests_without_a_seed_have_different_ones(proxy, triton, model)
     seeds = []
     for answer in (first, second):
         inputs = await inputs_of(triton, model, id_of(answer))
-        seeds += [value["value"] for name, value in inputs.items() if name.endswith("seed")]
+        seeds += [value["value"] for name, value in inputs.items() if name in SEEDS]
 
     assert 2 == len(seeds)
     assert seeds[0] != seeds[1]
@@ -106,7 +111,7 @@ async def test_a_stream_opens_all_choices_in_their_order(proxy, model):
     assert [0, 1, 2] == [place for place, choice in enumerate(choices) if "role" in choice["delta"]]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 async def test_choices_are_numbered_prompt_by_prompt(proxy, stream):
     """The choices of the first prompt come first, in a stream by their index."""
     prompts = [steered(text="red"), steered(text="blue")]
@@ -129,7 +134,7 @@ async def test_best_of_returns_the_likeliest(proxy):
     assert answer.json["choices"][0]["logprobs"] is None
 
 
-@pytest.mark.parametrize(
+@every_case(
     "fields, param",
     [
         ({"best_of": 2, "n": 3}, "best_of"),
@@ -145,7 +150,7 @@ async def test_contradictions_are_refused(proxy, fields, param):
     assert (400, param) == (answer.status, answer.error["param"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 async def test_echo_puts_the_prompt_first(proxy, model, stream):
     """With echo each choice begins with its prompt, exactly as it was sent."""
@@ -156,7 +161,7 @@ async def test_echo_puts_the_prompt_first(proxy, model, stream):
     assert prompt + "one two" == "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 async def test_chat_log_probabilities(proxy, stream):
     """Each token has its log probability, its bytes, and as many alternatives as were asked for."""
     answer = await ask(
@@ -173,7 +178,7 @@ async def test_chat_log_probabilities(proxy, stream):
     assert all(each["refusal"] is None for each in logprobs)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 async def test_completion_log_probabilities(proxy, stream):
     """The lists are parallel, and the offsets say where each token stands in the text."""
     answer = await ask(
@@ -202,7 +207,7 @@ GUIDES = [
 ]
 
 
-@pytest.mark.parametrize("fields, tensors, parameters", GUIDES)
+@every_case("fields, tensors, parameters", GUIDES)
 async def test_guides_reach_tensorrt_llm(proxy, triton, fields, tensors, parameters):
     """A guide becomes the engine's guide type and guide."""
     answer = await ask(proxy, "chat", "ensemble", "Hello", max_tokens=5, **fields)
@@ -215,7 +220,7 @@ async def test_guides_reach_tensorrt_llm(proxy, triton, fields, tensors, paramet
     )
 
 
-@pytest.mark.parametrize("fields, tensors, parameters", GUIDES)
+@every_case("fields, tensors, parameters", GUIDES)
 async def test_guides_reach_vllm(proxy, triton, fields, tensors, parameters):
     """A guide becomes JSON text inside the sampling parameters, under the name that the release knows."""
     answer = await ask(proxy, "chat", "vllm_model", "Hello", max_tokens=5, **fields)
@@ -232,7 +237,7 @@ async def test_guides_are_refused_where_there_are_none(proxy):
     assert (400, "response_format") == (answer.status, answer.error["param"])
 
 
-@pytest.mark.parametrize(
+@every_case(
     "fields, param",
     [
         ({"response_format": {"type": "nonsense"}}, "response_format.type"),
@@ -275,7 +280,7 @@ async def test_token_ids_that_text_cannot_say(proxy, triton):
     )
 
 
-@pytest.mark.parametrize("version, key", [("2.53.0", None), ("2.54.0", "guided_decoding"), ("", "guided_decoding")])
+@every_case("version, key", [("2.53.0", None), ("2.54.0", "guided_decoding"), ("", "guided_decoding")])
 async def test_guides_of_the_first_vllm_backends_that_have_them(version, key):
     """24.12 declares the same tensors as 25.01 and refuses every guide: the server's version tells them apart."""
     flags = ("stream", "exclude_input_in_output", "return_finish_reason", "return_logprobs", "return_num_input_tokens")
@@ -301,8 +306,8 @@ async def test_guides_of_the_first_vllm_backends_that_have_them(version, key):
         assert key in json.loads(sent["sampling_parameters"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("endpoint", PATHS)
+@every_case("stream", [False, True])
+@every_case("endpoint", PATHS)
 @pytest.mark.parametrize("model", MODELS)
 async def test_what_ended_the_answer(proxy, model, endpoint, stream):
     """The stop string, or the stop token where it can be one; null where the model itself or the limit did."""
@@ -321,7 +326,7 @@ async def test_what_ended_the_answer(proxy, model, endpoint, stream):
         assert ("stop", 848) == await reasons(stop_token_ids=[848], max_tokens=9)
 
 
-@pytest.mark.parametrize("endpoint", PATHS)
+@every_case("endpoint", PATHS)
 async def test_the_fingerprint(proxy, endpoint):
     """The fingerprint stands in the last chunk of a stream, and is another for another model."""
     found = {}
@@ -346,7 +351,7 @@ async def test_the_fingerprint(proxy, endpoint):
     assert all(value.startswith("triton-2.") for value in found.values())
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 async def test_echo_of_token_ids_shows_the_special_ones(proxy, triton, model, stream):
     """All of the prompt, also the token that the backend adds itself when it is sent as text."""
@@ -376,7 +381,7 @@ async def test_a_prompt_that_brings_its_special_tokens(proxy, triton, model):
         assert len(tokenizer.encode(prompt)) - 1 == without.json["usage"]["prompt_tokens"]
 
 
-@pytest.mark.parametrize("prompt", [[], [[]], [-1], [10**9], [1, "a"], [[1], "a", 5]])
+@every_case("prompt", [[], [[]], [-1], [10**9], [1, "a"], [[1], "a", 5]])
 async def test_wrong_token_ids(proxy, prompt):
     """What can be no prompt is refused by name."""
     answer = await proxy.post("/v1/completions", {"model": "ensemble", "prompt": prompt})
@@ -402,7 +407,7 @@ async def test_usage_in_every_chunk(proxy, model):
     assert counts[-1] > 1
 
 
-@pytest.mark.parametrize("endpoint", PATHS)
+@every_case("endpoint", PATHS)
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm", "vllm_model"])
 async def test_a_chunk_counts_the_tokens_of_its_text(proxy, triton, model, endpoint):
     """A chunk counts the tokens of its text, and not those of text that is still held back for a stop string."""

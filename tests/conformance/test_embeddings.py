@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
+from tests.cases import every_case
 from tests.conformance.calls import in_session_loop, recorded
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import TRANSPORTS, proxy_settings, serving
@@ -75,8 +76,8 @@ async def test_the_whole_answer(proxy, model, tokenizer):
     assert ["object", "index", "embedding"] == list(answer.json["data"][0])
 
 
-@pytest.mark.parametrize("encoding", [None, "float", "base64"])
-@pytest.mark.parametrize("texts", [["one"], TEXTS, [f"text number {n}" for n in range(150)]], ids=len)
+@every_case("encoding", [None, "float", "base64"])
+@every_case("texts", [["one"], TEXTS, [f"text number {n}" for n in range(150)]], ids=lambda inputs: str(len(inputs)))
 @pytest.mark.parametrize("model", MODELS)
 async def test_lists_keep_their_order(proxy, model, texts, encoding):
     """Every text has its embedding at its own index, as numbers or as base64, also beyond one batch of the model."""
@@ -90,7 +91,7 @@ async def test_lists_keep_their_order(proxy, model, texts, encoding):
     assert [vector(text) for text in texts] == found
 
 
-@pytest.mark.parametrize("count, batches", [(1, [1]), (64, [64]), (65, [1, 64]), (150, [22, 64, 64])])
+@every_case("count, batches", [(1, [1]), (64, [64]), (65, [1, 64]), (150, [22, 64, 64])])
 async def test_batches_are_sent_as_batches(proxy, triton, count, batches):
     """A model that batches gets as many texts at a time as it takes."""
     mark = f"{proxy.transport}-{count}-marked"
@@ -182,7 +183,7 @@ async def test_dimensions_where_the_model_cannot(proxy):
     assert (400, "dimensions", "unsupported_parameter") == (other.status, other.error["param"], other.error["code"])
 
 
-@pytest.mark.parametrize("many", [False, True])
+@every_case("many", [False, True])
 async def test_token_ids_where_the_model_takes_them(proxy, tokenizer, many):
     """Token ids go to vLLM as they are; one list is one input, lists in a list are several."""
     ids = tokenizer.encode("one two", add_special_tokens=False).ids
@@ -206,7 +207,7 @@ async def test_token_ids_where_the_model_takes_text(proxy, tokenizer):
     assert len(first) + len(second) + 1 == answer.json["usage"]["prompt_tokens"]
 
 
-@pytest.mark.parametrize("value", [[5000], [[75], [5000]], [0], [-1]])
+@every_case("value", [[5000], [[75], [5000]], [0], [-1]])
 async def test_token_ids_that_are_no_text(proxy, value):
     """Ids of another vocabulary, and special tokens alone; LangChain's users learn what to set."""
     answer = await proxy.post(PATH, {"model": "text_embedding", "input": value})
@@ -278,7 +279,7 @@ BAD_INPUTS: list[object] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", BAD_INPUTS, ids=lambda value: repr(value)[:20])
+@every_case("value", BAD_INPUTS, ids=lambda value: repr(value)[:20])
 @pytest.mark.parametrize("model", MODELS)
 async def test_inputs_that_are_none(proxies, model, value):
     """Empty, mixed and foreign inputs are refused with the parameter's name."""
@@ -288,9 +289,7 @@ async def test_inputs_that_are_none(proxies, model, value):
     assert "input" == answer.error["param"].partition("[")[0]
 
 
-@pytest.mark.parametrize(
-    "name, value", [("encoding_format", "hex"), ("dimensions", 0), ("dimensions", "8"), ("model", "")]
-)
+@every_case("name, value", [("encoding_format", "hex"), ("dimensions", 0), ("dimensions", "8"), ("model", "")])
 async def test_bad_fields(proxies, name, value):
     """Other fields are checked as well."""
     answer = await proxies["http"].post(PATH, {"model": "text_embedding", "input": "one", name: value})

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.cases import every_case
 from tests.conformance.calls import BLS, MODELS, PATHS, STREAMING, ask, in_session_loop, steered, text_of
 
 pytestmark = in_session_loop
@@ -21,8 +22,8 @@ def failed_by(model: str, reason: str | None) -> tuple[int, str, str]:
     return 502, "upstream_error", f"The model failed: {reason}"
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize(
+@every_case("streamed", [False, True])
+@every_case(
     "text, shown",
     [
         ("out of luck", "out of luck"),
@@ -51,8 +52,8 @@ async def test_a_failure_before_the_first_token(proxy, model, text, shown, strea
     assert "x-should-retry" not in answer.headers
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize(
+@every_case("streamed", [False, True])
+@every_case(
     "text, shown",
     [
         ("Requested sample logprobs of 50, which is greater than max allowed: 20", None),
@@ -68,7 +69,7 @@ async def test_vllm_refuses_the_request(proxy, text, shown, streamed):
     assert f"The model refused the request: {shown or text}" == answer.error["message"]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@every_case("streamed", [False, True])
 async def test_vllm_without_a_reason(proxy, streamed):
     """An error whose reason vLLM keeps to itself is not the client's fault."""
     prompt = steered(text="one", fail_at=0, error="")
@@ -77,8 +78,8 @@ async def test_vllm_without_a_reason(proxy, streamed):
     assert (502, "upstream_error") == (answer.status, answer.error["code"])
 
 
-@pytest.mark.parametrize("endpoint, param", [("chat", "messages"), ("completions", "prompt")])
-@pytest.mark.parametrize("streamed", [False, True])
+@every_case("endpoint, param", [("chat", "messages"), ("completions", "prompt")])
+@every_case("streamed", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 async def test_a_prompt_that_is_too_long(proxy, model, endpoint, param, streamed):
     """Every backend's own text about a long prompt becomes the one code that clients know, with the numbers."""
@@ -91,8 +92,8 @@ async def test_a_prompt_that_is_too_long(proxy, model, endpoint, param, streamed
     assert not [secret for secret in SECRETS if secret in error["message"]]
 
 
-@pytest.mark.parametrize("endpoint, param", [("chat", "messages"), ("completions", "prompt")])
-@pytest.mark.parametrize("streamed", [False, True])
+@every_case("endpoint, param", [("chat", "messages"), ("completions", "prompt")])
+@every_case("streamed", [False, True])
 @pytest.mark.parametrize(
     "model, text",
     [
@@ -112,7 +113,7 @@ async def test_a_prompt_that_is_empty(proxy, model, text, endpoint, param, strea
     assert "The prompt is empty: there is nothing to continue." == error["message"]
 
 
-@pytest.mark.parametrize("endpoint", PATHS)
+@every_case("endpoint", PATHS)
 @pytest.mark.parametrize("model", [model for model in STREAMING if model not in BLS])
 async def test_a_failure_in_the_stream(proxy, model, endpoint):
     """After the first byte an error is one last event with an error object, and the stream ends without [DONE]."""
@@ -141,7 +142,7 @@ async def test_a_failure_in_the_middle_of_a_whole_answer(proxy, model):
     assert (status, code, message) == (answer.status, answer.error["code"], answer.error["message"])
 
 
-@pytest.mark.parametrize("place", [0, 1])
+@every_case("place", [0, 1])
 async def test_one_prompt_of_several_is_too_long_for_the_backend(proxy, place):
     """A stream does not begin before every prompt is accepted: the error has its own status, whichever prompt it is."""
     text = "The decoder prompt (length 3000) is longer than the maximum model length of 2048."
@@ -164,7 +165,7 @@ async def test_one_prompt_of_several_fails(proxy):
 @pytest.mark.parametrize(
     "model", ["preprocessing", "tensorrt_llm_legacy", "postprocessing", "no_such_model", "en/semble"]
 )
-@pytest.mark.parametrize("endpoint", PATHS)
+@every_case("endpoint", PATHS)
 async def test_models_that_are_not_served(proxy, endpoint, model):
     """Helpers and made-up names do not exist for a client."""
     answer = await ask(proxy, endpoint, model, "Hi")
@@ -174,7 +175,7 @@ async def test_models_that_are_not_served(proxy, endpoint, model):
     assert error["message"].startswith(f"The model '{model}' does not exist.")
 
 
-@pytest.mark.parametrize("endpoint", PATHS)
+@every_case("endpoint", PATHS)
 async def test_a_model_that_does_not_generate(proxy, endpoint):
     """An embedding model is refused by name where text is wanted."""
     answer = await ask(proxy, endpoint, "text_embedding", "Hi")

@@ -15,6 +15,7 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from tests.cases import every_case
 from tests.conformance.calls import PATHS, id_of, in_session_loop, inputs_of, steered
 from tests.pictures import data_url, part, png, seen
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, proxy_settings, serving
@@ -57,7 +58,7 @@ async def proxy(request: pytest.FixtureRequest, triton: TestTriton) -> AsyncIter
         yield running
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 async def test_several_images_reach_vllm(triton: TestTriton, proxy: Proxy, stream: bool) -> None:
     """Files as they are, in the order of the messages, and a placeholder for each where it stood."""
     first, second = png(1), png(2)
@@ -142,7 +143,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@every_case("name", REFUSED)
 async def test_what_is_refused(proxy: Proxy, name: str) -> None:
     """Bad images are the client's mistake, and named."""
     url, code = REFUSED[name]
@@ -163,7 +164,7 @@ async def test_too_many_images(proxy: Proxy, model: str, most: int) -> None:
     assert f"messages[0].content[{most}].image_url" == answer.error["param"]
 
 
-@pytest.mark.parametrize(
+@every_case(
     "image,param,code",
     [
         ({"type": "image_url"}, ".image_url", "missing_required_parameter"),
@@ -311,7 +312,7 @@ FAILING = {
 }
 
 
-@pytest.mark.parametrize("path", FAILING)
+@every_case("path", FAILING)
 async def test_fetches_that_fail(triton: TestTriton, path: str) -> None:
     """What an allowed host may not do to this service, or does wrong, is told to the client as its own mistake."""
     code, words = FAILING[path]

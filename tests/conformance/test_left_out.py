@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import every_case
 from tests.conformance.calls import in_session_loop
 from tests.proxy_fixture import Answer, Proxy
 
@@ -54,7 +55,7 @@ LEFT_OUT: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 async def test_what_is_ignored_is_named(proxy, stream):
     """
     Ignored fields are named by parameter and by the types of tools and items, unless an answer never depends on
@@ -122,7 +123,7 @@ async def test_files_of_text(proxy):
         assert 200 == (await ask(proxy, path, **fields)).status
 
 
-@pytest.mark.parametrize("data", ["data:application/pdf;base64,JVBERi0=", "data:text/plain;base64,/w=="])
+@every_case("data", ["data:application/pdf;base64,JVBERi0=", "data:text/plain;base64,/w=="])
 async def test_files_of_another_kind(proxy, data):
     """Files of another kind are refused, with the place and the file's name."""
     for path, fields in parts(data):

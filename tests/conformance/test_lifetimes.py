@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from tests.cases import every_case
 from tests.conformance.calls import (
     ANSWERS_AT_ONCE,
     BLS,
@@ -50,7 +51,7 @@ async def first_event(response):
     raise AssertionError("the stream ended before any text")
 
 
-@pytest.mark.parametrize("endpoint", PATHS)
+@every_case("endpoint", PATHS)
 @pytest.mark.parametrize("model", [model for model in ENDED_AS if model != "ensemble_nonstreaming"])
 async def test_a_client_that_leaves_a_stream(proxy, triton, model, endpoint):
     """The backend stops as soon as the client is gone: an ensemble's engine by its stop request, vLLM by cancelling."""
@@ -99,7 +100,7 @@ async def test_a_bls_model_works_on(proxy, triton, model):
         assert "finished" == how
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@every_case("streamed", [False, True])
 @pytest.mark.parametrize("model", [model for model in ENDED_AS if model != "ensemble_nonstreaming"])
 async def test_a_stop_string_stops_the_backend(proxy, triton, model, streamed):
     """As soon as a stop string has come the work ends, although the engine itself would not have seen it."""
@@ -200,7 +201,7 @@ async def hasty(request, triton):
         yield {False: for_first, True: for_all}
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@every_case("streamed", [False, True])
 @pytest.mark.parametrize("model", [model for model in ENDED_AS if model != "ensemble_legacy"])
 async def test_a_backend_that_never_begins(hasty, model, streamed):
     """

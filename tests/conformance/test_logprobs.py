@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import every_case
 from tests.conformance.calls import (
     BLS,
     ENGINES,
@@ -69,7 +70,7 @@ def known(tokenizer: Tokenizer, text: str) -> list[Any]:
     return [pytest.approx(log_probability(number), rel=1e-4) for number in tokenizer.encode(text)]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 @pytest.mark.parametrize("model", TOLD)
 async def test_each_token_has_its_own(proxy, tokenizer, model, stream):
     """Each token of a chat has its text, its bytes, and the number that the backend told for it."""
@@ -82,7 +83,7 @@ async def test_each_token_has_its_own(proxy, tokenizer, model, stream):
     assert all([] == entry["top_logprobs"] for entry in entries)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 @pytest.mark.parametrize("model", TOLD)
 async def test_offsets_of_completions(proxy, tokenizer, model, stream):
     """The lists are parallel, and each token's offset is where it stands in the text."""
@@ -114,8 +115,8 @@ async def test_log_probabilities_come_with_their_token(proxy, model):
     assert all(text == tokens for text, tokens in told)
 
 
-@pytest.mark.parametrize("stop", [" two", "wo th", "hree", "e two three"])
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stop", [" two", "wo th", "hree", "e two three"])
+@every_case("stream", [False, True])
 @pytest.mark.parametrize("model", TOLD)
 async def test_what_a_stop_string_cuts_has_no_entry(proxy, model, stream, stop):
     """Entries are those of the tokens that begin in the text shown, once each and in order."""
@@ -132,8 +133,8 @@ async def test_what_a_stop_string_cuts_has_no_entry(proxy, model, stream, stop):
     ]
 
 
-@pytest.mark.parametrize("stop", ["nowhere", " five"])
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stop", ["nowhere", " five"])
+@every_case("stream", [False, True])
 @pytest.mark.parametrize("model", TOLD)
 async def test_stop_strings_that_do_not_come_lose_nothing(proxy, model, stream, stop):
     """What was held back for them is told at the end."""
@@ -154,7 +155,7 @@ async def test_every_choice_has_its_own(proxy, model):
         assert ["one", " two"] == [entry["token"] for entry in choice["logprobs"]["content"]]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 async def test_log_probabilities_beside_tool_calls_and_reasoning(triton, stream):
     """Text that a parser takes for a call, or for thoughts, has entries all the same: they are the tokens generated."""
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -176,7 +177,7 @@ async def test_log_probabilities_beside_tool_calls_and_reasoning(triton, stream)
     assert text == "".join(tokens).removesuffix(END)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 async def test_the_bytes_of_split_characters(proxy, stream):
     """vLLM tells token ids, so the tokenizer knows which bytes a part of a character is."""
     text = "é 😀"
@@ -197,7 +198,7 @@ async def test_bytes_that_nobody_knows_are_null(proxy):
     assert [("\ufffd", None)] * 2 == [(entry["token"], entry["bytes"]) for entry in entries_of(answer)]
 
 
-@pytest.mark.parametrize("endpoint, fields", [("chat", {"logprobs": True}), ("completions", {"logprobs": 0})])
+@every_case("endpoint, fields", [("chat", {"logprobs": True}), ("completions", {"logprobs": 0})])
 async def test_whole_answers_do_not_say_whose_text_it_is(proxy, endpoint, fields):
     """A text-level model that does not stream is refused, with what can be done."""
     answer = await ask(proxy, endpoint, "ensemble_nonstreaming", "Hello", **fields)
@@ -215,7 +216,7 @@ async def test_a_step_of_several_tokens_is_an_error(proxy):
     assert "--prefer-token-level" in answer.error["message"]
 
 
-@pytest.mark.parametrize(
+@every_case(
     "endpoint, fields, param",
     [("chat", {"logprobs": True, "top_logprobs": 2}, "top_logprobs"), ("completions", {"logprobs": 2}, "logprobs")],
 )
@@ -303,8 +304,8 @@ async def test_biases_that_cannot_be_sent(proxy, model):
     assert (400, "logit_bias") == (answer.status, answer.error["param"])
 
 
-@pytest.mark.parametrize("endpoint", ["chat", "completions"])
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("endpoint", ["chat", "completions"])
+@every_case("stream", [False, True])
 async def test_token_ids_of_vllm(proxy, triton, tokenizer, endpoint, stream):
     """Token ids of vLLM are told with the log probabilities, which the client did not ask for and does not get."""
     prompt = steered(text="one two")
@@ -347,7 +348,7 @@ async def test_token_ids_need_the_tokenizer(triton):
 
 
 @pytest.mark.parametrize("model", TEXT)
-@pytest.mark.parametrize(
+@every_case(
     "fields, param",
     [
         ({"echo": True, "logprobs": 0}, "logprobs"),
@@ -362,7 +363,7 @@ async def test_the_prompts_log_probabilities_are_refused(proxy, model, fields, p
     assert (400, param, "unsupported_parameter") == (answer.status, answer.error["param"], answer.error["code"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 @pytest.mark.parametrize("model", TEXT)
 async def test_the_prompt_alone(proxy, triton, model, stream):
     """With echo, no tokens are what was asked for: nothing goes to the model."""

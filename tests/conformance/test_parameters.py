@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import every_case
 from tests.conformance.calls import (
     ANSWERS_AT_ONCE,
     BLS,
@@ -123,7 +124,7 @@ def expected_of(row: Row, model: str) -> dict[str, Any]:
     return {name: tensor for name, tensor in wanted.items() if tensor is not None}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@every_case("row", ROWS, ids=lambda row: row.name)
 @pytest.mark.parametrize("model", TRTLLM_AND_VLLM)
 async def test_parameters_arrive(proxy, triton, model, row):
     """Parameters reach the model under their names, with their dtypes and ranks, and nothing else does."""
@@ -138,7 +139,7 @@ async def test_parameters_arrive(proxy, triton, model, row):
     assert expected == found
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@every_case("streamed", [False, True])
 @pytest.mark.parametrize("model", TRTLLM_AND_VLLM)
 async def test_both_transports_send_the_same_tensors(proxies, triton, model, streamed):
     """A request with everything in it gives the model the same tensors over HTTP and over gRPC: all of them."""
@@ -162,7 +163,7 @@ async def test_both_transports_send_the_same_tensors(proxies, triton, model, str
     assert over_http == over_grpc
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@every_case("streamed", [False, True])
 @pytest.mark.parametrize("model", TRTLLM_AND_VLLM)
 async def test_flags_are_always_sent(proxy, triton, model, streamed):
     """Streaming, the prompt's exclusion and the counts are asked for explicitly, where the model declares them."""
@@ -186,7 +187,7 @@ async def test_flags_are_always_sent(proxy, triton, model, streamed):
     assert expected == flags
 
 
-@pytest.mark.parametrize("stop", ["x", ["x"], ["x", "yy", "é"]])
+@every_case("stop", ["x", ["x"], ["x", "yy", "é"]])
 @pytest.mark.parametrize("model", STOPPING)
 async def test_stop_strings_arrive(proxy, triton, model, stop):
     """Stop strings go to the backend as well, one or several, so that it need not work beyond them."""
@@ -310,7 +311,7 @@ TOO_LARGE = [
 ]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@every_case("streamed", [False, True])
 @pytest.mark.parametrize("model, name, value, code", TOO_LARGE)
 async def test_values_that_do_not_fit_are_refused(proxy, model, name, value, code, streamed):
     """A number beyond what the model's input holds is a 400 that names the parameter."""
@@ -327,7 +328,7 @@ async def test_the_name_that_the_client_used_is_refused(proxy):
     assert (400, "max_completion_tokens") == (answer.status, answer.error["param"])
 
 
-@pytest.mark.parametrize("value", [2**63, 2**64 - 1])
+@every_case("value", [2**63, 2**64 - 1])
 @pytest.mark.parametrize("model", TRTLLM)
 async def test_the_largest_seeds_arrive(proxy, triton, model, value):
     """A seed beyond the signed range is a good UINT64 over both transports."""
@@ -337,7 +338,7 @@ async def test_the_largest_seeds_arrive(proxy, triton, model, value):
     assert ("UINT64", value) == (await sampling_of(triton, model, id_of(answer)))["seed"]
 
 
-@pytest.mark.parametrize("value", [-1, -(2**63)])
+@every_case("value", [-1, -(2**63)])
 async def test_vllm_takes_negative_seeds(proxy, triton, value):
     """vLLM's seed is signed."""
     answer = await ask(proxy, "completions", "vllm_model", PROMPT, seed=value)
@@ -363,7 +364,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("endpoint, name, value", REFUSED)
+@every_case("endpoint, name, value", REFUSED)
 async def test_what_cannot_be_honoured_is_refused(proxies, endpoint, name, value):
     """A parameter that would change the answer is a 400 with its name, never silence."""
     answer = await ask(proxies["http"], endpoint, "ensemble", PROMPT, **{name: value})
@@ -386,7 +387,7 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize("endpoint, fields", ACCEPTED)
+@every_case("endpoint, fields", ACCEPTED)
 @pytest.mark.parametrize("model", TRTLLM_AND_VLLM)
 async def test_harmless_parameters_are_accepted(proxies, triton, model, endpoint, fields):
     """What changes no answer, and what nobody knows, is accepted and reaches no model."""
@@ -416,7 +417,7 @@ OUT_OF_RANGE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, value", OUT_OF_RANGE)
+@every_case("name, value", OUT_OF_RANGE)
 async def test_values_outside_the_documented_ranges_are_refused(proxies, name, value):
     """Ranges and types are those that OpenAI documents; what is outside is a 400 with the parameter's name."""
     answer = await ask(proxies["http"], "completions", "ensemble", PROMPT, **{name: value})
@@ -436,7 +437,7 @@ async def test_strict_parameters_refuse_unknown_fields(triton):
     assert 200 == known.status
 
 
-@pytest.mark.parametrize("temperature, status, top_k", [(0.5, 400, None), (0, 200, [1]), (1, 200, [0])])
+@every_case("temperature, status, top_k", [(0.5, 400, None), (0, 200, [1]), (1, 200, [0])])
 async def test_an_old_bls_drops_the_temperature(proxy, triton, temperature, status, top_k):
     """Up to 0.12 it is declared and reaches nobody: only values that can be had without it are taken."""
     answer = await ask(proxy, "completions", "tensorrt_llm_bls_legacy", PROMPT, temperature=temperature)

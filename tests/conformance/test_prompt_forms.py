@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from tests.cases import every_case
 from tests.conformance.calls import MODELS, id_of, in_session_loop, inputs_of, prompt_input, steered
 from tests.proxy_fixture import TRANSPORTS, Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
@@ -42,7 +43,7 @@ async def prompt_at(triton: TestTriton, model: str, request_id: str) -> str:
     return str(inputs[prompt_input(inputs)]["value"][0])
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 async def test_a_history_template(proxy: Proxy, triton: TestTriton, model: str, stream: bool) -> None:
     """The model gets what the template makes of the messages."""
@@ -75,7 +76,7 @@ async def test_what_a_history_template_refuses(proxy: Proxy) -> None:
         assert (400, "unsupported_parameter", param) == (answer.status, answer.error["code"], answer.error["param"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 async def test_a_suffix(proxy: Proxy, triton: TestTriton, model: str, stream: bool) -> None:
     """The model gets prompt and suffix in its form, and only what stands between them comes back."""
@@ -97,7 +98,7 @@ async def test_suffixes_with_several_prompts(proxy: Proxy) -> None:
     assert ["one", "two"] == [choice["text"] for choice in answer.json["choices"]]
 
 
-@pytest.mark.parametrize(
+@every_case(
     "fields, param", [({"echo": True}, "echo"), ({"prompt": [1, 2]}, "suffix"), ({"prompt": [[1], [2]]}, "suffix")]
 )
 async def test_what_does_not_go_with_a_suffix(proxy: Proxy, fields: dict[str, Any], param: str) -> None:

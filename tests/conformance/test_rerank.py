@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from tests.cases import every_case
 from tests.conformance.calls import approximately, in_session_loop, inputs_asked
 from tests.proxy_fixture import Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
@@ -66,7 +67,7 @@ async def test_the_whole_answer(proxy: Proxy, model: str) -> None:
     assert answer.json["id"].startswith("rerank-")
 
 
-@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+@every_case("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 async def test_paths(proxy: Proxy, path: str) -> None:
     """The three paths of vLLM's server answer alike; Cohere's two clients ask the second and the third."""
     body = {"model": "text_rerank", "query": QUERY, "documents": DOCUMENTS}
@@ -99,7 +100,7 @@ async def test_ties_keep_their_order(proxy: Proxy, model: str) -> None:
     assert list(range(1, 21)) == [result["index"] for result in answer.json["results"] if result["index"]]
 
 
-@pytest.mark.parametrize(
+@every_case(
     "first, second", [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")]
 )
 @pytest.mark.parametrize("model", MODELS)
@@ -285,7 +286,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path, fields, param", BAD, ids=lambda value: repr(value)[:40])
+@every_case("path, fields, param", BAD, ids=lambda value: repr(value)[:40])
 async def test_bad_requests(proxies: dict[str, Proxy], path: str, fields: dict[str, Any], param: str) -> None:
     """What is wrong is refused with its name."""
     body = {"model": "text_rerank", **({"query": QUERY, "documents": DOCUMENTS} if path == RERANK else {}), **fields}

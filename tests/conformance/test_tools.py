@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from tests.cases import every_case
 from tests.conformance.calls import id_of, in_session_loop, inputs_of, steered
 from tests.proxy_fixture import changed, proxy_settings, serving
 from triton_openai import offload
@@ -74,7 +75,7 @@ async def message_of(proxy, model, stream, text=None, **fields):
     return {key: message.get(key, default) for key, default in keys.items()}, choice["finish_reason"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 async def test_a_call(tooled, model, stream):
     """Thinking, text and a call come apart, and the reason for the end is the call."""
@@ -88,7 +89,7 @@ async def test_a_call(tooled, model, stream):
     assert call["id"].startswith("call_")
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 async def test_several_calls(tooled, stream):
     """Calls are numbered and have ids of their own; with one at a time the first is kept."""
     both, _ = await message_of(tooled, "vllm_model", stream, CALL + "\n" + CALL, tools=[WEATHER])
@@ -100,7 +101,7 @@ async def test_several_calls(tooled, stream):
     assert 1 == len(single["tool_calls"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 async def test_a_malformed_call_is_text(tooled, stream):
     """What is no call comes out as the model wrote it."""
     text = '<tool_call>\n{"nome": 5}\n</tool_call>'
@@ -109,7 +110,7 @@ async def test_a_malformed_call_is_text(tooled, stream):
     assert (text, [], "stop") == (message["content"], message["tool_calls"], finish)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 async def test_a_call_cut_by_the_length(tooled, stream):
     """A call that the limit cut ends with length, so that the client sees it is not whole."""
     answer = await chat(tooled, "vllm_model", CALL, tools=[WEATHER], max_tokens=14, stream=stream)
@@ -120,7 +121,7 @@ async def test_a_call_cut_by_the_length(tooled, stream):
     assert "length" == reasons[-1]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 async def test_a_call_cut_by_a_stop_string(tooled, stream):
     """A stop string in the middle of a call leaves arguments that are no JSON: the end is a stop, and no call."""
     message, finish = await message_of(tooled, "vllm_model", stream, CALL, tools=[WEATHER], stop=["nn"])
@@ -149,7 +150,7 @@ async def test_a_long_answer_is_read_in_a_thread(tooled, monkeypatch, size):
     assert (threads == [threading.get_ident()]) is (size < 250)
 
 
-@pytest.mark.parametrize("choice", ["none", None])
+@every_case("choice", ["none", None])
 async def test_without_tools_the_text_stays(tooled, choice):
     """With tool_choice none, or without tools, nothing is parsed and the template gets no tools."""
     fields = {"tools": [WEATHER], "tool_choice": choice} if choice else {}
@@ -180,7 +181,7 @@ async def test_a_required_call_is_enforced(tooled, triton, model):
     assert {"city": "Bonn"} == json.loads(call["function"]["arguments"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 async def test_a_named_call_is_its_arguments(tooled, stream):
     """The backend is held to the tool's parameters; the end is a stop, as OpenAI has it."""
     named = {"type": "function", "function": {"name": "get_weather"}}
@@ -242,7 +243,7 @@ async def test_the_older_form(tooled):
     assert "tool_calls" not in choice["message"]
 
 
-@pytest.mark.parametrize(
+@every_case(
     "fields, param",
     [
         ({"tools": [5]}, "tools[0]"),
@@ -298,7 +299,7 @@ async def test_reasoning_under_its_other_name(triton):
     assert ("yes", "hm", "hm") == (message["content"], message["reasoning"], message["reasoning_content"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 async def test_reasoning_left_out(tooled, stream):
     """A client that does not want the thinking gets the rest, and its count."""
     options = {"stream_options": {"include_usage": True}} if stream else {}
@@ -317,7 +318,7 @@ async def test_reasoning_left_out(tooled, stream):
     assert all(texts[:-1])
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@every_case("stream", [False, True])
 async def test_reasoning_is_counted(tooled, stream):
     """The tokens of the thinking are told, streamed or not, and are the same."""
     options = {"stream_options": {"include_usage": True}} if stream else {}
@@ -336,7 +337,7 @@ FORCED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("mode", FORCED)
+@every_case("mode", FORCED)
 async def test_a_forced_answer_cut_at_every_token(tooled, mode):
     """
     A forced answer that is cut, in all APIs, has no text, calls that begin those of the whole, and word of the cut.

@@ -11,6 +11,7 @@ import time
 import pytest
 from tokenizers import Tokenizer
 
+from tests.cases import every_case
 from tests.conformance.calls import (
     ADDS_BOS,
     BREAKS_CHARACTERS,
@@ -148,8 +149,8 @@ def completion_stream(model: str, counted: dict[str, int] | None) -> str:
     return "".join(f"data: {line}\n\n" for line in [*map(one_line, chunks), "[DONE]"])
 
 
-@pytest.mark.parametrize("include_usage", [None, False, True])
-@pytest.mark.parametrize("endpoint", PATHS)
+@every_case("include_usage", [None, False, True])
+@every_case("endpoint", PATHS)
 @pytest.mark.parametrize("model", MODELS)
 async def test_a_stream(proxy, model, endpoint, include_usage, tokenizer):
     """
@@ -165,7 +166,7 @@ async def test_a_stream(proxy, model, endpoint, include_usage, tokenizer):
     assert 1 == len({(chunk["id"], chunk["created"]) for chunk in answer.chunks})
 
 
-@pytest.mark.parametrize("endpoint", PATHS)
+@every_case("endpoint", PATHS)
 async def test_the_headers_of_a_stream(proxy, endpoint):
     """Nothing on the way may keep, or collect, the events."""
     answer = await ask(proxy, endpoint, "ensemble", PROMPT, max_tokens=9, stream=True)
@@ -247,7 +248,7 @@ async def test_whole_text_beyond_ascii_needs_no_tokenizer(triton, transport, mon
             assert (model, text) == (model, text_of("completions", answer))
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@every_case("streamed", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 async def test_several_prompts(proxy, model, streamed, tokenizer):
     """Choices are numbered as the prompts are, whichever ends first; usage is that of all of them together."""

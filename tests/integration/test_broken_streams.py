@@ -125,6 +125,7 @@ async def test_clients_see_the_error_and_then_a_broken_end(ask: Callable[[str], 
     await ask(address)
 
 
+@pytest.mark.extended
 @needs("Chromium")
 async def test_a_browser_sees_the_error_and_then_a_broken_end(proxies: dict[str, Proxy], tmp_path: Path) -> None:
     """A browser that takes its time sees the error, though it drops what is unread at such an end."""

@@ -230,6 +230,7 @@ def test_units() -> None:
                     assert kind == unit, panel["title"]
 
 
+@pytest.mark.extended
 def test_alerts_say_what_they_should() -> None:
     """Prometheus's own tool runs the rules over numbers, where it is installed."""
     cases = yaml.safe_load((ALERTS.parent / "alerts_test.yaml").read_text())["tests"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from aiohttp import FormData
 
 from tests import chromium
@@ -152,6 +153,7 @@ async def test_the_status(tmp_path: Path) -> None:
     assert "figures" not in one
 
 
+@pytest.mark.extended
 @needs("Chromium")
 async def test_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
     """A reader gives a key, chats, has a tool called, stays within a schema, and reads the description."""
@@ -239,6 +241,7 @@ async def test_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
             assert [] == tab.problems
 
 
+@pytest.mark.extended
 @needs("Chromium")
 async def test_batches_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
     """A reader sees how far batches are, and cancels one by a second click; a key that may not have any sees none."""
@@ -318,6 +321,7 @@ async def batch_of(proxy: Proxy, bodies: Sequence[dict[str, Any]]) -> str:
         return str((await response.json())["id"])
 
 
+@pytest.mark.extended
 @needs("Chromium")
 async def test_speech_in_a_browser(tmp_path: Path) -> None:
     """A reader records what the microphone hears, has a file written down, and hears a text spoken."""

@@ -20,6 +20,9 @@ from triton_openai.demo.record import Record
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import ConfigurationError
 
+# They take half a minute.
+pytestmark = pytest.mark.extended
+
 SENTENCE = "The quick brown fox jumps over the lazy dog. Triton answers in plain English."
 SPOKEN = "Ever tried. Ever failed. No matter. Try again. Fail again. Fail better."
 

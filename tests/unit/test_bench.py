@@ -98,6 +98,14 @@ class TestAccounting:
         _process(tmp_path, 10, {10: 5 * _TICK_NS}, ticks=50)
         assert 50 * _TICK_NS == CpuClock([10], tmp_path).read()
 
+    def test_the_time_never_falls(self, tmp_path):
+        """What was found in the total stays, although the rounded total is behind the threads a moment later."""
+        _process(tmp_path, 10, {10: 5 * _TICK_NS}, ticks=8)
+        clock = CpuClock([10], tmp_path)
+        before = clock.read()
+        _process(tmp_path, 10, {10: 6 * _TICK_NS}, ticks=8)
+        assert before < clock.read()
+
     def test_rounding_of_the_total_is_no_unseen_thread(self, tmp_path):
         _process(tmp_path, 10, {10: 5 * _TICK_NS}, ticks=6)
         assert 5 * _TICK_NS == CpuClock([10], tmp_path).read()

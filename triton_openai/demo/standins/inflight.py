@@ -20,8 +20,8 @@ from .text import Vocabulary
 FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
-class InflightModel(ABC):
-    """Passes requests to the batcher, and stops them by their id."""
+class InflightModel:
+    """Passes requests to the batcher, and stops them by their id. A subclass sets `job`, and calls `start`."""
 
     #: What requests are to the batcher: a subclass of `InflightRequest`.
     job: Any
@@ -62,13 +62,17 @@ class InflightModel(ABC):
         """Stop the batcher."""
         self._batcher.close()
 
-    @abstractmethod
     def refuse(self, request_id: str, sender: Any, error: Exception) -> None:
-        """Answer a request that cannot be started."""
+        """Answer a request that cannot be started: with the error's text."""
+        sender.send(pb.InferenceResponse(error=pb.TritonError(str(error))), flags=FINAL)
 
-    @abstractmethod
     def answer_stop(self, sender: Any) -> None:
-        """Answer a stop request."""
+        """Answer a stop request: without data."""
+        if self.settings.decoupled:
+            sender.send(flags=FINAL)
+        else:
+            # Such a model must not send the flag alone.
+            sender.send(pb.InferenceResponse([]), flags=FINAL)
 
     def forget(self, request: InflightRequest) -> None:
         """Remove a request that has ended."""
@@ -98,7 +102,7 @@ class Sequence:
 
 
 class InflightRequest(ABC):
-    """A running request; the batcher calls `advance`."""
+    """A running request; the batcher calls `advance`. A subclass makes the sequences, and has `response`."""
 
     #: Begins the text of an error of the engine.
     failed = ""
@@ -174,6 +178,7 @@ class InflightRequest(ABC):
     def response(self, sequence: Sequence, step: Step, *, last: bool) -> Any:
         """Return the response for a *step* of *sequence*; *last* is whether it is the request's last."""
 
-    @abstractmethod
     def interrupt(self, event: str) -> None:
-        """Answer a request that was "stopped" or "cancelled"."""
+        """Answer a request that was "stopped" or "cancelled": with an error."""
+        error = pb.TritonError("The request was cancelled.", pb.TritonError.CANCELLED)
+        self.sender.send(pb.InferenceResponse(error=error), flags=FINAL)

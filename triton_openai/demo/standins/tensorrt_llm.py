@@ -96,14 +96,6 @@ class TritonPythonModel(InflightModel):
             text = self.refusal.format(id=request_id, text=text)
         sender.send(pb.InferenceResponse(error=pb.TritonError(text)), flags=FINAL)
 
-    def answer_stop(self, sender: Any) -> None:
-        """Answer without data."""
-        if self.settings.decoupled:
-            sender.send(flags=FINAL)
-        else:
-            # Such a model must not send the flag alone.
-            sender.send(pb.InferenceResponse([]), flags=FINAL)
-
     def sequences(self, request: Any) -> list[Sequence]:
         """Check *request* as the original does, and return its sequences."""
         input_ids = array(request, "input_ids")

@@ -1,0 +1,43 @@
+"""
+Chooses the tests that ``make test`` leaves to ``make test-all``, and marks them as ``extended``.
+
+Those are the tests of clients, and the variants that ask the same of another transport, store or program. Text streams
+use HTTP where Triton has an HTTP address and a gRPC address, so gRPC is the other transport. The tests of ``triton/``
+itself run over both. A test that is left out for another reason has the mark itself.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+_FOLDERS = ("tests/clients/",)
+_FIXTURES = frozenset({"bucket", "pgbouncer", "postgresql", "s3", "shared"})
+_TRANSPORTS = frozenset({"grpc", "grpcs"})
+_STORES = frozenset({"postgresql", "several machines"})
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the mark known."""
+    config.addinivalue_line("markers", "extended: left to `make test-all`")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests before pytest selects by marks."""
+    for item in items:
+        if _is_extended(item):
+            item.add_marker(pytest.mark.extended)
+
+
+def _is_extended(item: pytest.Item) -> bool:
+    if item.nodeid.startswith(_FOLDERS):
+        return True
+    if not _FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
+        return True
+    variants = _STORES
+    if not item.nodeid.startswith("tests/unit/"):
+        variants = _STORES | _TRANSPORTS
+    callspec = getattr(item, "callspec", None)
+    if callspec is None:
+        return False
+    return any(isinstance(value, str) and value in variants for value in callspec.params.values())
