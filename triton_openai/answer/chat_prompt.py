@@ -12,16 +12,9 @@ from triton_openai.errors import InvalidRequest, UnsupportedParameter, missing
 from triton_openai.media.audio import AudioReference
 from triton_openai.media.images import ImageReference
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts.messages import (
-    ContentPart,
-    Message,
-    Rendering,
-    UserMessage,
-    is_audio,
-    is_image,
-    marks,
-    text_of,
-)
+from triton_openai.prompts.content import text_of
+from triton_openai.prompts.messages import ContentPart, Message, UserMessage, is_audio, is_image
+from triton_openai.prompts.prompt_template import Rendering, marks
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.template import ChatTemplate
 

@@ -27,7 +27,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.prompts.messages import PLAIN, PromptTemplate, Rendering, ToolForm
+from triton_openai.prompts.prompt_template import PLAIN, PromptTemplate, Rendering, ToolForm
 
 
 class TemplateRefusal(TemplateError):
