@@ -11,6 +11,7 @@ import msgspec
 from triton_openai.config.tree import AUTO, NONE
 from triton_openai.errors import UnsupportedParameter
 from triton_openai.prompts.media_marks import ImageMarks
+from triton_openai.prompts.thinking import ThinkingControls, level_of
 
 
 class Rendering(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +73,24 @@ class PromptTemplate(ABC):
     takes_developers: bool = False
     takes_late_system: bool = True
     tool_form: ToolForm = ToolForm()
+    #: The variables by which it controls the thinking.
+    thinking: ThinkingControls = ThinkingControls()
+
+    def takes_effort(self, effort: str) -> bool:
+        """Return whether the template has a control for *effort*, a level of thinking, or does not think at all."""
+        if level_of(effort) is None:
+            return "reasoning_effort" in self.variables
+        if self.thinking.exist or "reasoning_effort" in self.variables:
+            return True
+        return level_of(effort) == "none" and "think" not in self.source.lower()
+
+    def thinking_variables(self, variables: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
+        """Return a client's *variables* and its *effort* as the variables of this template."""
+        adapted = self.thinking.adapted(variables, effort)
+        if effort is not None and level_of(effort) is None:
+            # A word that only this template has
+            adapted.setdefault("reasoning_effort", effort)
+        return adapted
 
     @abstractmethod
     def render(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = PLAIN) -> str:

@@ -28,6 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.prompts.prompt_template import PLAIN, PromptTemplate, Rendering, ToolForm
+from triton_openai.prompts.thinking import VARIABLES, thinking_controls
 
 
 class TemplateRefusal(TemplateError):
@@ -239,6 +240,16 @@ class ChatTemplate(PromptTemplate):
                     "--chat-template."
                 )
         self.tool_form = self._probe_tools()
+        if self.variables & VARIABLES:
+            tree = _environment().parse(self.source)
+            self.thinking = thinking_controls(tree, self.variables, self._rendered_question)
+
+    def _rendered_question(self, variables: Mapping[str, Any]) -> str | None:
+        """Return the prompt of a question with *variables*; ``None`` if the template refuses them."""
+        try:
+            return self.render(self._with_parts([_QUESTION]), Rendering(variables=variables))
+        except InvalidRequest:
+            return None
 
     def _probe_tools(self) -> ToolForm:
         """Return the form in which tool calls are rendered completely; the usual one if none is."""
