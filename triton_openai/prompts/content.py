@@ -9,10 +9,8 @@ from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.media import text_files
 from triton_openai.prompts.media_marks import ImageMarks
 from triton_openai.prompts.messages import Content, ContentPart, FileContent, UserMessage, is_audio, is_image
+from triton_openai.prompts.parts import Prepared, text_part
 from triton_openai.prompts.prompt_template import PromptTemplate
-
-#: Prepared content: a text, or parts.
-Prepared: TypeAlias = str | list[dict[str, Any]]
 
 #: How images and audio are marked.
 Marks: TypeAlias = tuple[ImageMarks | None, ImageMarks | None]
@@ -22,11 +20,6 @@ NO_MARKS: Marks = (None, None)
 BETWEEN_PARTS = "\n"
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 _FILE_TYPES = frozenset({"file", "input_file"})
-
-
-def text_part(text: str) -> dict[str, str]:
-    """Return *text* as a part of content."""
-    return {"type": "text", "text": text}
 
 
 def text_of(message: UserMessage, param: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from triton_openai.errors import InvalidRequest
-from triton_openai.prompts.content import text_part
+from triton_openai.prompts.parts import text_part
 
 _PARAM = "continue_final_message"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.prompts.call_ids import fit_ids
-from triton_openai.prompts.content import BETWEEN_PARTS, NO_MARKS, Marks, Prepared, empty_content, prepared_content
+from triton_openai.prompts.content import BETWEEN_PARTS, NO_MARKS, Marks, empty_content, prepared_content
 from triton_openai.prompts.media_marks import ImageMarks
 from triton_openai.prompts.messages import (
     AssistantMessage,
@@ -20,9 +20,11 @@ from triton_openai.prompts.messages import (
     ToolMessage,
     UserMessage,
 )
+from triton_openai.prompts.parts import Prepared
 from triton_openai.prompts.past_calls import PastCalls
 from triton_openai.prompts.prompt_template import PromptTemplate
 from triton_openai.prompts.system_messages import SYSTEM_ROLES, merged_system_messages
+from triton_openai.prompts.turns import ANY_ORDER, fit_turns
 
 
 def prepare(
@@ -37,9 +39,11 @@ def prepare(
 
     *past_calls* reads the arguments of past calls. Developer messages become system messages, unless the template has
     a role for developers. System messages that the template does not take where they stand become part of the first
-    one, or of the user's. Function results become tool results, arguments of tool calls become objects, and parts are
-    joined for templates that take strings. Raises :class:`InvalidRequest` or :class:`UnsupportedParameter`, whose
-    ``param`` is the path in the request (``messages[0].content[1]``).
+    one, or of the user's. Turns come in an order that the template takes. Function results become tool results,
+    arguments of tool calls become objects, and parts are joined for templates that take strings.
+
+    Raises :class:`InvalidRequest` or :class:`UnsupportedParameter`, whose ``param`` is the path in the request
+    (``messages[0].content[1]``).
     """
     if not messages:
         raise InvalidRequest("'messages' must hold at least one message.", param="messages")
@@ -54,6 +58,8 @@ def prepare(
     form = template.tool_form
     if (form.ids != "any" or form.needs_names) and any("tool_calls" in message for message in prepared):
         fit_ids(prepared, form)
+    if template.turns is not ANY_ORDER:
+        prepared = fit_turns(prepared, template.turns, in_parts=template.wants_parts)
     return prepared
 
 

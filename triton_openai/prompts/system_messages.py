@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from triton_openai.prompts.content import Prepared, text_part
+from triton_openai.prompts.parts import Prepared, joined
 
 SYSTEM_ROLES = ("system", "developer")
 
@@ -36,23 +36,3 @@ def merged_system_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str,
         if len(parts) > 1:
             message["content"] = joined(parts)
     return merged
-
-
-def joined(contents: Sequence[Prepared]) -> Prepared:
-    """Return *contents* as one: texts with an empty line between them, and parts."""
-    parts: list[dict[str, Any]] = []
-    texts: list[str] = []
-    for content in contents:
-        if isinstance(content, str):
-            texts.append(content)
-            continue
-        if texts:
-            parts.append(text_part("\n\n".join(texts)))
-            texts = []
-        parts += content
-    text = "\n\n".join(texts)
-    if not parts:
-        return text
-    if texts:
-        parts.append(text_part(text))
-    return parts

@@ -29,6 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.prompts.prompt_template import PLAIN, PromptTemplate, Rendering, ToolForm
 from triton_openai.prompts.thinking import VARIABLES, thinking_controls
+from triton_openai.prompts.turn_probes import TurnProbe
 
 
 class TemplateRefusal(TemplateError):
@@ -229,7 +230,11 @@ class ChatTemplate(PromptTemplate):
             _VALUE, {"role": "developer", "content": _VALUE}, _QUESTION
         )
         early, late = ({"role": "system", "content": text} for text in (_NAME, _VALUE))
-        self.takes_late_system = all(self._shows(_VALUE, first, late, _QUESTION) for first in (_QUESTION, early))
+        # Some show only the last system message, and lose the first one.
+        self.takes_late_system = all(
+            self._shows(_VALUE, first, late, _QUESTION) and self._shows(str(first["content"]), first, late, _QUESTION)
+            for first in (_QUESTION, early)
+        )
         try:
             self.render(self._with_parts([_QUESTION]))
         except InvalidRequest as error:
@@ -239,7 +244,12 @@ class ChatTemplate(PromptTemplate):
                     f"The chat template '{self.name}' fails on a plain message: {error.message} Give another with "
                     "--chat-template."
                 )
-        self.tool_form = self._probe_tools()
+        form = self._probe_tools()
+        call_turn = None
+        if form is not None:
+            self.tool_form = form
+            call_turn = _conversation(form, _SHORT_ID)
+        self.turns = TurnProbe(self._attempt, call_turn).rules()
         if self.variables & VARIABLES:
             tree = _environment().parse(self.source)
             self.thinking = thinking_controls(tree, self.variables, self._rendered_question)
@@ -251,8 +261,8 @@ class ChatTemplate(PromptTemplate):
         except InvalidRequest:
             return None
 
-    def _probe_tools(self) -> ToolForm:
-        """Return the form in which tool calls are rendered completely; the usual one if none is."""
+    def _probe_tools(self) -> ToolForm | None:
+        """Return the form in which tool calls are rendered completely; ``None`` if none is."""
         for text_arguments, null_content, needs_names in itertools.product((False, True), repeat=3):
             form = ToolForm(text_arguments=text_arguments, null_content=null_content, needs_names=needs_names)
             rendered = self._attempt(_conversation(form, _SHORT_ID)) or ""
@@ -260,7 +270,7 @@ class ChatTemplate(PromptTemplate):
             if _VALUE in rendered and f"'{_KEY}'" not in rendered and f'\\"{_KEY}' not in rendered:
                 break
         else:
-            return ToolForm()
+            return None
         with_long_id = _conversation(form, _LONG_ID)
         if self._attempt(with_long_id) is None:
             form = msgspec.structs.replace(form, ids="short")
