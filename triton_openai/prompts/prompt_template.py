@@ -12,6 +12,7 @@ from triton_openai.config.tree import AUTO, NONE
 from triton_openai.errors import UnsupportedParameter
 from triton_openai.prompts.media_marks import ImageMarks
 from triton_openai.prompts.thinking import ThinkingControls, level_of
+from triton_openai.prompts.tool_schemas import ToolStyle
 from triton_openai.prompts.turns import ANY_ORDER, TurnRules
 
 
@@ -74,6 +75,8 @@ class PromptTemplate(ABC):
     takes_developers: bool = False
     takes_late_system: bool = True
     tool_form: ToolForm = ToolForm()
+    #: How much tools are changed for it.
+    tool_style: ToolStyle = "any"
     #: The orders of turns that it does not take, and what it gets instead.
     turns: TurnRules = ANY_ORDER
     #: The variables by which it controls the thinking.
