@@ -12,16 +12,9 @@ from triton_openai.errors import InvalidRequest, UnsupportedParameter, missing
 from triton_openai.media.audio import AudioReference
 from triton_openai.media.images import ImageReference
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts.messages import (
-    ContentPart,
-    Message,
-    Rendering,
-    UserMessage,
-    is_audio,
-    is_image,
-    marks,
-    text_of,
-)
+from triton_openai.prompts.content import text_of
+from triton_openai.prompts.messages import ContentPart, Message, UserMessage, is_audio, is_image
+from triton_openai.prompts.prompt_template import Rendering, marks
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.template import ChatTemplate
 
@@ -49,12 +42,14 @@ async def rendered_chat(
     images: Sequence[ImageReference] = (),
     audio: Sequence[AudioReference] = (),
     reasoning_effort: str | None = None,
+    switches: Mapping[str, Any] | None = None,
     trust_template: bool,
     repaired: list[str] | None = None,
 ) -> tuple[str, str]:
     """
     Return *messages* as the template of *model*'s *prompter*, or the request's own, renders them; and its name.
 
+    *reasoning_effort* and *switches* (variables of any template for the thinking) reach the template in its own words.
     The template gets *tools*; *images* and *audio* are those in the messages; *trust_template* is whether requests may
     have their own template. The names of functions whose past calls had broken arguments are added to *repaired*.
     Raises :class:`InvalidRequest`, :class:`UnsupportedParameter`, and :class:`ConfigurationError` if the model has no
@@ -69,24 +64,26 @@ async def rendered_chat(
         )
     if request.chat_template is not None:
         prompter = await _with_template(prompter, request.chat_template, trusted=trust_template)
-    variables = dict(request.chat_template_kwargs or {})
     rendering = Rendering(
         tools=tools,
         documents=request.documents,
         add_generation_prompt=not request.continue_final_message and request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
-        variables=variables,
+        variables=request.chat_template_kwargs or {},
         repaired=repaired,
     )
     template = prompter.template_for(rendering)
     if tools and "tools" not in template.variables:
         raise UnsupportedParameter("The model's chat template does not take tools.", param="tools")
-    if reasoning_effort is not None:
-        if "reasoning_effort" not in prompter.template_for().variables:
-            raise UnsupportedParameter(
-                "The model's chat template does not take a 'reasoning_effort'.", param="reasoning_effort"
-            )
-        variables.setdefault("reasoning_effort", reasoning_effort)
+    if reasoning_effort is not None and not template.takes_effort(reasoning_effort):
+        raise UnsupportedParameter(
+            "The model's chat template does not take a 'reasoning_effort'.", param="reasoning_effort"
+        )
+    if reasoning_effort is not None or switches or request.chat_template_kwargs:
+        variables = template.thinking_variables(
+            {**(switches or {}), **(request.chat_template_kwargs or {})}, reasoning_effort
+        )
+        rendering = msgspec.structs.replace(rendering, variables=variables)
     if images:
         found = marks(template, model.settings.image_placeholder, images[0].param)
         rendering = msgspec.structs.replace(rendering, images=found)

@@ -55,11 +55,11 @@ async def known_effort(model: ServedModel, effort: str | None) -> str | None:
     if effort is None:
         return None
     try:
-        known = (await model.prompter()).template_for().variables
+        template = (await model.prompter()).template_for()
     except ConfigurationError:
         # The request says so when it is rendered.
         return None
-    if "reasoning_effort" in known:
+    if template.takes_effort(effort):
         return effort
     return None
 

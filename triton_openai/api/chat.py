@@ -66,6 +66,17 @@ class ChatRequest(SamplingRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     reasoning_effort: str | None = None
+    think: (
+        Annotated[bool | str, Meta(description="Ollama's name for whether, or how much, the model thinks.")] | None
+    ) = None
+    thinking: (
+        Annotated[
+            bool | dict[str, Any],
+            Meta(description="The same, as DeepSeek, Kimi and GLM name it: an object with a `type`."),
+        ]
+        | None
+    ) = None
+    enable_thinking: Annotated[bool, Meta(description="The same, as Qwen names it.")] | None = None
     verbosity: Verbosity | None = None
     store: bool | None = None
     metadata: Annotated[Any, Meta(description="Up to 16 texts of 512 characters, kept with a completion.")] = None
@@ -255,6 +266,10 @@ async def prompt_of(
     # Before they are rendered: each is looked for in all of its message's text.
     service.images.check_count(pictures, max_images=model.adapter.capabilities.images)
     repaired: list[str] = []
+    switches: dict[str, Any] | None = None
+    if body.think is not None or body.thinking is not None or body.enable_thinking is not None:
+        wishes = {"think": body.think, "thinking": body.thinking, "enable_thinking": body.enable_thinking}
+        switches = {name: value for name, value in wishes.items() if value is not None}
     prompt, context.record.chat_template = await rendered_chat(
         model,
         prompter,
@@ -264,6 +279,7 @@ async def prompt_of(
         images=pictures,
         audio=audio,
         reasoning_effort=body.reasoning_effort,
+        switches=switches,
         trust_template=service.settings.api.trust_request_chat_template,
         repaired=repaired,
     )

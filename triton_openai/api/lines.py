@@ -25,7 +25,7 @@ from triton_openai.config.tree import ApiGroup, BatchesSettings
 from triton_openai.models.canary import PATIENCE
 from triton_openai.models.served import ServedModel
 from triton_openai.operations import NO_HEADERS, Call, Operation, Renderer, Streamed, Whole
-from triton_openai.prompts.messages import PromptTemplate
+from triton_openai.prompts.prompt_template import PromptTemplate
 from triton_openai.storage.batch_store import Batch, BatchError, BatchUsage
 from triton_openai.telemetry.request_record import RequestRecord, request_id
 

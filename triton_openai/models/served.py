@@ -16,7 +16,7 @@ from triton_openai.jobs import JobType
 from triton_openai.models.loading import CheckFailure, LazyPrompter
 from triton_openai.models.lora.delivery import LoraDeliveries
 from triton_openai.models.voices import Voices
-from triton_openai.prompts.messages import marks
+from triton_openai.prompts.prompt_template import marks
 from triton_openai.prompts.prompter import Prompter
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
-from triton_openai.prompts.messages import PLAIN, PromptTemplate, Rendering
+from triton_openai.prompts.prompt_template import PLAIN, PromptTemplate, Rendering
 
 _IDENTITIES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 _NAMED = frozenset({"system", "user"})

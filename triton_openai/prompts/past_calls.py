@@ -26,23 +26,25 @@ _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+("?)', re.DOTALL)
 _TOKEN = re.compile(r'["{}\[\]]')
 _DANGLING = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
 _HALF_WORD = re.compile(r"(?<![\w.+-])(?:t|tr|tru|f|fa|fal|fals|n|nu|nul|-|[-+.\w]*[.eE+-])\Z")
-# Longer ones, and those after so many characters of a request, are shown as text.
+# Longer arguments, and those after so many characters in a request, are shown to the model as text.
 _MAX_REPAIRED = 65_536
 _MAX_REPAIRED_IN_REQUEST = 524_288
-#: About how many microseconds a character takes that is read tolerantly.
-_TOLERANT = 10.0
-_DEEPEST = 200
+#: About how many microseconds the repair of a character takes.
+_COST_PER_CHARACTER = 10.0
+_MAX_DEPTH = 200
 
 
-class PastCalls:
-    """Reads the arguments of the past calls of one request, with its *tools* as a chat template gets them."""
+class PastCalls(msgspec.Struct, kw_only=True):
+    """Reads the arguments of the past calls of one request."""
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]] = (), repaired: list[str] | None = None) -> None:
-        """Add to *repaired* the names of the functions whose arguments were no object."""
-        self._tools = tools
-        self._repaired = repaired
-        self._left = _MAX_REPAIRED_IN_REQUEST
-        self._schemas: dict[str, Mapping[str, Any]] | None = None
+    #: The request's tools, as a chat template gets them.
+    tools: Sequence[Mapping[str, Any]] = ()
+    #: Collects the names of the functions whose arguments were no object.
+    repaired: list[str] | None = None
+    #: How many more characters are repaired.
+    remaining: int = _MAX_REPAIRED_IN_REQUEST
+    #: The schemas of the tools by name, once they are needed.
+    schemas: Mapping[str, Mapping[str, Any]] | None = None
 
     def read(self, name: str, arguments: Any) -> tuple[dict[str, Any], bool]:
         """Return the *arguments* of a past call of *name* as an object, and whether they were another value."""
@@ -58,8 +60,8 @@ class PastCalls:
             is_json = True
         if isinstance(value, dict):
             return value, False
-        if self._repaired is not None:
-            self._repaired.append(name)
+        if self.repaired is not None:
+            self.repaired.append(name)
         return self._object(name, value, is_json=is_json), True
 
     def _object(self, name: str, value: Any, *, is_json: bool) -> dict[str, Any]:
@@ -71,14 +73,14 @@ class PastCalls:
             inner, _ = _decoded(value)
             if isinstance(inner, dict):
                 return inner
-        if self._schemas is None:
-            self._schemas = _schemas_of(self._tools)
-        if not is_json and len(value) <= min(_MAX_REPAIRED, self._left):
-            self._left -= len(value)
-            repaired = _repaired(name, value, self._schemas)
+        if self.schemas is None:
+            self.schemas = _schemas_of(self.tools)
+        if not is_json and len(value) <= min(_MAX_REPAIRED, self.remaining):
+            self.remaining -= len(value)
+            repaired = _repaired(name, value, self.schemas)
             if repaired is not None:
                 return repaired
-        return {_only_parameter(value, self._schemas.get(name)) or AS_TEXT: value}
+        return {_only_parameter(value, self.schemas.get(name)) or AS_TEXT: value}
 
 
 def repair_cost(arguments: Iterable[Any]) -> float:
@@ -90,7 +92,7 @@ def repair_cost(arguments: Iterable[Any]) -> float:
     cost = 0.0
     for text in arguments:
         if isinstance(text, str) and text.strip() and not _decoded(text)[1]:
-            cost += _TOLERANT * min(len(text), _MAX_REPAIRED)
+            cost += _COST_PER_CHARACTER * min(len(text), _MAX_REPAIRED)
     return cost
 
 
@@ -133,6 +135,7 @@ def _repaired(name: str, text: str, tools: Mapping[str, Mapping[str, Any]]) -> d
 def _closed(text: str) -> str:
     """Return JSON *text* that ends too early with what it lacks."""
     closing: list[str] = []
+    closing_of = {"{": "}", "[": "]"}
     at = 0
     in_string = False
     while (match := _TOKEN.search(text, at)) is not None:
@@ -142,11 +145,11 @@ def _closed(text: str) -> str:
             assert string is not None
             at = string.end()
             in_string = not string[1]
-        elif match[0] in "{[":
-            closing.append("}" if match[0] == "{" else "]")
+        elif match[0] in closing_of:
+            closing.append(closing_of[match[0]])
         elif not closing or closing.pop() != match[0]:
             return text
-    if len(closing) > _DEEPEST:
+    if len(closing) > _MAX_DEPTH:
         return text
     if in_string:
         text = _DANGLING.sub("", text) + '"'

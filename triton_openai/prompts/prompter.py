@@ -8,7 +8,7 @@ that names the flags, but serves completions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,17 +19,12 @@ from triton_openai import offload
 from triton_openai.config.tree import ModelDefaults, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.parsers.parser_registry import DetectionRule, detected
+from triton_openai.prompts.continuation import continued
 from triton_openai.prompts.history import HistoryTemplate
-from triton_openai.prompts.messages import (
-    PLAIN,
-    AssistantMessage,
-    Message,
-    PromptTemplate,
-    Rendering,
-    continued,
-    prepare,
-)
+from triton_openai.prompts.messages import Message, MessageFunctionCall
 from triton_openai.prompts.past_calls import PastCalls, repair_cost
+from triton_openai.prompts.prepare import prepare
+from triton_openai.prompts.prompt_template import PLAIN, PromptTemplate, Rendering
 from triton_openai.prompts.template import ChatTemplate, check_template
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.tokenizer_files import is_hub_name, locate, may_be_on_hub, recommended_sampling
@@ -173,8 +168,8 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
                     f"'{name}' cannot be set through chat_template_kwargs.", param=f"chat_template_kwargs.{name}"
                 )
         template = template or self.template_for(rendering)
-        past_calls = PastCalls(rendering.tools or (), rendering.repaired)
-        prepared = prepare(messages, template, rendering.images, rendering.audio, lambda: past_calls)
+        past_calls = PastCalls(tools=rendering.tools or (), repaired=rendering.repaired)
+        prepared = prepare(messages, template, rendering.images, rendering.audio, past_calls)
         try:
             if rendering.continue_final_message:
                 return continued(prepared, lambda marked: template.render(marked, rendering))
@@ -189,11 +184,14 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
         self, messages: Sequence[Message], rendering: Rendering = PLAIN, template: PromptTemplate | None = None
     ) -> str:
         """Do :meth:`render`, in a thread for long messages. Raises the same."""
-        others = filter(None, (rendering.tools, rendering.documents, rendering.variables))
+        past_calls: list[MessageFunctionCall] = []
         # The cost of a client's own template is unknown, even for few messages.
-        cost = offload.LONG if self.foreign else offload.rendering_cost(messages, *others)
-        if cost <= offload.INLINE:
-            cost += repair_cost(_past_arguments(messages))
+        cost = float(offload.LONG)
+        if not self.foreign:
+            others = filter(None, (rendering.tools, rendering.documents, rendering.variables))
+            cost = offload.rendering_cost(messages, *others, collect=MessageFunctionCall, into=past_calls)
+        if past_calls and cost <= offload.INLINE:
+            cost += repair_cost([call.arguments for call in past_calls])
         if cost <= offload.INLINE:
             # Nothing is awaited for most requests.
             return self.render(messages, rendering, template)
@@ -202,17 +200,6 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
     def with_template(self, template: ChatTemplate) -> Prompter:
         """Return a copy with *template*, which came in a request, instead of the model's own ones."""
         return msgspec.structs.replace(self, templates={"default": template}, foreign=True)
-
-
-def _past_arguments(messages: Sequence[Message]) -> Iterator[Any]:
-    """Yield the arguments of the past calls in *messages*."""
-    for message in messages:
-        if not isinstance(message, AssistantMessage):
-            continue
-        functions = [call.function for call in message.tool_calls or ()]
-        for function in (*functions, message.function_call):
-            if function is not None:
-                yield function.arguments
 
 
 def may_have_tokenizer(source: str | None, hint: str | None) -> bool:

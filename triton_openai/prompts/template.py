@@ -27,7 +27,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.prompts.messages import PLAIN, PromptTemplate, Rendering, ToolForm
+from triton_openai.prompts.prompt_template import PLAIN, PromptTemplate, Rendering, ToolForm
+from triton_openai.prompts.thinking import VARIABLES, thinking_controls
+from triton_openai.prompts.tool_schemas import fit_tools, tool_style
+from triton_openai.prompts.turn_probes import TurnProbe
 
 
 class TemplateRefusal(TemplateError):
@@ -172,20 +175,33 @@ class ChatTemplate(PromptTemplate):
             "add_generation_prompt": rendering.add_generation_prompt,
         }
         try:
+            if rendering.tools and self.tool_style != "any":
+                context["tools"] = fit_tools(rendering.tools, self.tool_style)
             return self._template.render(context)
-        except TemplateRefusal as refusal:
-            reason = (refusal.message or "").strip() or "The chat template does not accept these messages."
-            raise InvalidRequest(reason[:_LONGEST_REASON], param="messages") from refusal
-        except RecursionError as error:
-            raise InvalidRequest("The messages are nested too deeply for the template.", param="messages") from error
         except Exception as error:
             # A template is a program, and may raise any error.
-            reason = f"{_line_of(error.__traceback__)}: {str(error) or type(error).__name__}"
-            raise InvalidRequest(
-                f"The chat template failed on these messages{reason}"[:_LONGEST_REASON],
-                param="messages",
-                detail=f"chat template '{self.name}': {type(error).__name__}: {error}",
-            ) from error
+            param = "messages"
+            if rendering.tools and self._refuses(rendering.tools):
+                param = "tools"
+            raise self._refusal(error, param) from error
+
+    def _refuses(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the template refuses even a question with *tools*, but not without them."""
+        return self._attempt([_QUESTION]) is not None and self._attempt([_QUESTION], tools) is None
+
+    def _refusal(self, error: Exception, param: str) -> InvalidRequest:
+        """Return the error of a request whose *param* the template refused or failed on."""
+        if isinstance(error, TemplateRefusal):
+            reason = (error.message or "").strip() or f"The chat template does not accept these {param}."
+            return InvalidRequest(reason[:_LONGEST_REASON], param=param)
+        if isinstance(error, RecursionError):
+            return InvalidRequest(f"The {param} are nested too deeply for the chat template.", param=param)
+        reason = f"{_line_of(error.__traceback__)}: {str(error) or type(error).__name__}"
+        return InvalidRequest(
+            f"The chat template failed on these {param}{reason}"[:_LONGEST_REASON],
+            param=param,
+            detail=f"chat template '{self.name}': {type(error).__name__}: {error}",
+        )
 
     def _with_parts(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return *messages*, with texts as parts if the template takes only parts."""
@@ -198,11 +214,14 @@ class ChatTemplate(PromptTemplate):
             for message in messages
         ]
 
-    def _attempt(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the prompt of *messages*; ``None`` if they are not accepted."""
+    def _attempt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str | None:
+        """Return the prompt of *messages* with *tools*; ``None`` if they are not accepted."""
+        context = {"messages": self._with_parts(messages), "tools": tools or None, "add_generation_prompt": True}
         try:
-            return self.render(self._with_parts(messages))
-        except InvalidRequest:
+            if tools:
+                context["tools"] = fit_tools(tools, self.tool_style)
+            return self._template.render({"documents": None, **context})
+        except Exception:  # noqa: BLE001 - a template is a program, and may raise any error
             return None
 
     def _shows(self, words: str, *messages: Mapping[str, Any]) -> bool:
@@ -228,7 +247,11 @@ class ChatTemplate(PromptTemplate):
             _VALUE, {"role": "developer", "content": _VALUE}, _QUESTION
         )
         early, late = ({"role": "system", "content": text} for text in (_NAME, _VALUE))
-        self.takes_late_system = all(self._shows(_VALUE, first, late, _QUESTION) for first in (_QUESTION, early))
+        # Some show only the last system message, and lose the first one.
+        self.takes_late_system = all(
+            self._shows(_VALUE, first, late, _QUESTION) and self._shows(str(first["content"]), first, late, _QUESTION)
+            for first in (_QUESTION, early)
+        )
         try:
             self.render(self._with_parts([_QUESTION]))
         except InvalidRequest as error:
@@ -238,10 +261,27 @@ class ChatTemplate(PromptTemplate):
                     f"The chat template '{self.name}' fails on a plain message: {error.message} Give another with "
                     "--chat-template."
                 )
-        self.tool_form = self._probe_tools()
+        form = self._probe_tools()
+        call_turn = None
+        if form is not None:
+            self.tool_form = form
+            call_turn = _conversation(form, _SHORT_ID)
+        self.turns = TurnProbe(self._attempt, call_turn).rules()
+        if "tools" in self.variables:
+            self.tool_style = tool_style(lambda tool: self._attempt([_QUESTION], [tool]))
+        if self.variables & VARIABLES:
+            tree = _environment().parse(self.source)
+            self.thinking = thinking_controls(tree, self.variables, self._rendered_question)
 
-    def _probe_tools(self) -> ToolForm:
-        """Return the form in which tool calls are rendered completely; the usual one if none is."""
+    def _rendered_question(self, variables: Mapping[str, Any]) -> str | None:
+        """Return the prompt of a question with *variables*; ``None`` if the template refuses them."""
+        try:
+            return self.render(self._with_parts([_QUESTION]), Rendering(variables=variables))
+        except InvalidRequest:
+            return None
+
+    def _probe_tools(self) -> ToolForm | None:
+        """Return the form in which tool calls are rendered completely; ``None`` if none is."""
         for text_arguments, null_content, needs_names in itertools.product((False, True), repeat=3):
             form = ToolForm(text_arguments=text_arguments, null_content=null_content, needs_names=needs_names)
             rendered = self._attempt(_conversation(form, _SHORT_ID)) or ""
@@ -249,7 +289,7 @@ class ChatTemplate(PromptTemplate):
             if _VALUE in rendered and f"'{_KEY}'" not in rendered and f'\\"{_KEY}' not in rendered:
                 break
         else:
-            return ToolForm()
+            return None
         with_long_id = _conversation(form, _LONG_ID)
         if self._attempt(with_long_id) is None:
             form = msgspec.structs.replace(form, ids="short")

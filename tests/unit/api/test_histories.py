@@ -23,8 +23,9 @@ from triton_openai.api.messages.message_reader import read as read_messages
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, Parsers
-from triton_openai.prompts.messages import Message, prepare
+from triton_openai.prompts.messages import Message
 from triton_openai.prompts.past_calls import PastCalls
+from triton_openai.prompts.prepare import prepare
 
 
 def parser_of(slip: Slip, *, streams: bool) -> AnswerParser:
@@ -72,7 +73,7 @@ def message_answer(slip: Slip, text: str, *, streams: bool, cut: bool) -> list[d
 
 def take(messages: Sequence[Message]) -> list[tuple[str, dict[str, Any]]]:
     """Return the calls in *messages* as a chat template gets them."""
-    prepared = prepare(messages, STRING, past_calls=lambda: PastCalls(PLAN.prompt))
+    prepared = prepare(messages, STRING, past_calls=PastCalls(tools=PLAN.prompt))
     calls = [call["function"] for message in prepared for call in message.get("tool_calls", ())]
     assert all(isinstance(call["arguments"], dict) for call in calls)
     return [(call["name"], call["arguments"]) for call in calls]

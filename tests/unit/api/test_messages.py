@@ -214,7 +214,7 @@ def test_parameters() -> None:
     assert (9, ["x"], True, 0.5, 0.9, 4) == (
         found.max_tokens, found.stop, found.stream, found.temperature, found.top_p, found.top_k,
     )  # fmt: skip
-    assert "high" == found.reasoning_effort
+    assert "max" == found.reasoning_effort
     assert {"enable_thinking": False, "thinking": False} == found.chat_template_kwargs
     assert schema == found.response_format.json_schema.schema  # type: ignore[union-attr]
     assert found.continue_final_message

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.cases import every_case
 from triton_openai.errors import InvalidRequest
 from triton_openai.prompts import prompter
-from triton_openai.prompts.messages import Rendering, continued
+from triton_openai.prompts.continuation import continued
+from triton_openai.prompts.prompt_template import Rendering
 from triton_openai.prompts.template import ChatTemplate
 
 TRIMMING = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>{% endfor %}"

@@ -23,11 +23,11 @@ from triton_openai.prompts.messages import (
     Message,
     MessageFunctionCall,
     MessageToolCall,
-    Rendering,
     SystemMessage,
     ToolMessage,
     UserMessage,
 )
+from triton_openai.prompts.prompt_template import Rendering
 from triton_openai.prompts.prompter import Prompter
 
 # With what openai_trtllm's own templates use: trimmed tags, capture, case with several values, names where there are.

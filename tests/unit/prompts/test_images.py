@@ -11,7 +11,10 @@ import pytest
 from tests.cases import every_case
 from tests.pictures import part
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
-from triton_openai.prompts.messages import ImageMarks, Message, marks, prepare
+from triton_openai.prompts.media_marks import ImageMarks
+from triton_openai.prompts.messages import Message
+from triton_openai.prompts.prepare import prepare
+from triton_openai.prompts.prompt_template import marks
 from triton_openai.prompts.template import ChatTemplate
 
 IMAGE = part("data:image/png;base64,AAAA")

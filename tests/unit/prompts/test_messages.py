@@ -11,8 +11,9 @@ import pytest
 
 from tests.cases import every_case
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
-from triton_openai.prompts.messages import AssistantMessage, Message, UserMessage, prepare
+from triton_openai.prompts.messages import AssistantMessage, Message, UserMessage
 from triton_openai.prompts.past_calls import PastCalls
+from triton_openai.prompts.prepare import prepare
 from triton_openai.prompts.template import ChatTemplate
 
 DECODER = msgspec.json.Decoder(list[Message])
@@ -270,7 +271,7 @@ def test_bad_arguments(arguments: Any, expected: dict[str, Any]) -> None:
     """Past arguments that are no object become one: repaired, closed, or shown as they are; the call is named."""
     given = decode({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]})
     repaired: list[str] = []
-    prepared = prepare(given, STRING, past_calls=lambda: PastCalls(TOOLS, repaired))
+    prepared = prepare(given, STRING, past_calls=PastCalls(tools=TOOLS, repaired=repaired))
 
     assert expected == prepared[0]["tool_calls"][0]["function"]["arguments"]
     assert ["f"] == repaired
@@ -278,7 +279,7 @@ def test_bad_arguments(arguments: Any, expected: dict[str, Any]) -> None:
 
 def test_long_bad_arguments_are_text() -> None:
     """Arguments that are long, or that come after many others, are shown as they are."""
-    past = PastCalls(TOOLS)
+    past = PastCalls(tools=TOOLS)
     short = '{"a": ' + "x" * 60_000 + ",}"
     assert {"a": "x" * 60_000} == past.read("f", short)[0]
     long = '{"a": ' + "x" * 70_000 + ",}"
@@ -292,7 +293,7 @@ def test_bad_arguments_of_other_tools(name: str) -> None:
     """Text goes to no parameter of a tool that has several, or none."""
     for arguments in ("print(1)", "[1]"):
         given = decode({"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]})
-        shown = prepare(given, STRING, past_calls=lambda: PastCalls(TOOLS))[0]["tool_calls"][0]["function"]["arguments"]
+        shown = prepare(given, STRING, past_calls=PastCalls(tools=TOOLS))[0]["tool_calls"][0]["function"]["arguments"]
         assert {"arguments": [1] if arguments == "[1]" else arguments} == shown
 
 
@@ -301,7 +302,7 @@ def test_good_arguments(arguments: Any) -> None:
     """Arguments that need no repair are not named."""
     given = decode({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]})
     repaired: list[str] = []
-    prepare(given, STRING, past_calls=lambda: PastCalls(TOOLS, repaired))
+    prepare(given, STRING, past_calls=PastCalls(tools=TOOLS, repaired=repaired))
     assert not repaired
 
 

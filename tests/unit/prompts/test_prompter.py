@@ -18,14 +18,8 @@ from triton_openai.config.tree import ModelDefaults, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.models.loading import LazyPrompter, Prompters
 from triton_openai.prompts import prompter as builtin
-from triton_openai.prompts.messages import (
-    AssistantMessage,
-    Message,
-    MessageFunctionCall,
-    MessageToolCall,
-    Rendering,
-    UserMessage,
-)
+from triton_openai.prompts.messages import AssistantMessage, Message, MessageFunctionCall, MessageToolCall, UserMessage
+from triton_openai.prompts.prompt_template import Rendering
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.template import ChatTemplate
 

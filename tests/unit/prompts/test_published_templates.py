@@ -19,7 +19,8 @@ from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.prompts import prompter
-from triton_openai.prompts.messages import Message, prepare
+from triton_openai.prompts.messages import Message
+from triton_openai.prompts.prepare import prepare
 from triton_openai.prompts.template import ChatTemplate
 
 SCHEMAS = {

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cases import every_case
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.prompts.messages import Rendering
+from triton_openai.prompts.prompt_template import Rendering
 from triton_openai.prompts.template import ChatTemplate
 
 USER = [{"role": "user", "content": "Hi"}]

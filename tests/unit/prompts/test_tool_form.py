@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 
 from tests.cases import every_case
-from triton_openai.prompts.messages import Message, ToolForm, prepare
+from triton_openai.prompts.messages import Message
+from triton_openai.prompts.prepare import prepare
+from triton_openai.prompts.prompt_template import ToolForm
 from triton_openai.prompts.template import ChatTemplate
 
 ARGUMENTS = '{"city":"Zürich"}'

@@ -23,8 +23,6 @@ from triton_openai.prompts import messages
 
 # Claude Code's first block: it says which release asks, changes with it, and is not for the model.
 _BILLING = "x-anthropic-billing-header:"
-# Templates that know levels know these three.
-_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 # The names of the switches that templates have for thinking.
 _SWITCHES = ("enable_thinking", "thinking")
 _NAMES = {
@@ -78,7 +76,7 @@ def read(body: types.CountTokensRequest, *, strict_tools: bool) -> Reading:
         parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
         # The answer goes on with what the client wrote for it.
         continue_final_message=isinstance(last, messages.AssistantMessage) or None,
-        reasoning_effort=None if config is None or config.effort is None else _EFFORTS[config.effort],
+        reasoning_effort=None if config is None else config.effort,
         chat_template_kwargs=None if thinking is None else dict.fromkeys(_SWITCHES, thinking.type != "disabled"),
     )
     if isinstance(body, types.MessagesRequest):

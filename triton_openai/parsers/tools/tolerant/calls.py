@@ -1,0 +1,299 @@
+# ruff: noqa: RUF001 - DeepSeek's markers are made of full-width bars
+"""Calls with slips: the name of a tool and its arguments, in any notation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from triton_openai.parsers.tools import names
+from triton_openai.parsers.tools.tolerant.context import Context
+from triton_openai.parsers.tools.tolerant.keys import CLOSING_BRACKETS, NAME
+from triton_openai.parsers.tools.tolerant.scanner import CALL_TAG, FENCE, OPENING, Unreadable
+from triton_openai.parsers.tools.tolerant.state import MAX_DEPTH
+from triton_openai.parsers.tools.tolerant.tagged import TagReader
+from triton_openai.parsers.tools.tolerant.values import ARGUMENT_KEYS, CALL_KEYS, NAME_KEYS, ValueReader
+
+_MAX_HEADER = 400
+_MESSAGE = "<|message|>"
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+#: What stands between the name of a call and its arguments.
+_BEFORE_ARGUMENTS = re.compile(
+    r"(?:\s++|\[CALL_ID\]\w{0,64}|\[ARGS\]|<\|tool_call_argument_begin\|>|<｜tool▁sep｜>|```(?:json)?|<\|channel\|>\w{0,64}+"
+    r"|<\|constrain\|>\w{0,64}+|<\|message\|>|:(?=\s{0,64}+\{))*+"
+)
+_CALL_ID = re.compile(r"\[CALL_ID\](\w+)")
+_IDS = frozenset({"type", "id", "tool_call_id"})
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A call that was read."""
+
+    #: The name of the tool, and what the model wrote for it.
+    name: str
+    written: str
+    arguments: Mapping[str, Any]
+    #: What was repaired.
+    kinds: frozenset[str]
+    #: The id that the model wrote in a place of its own.
+    id: str | None = None
+
+
+class Calls(msgspec.Struct, frozen=True):
+    """The calls that were read, and where the text after them begins."""
+
+    calls: Sequence[Call]
+    end: int
+
+
+class CallReader:
+    """Reads calls."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._scanner = context.scanner
+        self._tools = context.tools
+        self._state = context.state
+        self._options = context.options
+        self._values = ValueReader(context)
+        self._tags = TagReader(context, self._values)
+
+    def calls(self) -> Calls:
+        """Read calls up to what is no call. Raises :class:`Unreadable` if there are none."""
+        scanner = self._scanner
+        calls: list[Call] = []
+        at = self._after_openings(0)
+        end = at
+        while True:
+            try:
+                call, at = self._call(at)
+            except Unreadable:
+                if not calls or self._options.bare:
+                    raise
+                break
+            calls.append(call)
+            at, is_closed = self._after_call(at)
+            end = at
+            if is_closed:
+                # The format's own grammar reads what follows.
+                break
+            while not scanner.is_over(at) and scanner.text[at] in ",;":
+                at = scanner.after_space(at + 1)
+            if scanner.is_over(at):
+                end = at
+                break
+            at = self._after_openings(at)
+            if at == end and scanner.text[at] not in "{<":
+                break
+        if self._options.bare and not scanner.is_over(scanner.after_closings(end)):
+            raise Unreadable
+        return Calls(calls, end)
+
+    def arguments_of(self, name: str) -> Calls:
+        """Read the whole text as the arguments of the tool *name*."""
+        scanner = self._scanner
+        at = scanner.after_space(0)
+        if scanner.is_over(at) or scanner.text[at] != "{":
+            raise Unreadable
+        arguments, end = self._arguments(name, at)
+        end = scanner.after_closings(end)
+        if not scanner.is_over(end):
+            raise Unreadable
+        return Calls([self._made(name, name, arguments)], end)
+
+    def _after_openings(self, at: int) -> int:
+        """Return the position after opening tags and brackets."""
+        scanner = self._scanner
+        while True:
+            at = scanner.after_space(at)
+            match = OPENING.match(scanner.text, at)
+            if match is not None:
+                at = match.end()
+            elif scanner.text.startswith("[", at):
+                at += 1
+            else:
+                return at
+
+    def _after_call(self, at: int) -> tuple[int, bool]:
+        """Return the position after what closes a call and the lists around it, and whether that is a closing tag."""
+        scanner = self._scanner
+        while True:
+            at = scanner.after_space(at)
+            closing = scanner.closing(at)
+            if closing is not None and closing[0] != FENCE:
+                return closing.end(), True
+            if closing is not None:
+                at = closing.end()
+                continue
+            end = at
+            while not scanner.is_over(end) and scanner.text[end] in CLOSING_BRACKETS and end < at + MAX_DEPTH:
+                end = scanner.after_space(end + 1)
+            if end == at:
+                return at, False
+            if "]" not in scanner.text[at:end] and not scanner.is_over(end) and not scanner.closes(end):
+                # A bracket of the text
+                return at, False
+            at = end
+
+    def _call(self, at: int) -> tuple[Call, int]:
+        """Return the call at *at*, and the position after it."""
+        text = self._scanner.text
+        self._state.begin_call()
+        if self._scanner.is_over(at):
+            raise Unreadable
+        tag = CALL_TAG.match(text, at)
+        if tag is not None:
+            return self._named_call(tag[1], tag.end(), in_tag=True)
+        if text[at] == "{":
+            return self._object_call(at)
+        header = text.find(_MESSAGE, at, at + _MAX_HEADER)
+        recipient = None
+        if header >= 0:
+            recipient = _RECIPIENT.search(text, at, header)
+        if recipient is not None:
+            return self._named_call(recipient[1], header + len(_MESSAGE))
+        word = NAME.match(text, at)
+        if word is None:
+            raise Unreadable
+        return self._named_call(word[1].rstrip(":") or word[1], word.end())
+
+    def _named_call(self, written: str, at: int, *, in_tag: bool = False) -> tuple[Call, int]:
+        """Read the arguments of a call whose name is *written*."""
+        scanner = self._scanner
+        name = self._tools.resolve(written)
+        if name is None and not names.is_opaque(written):
+            raise Unreadable
+        start = at
+        between = _BEFORE_ARGUMENTS.match(scanner.text, at)
+        if between is not None:
+            start = between.end()
+        scanner.require(start)
+        scanner.budget.take(start - at)
+        if name != written:
+            self._state.repair("name")
+        if self._options.bare and scanner.text[start : start + 1] not in ("(", "{", "<"):
+            raise Unreadable
+        arguments, end = self._arguments(name, start)
+        if name is None:
+            known = self._tools.by_arguments(arguments)
+            if known is None:
+                raise Unreadable
+            name, arguments = known
+        if in_tag:
+            self._state.repair("tags")
+        call_id = None
+        match = _CALL_ID.search(scanner.text, at, start)
+        if match is not None:
+            call_id = match[1]
+        return self._made(name, written, arguments, call_id), end
+
+    def _object_call(self, at: int) -> tuple[Call, int]:
+        """Read a call that is an object with a name and arguments."""
+        members, end = self._values.call(at)
+        function = members.get("function")
+        if isinstance(function, dict):
+            members = function
+        named = self._find_name(members)
+        if named is None:
+            return self._call_with_name_as_key(members), end
+        key, name = named
+        written = members[key]
+        if name != written:
+            self._state.repair("name")
+        others = {other: value for other, value in members.items() if other != key}
+        for argument_key in ARGUMENT_KEYS:
+            if argument_key in others:
+                if self._options.bare and not others.keys() <= CALL_KEYS:
+                    raise Unreadable
+                return self._made(name, written, self._arguments_in(others[argument_key], name)), end
+        return self._made(name, written, self._arguments_beside(others, name)), end
+
+    def _call_with_name_as_key(self, members: Mapping[str, Any]) -> Call:
+        """Return the call whose only member has the name of a tool as its key, and the arguments as its value."""
+        if len(members) != 1 or self._options.bare:
+            raise Unreadable
+        ((written, value),) = members.items()
+        name = self._tools.resolve(written)
+        if name is None or not isinstance(value, dict):
+            raise Unreadable
+        self._state.repair("notation")
+        return self._made(name, written, self._typed(value, name))
+
+    def _find_name(self, members: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Return the key of the first of *members* that names a tool, and the tool's name."""
+        for key in NAME_KEYS:
+            written = members.get(key)
+            if isinstance(written, str):
+                name = self._tools.resolve(written)
+                if name is not None:
+                    return key, name
+        return None
+
+    def _arguments_beside(self, members: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        """Return the arguments of *name*, which are *members* of the call's object beside its name."""
+        arguments = {key: value for key, value in members.items() if key not in _IDS}
+        if arguments:
+            if not self._tools.takes(name, arguments):
+                raise Unreadable
+            self._state.repair("notation")
+        elif self._options.bare or self._tools.parameters(name).required:
+            raise Unreadable
+        return arguments
+
+    def _arguments_in(self, value: Any, name: str) -> Mapping[str, Any]:
+        """Return the arguments of *name* from their *value* in the call's object."""
+        if value is None:
+            return {}
+        if isinstance(value, dict):
+            return self._typed(value, name)
+        if not isinstance(value, str):
+            raise Unreadable
+        text = value.strip()
+        if not text:
+            return {}
+        (call,) = CallReader(self._context.inner(text)).arguments_of(name).calls
+        self._state.repairs |= call.kinds
+        return call.arguments
+
+    def _typed(self, arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """Return *arguments*, which were read without the schema of *name*, in the types of that schema."""
+        parameters = self._tools.parameters(name)
+        return {key: self._values.fitting(parameters, key, value) for key, value in arguments.items()}
+
+    def _arguments(self, name: str | None, at: int) -> tuple[Mapping[str, Any], int]:
+        """Read arguments in any notation. Return them and the position after them."""
+        scanner = self._scanner
+        parameters = self._tools.parameters(name)
+        if scanner.is_over(at) or scanner.closes(at):
+            is_unfinished = scanner.is_over(at) and (self._options.cut or self._options.bare)
+            if is_unfinished or parameters.required or name is None:
+                raise Unreadable
+            return {}, at
+        if scanner.text[at] == "{":
+            return self._values.object(at, parameters)
+        if scanner.text[at] != "(":
+            self._state.repair("tags")
+            return self._tags.read(at, parameters)
+        self._state.repair("brackets")
+        inner = scanner.after_space(at + 1)
+        if not scanner.text.startswith("{", inner):
+            return self._values.object(at, parameters)
+        arguments, end = self._values.object(inner, parameters)
+        end = scanner.after_space(end)
+        if scanner.text.startswith(")", end):
+            return arguments, end + 1
+        if not scanner.is_over(end) and not scanner.closes(end):
+            raise Unreadable
+        return arguments, end
+
+    def _made(self, name: str, written: str, arguments: Mapping[str, Any], call_id: str | None = None) -> Call:
+        """Return the call. Raises :class:`Unreadable` for a guess at arguments that the tool does not take."""
+        parameters = self._tools.parameters(name)
+        if self._state.is_guess and parameters.names:
+            is_complete = parameters.required <= arguments.keys()
+            if not is_complete or not all(map(parameters.has, arguments)):
+                raise Unreadable
+        return Call(name, written, arguments, frozenset(self._state.repairs or {"tags"}), call_id)
