@@ -14,7 +14,7 @@ from triton_openai.answer.fan_out import collect
 from triton_openai.answer.prepare import tokenizer_of
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import tell_ignored
-from triton_openai.api.chat import ChatRequest, plan_of, prompt_of
+from triton_openai.api.conversation import Conversation, prompt_of
 from triton_openai.api.logprobs import rendering_cost
 from triton_openai.api.service import RequestContext, job_not_taken_error
 from triton_openai.errors import ConfigurationError, printable
@@ -77,13 +77,13 @@ def _warn_left_out(kind: str) -> None:
     _log.warning("part of a request is left out", type=printable(kind, LONGEST_TYPE))
 
 
-async def count_tokens(context: RequestContext[ChatRequest]) -> int:
-    """Return how many tokens a chat has, as the model's template and tokenizer make them."""
+async def count_tokens(context: RequestContext[Conversation]) -> int:
+    """Return how many tokens a conversation has, as the model's template and tokenizer make them."""
     model = context.model
     if Generation not in model.jobs:
         raise job_not_taken_error(context.service, model, Generation)
     tokenizer = await tokenizer_of(model)
-    prompt, _, _ = await prompt_of(context, plan_of(context.body), await model.prompter())
+    prompt, _, _ = await prompt_of(context, await model.prompter())
     return await tokenizer.count_async(prompt, model.adapter.metadata.adds_bos)
 
 

@@ -28,7 +28,7 @@ from triton_openai.api.logprobs import (
     prompt_logprobs,
     rendering_cost,
 )
-from triton_openai.api.parameters import SamplingRequest
+from triton_openai.api.parameters import GenerationOptions, completing
 from triton_openai.api.service import RequestContext, Service, begin, runs_of, spec_of
 from triton_openai.api.sse import Chunks
 from triton_openai.api.usage import UsageObject, usage_of
@@ -42,7 +42,8 @@ from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.telemetry.request_record import RENDER
 
 
-class CompletionRequest(SamplingRequest, kw_only=True):
+@completing
+class CompletionRequest(GenerationOptions, kw_only=True):
     """
     The request; ``prompt`` is one text, one list of token ids, or several of either. A ``max_tokens`` of 0 asks for the
     prompt alone, with ``echo``.
@@ -157,6 +158,7 @@ def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> Gen
         raise InvalidValue("'max_tokens' can be 0 only with 'echo'.", "max_tokens")
     spec = spec_of(
         context,
+        body,
         new_id("cmpl"),
         prompter,
         n=best_of,

@@ -33,6 +33,7 @@ from triton_openai.api import (
     uploaded_files,
 )
 from triton_openai.api.bodies import IGNORED_HEADER, REPAIRED_HEADER, FileField, FormRequest, ModelRequest
+from triton_openai.api.chat_tools import ToolDefinition
 from triton_openai.api.messages import batch_body, message_batches
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages import types as message_types
@@ -41,7 +42,6 @@ from triton_openai.api.responses import conversations, retrieve
 from triton_openai.api.responses import create as responses
 from triton_openai.api.responses import objects as response_types
 from triton_openai.api.service import Service
-from triton_openai.api.tools import ToolDefinition
 from triton_openai.api.uploaded_files import FileUpload
 from triton_openai.config.tree import Group, Settings
 from triton_openai.generation import Generation

@@ -60,7 +60,8 @@ async def create(service: Service, call: Call[chat.ChatRequest]) -> Reply:
         keep = partial(_keep, context, answer_id, _Head(body.model, described.metadata or {}))
     elif body.store:
         tell_ignored(context.record, ["store"])
-    return await context.admitted(partial(chat.answer, answer_id=answer_id, keep=keep), param="messages")
+    asked = context.about(chat.conversation_of(body))
+    return await asked.admitted(partial(chat.answer, answer_id=answer_id, keep=keep), param="messages")
 
 
 async def _keep(context: RequestContext[chat.ChatRequest], answer_id: str, head: _Head, answer: bytes) -> None:

@@ -16,6 +16,7 @@ from msgspec import Meta
 from triton_openai.config.tree import AUTO, NONE
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.media import text_files as files
+from triton_openai.prompts.origins import CHAT_ORIGINS, MessageOrigin, Origins
 from triton_openai.prompts.past_calls import PastCalls
 
 
@@ -157,11 +158,11 @@ class ImageMarks:
         self._placeholder = placeholder
         self._count = 0
 
-    def missing(self, texts: Sequence[str], images: int, place: str, what: str = "an image") -> list[str]:
+    def missing(self, texts: Sequence[str], images: int, param: str, what: str = "an image") -> list[str]:
         """
         Return the placeholders of a message's *images*, or *what* else they are, that its *texts* lack.
 
-        They go in front, as in vLLM's server.
+        They go in front, as in vLLM's server. *param* is the client's path of the message's content.
 
         Raises :class:`InvalidRequest` if the texts have more placeholders than there are images.
         """
@@ -176,7 +177,7 @@ class ImageMarks:
             if more < 0:
                 raise InvalidRequest(
                     f"The message's text holds the placeholder of {what} ('{mark}') more often than it has such parts.",
-                    param=place,
+                    param=param,
                 )
             lacking += [mark] * more
         return lacking
@@ -192,12 +193,12 @@ def is_audio(part: ContentPart | str) -> bool:
     return not isinstance(part, str) and part.type == AUDIO_TYPE
 
 
-def text_of(message: UserMessage, place: str) -> str:
+def text_of(message: UserMessage, origin: MessageOrigin) -> str:
     """Return the text of *message* without its images. Raises as :func:`prepare`."""
     if isinstance(message.content, str):
         return message.content
     parts = enumerate(message.content or ())
-    return _BETWEEN_PARTS.join(_text(part, f"{place}.content[{index}]") for index, part in parts if not is_image(part))
+    return _BETWEEN_PARTS.join(_text(part, origin, f"[{index}]") for index, part in parts if not is_image(part))
 
 
 class Rendering(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,6 +217,8 @@ class Rendering(msgspec.Struct, frozen=True, kw_only=True):
     audio: ImageMarks | None = None
     #: Collects the names of the functions whose past calls had arguments that were no object.
     repaired: list[str] | None = None
+    #: The client's names, for errors.
+    origins: Origins = CHAT_ORIGINS
 
 
 #: A chat without tools or options.
@@ -266,12 +269,12 @@ class PromptTemplate(ABC):
 
 
 def marks(
-    template: PromptTemplate, setting: str | None, place: str, kind: Literal["image", "audio"] = "image"
+    template: PromptTemplate, setting: str | None, param: str, kind: Literal["image", "audio"] = "image"
 ) -> ImageMarks:
     """
     Return how prompts of *template* mark parts of a *kind*. *setting* is the operator's placeholder for it.
 
-    Raises :class:`UnsupportedParameter`, about the first one's *place*, if neither has a placeholder.
+    *param* is the client's path of the first one. Raises :class:`UnsupportedParameter` if neither has a placeholder.
     """
     if setting not in (None, AUTO):
         return ImageMarks(placeholder=None if setting == NONE else setting)
@@ -285,7 +288,7 @@ def marks(
         raise UnsupportedParameter(
             f"The model's chat template takes no {what}. If the model does, its placeholder has to be configured "
             f"({kind}_placeholder).",
-            param=place,
+            param=param,
         )
     return ImageMarks(part=part)
 
@@ -296,23 +299,29 @@ def prepare(
     images: ImageMarks | None = None,
     audio: ImageMarks | None = None,
     past_calls: Callable[[], PastCalls] = PastCalls,
+    origins: Origins = CHAT_ORIGINS,
 ) -> list[dict[str, Any]]:
     """
     Return *messages* in the form that *template* takes; without *images* and *audio*, all parts but text are refused.
 
-    *past_calls* makes what reads the arguments of past calls.
+    *past_calls* makes what reads the arguments of past calls. *origins* has the client's names, for errors.
 
     Developer messages become system messages, unless the template knows developers. System messages that the template
     does not take where they stand become part of the first one, or of the user's. Function results become tool results,
     arguments of tool calls become objects, and parts are joined for templates that take strings. Raises
-    :class:`InvalidRequest` or :class:`UnsupportedParameter`, whose ``param`` is the place (``messages[0].content[1]``).
+    :class:`InvalidRequest` or :class:`UnsupportedParameter`, whose ``param`` is a path (``messages[0].content[1]``).
     """
     if not messages:
-        raise InvalidRequest("'messages' must hold at least one message.", param="messages")
+        param = origins.name("messages")
+        raise InvalidRequest(f"'{param}' must hold at least one message.", param=param)
     marks = (images, audio)
-    prepared = [
-        _prepare(message, template, marks, past_calls, f"messages[{index}]") for index, message in enumerate(messages)
-    ]
+    prepared = []
+    for index, message in enumerate(messages):
+        if origins.messages is None:
+            origin = MessageOrigin(f"messages[{index}]")
+        else:
+            origin = origins.messages[index]
+        prepared.append(_prepare(message, template, marks, past_calls, origin))
     if not template.takes_late_system and any(message["role"] in _SYSTEM for message in prepared[1:]):
         prepared = _merged(prepared)
     form = template.tool_form
@@ -327,11 +336,15 @@ _NO_MARKS: _Marks = (None, None)
 
 
 def _prepare(
-    message: Message, template: PromptTemplate, marks: _Marks, past_calls: Callable[[], PastCalls], place: str
-) -> dict[str, Any]:  # fmt: skip
-    content = _content(message.content, template, marks, f"{place}.content")
+    message: Message,
+    template: PromptTemplate,
+    marks: _Marks,
+    past_calls: Callable[[], PastCalls],
+    origin: MessageOrigin,
+) -> dict[str, Any]:
+    content = _content(message.content, template, marks, origin)
     if isinstance(message, AssistantMessage):
-        prepared = _assistant(message, content, template, past_calls, place)
+        prepared = _assistant(message, content, template, past_calls, origin)
     elif isinstance(message, (ToolMessage, FunctionMessage)):
         prepared = {"role": "tool", "content": _empty(template) if content is None else content}
         if isinstance(message, ToolMessage) and message.tool_call_id is not None:
@@ -345,7 +358,7 @@ def _prepare(
             role = "developer"
         if content is None:
             raise InvalidRequest(
-                f"The content of a {role} message must be a string or a list of parts.", param=f"{place}.content"
+                f"The content of a {role} message must be a string or a list of parts.", param=origin.content()
             )
         prepared = {"role": role, "content": content}
     if message.name is not None:
@@ -399,17 +412,18 @@ def _joined(contents: Sequence[str | list[dict[str, str]]]) -> str | list[dict[s
 
 
 def _assistant(
-    message: AssistantMessage, content: Any, template: PromptTemplate, past_calls: Callable[[], PastCalls], place: str
+    message: AssistantMessage,
+    content: Any,
+    template: PromptTemplate,
+    past_calls: Callable[[], PastCalls],
+    origin: MessageOrigin,
 ) -> dict[str, Any]:
     if message.audio is not None:
-        raise UnsupportedParameter("Audio is not supported by this model; only text is.", param=f"{place}.audio")
+        raise UnsupportedParameter("Audio is not supported by this model; only text is.", param=origin.field("audio"))
     if content is None and message.refusal is not None:
-        content = _content(message.refusal, template, _NO_MARKS, f"{place}.refusal")
+        content = _content(message.refusal, template, _NO_MARKS, origin)
     past = past_calls()
-    calls = [
-        _call(call, template, past, f"{place}.tool_calls[{index}]")
-        for index, call in enumerate(message.tool_calls or ())
-    ]
+    calls = [_call(call, template, past, origin, index) for index, call in enumerate(message.tool_calls or ())]
     if message.function_call is not None:
         function = _function(message.function_call, template, past)
         calls.append({"type": "function", "function": function})
@@ -445,19 +459,23 @@ def _assistant(
     return prepared
 
 
-def _call(call: MessageToolCall, template: PromptTemplate, past: PastCalls, place: str) -> dict[str, Any]:
+def _call(
+    call: MessageToolCall, template: PromptTemplate, past: PastCalls, origin: MessageOrigin, index: int
+) -> dict[str, Any]:
     function = call.function
     if call.type == "custom" and call.custom is not None:
         # To the model it is a function of one text.
         function = MessageFunctionCall(name=call.custom.name, arguments={"input": call.custom.input})
     if function is None:
         if call.type == "custom":
-            raise InvalidRequest("A call of a custom tool must have 'custom'.", param=f"{place}.custom")
+            raise InvalidRequest("A call of a custom tool must have 'custom'.", param=origin.call(index, ".custom"))
         if call.type in (None, "function"):
-            raise InvalidRequest("A tool call must have a 'function' with a 'name'.", param=f"{place}.function")
+            raise InvalidRequest(
+                "A tool call must have a 'function' with a 'name'.", param=origin.call(index, ".function")
+            )
         raise UnsupportedParameter(
             f"Tool calls of type '{call.type[:100]}' are not supported by this model; functions and custom tools are.",
-            param=f"{place}.type",
+            param=origin.call(index, ".type"),
         )
     prepared: dict[str, Any] = {"type": "function", "function": _function(function, template, past)}
     if call.id is not None:
@@ -478,7 +496,7 @@ def _function(function: MessageFunctionCall, template: PromptTemplate, past: Pas
 
 
 def _content(
-    content: Content, template: PromptTemplate, marks: _Marks, place: str
+    content: Content, template: PromptTemplate, marks: _Marks, origin: MessageOrigin
 ) -> str | list[dict[str, Any]] | None:
     if content is None:
         return None
@@ -489,14 +507,14 @@ def _content(
     images, audio = marks
     # A text, or how what is no text is marked.
     found = [
-        (images if is_image(part) else audio if is_audio(part) else None) or _text(part, f"{place}[{index}]")
+        (images if is_image(part) else audio if is_audio(part) else None) or _text(part, origin, f"[{index}]")
         for index, part in enumerate(content)
     ]
     texts = [text for text in found if isinstance(text, str)]
     lacking: list[str] = []
     for one, what in ((images, "an image"), (audio, "audio")):
         if one is not None and one in found and one.part is None:
-            lacking += one.missing(texts, found.count(one), place, what)
+            lacking += one.missing(texts, found.count(one), origin.content(), what)
     if any(not isinstance(one, str) and one.part is not None for one in found):
         parts = [_text_part(one) if isinstance(one, str) else one.part for one in [*lacking, *found]]
         return [dict(part) for part in parts if part is not None]
@@ -509,7 +527,8 @@ def _content(
     return _BETWEEN_PARTS.join(texts)
 
 
-def _text(part: ContentPart | str, place: str) -> str:
+def _text(part: ContentPart | str, origin: MessageOrigin, inner: str) -> str:
+    """Return the text of *part*, which is at *inner* in the content of the message from *origin*."""
     if isinstance(part, str):
         return part
     if part.type is None or part.type in _TEXT_TYPES:
@@ -518,30 +537,38 @@ def _text(part: ContentPart | str, place: str) -> str:
         text = part.refusal
     elif part.type in _FILE_TYPES:
         if part.file is None:
-            return _file(part, place)
-        return _file(part.file, f"{place}.file")
+            return _file(part, origin, inner)
+        return _file(part.file, origin, f"{inner}.file")
     else:
         raise UnsupportedParameter(
-            f"Content of type '{part.type[:100]}' is not supported by this model; only text is.", param=place
+            f"Content of type '{part.type[:100]}' is not supported by this model; only text is.",
+            param=origin.content(inner),
         )
     if text is None:
-        raise InvalidRequest(f"A part of type '{part.type or 'text'}' must have its text.", param=place)
+        raise InvalidRequest(f"A part of type '{part.type or 'text'}' must have its text.", param=origin.content(inner))
     return text
 
 
-def _file(file: FileContent, place: str) -> str:
+def _file(file: FileContent, origin: MessageOrigin, inner: str) -> str:
     if file.file_data is None:
-        other = next((name for name in ("file_id", "file_url") if getattr(file, name) is not None), None)
-        if other is None:
-            raise InvalidRequest("A file must have its content in 'file_data'.", param=f"{place}.file_data")
+        if file.file_id is not None:
+            elsewhere = "file_id"
+        elif file.file_url is not None:
+            elsewhere = "file_url"
+        else:
+            raise InvalidRequest(
+                "A file must have its content in 'file_data'.", param=origin.content(f"{inner}.file_data")
+            )
         raise UnsupportedParameter(
-            f"'{other}' is not supported: send the file's content in 'file_data'.", param=f"{place}.{other}"
+            f"'{elsewhere}' is not supported: send the file's content in 'file_data'.",
+            param=origin.content(f"{inner}.{elsewhere}"),
         )
     try:
-        return files.shown(file.filename, files.read(file.file_data, file.filename))
+        text = files.read(file.file_data, file.filename)
     except InvalidRequest as error:
-        error.param = f"{place}.file_data"
+        error.param = origin.content(f"{inner}.file_data")
         raise
+    return files.shown(file.filename, text)
 
 
 def _text_part(text: str) -> dict[str, str]:
@@ -613,7 +640,11 @@ def _short(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:9]
 
 
-def continued(messages: Sequence[dict[str, Any]], render: Callable[[Sequence[dict[str, Any]]], str]) -> str:
+def continued(
+    messages: Sequence[dict[str, Any]],
+    render: Callable[[Sequence[dict[str, Any]]], str],
+    origins: Origins = CHAT_ORIGINS,
+) -> str:
     """
     Return the prompt that *render* makes of prepared *messages*, up to the end of the last message's text.
 
@@ -621,7 +652,7 @@ def continued(messages: Sequence[dict[str, Any]], render: Callable[[Sequence[dic
     does it for ``continue_final_message``. Raises :class:`InvalidRequest` if the last message is not an assistant's
     text, or if the template omits the text.
     """
-    param = "continue_final_message"
+    param = origins.name("continue_final_message")
     last = messages[-1]
     content = last["content"]
     if last["role"] != "assistant" or "tool_calls" in last:

@@ -9,6 +9,7 @@ that names the flags, but serves completions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -173,11 +174,13 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
                     f"'{name}' cannot be set through chat_template_kwargs.", param=f"chat_template_kwargs.{name}"
                 )
         template = template or self.template_for(rendering)
-        past_calls = PastCalls(rendering.tools or (), rendering.repaired)
-        prepared = prepare(messages, template, rendering.images, rendering.audio, lambda: past_calls)
+        # Made once, for the first message that needs it.
+        past_calls = cache(partial(PastCalls, rendering.tools or (), rendering.repaired))
+        origins = rendering.origins
+        prepared = prepare(messages, template, rendering.images, rendering.audio, past_calls, origins)
         try:
             if rendering.continue_final_message:
-                return continued(prepared, lambda marked: template.render(marked, rendering))
+                return continued(prepared, lambda marked: template.render(marked, rendering), origins)
             return template.render(prepared, rendering)
         except InvalidRequest as error:
             if self.foreign or error.detail is None or template.failure is None:
@@ -192,7 +195,7 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
         others = filter(None, (rendering.tools, rendering.documents, rendering.variables))
         # The cost of a client's own template is unknown, even for few messages.
         cost = offload.LONG if self.foreign else offload.rendering_cost(messages, *others)
-        if cost <= offload.INLINE:
+        if cost <= offload.INLINE and AssistantMessage in map(type, messages):
             cost += repair_cost(_past_arguments(messages))
         if cost <= offload.INLINE:
             # Nothing is awaited for most requests.

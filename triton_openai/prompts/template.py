@@ -175,15 +175,17 @@ class ChatTemplate(PromptTemplate):
             return self._template.render(context)
         except TemplateRefusal as refusal:
             reason = (refusal.message or "").strip() or "The chat template does not accept these messages."
-            raise InvalidRequest(reason[:_LONGEST_REASON], param="messages") from refusal
+            raise InvalidRequest(reason[:_LONGEST_REASON], param=rendering.origins.name("messages")) from refusal
         except RecursionError as error:
-            raise InvalidRequest("The messages are nested too deeply for the template.", param="messages") from error
+            raise InvalidRequest(
+                "The messages are nested too deeply for the template.", param=rendering.origins.name("messages")
+            ) from error
         except Exception as error:
             # A template is a program, and may raise any error.
             reason = f"{_line_of(error.__traceback__)}: {str(error) or type(error).__name__}"
             raise InvalidRequest(
                 f"The chat template failed on these messages{reason}"[:_LONGEST_REASON],
-                param="messages",
+                param=rendering.origins.name("messages"),
                 detail=f"chat template '{self.name}': {type(error).__name__}: {error}",
             ) from error
 

@@ -28,12 +28,13 @@ _TEXTS = (
 )  # fmt: skip
 
 
-def input_messages(body: object, max_chars: int) -> list[Message]:
-    """Return the input in a request's *body*, each text cut to *max_chars* characters."""
+def input_messages(body: object, max_chars: int, messages: Sequence[Any] | None = None) -> list[Message]:
+    """Return *messages*, or else the input in a request's *body*, each text cut to *max_chars* characters."""
     cut = _Cut(max_chars)
-    given = getattr(body, "messages", None)
-    if given is not None:
-        return cut.last(given, cut.message, role="omitted", parts=[])
+    if messages is None:
+        messages = getattr(body, "messages", None)
+    if messages is not None:
+        return cut.last(messages, cut.message, role="omitted", parts=[])
     texts = [text for field in _TEXTS for text in _texts(getattr(body, field, None))]
     if texts:
         return [{"role": "user", "parts": cut.last(texts, cut.part, type="omitted")}]
@@ -220,7 +221,7 @@ class ContentLog(Observer):
                 "content",
                 request_id=record.request_id,
                 model=record.model,
-                input_messages=input_messages(record.parameters, self._max_chars),
+                input_messages=input_messages(record.parameters, self._max_chars, record.messages),
                 output_messages=output_messages(record.answers, self._max_chars),
             )
 

@@ -16,10 +16,10 @@ from triton_openai import errors, offload
 from triton_openai.access.keys import ApiKey
 from triton_openai.api.bodies import now, whole
 from triton_openai.api.paging import is_id
-from triton_openai.api.responses.chat_request import check_items
 from triton_openai.api.responses.event_log import LEASE_SECONDS, RENEW_SECONDS
 from triton_openai.api.responses.items import rows_of
 from triton_openai.api.responses.objects import Deleted, Item, Metadata
+from triton_openai.api.responses.request_reader import check_items
 from triton_openai.api.responses.retrieve import list_of, page_of
 from triton_openai.api.responses.stored import ResponseStore, StoredResponse, is_key, no_conversation
 from triton_openai.api.service import Service

@@ -14,8 +14,8 @@ from triton_openai.api.agents import seal
 from triton_openai.api.bodies import in_pieces, now
 from triton_openai.api.logprobs import ContentLogprob, chat_logprobs
 from triton_openai.api.responses import objects
-from triton_openai.api.responses.chat_request import ToolName
 from triton_openai.api.responses.item_events import ITEM_KINDS, SUMMARY
+from triton_openai.api.responses.request_reader import ToolName
 from triton_openai.api.sse import EventRenderer, event
 from triton_openai.api.tools import custom_input
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, Overloaded, ServiceError
