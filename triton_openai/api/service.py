@@ -91,6 +91,8 @@ class Service:
     images: ImageLoader
     worker: Worker
     executor: Executor
+    #: Runs the requests that the service itself sends to models.
+    probes: Executor
     authorizer: Authorizer
     canary: Canary
     exposition: Exposition

@@ -88,11 +88,11 @@ async def _answer(context: RequestContext[Conversation], *, omits_thinking: bool
     return whole(events.message)
 
 
-def list_models(service: Service, call: Call[None]) -> Reply:
+async def list_models(service: Service, call: Call[None]) -> Reply:
     """Return a page of the models that the key of *call* may use. Raises :class:`InvalidRequest`."""
     models = service.models
     limit, param, place, before = message_page_query(call.query)
-    names = [name for name in models.served if call.key.allows(name)]
+    names = [name for name in await models.listed() if call.key.allows(name)]
     if before:
         names.reverse()
     if place is not None:
