@@ -42,7 +42,7 @@ _Tell: TypeAlias = Callable[[_Hear], None]
 _Ask: TypeAlias = Callable[[Chunk, _Tell | None], Awaitable[Transcript]]
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class TranscriptionOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a client wants of a recording."""
 
     #: Without samples, which each chunk has.
@@ -60,16 +60,16 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 class Transcription:
     """The transcript of one recording by *model*, as far as it goes."""
 
-    def __init__(self, sender: Sender, model: ServedModel, wish: Wish) -> None:
+    def __init__(self, sender: Sender, model: ServedModel, options: TranscriptionOptions) -> None:
         #: The text so far: all pieces that :meth:`deltas` has yielded.
         self.text = ""
         #: Those that the model tells; where it tells none, one for each chunk.
         self.segments: list[Segment] = []
         #: The code of the language, once it is known.
-        self.language = wish.job.language
+        self.language = options.job.language
         self._sender = sender
         self._model = model
-        self._wish = wish
+        self._options = options
         self._whisper: WhisperTokens | None = None
         self._number = 0
 
@@ -86,7 +86,7 @@ class Transcription:
                         more = chunk is not None
                         if chunk is not None and not chunk.silent:
                             await self._detect(chunk)
-                            asked.append(_Asked(chunk, self._ask, live=self._wish.live))
+                            asked.append(_Asked(chunk, self._ask, live=self._options.live))
                     if asked:
                         async for piece in self._told(asked[0]):
                             yield piece
@@ -97,7 +97,7 @@ class Transcription:
     def _has_room(self, asked: Sequence[_Asked]) -> bool:
         longest = max((one.chunk.seconds for one in asked), default=0.0)
         on_their_way = sum(one.chunk.seconds for one in asked) + longest
-        return not asked or (len(asked) < self._wish.parallel and on_their_way <= _ON_THEIR_WAY)
+        return not asked or (len(asked) < self._options.parallel and on_their_way <= _ON_THEIR_WAY)
 
     async def _prepare(self) -> None:
         """Find the tokens, where the model answers in those. Raises :class:`ConfigurationError`."""
@@ -110,34 +110,34 @@ class Transcription:
             return
         ids = await self._whisper.prompt(None, translate=False, times=False, before=None)
         found = self._whisper.language((await self._run(chunk, ids, None)).token_ids)
-        wanted = self._wish.languages
+        wanted = self._options.languages
         if wanted and found not in wanted:
             self.language = wanted[0]
         else:
             self.language = found
-        if self.language is None and isinstance(self._wish.job, TranslationJob):
+        if self.language is None and isinstance(self._options.job, TranslationJob):
             raise UpstreamError("The model did not tell the language of the audio.")
 
     async def _ask(self, chunk: Chunk, tell: _Tell | None) -> Transcript:
         whisper = self._whisper
-        job = self._wish.job
+        job = self._options.job
         if whisper is None:
             return await self._run(chunk, (), tell)
         translate = isinstance(job, TranslationJob)
         language = None
         if self.language in whisper.languages:
             language = self.language
-        ids = await whisper.prompt(language, translate=translate, times=self._wish.times, before=job.prompt)
+        ids = await whisper.prompt(language, translate=translate, times=self._options.times, before=job.prompt)
         result = await self._run(chunk, ids, None)
         text, segments = whisper.read(result.token_ids, chunk.seconds)
-        return replace(result, text=text, segments=segments if self._wish.times else ())
+        return replace(result, text=text, segments=segments if self._options.times else ())
 
     async def _run(self, chunk: Chunk, ids: Sequence[int], tell: _Tell | None) -> Transcript:
         """Return what *chunk* says; *tell* gets what hears its text so far. Raises :class:`ServiceError`."""
         self._number += 1
         adapter = self._model.adapter
-        wish = self._wish.job
-        job = replace(wish, id=f"{wish.id}-{self._number}", samples=chunk.samples, prompt_ids=ids)
+        job = self._options.job
+        job = replace(job, id=f"{job.id}-{self._number}", samples=chunk.samples, prompt_ids=ids)
 
         def heard(responses: Sequence[InferResponse]) -> None:
             assert tell is not None, "nobody else listens"

@@ -20,7 +20,7 @@ from triton_openai.answer.logits_reader import score_prompts
 from triton_openai.answer.prepare import GenerationSpec, Prompt, prepare
 from triton_openai.answer.run import Run, Sender
 from triton_openai.api import parameters
-from triton_openai.api.bodies import ModelRequest, tell_ignored
+from triton_openai.api.bodies import ModelRequest, read_form, tell_ignored
 from triton_openai.api.responses.stored import ResponseStore
 from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.batches.file_folder import Files
@@ -210,6 +210,32 @@ async def receiving_audio(service: Service, call: Call[Form]) -> AsyncIterator[U
                 yield upload
             finally:
                 upload.end()
+
+
+async def form_of(
+    service: Service, call: Call[Form], kind: type[_Request], *, max_size: int, upload: Upload | None = None
+) -> _Request:
+    """
+    Return the form of *call*, of *max_size* bytes at most, as *kind*; *upload* counts what arrives.
+
+    Raises as :func:`read_form`.
+    """
+    settings = service.settings
+    on_arrival = None
+    if upload is not None:
+        on_arrival = upload.arrived
+    body = await read_form(
+        call.body,
+        kind,
+        call.record,
+        settings.limits,
+        strict=settings.api.strict_parameters,
+        max_size=max_size,
+        on_arrival=on_arrival,
+    )
+    if upload is not None:
+        upload.end()
+    return body
 
 
 def media_reservation(service: Service) -> Reservation:
