@@ -13,7 +13,7 @@ from triton_openai import offload
 from triton_openai.answer.fan_out import collect
 from triton_openai.answer.prepare import tokenizer_of
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import tell_ignored
+from triton_openai.api.bodies import report_ignored
 from triton_openai.api.conversation import Conversation, prompt_of
 from triton_openai.api.logprobs import rendering_cost
 from triton_openai.api.service import RequestContext, job_not_taken_error
@@ -64,9 +64,9 @@ async def known_effort(model: ServedModel, effort: str | None) -> str | None:
     return None
 
 
-def tell_left_out(record: RequestRecord, kinds: Sequence[str]) -> None:
+def report_left_out(record: RequestRecord, kinds: Sequence[str]) -> None:
     """Tell the client, and the log once in a while, that the *kinds* of tools and items of a request are left out."""
-    tell_ignored(record, kinds)
+    report_ignored(record, kinds)
     for kind in dict.fromkeys(kinds):
         _warn_left_out(kind)
 

@@ -50,17 +50,17 @@ _LONGEST_IGNORED = 64
 _NOT_IN_NAMES = re.compile(r"[^!-+\--~]")
 
 
-def tell_ignored(record: RequestRecord, names: Iterable[str]) -> None:
+def report_ignored(record: RequestRecord, names: Iterable[str]) -> None:
     """Add *names* of what has no effect, which clients choose, to the header of the answer."""
-    _tell(record, IGNORED_HEADER, names)
+    _report(record, IGNORED_HEADER, names)
 
 
-def tell_repaired(record: RequestRecord, names: Iterable[str]) -> None:
+def report_repaired(record: RequestRecord, names: Iterable[str]) -> None:
     """Add the *names* of functions to the header of the answer: past calls of them had broken arguments."""
-    _tell(record, REPAIRED_HEADER, names)
+    _report(record, REPAIRED_HEADER, names)
 
 
-def _tell(record: RequestRecord, header: str, names: Iterable[str]) -> None:
+def _report(record: RequestRecord, header: str, names: Iterable[str]) -> None:
     """Add *names* to a *header* of the answer, and an ellipsis if they are too many."""
     told = record.headers.get(header)
     known = dict.fromkeys([] if told is None else told.split(", "))
@@ -98,7 +98,7 @@ async def decode_json(body: bytes, operation: Operation, record: RequestRecord, 
         offload.json_decoder(kind)
         parsed = await offload.run(read_within, body, kind, limits, names, cost=cost)
     if ignored:
-        tell_ignored(record, ignored)
+        report_ignored(record, ignored)
     return parsed
 
 
@@ -185,7 +185,7 @@ async def read_form(
         else:
             fields[name] = value
     record.body_size = form.size
-    tell_ignored(record, ignored)
+    report_ignored(record, ignored)
     return converted(fields, kind, strict=False)
 
 

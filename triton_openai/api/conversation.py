@@ -19,7 +19,7 @@ from triton_openai import offload
 from triton_openai.answer.chat_prompt import media_of, rendered_chat
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import MAX_ITEMS, tell_repaired
+from triton_openai.api.bodies import MAX_ITEMS, report_repaired
 from triton_openai.api.parameters import GenerationOptions
 from triton_openai.api.service import RequestContext, media_reservation, runs_of, spec_of
 from triton_openai.api.tools import ToolPlan
@@ -131,7 +131,7 @@ async def prompt_of(
         origins=origins,
     )
     if repaired:
-        tell_repaired(context.record, repaired)
+        report_repaired(context.record, repaired)
     tokenizer = prompter.tokenizer
     if model.adapter.metadata.adds_bos and tokenizer is not None and tokenizer.adds_bos:
         # Else the prompt would begin with it twice.

@@ -20,7 +20,7 @@ from triton_openai.answer.logits_reader import score_prompts
 from triton_openai.answer.prepare import GenerationSpec, Prompt, prepare
 from triton_openai.answer.run import Run, Sender
 from triton_openai.api import parameters
-from triton_openai.api.bodies import ModelRequest, read_form, tell_ignored
+from triton_openai.api.bodies import ModelRequest, read_form, report_ignored
 from triton_openai.api.responses.stored import ResponseStore
 from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.batches.file_folder import Files
@@ -490,7 +490,7 @@ async def begin(service: Service, call: Call[_Request], *, read_as_chat: bool = 
     if not read_as_chat:
         record.parameters = body
     if ignored := parameters.check_unused(body):
-        tell_ignored(record, ignored)
+        report_ignored(record, ignored)
     context = RequestContext(call, service, body, model, record, limits)
     if service.fleet.several:
         context.session = _session_of(call)

@@ -19,7 +19,7 @@ from msgspec import Meta
 from triton_openai import offload
 from triton_openai.adapters._common.base import Synthesis
 from triton_openai.answer.speech import Speaker, longest_piece, pieces
-from triton_openai.api.bodies import ModelRequest, encode, new_id, tell_ignored, whole
+from triton_openai.api.bodies import ModelRequest, encode, new_id, report_ignored, whole
 from triton_openai.api.parameters import accepting
 from triton_openai.api.service import RequestContext, Service, begin, counting_audio
 from triton_openai.api.sse import data_event
@@ -117,7 +117,7 @@ async def _spoken(context: RequestContext[SpeechRequest]) -> Reply:
     name = body.voice.id if isinstance(body.voice, VoiceId) else body.voice
     voice, only = voices.find(name)
     if only and name is not None:
-        tell_ignored(context.record, ["voice"])
+        report_ignored(context.record, ["voice"])
     texts = pieces(body.input, longest_piece(capabilities.synthesis, voice), streams=capabilities.streaming)
     if not texts:
         raise InvalidValue("'input' has nothing to speak.", "input")

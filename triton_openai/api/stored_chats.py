@@ -19,7 +19,7 @@ import msgspec
 
 from triton_openai import errors, offload
 from triton_openai.api import chat
-from triton_openai.api.bodies import converted, new_id, tell_ignored, whole
+from triton_openai.api.bodies import converted, new_id, report_ignored, whole
 from triton_openai.api.paging import page_query, unknown_place_error
 from triton_openai.api.responses.objects import Deleted, Metadata
 from triton_openai.api.responses.retrieve import list_of, page_of
@@ -51,7 +51,7 @@ async def create(service: Service, call: Call[chat.ChatRequest]) -> Reply:
     context = await begin(service, call)
     body = context.body
     if body.verbosity in ("low", "high"):
-        tell_ignored(context.record, ["verbosity"])
+        report_ignored(context.record, ["verbosity"])
     answer_id = new_id("chatcmpl")
     keep = None
     if body.store and service.responses.keeps:
@@ -59,7 +59,7 @@ async def create(service: Service, call: Call[chat.ChatRequest]) -> Reply:
         answer_id = f"{_PREFIX}{time.time_ns() // 1000:014x}{token_hex(9)}"
         keep = partial(_keep, context, answer_id, _Head(body.model, described.metadata or {}))
     elif body.store:
-        tell_ignored(context.record, ["store"])
+        report_ignored(context.record, ["store"])
     asked = context.about(chat.conversation_of(body))
     return await asked.admitted(partial(chat.answer, answer_id=answer_id, keep=keep), param="messages")
 
@@ -78,7 +78,7 @@ async def _keep(context: RequestContext[chat.ChatRequest], answer_id: str, head:
         await state.store().put(answer_id, owner, msgspec.json.encode(head), 0, rows=kept)
     except errors.StoreUnavailable as error:
         state.not_kept(error, answer_id)
-        tell_ignored(context.record, ["store"])
+        report_ignored(context.record, ["store"])
 
 
 def _message(message: Message, message_id: str) -> Row:

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from triton_openai import errors, offload
 from triton_openai.access.keys import ApiKey
-from triton_openai.api.bodies import FileField, converted, new_id, tell_ignored, unknown_field, whole, whole_of
+from triton_openai.api.bodies import FileField, converted, new_id, report_ignored, unknown_field, whole, whole_of
 from triton_openai.api.paging import Page, fetch_page, page_query
 from triton_openai.api.responses.objects import Deleted
 from triton_openai.api.service import Service
@@ -206,7 +206,7 @@ async def _read(call: Call[Form], parts: AsyncIterator[FormPart], writing: Writi
     record = call.record
     record.body_size = call.body.size
     record.unknown_fields = ignored[:16]
-    tell_ignored(record, ignored)
+    report_ignored(record, ignored)
     return converted(fields, FileUpload, strict=False)
 
 

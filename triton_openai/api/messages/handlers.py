@@ -9,7 +9,7 @@ import structlog
 
 from triton_openai.api import agents
 from triton_openai.api.agents import known_effort
-from triton_openai.api.bodies import new_id, tell_ignored, whole
+from triton_openai.api.bodies import new_id, report_ignored, whole
 from triton_openai.api.conversation import Conversation, prepare_chat
 from triton_openai.api.messages import types
 from triton_openai.api.messages.message_events import MessageEvents, add_request_id
@@ -53,9 +53,9 @@ async def _conversation(service: Service, call: Call[_Body]) -> RequestContext[C
     context.body.messages = []
     effort = await known_effort(context.model, options.reasoning_effort)
     if effort != options.reasoning_effort:
-        tell_ignored(record, ["output_config.effort"])
+        report_ignored(record, ["output_config.effort"])
     options.reasoning_effort = effort
-    agents.tell_left_out(record, request.left_out)
+    agents.report_left_out(record, request.left_out)
     return context.about(conversation)
 
 

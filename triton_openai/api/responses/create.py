@@ -12,7 +12,7 @@ import msgspec
 
 from triton_openai import errors, offload
 from triton_openai.api import agents
-from triton_openai.api.bodies import check_texts, now, tell_ignored, whole
+from triton_openai.api.bodies import check_texts, now, report_ignored, whole
 from triton_openai.api.conversation import Conversation, PreparedChat
 from triton_openai.api.responses import background
 from triton_openai.api.responses.context_window import answered, prepare_fitting
@@ -155,11 +155,11 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
     request.before = sources.before
     # The conversation has it, and what is to be kept is encoded.
     body.input = []
-    agents.tell_left_out(context.record, request.tools.left_out)
+    agents.report_left_out(context.record, request.tools.left_out)
     if effort is None and wanted is not None:
-        tell_ignored(context.record, ["reasoning.effort"])
+        report_ignored(context.record, ["reasoning.effort"])
     if body.text is not None and body.text.verbosity in ("low", "high"):
-        tell_ignored(context.record, ["text.verbosity"])
+        report_ignored(context.record, ["text.verbosity"])
     response.tools = request.tools.shown
     response.reasoning = {**response.reasoning, "effort": effort}
     return request
