@@ -37,8 +37,8 @@ NO_HEADERS: CIMultiDictProxy[str] = CIMultiDictProxy(CIMultiDict())
 class Renderer(ABC):
     """Renders the events of one stream, with a choice for each run. Each method returns whole events, or nothing."""
 
-    #: Whether all clients know the last events of a stream that failed; else its body is broken off after them.
-    ends_failed = True
+    #: Whether all clients understand the events that end a failed stream. If not, its body is broken off after them.
+    has_error_event = True
 
     @abstractmethod
     def opening(self) -> bytes:

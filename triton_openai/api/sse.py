@@ -60,7 +60,7 @@ class Chunks(EventRenderer):
     chunk with the usage if there is one, else in the last chunk of each choice, as in vLLM's server.
     """
 
-    ends_failed = False
+    has_error_event = False
 
     def __init__(
         self,

@@ -148,7 +148,7 @@ class EventStream:
             events = await self._first_events(answered=True)
         events += await self._renderer.ended(error)
         # The end of the connection is that of the body over HTTP/1.0.
-        await self._finish(events, broken=self._chunked and not self._renderer.ends_failed)
+        await self._finish(events, broken=self._chunked and not self._renderer.has_error_event)
 
     @property
     def begun(self) -> bool:
