@@ -561,6 +561,6 @@ def now() -> int:
     return int(time.time())
 
 
-def in_pieces(values: Iterable[Any]) -> list[Any]:
-    """Return each of *values* in JSON: to encode many at once would hold the interpreter, and so the event loop."""
+def encode_each(values: Iterable[Any]) -> list[Any]:
+    """Return each of *values* in JSON. To encode all of them in one call would hold the event loop."""
     return [msgspec.Raw(encode(value)) for value in values]

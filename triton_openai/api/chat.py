@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from triton_openai import offload
 from triton_openai.answer.fan_out import Collected, collect
-from triton_openai.api.bodies import MAX_MESSAGES, encode, in_pieces, now
+from triton_openai.api.bodies import MAX_MESSAGES, encode, encode_each, now
 from triton_openai.api.chat_tools import Function, FunctionChoice, Tool, ToolChoice, plan_chat_tools
 from triton_openai.api.conversation import (
     ChatOptions,
@@ -276,11 +276,11 @@ def _completion(context: RequestContext[Conversation], turn: PreparedChat, choic
     options = context.body.options
     runs = turn.runs
     # As they are parsed, reasoning is counted.
-    shown: Any = in_pieces(choices)
+    shown: Any = encode_each(choices)
     usage = usage_of(runs, n=turn.spec.n, reasoning_tokens=reasoning_tokens(turn.parsers))
     scores: Any = msgspec.UNSET
     if options.prompt_logprobs is not None:
-        scores = in_pieces(prompt_logprobs(runs[0].prompt_logprobs))
+        scores = encode_each(prompt_logprobs(runs[0].prompt_logprobs))
         drop_prompt_logprobs(runs)
     prompt_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     if options.return_token_ids:
@@ -364,7 +364,7 @@ def chat_choice(
         message = message_of(events, turn.plan, fields)
     logprobs = None
     if options.logprobs:
-        logprobs = ChatLogprobs(in_pieces(chat_logprobs(answer.logprobs).content))
+        logprobs = ChatLogprobs(encode_each(chat_logprobs(answer.logprobs).content))
     token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     if options.return_token_ids:
         token_ids = answer.token_ids

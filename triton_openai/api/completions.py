@@ -16,7 +16,7 @@ from triton_openai import offload
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec, Prompt
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import encode, in_pieces, new_id, now, separated, whole_of
+from triton_openai.api.bodies import encode, encode_each, new_id, now, separated, whole_of
 from triton_openai.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
@@ -134,7 +134,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> Reply:
             id=spec.template.id,
             created=now(),
             model=body.model,
-            choices=in_pieces(_choice(body, echoes[index // n], index, answer) for index, answer in enumerate(best)),
+            choices=encode_each(_choice(body, echoes[index // n], index, answer) for index, answer in enumerate(best)),
             usage=usage_of(runs, n=spec.n) or msgspec.UNSET,
             system_fingerprint=model.fingerprint,
         )
@@ -241,11 +241,11 @@ def _echo(body: CompletionRequest, run: Run) -> _Echo:
     ids: Any = msgspec.UNSET
     size = len(text)
     if body.echo and body.logprobs is not None:
-        logprobs = _in_pieces(completion_logprobs(narrowed(run.prompt_logprobs, body.logprobs), offset=0)[0])
+        logprobs = _encode_logprobs(completion_logprobs(narrowed(run.prompt_logprobs, body.logprobs), offset=0)[0])
         size += len(encode(logprobs))
     if body.prompt_logprobs is not None:
         entries = prompt_logprobs(narrowed(run.prompt_logprobs, body.prompt_logprobs))
-        scores = msgspec.Raw(encode(in_pieces(entries)))
+        scores = msgspec.Raw(encode(encode_each(entries)))
         size += len(scores)
     if body.return_token_ids:
         ids = msgspec.Raw(encode(run.generation.prompt_ids or ()))
@@ -253,8 +253,8 @@ def _echo(body: CompletionRequest, run: Run) -> _Echo:
     return _Echo(text, logprobs, scores, ids, size)
 
 
-def _in_pieces(logprobs: CompletionLogprobs) -> CompletionLogprobs:
-    return msgspec.structs.replace(logprobs, top_logprobs=in_pieces(logprobs.top_logprobs))
+def _encode_logprobs(logprobs: CompletionLogprobs) -> CompletionLogprobs:
+    return msgspec.structs.replace(logprobs, top_logprobs=encode_each(logprobs.top_logprobs))
 
 
 def _echo_cost(spec: GenerationSpec, runs: Sequence[Run]) -> float:
@@ -275,7 +275,7 @@ def _choice(body: CompletionRequest, echo: _Echo, index: int, answer: Collected)
     run = answer.run
     logprobs = echo.logprobs
     if body.logprobs is not None:
-        found = _in_pieces(completion_logprobs(answer.logprobs, offset=len(echo.text))[0])
+        found = _encode_logprobs(completion_logprobs(answer.logprobs, offset=len(echo.text))[0])
         if logprobs is None:
             logprobs = found
         else:

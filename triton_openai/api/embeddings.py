@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai import errors, offload
-from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, in_pieces, new_id, now, separated, whole, whole_of
+from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, encode_each, new_id, now, separated, whole, whole_of
 from triton_openai.api.parameters import TruncatedRequest, accepting, ignoring, neutral_values, refusing, truncation
 from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.jobs import EmbeddingJob, ScoreJob, ScoreResult
@@ -84,7 +84,7 @@ async def handle(service: Service, call: Call[EmbeddingsRequest]) -> Reply:
     as_text = body.encoding_format == "base64"
 
     def answer() -> EmbeddingList:
-        data = in_pieces(_embedding(index, vector, as_text) for index, vector in enumerate(result.vectors))
+        data = encode_each(_embedding(index, vector, as_text) for index, vector in enumerate(result.vectors))
         return EmbeddingList(data=data, model=body.model, usage=input_usage(result.prompt_tokens))
 
     return await whole_of(answer, cost=offload.BYTE * sum(map(len, result.vectors)))
