@@ -47,7 +47,7 @@ def reference(item: Item) -> str | None:
     return None
 
 
-def numbered(items: Iterable[Item], suffix: str, place: str, taken: Collection[str] = ()) -> list[Item]:
+def normalize_items(items: Iterable[Item], suffix: str, place: str, taken: Collection[str] = ()) -> list[Item]:
     """
     Return *items*, which stand at *place*, in the form in which they are kept: with a type, parts for content, an id.
     Nobody has checked them yet.
@@ -100,12 +100,12 @@ def _whole_part(part: Any, text_type: str) -> Any:
 
 def rows_of(items: Iterable[Item], suffix: str, place: str, taken: Collection[str] = (), *, name: str) -> Sequence[Row]:
     """
-    Return the rows of the list *name* as which *items* are kept, numbered as :func:`numbered` does.
+    Return the rows of the list *name* as which *items* are kept, normalize_items as :func:`normalize_items` does.
 
     Raises :class:`InvalidRequest`.
     """
     rows = []
-    for number, item in enumerate(numbered(items, suffix, place, taken)):
+    for number, item in enumerate(normalize_items(items, suffix, place, taken)):
         try:
             rows.append(Row(name, item["id"], msgspec.json.encode(item)))
         except (TypeError, ValueError, RecursionError) as error:

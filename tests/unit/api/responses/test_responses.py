@@ -17,7 +17,7 @@ from tests.described import check
 from triton_openai.api.agents import seal
 from triton_openai.api.bodies import read_within
 from triton_openai.api.responses.item_events import replayed
-from triton_openai.api.responses.items import input_items, numbered
+from triton_openai.api.responses.items import input_items, normalize_items
 from triton_openai.api.responses.objects import ResponseObject, ResponsesRequest
 from triton_openai.api.responses.request_reader import ParsedRequest, ToolName, read
 from triton_openai.api.responses.response_events import ResponseEvents, terminal_events
@@ -118,7 +118,7 @@ def test_hosted_tools_can_be_refused() -> None:
 ])  # fmt: skip
 def test_bad_items(param, item):
     """A wrong item is the client's mistake, with its place; it gets an id before anybody reads it."""
-    numbered([item], "s", "input")
+    normalize_items([item], "s", "input")
     with pytest.raises(InvalidRequest) as caught:
         reading({"input": [item]})
     assert param == caught.value.param
@@ -173,14 +173,16 @@ def test_kept_items_are_whole() -> None:
         {"type": f"{kind}{end}", "call_id": "c"} for kind in ("function_call", "custom_tool_call")
         for end in ("", "_output")
     ]  # fmt: skip
-    kept = numbered([*calls, {"role": "assistant", "content": "a"}, {**calls[0], "status": "incomplete"}], "s", "input")
+    kept = normalize_items(
+        [*calls, {"role": "assistant", "content": "a"}, {**calls[0], "status": "incomplete"}], "s", "input"
+    )
     assert [*["completed"] * 5, "incomplete"] == [item["status"] for item in kept]
     whole = [{"type": "output_text", "text": "a", "annotations": [], "logprobs": []}]
     assert whole == kept[4]["content"]
     for part in ({"type": "output_text", "text": "a"}, {"type": "text", "text": "a"}, {"text": "a"}, "a"):
-        (parted,) = numbered([{"role": "assistant", "content": [part]}], "s", "input")
+        (parted,) = normalize_items([{"role": "assistant", "content": [part]}], "s", "input")
         assert whole == parted["content"]
-    (asked,) = numbered([{"role": "user", "content": [{"type": "text", "text": "a"}, "a"]}], "s", "input")
+    (asked,) = normalize_items([{"role": "user", "content": [{"type": "text", "text": "a"}, "a"]}], "s", "input")
     assert [{"type": "input_text", "text": "a"}] * 2 == asked["content"]
 
 
