@@ -17,7 +17,7 @@ from triton_openai.api.conversation import Conversation, PreparedChat
 from triton_openai.api.responses import background
 from triton_openai.api.responses.context_window import answered, prepare_fitting
 from triton_openai.api.responses.conversations import claimed
-from triton_openai.api.responses.items import Sources, input_items, too_long
+from triton_openai.api.responses.items import InputResolver, input_items, too_long
 from triton_openai.api.responses.objects import (
     CompactedResponse,
     CompactRequest,
@@ -122,37 +122,37 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
     if response.conversation is not None:
         source = response.conversation["id"]
         param = "conversation"
-    sources = Sources(made.state, made.owner, settings)
+    inputs = InputResolver(made.state, made.owner, settings)
     suffix = f"{response.id.removeprefix('resp_')}i"
     size = context.record.body_size or 0
-    await sources.gather(input_items(body), source=source, param=param, suffix=suffix, size=size)
-    made.input = sources.rows
-    made.ancestors = sources.ancestors
-    context.conversation = sources.root
+    await inputs.resolve(input_items(body), source=source, param=param, suffix=suffix, size=size)
+    made.input = inputs.rows
+    made.ancestors = inputs.ancestors
+    context.conversation = inputs.root
     # The response says whether it is used.
     if body.reasoning is None:
         wanted = None
     else:
         wanted = body.reasoning.effort
     effort = await agents.known_effort(context.model, wanted)
-    items = [(param, item) for item in sources.before]
-    items += [(f"input[{number}]", item) for number, item in enumerate(sources.resolved)]
+    items = [(param, item) for item in inputs.before]
+    items += [(f"input[{number}]", item) for number, item in enumerate(inputs.resolved)]
     if not items:
         raise errors.missing("input")
 
     def parse() -> ParsedRequest:
         request = read(body, items, strict_tools=settings.api.strict_tools, effort=effort)
-        if sources.check is not None:
+        if inputs.check is not None:
             # It goes on with the JSON in texts, now that it is together.
             try:
-                check_texts(request.conversation.json_texts(), sources.check)
+                check_texts(request.conversation.json_texts(), inputs.check)
             except errors.InvalidRequest as error:
                 raise too_long(error.message, error.param) from error
         return request
 
-    cost = offload.rendering_cost(items, body.tools or ()) + offload.json_cost(sources.size)
+    cost = offload.rendering_cost(items, body.tools or ()) + offload.json_cost(inputs.size)
     request = await offload.run(parse, cost=cost)
-    request.before = sources.before
+    request.before = inputs.before
     # The conversation has it, and what is to be kept is encoded.
     body.input = []
     agents.report_left_out(context.record, request.tools.left_out)
