@@ -230,7 +230,7 @@ def endpoints() -> str:
     rows = []
     for operation in OPERATIONS:
         first, *others = (f"`{re.sub(r':[^}]+', '', route)}`" for route in operation.routes)
-        text = prose(operation.handler.__doc__).partition("\n")[0]
+        text = prose(operation.function.__doc__).partition("\n")[0]
         rows.append([first, ", ".join(others), f"`{operation.group}`", text])
     return "\n".join(_table(["Endpoint", "Also", "Group", "What it does"], rows))
 

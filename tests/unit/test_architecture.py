@@ -143,7 +143,7 @@ def test_operations_do_not_depend_on_http() -> None:
 FACES = (
     ("triton_openai.api.chat", "triton_openai.api.chat_tools", "triton_openai.api.stored_chats"),
     ("triton_openai.api.responses.create", "triton_openai.api.responses.request_reader"),
-    ("triton_openai.api.messages.handlers", "triton_openai.api.messages.message_reader"),
+    ("triton_openai.api.messages.operations", "triton_openai.api.messages.message_reader"),
 )
 
 
@@ -336,7 +336,7 @@ def test_one_module_frames_events() -> None:
     assert [] == _found(rule)
 
 
-def test_handlers_find_models_in_one_place() -> None:
+def test_operations_find_models_in_one_place() -> None:
     """Nothing of the API looks up a served model past `api/service.py`: the request's key may not open it."""
 
     def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:

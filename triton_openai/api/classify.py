@@ -43,7 +43,7 @@ class ClassificationList(ListOf[Classification], frozen=True, kw_only=True):
     """The whole answer; ``usage`` is left out if the tokens are not known."""
 
 
-async def handle(service: Service, call: Call[ClassifyRequest]) -> Reply:
+async def create(service: Service, call: Call[ClassifyRequest]) -> Reply:
     """Classify texts."""
     context = await begin(service, call)
     body = context.body

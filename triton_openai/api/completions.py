@@ -96,7 +96,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str | msgspec.UnsetType = msgspec.UNSET
 
 
-async def handle(service: Service, call: Call[CompletionRequest]) -> Reply:
+async def create(service: Service, call: Call[CompletionRequest]) -> Reply:
     """Complete one or several prompts; the choices are numbered prompt by prompt."""
     context = await begin(service, call)
     return await context.admitted(_answer, param="prompt")

@@ -75,7 +75,7 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
 
 
-async def handle(service: Service, call: Call[EmbeddingsRequest]) -> Reply:
+async def create(service: Service, call: Call[EmbeddingsRequest]) -> Reply:
     """Create embeddings of texts."""
     context = await begin(service, call)
     body = context.body

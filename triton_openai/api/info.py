@@ -18,7 +18,7 @@ from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.prepare import GenerationSpec, prepare
 from triton_openai.answer.run import Sender
 from triton_openai.api.bodies import new_id, whole
-from triton_openai.api.messages import handlers as messages
+from triton_openai.api.messages import operations as messages
 from triton_openai.api.service import Service
 from triton_openai.errors import ModelNotFound, ServiceError
 from triton_openai.generation import Generation

@@ -100,7 +100,7 @@ class VoiceList(msgspec.Struct, frozen=True, kw_only=True):
     voices: Sequence[VoiceObject]
 
 
-async def handle(service: Service, call: Call[SpeechRequest]) -> Reply:
+async def create(service: Service, call: Call[SpeechRequest]) -> Reply:
     """Speak a text. The audio is sent while it is made."""
     async with counting_audio(service, call):
         return await _spoken(await begin(service, call))

@@ -25,7 +25,7 @@ _log = structlog.get_logger(__name__)
 LIMITED_HEADER = "x-max-tokens"
 
 
-async def handle(service: Service, call: Call[types.MessagesRequest]) -> Reply:
+async def create(service: Service, call: Call[types.MessagesRequest]) -> Reply:
     """Answer a conversation, as Anthropic's API does."""
     context = await _conversation(service, call)
     thinking = call.body.thinking
