@@ -227,7 +227,7 @@ async def list_files(service: Service, call: Call[None]) -> Reply:
     """List the files of the request's key."""
     purpose = call.query.get("purpose")
     # OpenAI's default is the most: clients that go through all pages notice no difference.
-    limit, after, reverse = page_query(call.query, most=10_000, default=100)
+    limit, after, reverse = page_query(call.query, max_limit=10_000, default=100)
     files = files_of(service)
     find = None
     if files.exist:

@@ -14,7 +14,7 @@ from triton_openai.api.conversation import Conversation, prepare_chat
 from triton_openai.api.messages import types
 from triton_openai.api.messages.message_events import MessageEvents, add_request_id
 from triton_openai.api.messages.message_reader import read
-from triton_openai.api.paging import message_page_query, unknown_place_error
+from triton_openai.api.paging import message_page_query, unknown_id_error
 from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.models.lookup import Models
 from triton_openai.operations import Call, Reply
@@ -97,7 +97,7 @@ async def list_models(service: Service, call: Call[None]) -> Reply:
         names.reverse()
     if place is not None:
         if place not in names:
-            raise unknown_place_error(param)
+            raise unknown_id_error(param)
         names = names[names.index(place) + 1 :]
     data = [describe(models, name) for name in names[:limit]]
     if before:
