@@ -110,19 +110,22 @@ async def _answer(context: RequestContext[CompletionRequest]) -> Reply:
     if body.prompt is None:
         raise missing("prompt")
     with context.record.stage(RENDER):
-        given: Sequence[Prompt] = separated(body.prompt, "prompt")
+        prompts: Sequence[Prompt] = separated(body.prompt, "prompt")
         if body.suffix:
-            given = _filled(given, body.suffix, model, prompter.tokenizer, echo=bool(body.echo))
-    runs = await runs_of(context, prompter.tokenizer, given, spec)
-    prompts = runs[:: spec.n]
+            prompts = _filled(prompts, body.suffix, model, prompter.tokenizer, echo=bool(body.echo))
+    runs = await runs_of(context, prompter.tokenizer, prompts, spec)
     n = body.n or 1
-    echoes = await offload.run(_echoes, body, runs, spec.n, cost=_echo_cost(spec, prompts))
+    echoes = await offload.run(_echoes, body, runs, spec.n, cost=_echo_cost(spec, runs[:: spec.n]))
     size = n * sum(echo.size for echo in echoes)
-    most = context.service.settings.server.max_body_size
-    if size > most:
+    max_size = context.service.settings.server.max_body_size
+    if size > max_size:
+        if n > 1:
+            param = "n"
+        else:
+            param = "prompt"
         raise InvalidValue(
-            f"What the answers repeat of their prompts has more than {most} bytes together (server.max_body_size).",
-            "n" if n > 1 else "prompt",
+            f"What the answers repeat of their prompts has more than {max_size} bytes together (server.max_body_size).",
+            param,
         )
     if body.stream:
         return await context.stream(runs, CompletionChunks(context, spec, runs, echoes))
@@ -156,19 +159,22 @@ def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> Gen
         raise InvalidValue("'best_of' cannot be used with 'stream'.", "best_of")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidValue("'max_tokens' can be 0 only with 'echo'.", "max_tokens")
+    echo_logprobs = None
+    if body.echo:
+        echo_logprobs = body.logprobs
     spec = spec_of(
         context,
         body,
         new_id("cmpl"),
         prompter,
         n=best_of,
-        echo_logprobs=body.logprobs if body.echo else None,
+        echo_logprobs=echo_logprobs,
         cumulative_logprob=best_of > n,
         adds_special=body.add_special_tokens is not False,
     )
     if best_of > n and not model.adapter.capabilities.cumulative_logprob:
         raise UnsupportedParameter(
-            "'best_of' needs log probabilities, which this model does not give.", param="best_of"
+            "'best_of' needs log probabilities, which this model does not report.", param="best_of"
         )
     return spec
 
@@ -181,7 +187,7 @@ def _filled(
     if form is None:
         known = known_fim_form(tokenizer)
         if known:
-            hint = f" Its tokenizer has the tokens of the form '{known}': if it does, say so with it."
+            hint = f" Its tokenizer has the tokens of the form '{known}', which can be configured."
         else:
             hint = ""
         raise UnsupportedParameter(
@@ -207,10 +213,10 @@ def _best(answers: Sequence[Collected], *, n: int, of: int) -> list[Collected]:
 
 
 def _likelihood(answer: Collected) -> float:
-    found = answer.run.progress.cumulative_logprob
-    if found is None:
+    logprob = answer.run.progress.cumulative_logprob
+    if logprob is None:
         raise UpstreamError("'best_of' needs the log probabilities of the answers, which the model did not send.")
-    return found
+    return logprob
 
 
 class _Echo(NamedTuple):
@@ -275,11 +281,14 @@ def _choice(body: CompletionRequest, echo: _Echo, index: int, answer: Collected)
     run = answer.run
     logprobs = echo.logprobs
     if body.logprobs is not None:
-        found = _encode_logprobs(completion_logprobs(answer.logprobs, offset=len(echo.text))[0])
+        own = _encode_logprobs(completion_logprobs(answer.logprobs, offset=len(echo.text))[0])
         if logprobs is None:
-            logprobs = found
+            logprobs = own
         else:
-            logprobs = joined(logprobs, found)
+            logprobs = joined(logprobs, own)
+    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    if body.return_token_ids:
+        token_ids = answer.token_ids
     return CompletionChoice(
         text=echo.text + answer.text,
         index=index,
@@ -288,7 +297,7 @@ def _choice(body: CompletionRequest, echo: _Echo, index: int, answer: Collected)
         stop_reason=run.progress.stop_reason,
         prompt_logprobs=echo.prompt_logprobs,
         prompt_token_ids=echo.ids,
-        token_ids=answer.token_ids if body.return_token_ids else msgspec.UNSET,
+        token_ids=token_ids,
     )
 
 
@@ -308,16 +317,22 @@ class CompletionChunks(Chunks):
             always_usage=context.service.settings.api.always_include_usage,
         )
         # That of each prompt in JSON: the text, the log probabilities and the ids.
-        self._echoes = [
-            (encode(echo.text), encode(echo.logprobs), encode(echo.ids) if self._ids else b"") for echo in echoes
-        ]
+        self._echoes = [self._encoded(echo) for echo in echoes]
         self._text = self._head + b'{"text":'
         self._body = context.body
         self._text_tails = [
             b',"index":%d,"logprobs":null,"finish_reason":null}' % choice + self._tail for choice in range(len(runs))
         ]
         # Characters of each choice so far
-        self._offsets = [len(run.generation.shown_prompt) if context.body.echo else 0 for run in runs]
+        self._offsets = [0] * len(runs)
+        if context.body.echo:
+            self._offsets = [len(run.generation.shown_prompt) for run in runs]
+
+    def _encoded(self, echo: _Echo) -> tuple[bytes, bytes, bytes]:
+        ids = b""
+        if self._ids:
+            ids = encode(echo.ids)
+        return encode(echo.text), encode(echo.logprobs), ids
 
     def first(self, choice: int) -> bytes:
         """Return the prompt with ``echo``, and its ids; else nothing: a choice begins with its first text."""

@@ -514,9 +514,9 @@ OPERATIONS = (
     Operation(embeddings.create, _deployed("POST /embeddings"), "create_embeddings", "embedding",
               embeddings.EmbeddingsRequest, embeddings.EmbeddingList, jobs=(EmbeddingJob,), label="embeddings"),
     # The last path is that of the second version of Cohere's client.
-    Operation(embeddings.handle_rerank, (*_openai("POST /rerank"), "POST /v2/rerank"), "rerank", "embedding",
+    Operation(embeddings.rerank, (*_openai("POST /rerank"), "POST /v2/rerank"), "rerank", "embedding",
               embeddings.RerankRequest, embeddings.Reranked, jobs=(ScoreJob, EmbeddingJob)),
-    Operation(embeddings.handle_score, _openai("POST /score"), "score", "embedding", embeddings.ScoreRequest,
+    Operation(embeddings.score, _openai("POST /score"), "score", "embedding", embeddings.ScoreRequest,
               embeddings.ScoreList, jobs=(ScoreJob, EmbeddingJob)),
     Operation(classify.create, _openai("POST /classify"), "classify", "embedding", classify.ClassifyRequest,
               classify.ClassificationList, jobs=(ClassificationJob,)),

@@ -112,20 +112,26 @@ async def _spoken(context: RequestContext[SpeechRequest]) -> Reply:
     capabilities = model.adapter.capabilities
     voices = model.voices
     if capabilities.synthesis is None or voices is None:
-        raise ConfigurationError(f"The adapter '{model.adapter.name}' does not say how it speaks.", param="model")
+        raise ConfigurationError(f"The adapter '{model.adapter.name}' does not describe its speech.", param="model")
     await voices.reload()
-    name = body.voice.id if isinstance(body.voice, VoiceId) else body.voice
+    if isinstance(body.voice, VoiceId):
+        name: str | None = body.voice.id
+    else:
+        name = body.voice
     voice, only = voices.find(name)
     if only and name is not None:
         report_ignored(context.record, ["voice"])
     texts = pieces(body.input, longest_piece(capabilities.synthesis, voice), streams=capabilities.streaming)
     if not texts:
         raise InvalidValue("'input' has nothing to speak.", "input")
+    speed = body.speed
+    if speed == 1:
+        speed = None
     job = SynthesisJob(
         id=new_id("speech"),
         text=texts[0],
         voice=voice,
-        speed=None if body.speed == 1 else body.speed,
+        speed=speed,
         instructions=body.instructions or None,
         language=body.language,
     )
@@ -177,7 +183,10 @@ async def _file(context: RequestContext[SpeechRequest], speaker: Speaker) -> Asy
             made = await asyncio.to_thread(encoder, kind, rate)
         start = 0
         while start < len(samples):
-            block = samples[start : start + round((_BLOCK if record.audio_seconds else _FIRST_BLOCK) * rate)]
+            seconds = _FIRST_BLOCK
+            if record.audio_seconds:
+                seconds = _BLOCK
+            block = samples[start : start + round(seconds * rate)]
             data = await offload.run(made.encode, block, cost=cost(kind, rate, len(block)))
             start += len(block)
             record.audio_seconds = {"output": record.audio_seconds.get("output", 0.0) + len(block) / rate}
@@ -207,8 +216,9 @@ async def _samples(part: Speech, rate: int) -> tuple[Samples, int]:
         return samples_of(part.data, part.datatype), rate
 
     def read() -> tuple[Samples, int]:
-        samples, given = read_audio(part.data)
-        return resampled(samples, given, rate or given), rate or given
+        samples, own_rate = read_audio(part.data)
+        target_rate = rate or own_rate
+        return resampled(samples, own_rate, target_rate), target_rate
 
     try:
         return await offload.run(read, cost=_READING)
@@ -223,9 +233,9 @@ async def list_voices(service: Service, call: Call[None]) -> Reply:
         models = [await service.find_model(name, call.key)]
     else:
         models = [model for name, model in service.models.served.items() if call.key.allows(name)]
-    found = []
+    voices = []
     for model in models:
         if model.voices is not None:
             await model.voices.reload()
-            found += [VoiceObject(id=one, name=one, model=model.name) for one in model.voices.names()]
-    return whole(VoiceList(voices=found))
+            voices += [VoiceObject(id=voice, name=voice, model=model.name) for voice in model.voices.names()]
+    return whole(VoiceList(voices=voices))

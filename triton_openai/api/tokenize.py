@@ -94,12 +94,14 @@ async def tokenize(service: Service, call: Call[TokenizeRequest]) -> Reply:
 
     def answer() -> TokenizeAnswer:
         pieces = [tokens[start : start + _PIECE] for start in range(0, len(tokens), _PIECE)]
-        strings = ([tokenizer.vocabulary_string(token) for token in piece] for piece in pieces) if texts else ()
+        strings = None
+        if texts:
+            strings = _joined([tokenizer.vocabulary_string(token) for token in piece] for piece in pieces)
         return TokenizeAnswer(
             count=len(tokens),
             max_model_len=model.settings.max_model_len,
             tokens=_joined(pieces),
-            token_strs=_joined(strings) if texts else None,
+            token_strs=strings,
         )
 
     return await whole_of(answer, cost=(offload.BYTE + texts * offload.ITEM) * len(tokens))
