@@ -25,7 +25,7 @@ from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, serving
 from tests.speech import RATE, SENTENCE, encoded, muxed, speak, wav
 from tests.standins.repository import RECOGNIZERS
 from tests.triton_fixture import TestTriton
-from triton_openai.api import chat, service, transcriptions
+from triton_openai.api import conversation, service, transcriptions
 from triton_openai.app import SERVICE
 from triton_openai.config.tree import (
     AccessSettings,
@@ -573,7 +573,7 @@ async def test_audio_in_chats_has_memory_together(recognizers: TestTriton, monke
             reserved.append(media.reserved)
             return await decoding(*arguments, **options)
 
-        monkeypatch.setattr(chat, "load", watched)
+        monkeypatch.setattr(conversation, "load", watched)
         quiet = encoded(np.zeros(9 * 8000), 8000, "FLAC")
         assert len(quiet) < 2000
         messages = [{"role": "user", "content": [part(quiet, "flac")]}]

@@ -152,21 +152,18 @@ def _declared(tool: types.ToolParam, schema: Mapping[str, Any]) -> DeclaredTool:
 
 def _references(messages: Iterable[types.MessageParam]) -> Iterator[str]:
     for message in messages:
-        for block in message.content if isinstance(message.content, list) else ():
+        if not isinstance(message.content, list):
+            continue
+        for block in message.content:
             if isinstance(block, types.ToolResultBlockParam) and isinstance(block.content, list):
                 yield from [part.tool_name for part in block.content if isinstance(part, types.ToolReferenceBlockParam)]
 
 
 def _messages(body: types.CountTokensRequest, left_out: list[str]) -> Iterator[tuple[messages.Message, str]]:
     """Yield the messages of the chat, each with the place that it comes from. Turns of one role become one."""
-    if body.system:
-        if isinstance(body.system, str):
-            given = [types.TextBlock(body.system)]
-        else:
-            given = body.system
-        texts = [_text(block.text) for block in given if not block.text.startswith(_BILLING)]
-        if texts:
-            yield messages.SystemMessage(content=_content(texts)), "system"
+    texts = _system_texts(body)
+    if texts:
+        yield messages.SystemMessage(content=_content(texts)), "system"
     for role, group in groupby(enumerate(body.messages), key=lambda item: item[1].role):
         turns = list(group)
         place = f"messages[{turns[0][0]}]"
@@ -185,6 +182,15 @@ def _messages(body: types.CountTokensRequest, left_out: list[str]) -> Iterator[t
             yield messages.SystemMessage(content=_content(texts)), place
         else:
             yield from [(message, place) for message in _user(blocks, place)]
+
+
+def _system_texts(body: types.CountTokensRequest) -> list[messages.ContentPart]:
+    if not body.system:
+        return []
+    blocks = body.system
+    if isinstance(blocks, str):
+        blocks = [types.TextBlock(blocks)]
+    return [_text(block.text) for block in blocks if not block.text.startswith(_BILLING)]
 
 
 def _blocks(message: types.MessageParam) -> Sequence[types.BlockParam]:
@@ -210,8 +216,11 @@ def _assistant(blocks: Sequence[types.BlockParam], place: str) -> messages.Messa
                 texts.append(_text(block.content or ""))
             case _:
                 raise _misplaced(block, "an assistant's", place)
+    content: messages.Content = None
+    if texts:
+        content = _content(texts)
     return messages.AssistantMessage(
-        content=_content(texts) if texts else None,
+        content=content,
         reasoning_content="\n".join(filter(None, thoughts)) or None,
         tool_calls=calls or None,
     )
@@ -223,12 +232,16 @@ def _user(blocks: Sequence[types.BlockParam], place: str) -> Iterator[messages.M
     answered = False
     for block in blocks:
         if isinstance(block, types.ToolResultBlockParam):
-            given = [types.TextBlock(block.content)] if isinstance(block.content, str) else block.content or ()
-            found = [part for block_part in given for part in _parts(block_part, place)]
-            text = "\n".join([part.text for part in found if part.text is not None])
+            results: list[messages.ContentPart] = []
+            if isinstance(block.content, str):
+                results.append(_text(block.content))
+            else:
+                for inner in block.content or ():
+                    results += _parts(inner, place)
+            text = _joined_text(results)
             if block.is_error and not text.lower().startswith(("error", "<tool_use_error")):
                 text = f"Error: {text}"
-            parts += [part for part in found if part.text is None]
+            parts += [part for part in results if part.text is None]
             answered = True
             yield messages.ToolMessage(content=text, tool_call_id=block.tool_use_id)
         elif isinstance(block, types.ResultBlockParam) and not isinstance(block, types.ToolReferenceBlockParam):
@@ -244,41 +257,51 @@ def _parts(block: types.ResultBlockParam, place: str) -> Iterator[messages.Conte
         case types.TextBlock():
             yield _text(block.text)
         case types.ImageBlockParam(source=source):
-            # What a file really is, its first bytes say.
-            yield messages.ContentPart(
-                type="image_url",
-                image_url=source.url
-                if isinstance(source, types.UrlSourceParam)
-                else f"data:image/{source.media_type.removeprefix('image/')};base64,{source.data}",
-            )
+            if isinstance(source, types.UrlSourceParam):
+                url = source.url
+            else:
+                # The format is detected from the content, not from this type.
+                url = f"data:image/{source.media_type.removeprefix('image/')};base64,{source.data}"
+            yield messages.ContentPart(type="image_url", image_url=url)
         case types.DocumentBlockParam(source=types.TextSourceParam(data=text)):
             yield _document(block, text)
         case types.DocumentBlockParam(source=types.ContentSourceParam(content=str() as text)):
             yield _document(block, text)
         case types.DocumentBlockParam(source=types.ContentSourceParam(content=list() as inner)):
-            found = [part for each in inner for part in _parts(each, place)]
-            yield _document(block, "\n".join([part.text for part in found if part.text is not None]))
-            yield from [part for part in found if part.text is None]
+            parts: list[messages.ContentPart] = []
+            for inner_block in inner:
+                parts += _parts(inner_block, place)
+            yield _document(block, _joined_text(parts))
+            yield from [part for part in parts if part.text is None]
         case types.SearchResultBlockParam():
             texts = "\n".join([part.text for part in block.content])
             yield _text(files.shown(block.title, f"{block.source}\n{texts}"))
         case types.ToolReferenceBlockParam(tool_name=name):
             yield _text(f"The tool {name} can be called now.")
         case types.DocumentBlockParam(source=other):
-            kind = other.media_type if isinstance(other, types.Base64SourceParam) else other.__struct_config__.tag
+            if isinstance(other, types.Base64SourceParam):
+                kind = other.media_type
+            else:
+                kind = str(other.__struct_config__.tag)
             if block.title is None:
                 named = "A document"
             else:
                 named = f"The document '{printable(block.title, 100)}'"
             raise UnsupportedParameter(
-                f"{named} is of type '{printable(str(kind), 100)}', which is not supported: send its text, in a source "
+                f"{named} is of type '{printable(kind, 100)}', which is not supported: send its text, in a source "
                 "of type 'text'.",
                 param=place,
             )
 
 
 def _document(block: types.DocumentBlockParam, text: str) -> messages.ContentPart:
-    return _text(files.shown(block.title, text if block.context is None else f"{block.context}\n{text}"))
+    if block.context is not None:
+        text = f"{block.context}\n{text}"
+    return _text(files.shown(block.title, text))
+
+
+def _joined_text(parts: Iterable[messages.ContentPart]) -> str:
+    return "\n".join([part.text for part in parts if part.text is not None])
 
 
 def _text(text: str) -> messages.ContentPart:

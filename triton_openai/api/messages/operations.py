@@ -21,7 +21,7 @@ from triton_openai.operations import Call, Reply
 
 _Body = TypeVar("_Body", bound=types.CountTokensRequest)
 _log = structlog.get_logger(__name__)
-#: The header of an answer that says how many tokens there was room for, where the client asked for more.
+#: The header of an answer with the most tokens that fit the context, if the client asked for more.
 LIMITED_HEADER = "x-max-tokens"
 
 
@@ -66,12 +66,12 @@ async def _answer(context: RequestContext[Conversation], *, omits_thinking: bool
     context.forget_messages()
     (run,) = prepared.runs
     (parser,) = prepared.parsers
-    room = run.generation.sampling.max_tokens
+    max_tokens = run.generation.sampling.max_tokens
     asked = prepared.spec.limit.tokens
-    limited = room < asked
+    limited = max_tokens < asked
     if limited:
-        record.headers = {**record.headers, LIMITED_HEADER: str(room)}
-        _log.info("max_tokens is limited to what fits the context", asked=asked, room=room)
+        record.headers = {**record.headers, LIMITED_HEADER: str(max_tokens)}
+        _log.info("max_tokens is limited to what fits the context", asked=asked, max_tokens=max_tokens)
     events = MessageEvents(
         prepared.spec.template.id,
         options.model,
@@ -91,14 +91,14 @@ async def _answer(context: RequestContext[Conversation], *, omits_thinking: bool
 async def list_models(service: Service, call: Call[None]) -> Reply:
     """Return a page of the models that the key of *call* may use. Raises :class:`InvalidRequest`."""
     models = service.models
-    limit, param, place, before = message_page_query(call.query)
+    limit, param, next_to, before = message_page_query(call.query)
     names = [name for name in await models.listed() if call.key.allows(name)]
     if before:
         names.reverse()
-    if place is not None:
-        if place not in names:
+    if next_to is not None:
+        if next_to not in names:
             raise unknown_id_error(param)
-        names = names[names.index(place) + 1 :]
+        names = names[names.index(next_to) + 1 :]
     data = [describe(models, name) for name in names[:limit]]
     if before:
         data.reverse()
@@ -108,6 +108,7 @@ async def list_models(service: Service, call: Call[None]) -> Reply:
 def describe(models: Models, name: str) -> types.ModelInfo:
     """Return the description of the model *name*."""
     served = models.served.get(name)
-    return types.ModelInfo(
-        id=name, display_name=name, max_input_tokens=None if served is None else served.settings.max_model_len
-    )
+    max_input_tokens = None
+    if served is not None:
+        max_input_tokens = served.settings.max_model_len
+    return types.ModelInfo(id=name, display_name=name, max_input_tokens=max_input_tokens)

@@ -105,12 +105,10 @@ async def _shorten(
     if estimate is not _Estimate.NOTHING:
         # What the tools and the template add to the texts: for each message, or once for all.
         added = max(0.0, (error.tokens or 0) - sum(sizes))
-        around = fixed = 0.0
         if estimate is _Estimate.AVERAGE:
-            around = added / len(sizes)
+            cut = _first_fitting(sizes, cuts, essential, limit, added / len(sizes))
         else:
-            fixed = added
-        cut = _first_fitting(sizes, cuts, essential, limit - fixed, around)
+            cut = _first_fitting(sizes, cuts, essential, limit - added, 0.0)
     left = _left(messages, cut)
     request.conversation.keep(left)
     return [sizes[number] for number in left]
@@ -129,9 +127,9 @@ async def _sizes(
     tokenizer = (await context.model.prompter()).tokenizer
     if tokenizer is not None:
         # All are counted where the prompt's length is known.
-        most = max(limit, error.tokens or 0)
-        cost = min(tokenizing_cost(texts), offload.CHARACTER * _LONG_TOKEN * most)
-        return await offload.run(_count, tokenizer, texts, _essential(messages), most, cost=cost, refusable=True)
+        max_tokens = max(limit, error.tokens or 0)
+        cost = min(tokenizing_cost(texts), offload.CHARACTER * _LONG_TOKEN * max_tokens)
+        return await offload.run(_count, tokenizer, texts, _essential(messages), max_tokens, cost=cost, refusable=True)
     if error.tokens is None:
         raise error
     per_character = error.tokens / max(1, sum(map(len, texts)))
@@ -141,8 +139,10 @@ async def _sizes(
 def _essential(messages: Sequence[Message]) -> Set[int]:
     """Return the numbers of the messages that always stay: instructions, and the last one of the user."""
     users = [number for number, message in enumerate(messages) if isinstance(message, UserMessage)]
-    instructions = (SystemMessage, DeveloperMessage)
-    return {*users[-1:], *(number for number, message in enumerate(messages) if isinstance(message, instructions))}
+    instructions = [
+        number for number, message in enumerate(messages) if isinstance(message, SystemMessage | DeveloperMessage)
+    ]
+    return {*users[-1:], *instructions}
 
 
 def _cuts(messages: Sequence[Message]) -> Sequence[int]:
@@ -166,8 +166,15 @@ def _left(messages: Sequence[Message], cut: int) -> Sequence[int]:
 
 def _text_of(message: Message) -> str:
     """Return about what of *message* stands in a prompt."""
-    content = [message.content] if isinstance(message.content, str) else message.content or ()
-    texts = [part if isinstance(part, str) else part.text or "" for part in content]
+    texts: list[str] = []
+    if isinstance(message.content, str):
+        texts.append(message.content)
+    else:
+        for part in message.content or ():
+            if isinstance(part, str):
+                texts.append(part)
+            else:
+                texts.append(part.text or "")
     if isinstance(message, AssistantMessage):
         texts.append(message.reasoning_content or "")
         for call in message.tool_calls or ():
@@ -197,14 +204,17 @@ def _first_fitting(
     return cut
 
 
-def _count(tokenizer: Tokenizer, texts: Sequence[str], essential: Set[int], most: int) -> Sequence[float]:
-    """Return the tokens of each of *texts*, the newest first, until they have more than *most*."""
+def _count(tokenizer: Tokenizer, texts: Sequence[str], essential: Set[int], max_tokens: int) -> Sequence[float]:
+    """Return the tokens of each of *texts*, the newest first, until they have more than *max_tokens*."""
     sizes = [math.inf] * len(texts)
     total = 0
     longest = tokenizer.pieces.longest or math.inf
-    for number in (*essential, *(n for n in reversed(range(len(texts))) if n not in essential)):
-        if total > most or len(texts[number]) > most * longest:
+    others = [number for number in reversed(range(len(texts))) if number not in essential]
+    for number in (*essential, *others):
+        text = texts[number]
+        if total > max_tokens or len(text) > max_tokens * longest:
             break
-        sizes[number] = count = tokenizer.count(texts[number])
+        count = tokenizer.count(text)
+        sizes[number] = count
         total += count
     return sizes

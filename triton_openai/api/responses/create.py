@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from secrets import token_hex
+from typing import Any
 
 import msgspec
 
@@ -72,22 +73,30 @@ def _begun(context: RequestContext[ResponsesRequest]) -> StoredResponse:
     """Return the response to a request, of which nothing is made yet. Raises :class:`UnsupportedParameter`."""
     body = context.body
     state = context.service.responses
-    given = body.conversation
-    if given is None or isinstance(given, str):
-        conversation = given
-    else:
-        conversation = given.id
-    for param in ("previous_response_id", "conversation"):
-        if getattr(body, param) is not None:
-            state.store(param)
+    if body.previous_response_id is not None:
+        state.store("previous_response_id")
+    conversation = None
+    if body.conversation is not None:
+        state.store("conversation")
+        if isinstance(body.conversation, str):
+            conversation = {"id": body.conversation}
+        else:
+            conversation = {"id": body.conversation.id}
+    summary = None
+    if body.reasoning is not None:
+        summary = body.reasoning.summary
+    form: Any = {"type": "text"}
+    if body.text is not None and body.text.format is not None:
+        form = body.text.format
+    repeated = {name: getattr(body, name) for name in _REPEATED}
     response = ResponseObject(
         id=f"resp_{token_hex(16)}",
         created_at=now(),
-        conversation=None if conversation is None else {"id": conversation},
-        reasoning={"effort": None, "summary": None if body.reasoning is None else body.reasoning.summary},
+        conversation=conversation,
+        reasoning={"effort": None, "summary": summary},
         store=body.store is not False and state.keeps,
-        text={"format": (body.text and body.text.format) or {"type": "text"}, "verbosity": "medium"},
-        **{name: value for name in _REPEATED if (value := getattr(body, name)) is not None},
+        text={"format": form, "verbosity": "medium"},
+        **{name: value for name, value in repeated.items() if value is not None},
     )
     return StoredResponse(state, context.call.key.name, response)
 
@@ -117,11 +126,12 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
     body = context.body
     response = made.response
     settings = context.service.settings
-    source = body.previous_response_id
-    param = "previous_response_id"
-    if response.conversation is not None:
-        source = response.conversation["id"]
+    if response.conversation is None:
+        param = "previous_response_id"
+        source = body.previous_response_id
+    else:
         param = "conversation"
+        source = response.conversation["id"]
     inputs = InputResolver(made.state, made.owner, settings)
     suffix = f"{response.id.removeprefix('resp_')}i"
     size = context.record.body_size or 0
@@ -130,11 +140,10 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
     made.ancestors = inputs.ancestors
     context.conversation = inputs.root
     # The response says whether it is used.
-    if body.reasoning is None:
-        wanted = None
-    else:
-        wanted = body.reasoning.effort
-    effort = await agents.known_effort(context.model, wanted)
+    asked_effort = None
+    if body.reasoning is not None:
+        asked_effort = body.reasoning.effort
+    effort = await agents.known_effort(context.model, asked_effort)
     items = [(param, item) for item in inputs.before]
     items += [(f"input[{number}]", item) for number, item in enumerate(inputs.resolved)]
     if not items:
@@ -156,7 +165,7 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
     # The conversation has it, and what is to be kept is encoded.
     body.input = []
     agents.report_left_out(context.record, request.tools.left_out)
-    if effort is None and wanted is not None:
+    if effort is None and asked_effort is not None:
         report_ignored(context.record, ["reasoning.effort"])
     if body.text is not None and body.text.verbosity in ("low", "high"):
         report_ignored(context.record, ["text.verbosity"])
@@ -197,7 +206,7 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
     """
     Answer with the response, and make it in the background.
 
-    Whatever can be wrong with the request is found out before. Raises :class:`ServiceError`.
+    The request is checked completely before. Raises :class:`ServiceError`.
     """
     record = background.record_of(context, made)
     made.state.beginning[made.owner] += 1
@@ -208,7 +217,7 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
             asked, request = await stack.enter_async_context(_conversation(own, made))
             prepare = partial(prepare_fitting, request=request, answer_id=made.response.id)
             prepared = await asked.admitted(prepare, param=_MESSAGES, runs=False)
-            # What is ignored was found out meanwhile.
+            # They name what is ignored.
             context.record.headers = record.headers
             events = _events(made, request, prepared)
             await background.start(asked, made, prepared, events, request, stack)
@@ -224,31 +233,32 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
 async def compact(service: Service, call: Call[CompactRequest]) -> Reply:
     """Return a shorter form of a conversation: the user's messages, and a summary that the model writes."""
     context = await begin(service, call, read_as_chat=True)
-    given = context.body
-    items = input_items(given)
-    if not items and given.previous_response_id is None:
+    items = input_items(context.body)
+    if not items and context.body.previous_response_id is None:
         raise errors.missing("input")
-    adapter = context.model.adapter
-    room = context.model.settings.max_model_len
-    if room is None:
-        limit = _SUMMARY_TOKENS
-    else:
-        limit = min(_SUMMARY_TOKENS, max(1, room // 4))
+    limit = _SUMMARY_TOKENS
+    context_length = context.model.settings.max_model_len
+    if context_length is not None:
+        limit = min(_SUMMARY_TOKENS, max(1, context_length // 4))
     body = ResponsesRequest(
-        model=given.model,
+        model=context.body.model,
         max_output_tokens=limit,
-        temperature=0.0 if "temperature" in adapter.supported else None,
         input=[*items, {"role": "user", "content": _SUMMARIZE}],
-        instructions=given.instructions,
-        previous_response_id=given.previous_response_id,
+        instructions=context.body.instructions,
+        previous_response_id=context.body.previous_response_id,
         store=False,
     )
+    if "temperature" in context.model.adapter.supported:
+        body.temperature = 0.0
     about = context.about(body)
     made = _begun(about)
     async with _conversation(about, made) as (asked, request):
         await asked.admitted(partial(_answer, made=made, request=request), param=_MESSAGES)
     response = made.response
-    summary = "".join(part.text for item in response.output if isinstance(item, OutputMessage) for part in item.content)
+    summary = ""
+    for output in response.output:
+        if isinstance(output, OutputMessage):
+            summary += "".join([part.text for part in output.content])
     if not summary or response.usage is None:
         raise errors.UpstreamError(f"The model wrote no summary of the conversation in {limit} tokens.")
     own = [msgspec.json.decode(row.data, type=Item) for row in made.input[:-1]]
