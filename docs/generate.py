@@ -22,7 +22,7 @@ from triton_openai.adapters._common.base import Parameter, Rule
 from triton_openai.adapters._common.registry import BUILT_IN
 from triton_openai.api import chat, completions
 from triton_openai.api.bodies import IGNORED_HEADER
-from triton_openai.api.parameters import SamplingRequest, ignorable, neutral_values
+from triton_openai.api.parameters import GenerationOptions, ignorable, neutral_values
 from triton_openai.api.routes import OPERATIONS, RECORDED, prose
 from triton_openai.cli.aliases import ALIASES, REFUSED, VARIABLES, WITHOUT_EFFECT
 from triton_openai.config.options import Option, bare_type, options
@@ -130,7 +130,7 @@ def _fields(struct: type[msgspec.Struct]) -> dict[str, Any]:
 def _limits(name: str) -> str:
     if name in _SHAPES:
         return _SHAPES[name]
-    annotation = _fields(SamplingRequest)[name]
+    annotation = _fields(GenerationOptions)[name]
     metas = [meta for meta in _metas(annotation) if isinstance(meta, msgspec.Meta)]
     low = next((f"at least {_number(meta.ge)}" for meta in metas if meta.ge is not None), "")
     low = low or next((f"more than {_number(meta.gt)}" for meta in metas if meta.gt is not None), "")
@@ -231,7 +231,7 @@ def endpoints() -> str:
     rows = []
     for operation in OPERATIONS:
         first, *others = (f"`{re.sub(r':[^}]+', '', route)}`" for route in operation.routes)
-        text = prose(operation.handler.__doc__).partition("\n")[0]
+        text = prose(operation.function.__doc__).partition("\n")[0]
         rows.append([first, ", ".join(others), f"`{operation.group}`", text])
     return "\n".join(_table(["Endpoint", "Also", "Group", "What it does"], rows))
 

@@ -149,6 +149,8 @@ def create_app(
         images=_image_loader(settings),
         worker=worker,
         executor=Executor(draining, all_observers),
+        # No stop of the service waits for these.
+        probes=Executor(Draining(), Observer()),
         authorizer=authorizer,
         canary=canary,
         exposition=exposition,

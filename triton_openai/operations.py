@@ -37,7 +37,7 @@ NO_HEADERS: CIMultiDictProxy[str] = CIMultiDictProxy(CIMultiDict())
 class Renderer(ABC):
     """Renders the events of one stream, with a choice for each run. Each method returns whole events, or nothing."""
 
-    #: Whether the API has an event for errors; otherwise the body of a failed stream is broken off.
+    #: Whether all clients understand the events that end a failed stream. If not, its body is broken off after them.
     has_error_event = True
 
     @abstractmethod
@@ -198,13 +198,13 @@ class BodyKind(Enum):
 #: The parameters of a query by name, each with its meaning and its schema.
 Query: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]
 #: An operation as it is run: the first argument is the running service.
-Handler: TypeAlias = Callable[[Any, Any], Awaitable[Reply]]
+OperationFunction: TypeAlias = Callable[[Any, Any], Awaitable[Reply]]
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """A row in the table of what is served: a handler, and all that follows from its row elsewhere."""
+    """A row in the table of what is served: a function, and all that follows from its row elsewhere."""
 
-    handler: Handler
+    function: OperationFunction
     #: Methods and paths; GET includes HEAD.
     routes: tuple[str, ...]
     #: The operation's id in the OpenAPI document.

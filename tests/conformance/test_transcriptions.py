@@ -25,7 +25,7 @@ from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, serving
 from tests.speech import RATE, SENTENCE, encoded, muxed, speak, wav
 from tests.standins.repository import RECOGNIZERS
 from tests.triton_fixture import TestTriton
-from triton_openai.api import bodies, chat, transcriptions
+from triton_openai.api import conversation, service, transcriptions
 from triton_openai.app import SERVICE
 from triton_openai.config.tree import (
     AccessSettings,
@@ -427,13 +427,13 @@ async def test_a_hundred_uploads_at_once(recognizers: TestTriton, monkeypatch: p
     limits = AudioLimits(max_total_size=12 * len(file))
     async with serving(replace(settings_for(recognizers, "grpc"), audio=limits)) as proxy:
         await proxy.ready()
-        reading = bodies.read_form
+        reading = service.form_of
 
         async def watched(*arguments: Any, **options: Any) -> Any:
             held.append(proxy.client.app[SERVICE].media.reserved)
             return await reading(*arguments, **options)
 
-        monkeypatch.setattr(transcriptions, "read_form", watched)
+        monkeypatch.setattr(transcriptions, "form_of", watched)
         answers = await asyncio.gather(*(send(proxy, file, model="infer_bls", language="en") for _ in range(100)))
         assert {(200, TEXT)} == {(answer.status, answer.json["text"]) for answer in answers}
         assert 100 == len(held)
@@ -575,7 +575,7 @@ async def test_audio_in_chats_has_memory_together(recognizers: TestTriton, monke
             reserved.append(media.reserved)
             return await decoding(*arguments, **options)
 
-        monkeypatch.setattr(chat, "load", watched)
+        monkeypatch.setattr(conversation, "load", watched)
         quiet = encoded(np.zeros(9 * 8000), 8000, "FLAC")
         assert len(quiet) < 2000
         messages = [{"role": "user", "content": [part(quiet, "flac")]}]

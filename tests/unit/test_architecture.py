@@ -139,6 +139,44 @@ def test_operations_do_not_depend_on_http() -> None:
     assert [] == _found(rule)
 
 
+# The APIs for chats: each is read into a conversation by itself.
+FACES = (
+    ("triton_openai.api.chat", "triton_openai.api.chat_tools", "triton_openai.api.stored_chats"),
+    ("triton_openai.api.responses.create", "triton_openai.api.responses.request_reader"),
+    ("triton_openai.api.messages.operations", "triton_openai.api.messages.message_reader"),
+)
+
+
+def test_no_api_for_chats_is_the_base_of_another() -> None:
+    """None of them imports the types or the operations of another one: what they share is the conversation."""
+    found = [
+        f"{name}: {module}"
+        for name, module in _imported()
+        for own in FACES
+        if _dotted(name) in own
+        for other in FACES
+        if other != own and module in other
+    ]
+
+    assert [] == found
+
+
+def test_errors_are_not_edited() -> None:
+    """The text of an error is written once, where the error is made."""
+    # It puts the errors of single requests into the sentence about their batch.
+    allowed = {"triton_openai/api/messages/batch_body.py"}
+
+    def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+        if name not in allowed:
+            for node in _nodes(tree):
+                targets = node.targets if isinstance(node, ast.Assign) else ()
+                for target in targets:
+                    if isinstance(target, ast.Attribute) and target.attr == "message" and not _own(target.value):
+                        yield ast.unparse(target), target.lineno
+
+    assert [] == _found(rule)
+
+
 def test_databases_stay_in_one_package() -> None:
     """Drivers of databases are imported under `triton_openai/storage/` only, so all SQL is there; limits use Redis."""
 
@@ -298,7 +336,7 @@ def test_one_module_frames_events() -> None:
     assert [] == _found(rule)
 
 
-def test_handlers_find_models_in_one_place() -> None:
+def test_operations_find_models_in_one_place() -> None:
     """Nothing of the API looks up a served model past `api/service.py`: the request's key may not open it."""
 
     def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:

@@ -14,6 +14,7 @@ from triton_openai.media.images import ImageReference
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.content import text_of
 from triton_openai.prompts.messages import ContentPart, Message, UserMessage, is_audio, is_image
+from triton_openai.prompts.origins import CHAT_ORIGINS, Origins
 from triton_openai.prompts.prompt_template import Rendering, marks
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.template import ChatTemplate
@@ -45,6 +46,7 @@ async def rendered_chat(
     switches: Mapping[str, Any] | None = None,
     trust_template: bool,
     repaired: list[str] | None = None,
+    origins: Origins = CHAT_ORIGINS,
 ) -> tuple[str, str]:
     """
     Return *messages* as the template of *model*'s *prompter*, or the request's own, renders them; and its name.
@@ -52,16 +54,16 @@ async def rendered_chat(
     *reasoning_effort* and *switches* (variables of any template for the thinking) reach the template in its own words.
     The template gets *tools*; *images* and *audio* are those in the messages; *trust_template* is whether requests may
     have their own template. The names of functions whose past calls had broken arguments are added to *repaired*.
+    *origins* has the client's names, for errors.
     Raises :class:`InvalidRequest`, :class:`UnsupportedParameter`, and :class:`ConfigurationError` if the model has no
     template.
     """
     if images and model.adapter.capabilities.images_as_turn:
-        return _turn(request, messages, tools=tools, reasoning_effort=reasoning_effort), "the model's own"
+        text = _only_text(request, messages, tools=tools, reasoning_effort=reasoning_effort, origins=origins)
+        return text, "the model's own"
     if request.continue_final_message and request.add_generation_prompt:
-        raise InvalidRequest(
-            "'continue_final_message' cannot be used together with 'add_generation_prompt'.",
-            param="continue_final_message",
-        )
+        param = origins.name("continue_final_message")
+        raise InvalidRequest(f"'{param}' cannot be used together with 'add_generation_prompt'.", param=param)
     if request.chat_template is not None:
         prompter = await _with_template(prompter, request.chat_template, trusted=trust_template)
     rendering = Rendering(
@@ -71,19 +73,17 @@ async def rendered_chat(
         continue_final_message=bool(request.continue_final_message),
         variables=request.chat_template_kwargs or {},
         repaired=repaired,
+        origins=origins,
     )
     template = prompter.template_for(rendering)
     if tools and "tools" not in template.variables:
-        raise UnsupportedParameter("The model's chat template does not take tools.", param="tools")
+        raise UnsupportedParameter("The model's chat template does not take tools.", param=origins.name("tools"))
     if reasoning_effort is not None and not template.takes_effort(reasoning_effort):
-        raise UnsupportedParameter(
-            "The model's chat template does not take a 'reasoning_effort'.", param="reasoning_effort"
-        )
+        param = origins.name("reasoning_effort")
+        raise UnsupportedParameter(f"The model's chat template does not take a '{param}'.", param=param)
     if reasoning_effort is not None or switches or request.chat_template_kwargs:
-        variables = template.thinking_variables(
-            {**(switches or {}), **(request.chat_template_kwargs or {})}, reasoning_effort
-        )
-        rendering = msgspec.structs.replace(rendering, variables=variables)
+        wishes = {**(switches or {}), **(request.chat_template_kwargs or {})}
+        rendering = msgspec.structs.replace(rendering, variables=template.thinking_variables(wishes, reasoning_effort))
     if images:
         found = marks(template, model.settings.image_placeholder, images[0].param)
         rendering = msgspec.structs.replace(rendering, images=found)
@@ -93,15 +93,16 @@ async def rendered_chat(
     return await prompter.render_async(messages, rendering, template), template.name
 
 
-def _turn(
+def _only_text(
     request: ChatPromptRequest,
     messages: Sequence[Message],
     *,
     tools: Sequence[Mapping[str, Any]],
     reasoning_effort: str | None,
+    origins: Origins,
 ) -> str:
     """Return the text of the only message. Raises :class:`UnsupportedParameter` for all that the text cannot say."""
-    for name, given in (
+    for option, value in (
         ("tools", tools),
         ("documents", request.documents),
         ("chat_template", request.chat_template),
@@ -110,14 +111,19 @@ def _turn(
         ("continue_final_message", request.continue_final_message),
         ("add_generation_prompt", request.add_generation_prompt is False),
     ):
-        if given:
-            raise UnsupportedParameter(f"This model does not take '{name}' together with images.", param=name)
+        if value:
+            param = origins.name(option)
+            raise UnsupportedParameter(f"This model does not take '{param}' together with images.", param=param)
     first = messages[0]
-    if isinstance(first, UserMessage) and len(messages) == 1:
-        return text_of(first, "messages[0]")
+    if isinstance(first, UserMessage):
+        if len(messages) == 1:
+            return text_of(first, origins.message(0))
+        refused = 1
+    else:
+        refused = 0
     raise UnsupportedParameter(
-        "With images, this model takes one user message alone: its own template has no place for others.",
-        param=f"messages[{int(isinstance(first, UserMessage))}]",
+        "With images, this model takes one user message alone: its own template takes no others.",
+        param=origins.message(refused).path,
     )
 
 
@@ -142,36 +148,55 @@ async def _with_template(prompter: Prompter, source: str, *, trusted: bool) -> P
 
 
 def media_of(
-    model: ServedModel, messages: Sequence[Message]
+    model: ServedModel, messages: Sequence[Message], origins: Origins = CHAT_ORIGINS
 ) -> tuple[Sequence[ImageReference], Sequence[AudioReference]]:
     """
     Return the images of *messages* and their audio, in their order, neither loaded nor decoded yet.
 
-    Raises :class:`InvalidRequest`.
+    *origins* has the client's names, for errors. Raises :class:`InvalidRequest`.
     """
     images: list[ImageReference] = []
     audio: list[AudioReference] = []
     for number, message in enumerate(messages):
-        for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if not isinstance(part, ContentPart) or not (is_image(part) or is_audio(part)):
+        if not isinstance(message.content, list):
+            continue
+        for index, part in enumerate(message.content):
+            if not isinstance(part, ContentPart):
                 continue
-            place = f"messages[{number}].content[{index}]"
-            if not (model.takes_images if is_image(part) else model.adapter.capabilities.audio):
+            if is_image(part):
+                accepted = model.takes_images
+            elif is_audio(part):
+                accepted = model.adapter.capabilities.audio
+            else:
+                continue
+            origin = origins.message(number)
+            inner = f"[{index}]"
+            if not accepted:
                 raise UnsupportedParameter(
-                    f"Content of type '{part.type}' is not supported by this model; only text is.", param=place
+                    f"Content of type '{part.type}' is not supported by this model; only text is.",
+                    param=origin.content(inner),
                 )
             if is_audio(part):
-                place = f"{place}.input_audio.data"
-                if part.input_audio is None or part.input_audio.data is None:
-                    raise missing(place)
-                audio.append(AudioReference(place, part.input_audio.data))
-                continue
-            source = part.image_url
-            if source is None:
-                raise missing(f"{place}.image_url")
-            if isinstance(source, str):
-                url = source
+                audio.append(_audio_of(part, origin.content(f"{inner}.input_audio.data")))
             else:
-                url = source.url
-            images.append(ImageReference(f"{place}.image_url", url.strip()))
+                images.append(_image_of(part, origin.content(f"{inner}.image_url")))
     return images, audio
+
+
+def _audio_of(part: ContentPart, path: str) -> AudioReference:
+    """Return the audio of *part*; *path* is the client's. Raises :class:`InvalidRequest`."""
+    if part.input_audio is None or part.input_audio.data is None:
+        raise missing(path)
+    return AudioReference(path, part.input_audio.data)
+
+
+def _image_of(part: ContentPart, path: str) -> ImageReference:
+    """Return the image of *part*; *path* is the client's. Raises :class:`InvalidRequest`."""
+    source = part.image_url
+    if source is None:
+        raise missing(path)
+    if isinstance(source, str):
+        url = source
+    else:
+        url = source.url
+    return ImageReference(path, url.strip())

@@ -135,8 +135,8 @@ class Transcription:
         """Return what *chunk* says; *tell* gets what hears its text so far. Raises :class:`ServiceError`."""
         self._number += 1
         adapter = self._model.adapter
-        options = self._options.job
-        job = replace(options, id=f"{options.id}-{self._number}", samples=chunk.samples, prompt_ids=ids)
+        job = self._options.job
+        job = replace(job, id=f"{job.id}-{self._number}", samples=chunk.samples, prompt_ids=ids)
 
         def heard(responses: Sequence[InferResponse]) -> None:
             assert tell is not None, "nobody else listens"

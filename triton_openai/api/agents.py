@@ -13,8 +13,8 @@ from triton_openai import offload
 from triton_openai.answer.fan_out import collect
 from triton_openai.answer.prepare import tokenizer_of
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import tell_ignored
-from triton_openai.api.chat import ChatRequest, plan_of, prompt_of
+from triton_openai.api.bodies import report_ignored
+from triton_openai.api.conversation import Conversation, prompt_of
 from triton_openai.api.logprobs import rendering_cost
 from triton_openai.api.service import RequestContext, job_not_taken_error
 from triton_openai.errors import ConfigurationError, printable
@@ -64,9 +64,9 @@ async def known_effort(model: ServedModel, effort: str | None) -> str | None:
     return None
 
 
-def tell_left_out(record: RequestRecord, kinds: Sequence[str]) -> None:
+def report_left_out(record: RequestRecord, kinds: Sequence[str]) -> None:
     """Tell the client, and the log once in a while, that the *kinds* of tools and items of a request are left out."""
-    tell_ignored(record, kinds)
+    report_ignored(record, kinds)
     for kind in dict.fromkeys(kinds):
         _warn_left_out(kind)
 
@@ -77,13 +77,13 @@ def _warn_left_out(kind: str) -> None:
     _log.warning("part of a request is left out", type=printable(kind, LONGEST_TYPE))
 
 
-async def count_tokens(context: RequestContext[ChatRequest]) -> int:
-    """Return how many tokens a chat has, as the model's template and tokenizer make them."""
+async def count_tokens(context: RequestContext[Conversation]) -> int:
+    """Return how many tokens a conversation has, as the model's template and tokenizer make them."""
     model = context.model
     if Generation not in model.jobs:
         raise job_not_taken_error(context.service, model, Generation)
     tokenizer = await tokenizer_of(model)
-    prompt, _, _ = await prompt_of(context, plan_of(context.body), await model.prompter())
+    prompt, _, _ = await prompt_of(context, await model.prompter())
     return await tokenizer.count_async(prompt, model.adapter.metadata.adds_bos)
 
 

@@ -18,7 +18,6 @@ from triton_openai import offload
 from triton_openai.config.tree import LimitSettings, Settings
 from triton_openai.errors import InvalidRequest, InvalidValue, PayloadTooLarge, missing, printable
 from triton_openai.operations import Form, Operation, Whole
-from triton_openai.prompts.messages import AssistantMessage
 from triton_openai.telemetry.request_record import RequestRecord
 
 _T = TypeVar("_T", bound=msgspec.Struct)
@@ -36,6 +35,10 @@ class ModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str = ""
 
+    def json_texts(self) -> Iterable[tuple[str, Any]]:
+        """Return those of the request's texts that hold JSON, each with its path. Other values are ignored."""
+        return ()
+
 
 #: The header of an answer that names what of its request had no effect: parameters, types of tools and of items.
 IGNORED_HEADER = "x-triton-openai-ignored"
@@ -47,17 +50,17 @@ _LONGEST_IGNORED = 64
 _NOT_IN_NAMES = re.compile(r"[^!-+\--~]")
 
 
-def tell_ignored(record: RequestRecord, names: Iterable[str]) -> None:
+def report_ignored(record: RequestRecord, names: Iterable[str]) -> None:
     """Add *names* of what has no effect, which clients choose, to the header of the answer."""
-    _tell(record, IGNORED_HEADER, names)
+    _report(record, IGNORED_HEADER, names)
 
 
-def tell_repaired(record: RequestRecord, names: Iterable[str]) -> None:
+def report_repaired(record: RequestRecord, names: Iterable[str]) -> None:
     """Add the *names* of functions to the header of the answer: past calls of them had broken arguments."""
-    _tell(record, REPAIRED_HEADER, names)
+    _report(record, REPAIRED_HEADER, names)
 
 
-def _tell(record: RequestRecord, header: str, names: Iterable[str]) -> None:
+def _report(record: RequestRecord, header: str, names: Iterable[str]) -> None:
     """Add *names* to a *header* of the answer, and an ellipsis if they are too many."""
     told = record.headers.get(header)
     known = dict.fromkeys([] if told is None else told.split(", "))
@@ -95,7 +98,7 @@ async def decode_json(body: bytes, operation: Operation, record: RequestRecord, 
         offload.json_decoder(kind)
         parsed = await offload.run(read_within, body, kind, limits, names, cost=cost)
     if ignored:
-        tell_ignored(record, ignored)
+        report_ignored(record, ignored)
     return parsed
 
 
@@ -104,8 +107,8 @@ def read_within(body: bytes, kind: type[_T], limits: LimitSettings, ignored: lis
     check = JsonCheck(limits)
     clear = check.check(body)
     parsed = parse_json(body, kind, ignored)
-    if not clear:
-        check_texts(parsed, check)
+    if not clear and isinstance(parsed, ModelRequest):
+        check_texts(parsed.json_texts(), check)
     return parsed
 
 
@@ -182,7 +185,7 @@ async def read_form(
         else:
             fields[name] = value
     record.body_size = form.size
-    tell_ignored(record, ignored)
+    report_ignored(record, ignored)
     return converted(fields, kind, strict=False)
 
 
@@ -291,21 +294,26 @@ _TYPE_NAMES = {
 }  # fmt: skip
 
 
-def explain(message: str) -> InvalidRequest:
-    """Turn a msgspec validation message (``… - at `$.messages[0].role```) into our error with OpenAI's ``param``."""
+def explain(message: str, root: str = "") -> InvalidRequest:
+    """
+    Turn a msgspec validation message (``… - at `$.messages[0].role```) into our error with OpenAI's ``param``.
+
+    *root* is the path of the value that was validated.
+    """
     where = _WHERE.search(message)
-    if where:
-        path = where.group("path").lstrip(".")
-    else:
-        path = ""
-    # msgspec writes [...] where it does not say which element it is.
-    param = path.replace("[...]", "").rstrip(".") or None
+    what = message
+    path = root
     if where:
         what = message[: where.start()]
-    else:
-        what = message
-    if lacking := _MISSING.search(what):
-        return missing(f"{param}.{lacking.group('field')}" if param else lacking.group("field"))
+        path += where.group("path")
+    # msgspec writes [...] where it does not say which element it is.
+    param = path.replace("[...]", "").strip(".") or None
+    lacking = _MISSING.search(what)
+    if lacking:
+        field = lacking.group("field")
+        if param:
+            field = f"{param}.{field}"
+        return missing(field)
     if param:
         subject = f"'{param}'"
     else:
@@ -382,20 +390,20 @@ class JsonCheck:
         #: The values that the request has at most, *beside* those of JSON that was not counted.
         self.most = beside
 
-    def check(self, body: bytes, *, exactly: bool = False, nested: bool = False) -> bool:
+    def check(self, body: bytes, *, exactly: bool = False, nested: bool = False, param: str | None = None) -> bool:
         """
         Raise for JSON with too much text, too many values or token ids, too long numbers, or too deep nesting.
 
         JSON that is clearly within the limits is not counted, unless *exactly* is set; the nesting of what is *nested*
-        is known to be. Returns whether its strings need no check: the JSON that they may hold is clearly within the
-        limits too.
+        is known to be. *param* is the path of a JSON text within the request. Returns whether the strings need no
+        check: the JSON that they may hold is clearly within the limits too.
         """
         limits = self._limits
         max_size = self._max_text_size
         if len(body) <= max_size:
             text = body
         else:
-            text = _without_images(body, max_size)
+            text = _without_images(body, max_size, param)
         opened = text.count(b"[") + text.count(b"{")
         values = self.most + opened + text.count(b",")
         few = values < self._values and (nested or opened <= self._max_depth)
@@ -408,14 +416,14 @@ class JsonCheck:
             plain = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
         else:
             plain = text
-        too_many = PayloadTooLarge(f"The request's JSON has more than {MAX_VALUES} values.")
+        too_many = PayloadTooLarge(f"The request's JSON has more than {MAX_VALUES} values.", param=param)
         if plain.count(b'"') > 4 * self._values:
             # A value has two quotes, and its key two.
             raise too_many
         bare = b"".join(plain.split(b'"')[::2]).translate(None, b" \t\r\n")
         if _has_long_number(bare):
             raise InvalidRequest(
-                f"A number in the request's JSON has more than {_MOST_DIGITS} digits.", code="invalid_json"
+                f"A number in the request's JSON has more than {_MOST_DIGITS} digits.", param=param, code="invalid_json"
             )
         # Each value but the first of a list or an object follows a comma, and the first an opening bracket.
         opened = bare.count(b"[") + bare.count(b"{")
@@ -427,13 +435,15 @@ class JsonCheck:
             raise too_many
         self._ids -= ids
         if self._ids < 0:
-            raise PayloadTooLarge(f"The request has more than {limits.max_token_ids} token ids.")
+            raise PayloadTooLarge(f"The request has more than {limits.max_token_ids} token ids.", param=param)
         brackets = bare.translate(_OPENS, _ALL_BUT_BRACKETS)
         # With more closing than opening brackets it is not JSON.
         depth = max(accumulate(kind - 1 for kind in brackets[: 2 * opened]), default=0)
         if depth > self._max_depth:
             raise InvalidRequest(
-                f"The request's JSON is nested too deeply: more than {MAX_DEPTH} levels.", code="invalid_json"
+                f"The request's JSON is nested too deeply: more than {MAX_DEPTH} levels.",
+                param=param,
+                code="invalid_json",
             )
         return False
 
@@ -441,12 +451,12 @@ class JsonCheck:
 _PIECE = 1024 * 1024
 
 
-def _without_images(body: bytes, most: int) -> bytes:
+def _without_images(body: bytes, max_size: int, param: str | None) -> bytes:
     """
-    Return a *body* of more than *most* bytes without the data URLs of images and the base64 in fields ``data``.
+    Return a *body* of more than *max_size* bytes without the data URLs of images and the base64 in fields ``data``.
 
     The removed contents have no quotes, and no escape but base64's ``\\/``, so the result is still JSON. Raises
-    :class:`PayloadTooLarge` if more than *most* bytes are left.
+    :class:`PayloadTooLarge`, about *param*, if more than *max_size* bytes are left.
     """
     # Without copies of what may be tens of megabytes: to make one keeps the interpreter lock.
     plain = body.isascii()
@@ -479,9 +489,11 @@ def _without_images(body: bytes, most: int) -> bytes:
             kept += view[begin:start], b'"'
         begin = end + 1
     kept.append(view[begin:])
-    if sum(map(len, kept)) > most:
+    if sum(map(len, kept)) > max_size:
         raise PayloadTooLarge(
-            f"The request has more than {most} bytes besides its images.", code="string_above_max_length"
+            f"The request has more than {max_size} bytes besides its images.",
+            param=param,
+            code="string_above_max_length",
         )
     return b"".join(kept)
 
@@ -508,31 +520,11 @@ def _token_ids(bare: bytes) -> int:
     return sum(inner.count(b",") for inner, _, _ in lists if not inner.translate(None, _DIGIT_BYTES + b","))
 
 
-def check_texts(body: msgspec.Struct, check: JsonCheck) -> None:
-    """Raise if the JSON in the strings of a request, together with the rest, exceeds the limits of *check*."""
-    texts: dict[str, Any] = {"guided_json": getattr(body, "guided_json", None)}
-    texts["structured_outputs.json"] = getattr(getattr(body, "structured_outputs", None), "json", None)
-    # Where it is only refused, it can be anything.
-    chat = getattr(body, "messages", None)
-    for index, message in enumerate(chat if isinstance(chat, list) else ()):
-        if not isinstance(message, AssistantMessage):
-            continue
-        texts[f"messages[{index}].function_call"] = getattr(message.function_call, "arguments", None)
-        for number, call in enumerate(message.tool_calls or ()):
-            texts[f"messages[{index}].tool_calls[{number}]"] = getattr(call.function, "arguments", None)
-    items = getattr(body, "input", None)
-    for index, item in enumerate(items if isinstance(items, list) else ()):
-        if isinstance(item, dict):
-            texts[f"input[{index}].arguments"] = item.get("arguments")
-        else:
-            texts[f"input[{index}].arguments"] = None
-    for place, text in texts.items():
+def check_texts(texts: Iterable[tuple[str, Any]], check: JsonCheck) -> None:
+    """Raise if the JSON in *texts*, each with its path, exceeds the limits of *check* with the rest of the request."""
+    for path, text in texts:
         if isinstance(text, str):
-            try:
-                check.check(text.encode("utf-8", "replace"), exactly=True)
-            except InvalidRequest as error:
-                error.param = place
-                raise
+            check.check(text.encode("utf-8", "replace"), exactly=True, param=path)
 
 
 def separated(value: str | list[str | int | list[int]], param: str) -> list[Any]:
@@ -569,6 +561,6 @@ def now() -> int:
     return int(time.time())
 
 
-def in_pieces(values: Iterable[Any]) -> list[Any]:
-    """Return each of *values* in JSON: to encode many at once would hold the interpreter, and so the event loop."""
+def encode_each(values: Iterable[Any]) -> list[Any]:
+    """Return each of *values* in JSON. To encode all of them in one call would hold the event loop."""
     return [msgspec.Raw(encode(value)) for value in values]

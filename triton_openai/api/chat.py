@@ -1,5 +1,5 @@
 """
-The answers of ``POST /v1/chat/completions``, and an assistant's turn, which the other APIs for chats prepare too.
+``POST /v1/chat/completions``: the request, read into a conversation, and the answers, whole and as chunks.
 
 Source of the wire format: OpenAI's ``chat.completion`` and ``chat.completion.chunk`` objects (openai-openapi 2.3.0).
 ``reasoning_content`` is DeepSeek's extension and ``reasoning`` OpenRouter's and vLLM's; both are in wide use.
@@ -7,7 +7,7 @@ Source of the wire format: OpenAI's ``chat.completion`` and ``chat.completion.ch
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -15,11 +15,17 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai import offload
-from triton_openai.answer.chat_prompt import media_of, rendered_chat
 from triton_openai.answer.fan_out import Collected, collect
-from triton_openai.answer.prepare import GenerationSpec
-from triton_openai.answer.run import Run
-from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, encode, in_pieces, now, tell_repaired
+from triton_openai.api.bodies import MAX_MESSAGES, encode, encode_each, now
+from triton_openai.api.chat_tools import Function, FunctionChoice, Tool, ToolChoice, plan_chat_tools
+from triton_openai.api.conversation import (
+    ChatOptions,
+    Conversation,
+    PreparedChat,
+    argument_texts,
+    prepare_chat,
+    reasoning_tokens,
+)
 from triton_openai.api.logprobs import (
     ChatLogprobs,
     PromptLogprobs,
@@ -29,63 +35,36 @@ from triton_openai.api.logprobs import (
     prompt_logprobs,
     rendering_cost,
 )
-from triton_openai.api.parameters import SamplingRequest, Verbosity, accepting, refusing
-from triton_openai.api.service import RequestContext, media_reservation, runs_of, spec_of
+from triton_openai.api.parameters import Verbosity, accepting, completing, refusing
+from triton_openai.api.service import RequestContext
 from triton_openai.api.sse import Chunks
-from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan, custom_input, plan_tools
+from triton_openai.api.tools import NO_TOOLS, ToolPlan, custom_input
 from triton_openai.api.usage import UsageObject, usage_of
-from triton_openai.errors import InvalidRequest, InvalidValue, ServiceError, UnsupportedParameter
+from triton_openai.errors import ServiceError
 from triton_openai.generation import AnswerState, Delta, FinishReason
-from triton_openai.media.audio import AudioReference, load, loaded_size, loading_size
-from triton_openai.media.images import ImageReference, images_size
 from triton_openai.operations import Reply, Whole
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
-from triton_openai.parsers.parser_registry import Parsers
-from triton_openai.parsers.tools.guided import ConstrainedCalls, ForcedCall, GuidedCalls
-from triton_openai.parsers.tools.json_calls import Llama3Json
-from triton_openai.parsers.tools.tool_parser import ToolParser
 from triton_openai.prompts.messages import Message
-from triton_openai.prompts.prompter import Prompter
-from triton_openai.telemetry.request_record import RENDER
 
 #: Takes a whole answer in JSON.
 Keep: TypeAlias = Callable[[bytes], Awaitable[None]]
 
 
+@completing
 @accepting("prediction", "prompt_cache_options", "prompt_cache_retention")
 @refusing(
     modalities=["text"], audio=None, web_search_options=None, moderation=None, echo=False,
     best_of=1, add_special_tokens=False,
 )  # fmt: skip
-class ChatRequest(SamplingRequest, kw_only=True):
+class ChatRequest(ChatOptions, kw_only=True):
     """The request. ``max_completion_tokens`` is the newer name of ``max_tokens`` and wins."""
 
     messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    reasoning_effort: str | None = None
-    think: (
-        Annotated[bool | str, Meta(description="Ollama's name for whether, or how much, the model thinks.")] | None
-    ) = None
-    thinking: (
-        Annotated[
-            bool | dict[str, Any],
-            Meta(description="The same, as DeepSeek, Kimi and GLM name it: an object with a `type`."),
-        ]
-        | None
-    ) = None
-    enable_thinking: Annotated[bool, Meta(description="The same, as Qwen names it.")] | None = None
     verbosity: Verbosity | None = None
     store: bool | None = None
     metadata: Annotated[Any, Meta(description="Up to 16 texts of 512 characters, kept with a completion.")] = None
-    include_reasoning: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ITEMS)] | None = None
-    chat_template: str | None = None
-    continue_final_message: bool | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
@@ -99,9 +78,21 @@ class ChatRequest(SamplingRequest, kw_only=True):
             return ("max_tokens", self.max_tokens)
         return ("max_completion_tokens", newer)
 
-    @property
-    def alternatives(self) -> tuple[str, int | None]:
-        return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
+    def json_texts(self) -> Iterator[tuple[str, Any]]:
+        """Yield the texts that hold JSON, each with its path."""
+        # The base is named, as the decorators make another class of this one.
+        yield from ChatOptions.json_texts(self)
+        yield from argument_texts(self.messages)
+
+
+def conversation_of(body: ChatRequest) -> Conversation:
+    """Return *body* as a conversation, of which it has the options itself. Raises :class:`InvalidRequest`."""
+    tools = NO_TOOLS
+    if body.tools or body.functions or body.tool_choice is not None:
+        tools = plan_chat_tools(
+            body.tools, body.tool_choice, body.functions, body.function_call, body.parallel_tool_calls
+        )
+    return Conversation(body.messages, tools, body)
 
 
 ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
@@ -237,143 +228,28 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class Turn(msgspec.Struct, frozen=True):
-    """
-    An assistant's turn, ready to be generated. The APIs for chats prepare one each, and render it in their own way.
-    """
-
-    spec: GenerationSpec
-    plan: ToolPlan
-    #: Its answers, not yet started.
-    runs: Sequence[Run]
-    #: The parser of each answer.
-    parsers: Sequence[AnswerParser]
-
-
-def plan_of(body: ChatRequest) -> ToolPlan:
-    """Return how the tools of *body* are used. Raises :class:`InvalidRequest`."""
-    return plan_tools(body.tools, body.tool_choice, body.functions, body.function_call, body.parallel_tool_calls)
-
-
-async def prompt_of(
-    context: RequestContext[ChatRequest], plan: ToolPlan, prompter: Prompter
-) -> tuple[str, Sequence[ImageReference], Sequence[AudioReference]]:
-    """Return a chat's prompt, made by *prompter*, and its images and audio, not loaded. Raises ServiceError."""
-    service = context.service
-    model = context.model
-    body = context.body
-    pictures, audio = media_of(model, body.messages)
-    # Before they are rendered: each is looked for in all of its message's text.
-    service.images.check_count(pictures, max_images=model.adapter.capabilities.images)
-    repaired: list[str] = []
-    switches: dict[str, Any] | None = None
-    if body.think is not None or body.thinking is not None or body.enable_thinking is not None:
-        wishes = {"think": body.think, "thinking": body.thinking, "enable_thinking": body.enable_thinking}
-        switches = {name: value for name, value in wishes.items() if value is not None}
-    prompt, context.record.chat_template = await rendered_chat(
-        model,
-        prompter,
-        body,
-        body.messages,
-        tools=plan.prompt,
-        images=pictures,
-        audio=audio,
-        reasoning_effort=body.reasoning_effort,
-        switches=switches,
-        trust_template=service.settings.api.trust_request_chat_template,
-        repaired=repaired,
-    )
-    if repaired:
-        tell_repaired(context.record, repaired)
-    tokenizer = prompter.tokenizer
-    if model.adapter.metadata.adds_bos and tokenizer is not None and tokenizer.adds_bos:
-        # Else the prompt would begin with it twice.
-        prompt = tokenizer.strip_bos(prompt)
-    return prompt, pictures, audio
-
-
-async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitting: bool = False) -> Turn:
-    """
-    Return the turn that answers the chat of *context*; *answer_id* is the id of the answer.
-
-    With *fitting*, ``max_tokens`` may ask for more than the model's context has room for. Raises
-    :class:`InvalidRequest` and its subclasses, and :class:`ConfigurationError` for a model that cannot chat.
-    """
-    body = context.body
-    record = context.record
-    plan = plan_of(body)
-    prompter = await context.model.prompter()
-    parsers = context.model.lazy_prompter.parsers
-    spec = _spec(context, answer_id, plan, prompter, parsers)
-    if plan.forced:
-        # The schemas are walked, in Python.
-        spec = _with(spec, guide=await offload.run(plan.guide, cost=offload.rendering_cost(dict(plan.schemas))))
-    if fitting:
-        spec = msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
-    with record.stage(RENDER):
-        prompt, pictures, audio = await prompt_of(context, plan, prompter)
-    if pictures or audio:
-        spec = await _with_media(context, spec, pictures, audio)
-    runs = await runs_of(context, prompter.tokenizer, [prompt], spec)
-    answer_parsers = [make_parser(parsers, plan, prompt, streams=bool(body.stream)) for _ in runs]
-    record.reasoning_tokens = partial(reasoning_tokens, answer_parsers)
-    if plan.active:
-        record.tool_calls = partial(call_outcomes, answer_parsers)
-    return Turn(spec, plan, runs, answer_parsers)
-
-
-async def _with_media(
-    context: RequestContext[ChatRequest],
-    spec: GenerationSpec,
-    pictures: Sequence[ImageReference],
-    audio: Sequence[AudioReference],
-) -> GenerationSpec:
-    """Return *spec* with the media, for which memory is reserved until the request ends. Raises ServiceError."""
-    service = context.service
-    record = context.record
-    memory = record.memory = record.memory or media_reservation(service)
-    # Of an earlier attempt of the same request, if there was one.
-    before = memory.size
-    max_seconds = service.settings.audio.max_duration
-    await memory.grow(before + service.images.loading_size(pictures) + loading_size(audio, max_seconds=max_seconds))
-    kept = before
-    if pictures:
-        with record.stage("load images"):
-            images = await service.images.load(pictures)
-        kept += images_size(images)
-        spec = _with(spec, images=images)
-    if audio:
-        with record.stage("load audio"):
-            files = await load(audio, max_seconds=max_seconds)
-        kept += loaded_size(files)
-        spec = _with(spec, audio=files)
-    memory.shrink(kept)
-    return spec
-
-
-async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Keep | None = None) -> Reply:
+async def answer(context: RequestContext[Conversation], answer_id: str, keep: Keep | None = None) -> Reply:
     """Answer a chat. The whole answer, in JSON, is given to *keep* first, also that of a stream before its end."""
-    service = context.service
-    body = context.body
-    turn = await turn_of(context, answer_id)
+    options = context.body.options
+    turn = await prepare_chat(context, answer_id)
     if keep is None:
         context.forget_messages()
     runs = turn.runs
-    setting = service.settings.api.reasoning_field
-    fields: Sequence[str] = ("reasoning_content", "reasoning") if setting == "both" else (setting,)
-    if body.include_reasoning is False:
-        fields = ()
-    if body.stream:
+    fields = _reasoning_fields(context)
+    if options.stream:
         if keep is None:
             chunks = ChatChunks(context, turn, fields)
         else:
             chunks = _KeptChunks(context, turn, fields, keep)
         return await context.stream(runs, chunks)
     answers = await collect(runs, timeout=context.limits.total)
-    choices = (chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers))
-    cost = rendering_cost(answers, offload.BYTE if turn.parsers[0].plain else offload.CHARACTER)
-    if body.prompt_logprobs is not None:
-        cost += cost_of(len(runs[0].prompt_logprobs), body.prompt_logprobs)
+    choices = (chat_choice(options, turn, fields, index, answer) for index, answer in enumerate(answers))
+    if turn.parsers[0].plain:
+        cost = rendering_cost(answers, offload.BYTE)
+    else:
+        cost = rendering_cost(answers, offload.CHARACTER)
+    if options.prompt_logprobs is not None:
+        cost += cost_of(len(runs[0].prompt_logprobs), options.prompt_logprobs)
     # Nothing is awaited for most answers.
     whole = partial(_completion, context, turn, choices)
     if cost <= offload.INLINE:
@@ -385,89 +261,41 @@ async def answer(context: RequestContext[ChatRequest], answer_id: str, keep: Kee
     return Whole(content)
 
 
-def _completion(context: RequestContext[ChatRequest], turn: Turn, choices: Iterable[ChatChoice]) -> bytes:
+def _reasoning_fields(context: RequestContext[Conversation]) -> Sequence[str]:
+    """Return the names of the fields with the reasoning."""
+    if context.body.options.include_reasoning is False:
+        return ()
+    setting = context.service.settings.api.reasoning_field
+    if setting == "both":
+        return ("reasoning_content", "reasoning")
+    return (setting,)
+
+
+def _completion(context: RequestContext[Conversation], turn: PreparedChat, choices: Iterable[ChatChoice]) -> bytes:
     """Return the whole answer with its *choices*, in JSON."""
-    body = context.body
+    options = context.body.options
     runs = turn.runs
     # As they are parsed, reasoning is counted.
-    shown: Any = in_pieces(choices)
+    shown: Any = encode_each(choices)
     usage = usage_of(runs, n=turn.spec.n, reasoning_tokens=reasoning_tokens(turn.parsers))
-    scores: Any = None if body.prompt_logprobs is None else in_pieces(prompt_logprobs(runs[0].prompt_logprobs))
-    if scores is not None:
+    scores: Any = msgspec.UNSET
+    if options.prompt_logprobs is not None:
+        scores = encode_each(prompt_logprobs(runs[0].prompt_logprobs))
         drop_prompt_logprobs(runs)
+    prompt_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    if options.return_token_ids:
+        prompt_ids = runs[0].generation.prompt_ids or ()
     completion = ChatCompletion(
         id=turn.spec.template.id,
         created=now(),
-        model=body.model,
+        model=options.model,
         choices=shown,
         usage=usage or msgspec.UNSET,
         system_fingerprint=context.model.fingerprint,
-        prompt_logprobs=msgspec.UNSET if scores is None else scores,
-        prompt_token_ids=(runs[0].generation.prompt_ids or ()) if body.return_token_ids else msgspec.UNSET,
+        prompt_logprobs=scores,
+        prompt_token_ids=prompt_ids,
     )
     return encode(completion)
-
-
-def _spec(
-    context: RequestContext[ChatRequest], answer_id: str, plan: ToolPlan, prompter: Prompter, parsers: Parsers
-) -> GenerationSpec:
-    body = context.body
-    model = context.model
-    forced = plan.forced
-    if body.top_logprobs and not body.logprobs:
-        raise InvalidValue("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
-    if forced:
-        # The call wins, as in vLLM's server: a format is that of an answer in text.
-        context = context.about(msgspec.structs.replace(body, response_format=None))
-    spec = spec_of(context, answer_id, prompter, n=body.n or 1, keeps_special=False)
-    if forced and "json_schema" not in model.adapter.capabilities.guides:
-        raise UnsupportedParameter(
-            "The model has no guided decoding, so it cannot be forced to call a tool. Use 'auto'.", param=plan.param
-        )
-    guide = spec.template.guide
-    if forced and guide is not None:
-        raise InvalidRequest(f"'{guide.param}' cannot be used together with a forced tool call.", param=plan.param)
-    if plan.mode == "auto" and parsers.tools is None:
-        raise UnsupportedParameter(
-            "How this model writes tool calls is not known: name its format with --tool-call-parser.", param="tools"
-        )
-    supported = model.adapter.supported
-    if (plan.active or parsers.reasoning) and parsers.special_tokens and "skip_special_tokens" in supported:
-        spec = _with(spec, sampling=msgspec.structs.replace(spec.template.sampling, skip_special_tokens=False))
-    return spec
-
-
-def _with(spec: GenerationSpec, **fields: Any) -> GenerationSpec:
-    """Return *spec* with other *fields* of its generations."""
-    return msgspec.structs.replace(spec, template=msgspec.structs.replace(spec.template, **fields))
-
-
-def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str, *, streams: bool = False) -> AnswerParser:
-    """Return the parser of one choice; *streams* is whether a client sees what it finds while it comes."""
-    if plan.forced:
-        # These calls have ids of the model's family too: its template may take no others.
-        if parsers.tools is None:
-            new_id = ToolParser.new_id
-        else:
-            new_id = parsers.tools.new_id
-        # The answer is calls and nothing else: no reasoning comes before it.
-        forced: ToolParser = GuidedCalls(plan.schemas, new_id=new_id)
-        if plan.name is not None:
-            forced = ForcedCall(plan.name, plan.schemas, new_id=new_id)
-        own = (parsers.tools or Llama3Json)(plan.schemas)
-        forced.may_wait = own.may_wait = not streams
-        return AnswerParser(None, ConstrainedCalls(forced, own), parallel=plan.parallel)
-    tools = None
-    if plan.mode == "auto" and parsers.tools is not None:
-        tools = parsers.tools(plan.schemas)
-    if tools is not None:
-        tools.may_wait = not streams
-    kind = parsers.reasoning
-    if kind is None:
-        reasoning = None
-    else:
-        reasoning = kind(inside=kind.inside_after(prompt))
-    return AnswerParser(reasoning, tools, parallel=plan.parallel, streams=streams)
 
 
 def finish_reason(progress: AnswerState, parser: AnswerParser, plan: ToolPlan) -> ChatFinishReason | None:
@@ -489,16 +317,6 @@ def finish_reason(progress: AnswerState, parser: AnswerParser, plan: ToolPlan) -
     if reason is FinishReason.LENGTH:
         return "length"
     return "stop"
-
-
-def reasoning_tokens(parsers: Sequence[AnswerParser]) -> int | None:
-    """Return the tokens of reasoning in all choices, ``None`` if there were none or they are not known."""
-    return sum([parser.reasoning_tokens for parser in parsers]) or None
-
-
-def call_outcomes(parsers: Sequence[AnswerParser]) -> Sequence[tuple[str, str]]:
-    """Return what became of each call in all choices, and what was repaired in it."""
-    return [outcome for parser in parsers for outcome in parser.outcomes()]
 
 
 def message_of(events: Sequence[Event], plan: ToolPlan, fields: Sequence[str]) -> AnswerMessage:
@@ -529,39 +347,57 @@ def _call(start: ToolCallStart, arguments: str, plan: ToolPlan) -> ToolCall | Cu
 
 
 def chat_choice(
-    body: ChatRequest, turn: Turn, fields: Sequence[str], index: int, answer: Collected,
+    options: ChatOptions,
+    turn: PreparedChat,
+    fields: Sequence[str],
+    index: int,
+    answer: Collected,
     events: Sequence[Event] | None = None,
-) -> ChatChoice:  # fmt: skip
+) -> ChatChoice:
     """Return a choice of the whole answer, with the reasoning in *fields*. *events* are there if it is parsed."""
     parser = turn.parsers[index]
     if events is None and parser.plain:
         message = AnswerMessage(role="assistant", content=answer.text, refusal=None)
     else:
         if events is None:
-            events = [event for delta in answer.deltas for event in parser.feed(delta.text, delta.tokens)]
-            events += parser.flush(cut=answer.run.progress.cut)
+            events = _parsed(answer, parser)
         message = message_of(events, turn.plan, fields)
+    logprobs = None
+    if options.logprobs:
+        logprobs = ChatLogprobs(encode_each(chat_logprobs(answer.logprobs).content))
+    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    if options.return_token_ids:
+        token_ids = answer.token_ids
     return ChatChoice(
         index=index,
         message=message,
-        logprobs=ChatLogprobs(in_pieces(chat_logprobs(answer.logprobs).content)) if body.logprobs else None,
+        logprobs=logprobs,
         finish_reason=finish_reason(answer.run.progress, parser, turn.plan),
         stop_reason=answer.run.progress.stop_reason,
-        token_ids=answer.token_ids if body.return_token_ids else msgspec.UNSET,
+        token_ids=token_ids,
     )
+
+
+def _parsed(answer: Collected, parser: AnswerParser) -> Sequence[Event]:
+    events: list[Event] = []
+    for delta in answer.deltas:
+        events += parser.feed(delta.text, delta.tokens)
+    events += parser.flush(cut=answer.run.progress.cut)
+    return events
 
 
 class ChatChunks(Chunks):
     """The chunks of one stream, with the reasoning in *fields*."""
 
-    def __init__(self, context: RequestContext[Any], turn: Turn, fields: Sequence[str]) -> None:
+    def __init__(self, context: RequestContext[Conversation], turn: PreparedChat, fields: Sequence[str]) -> None:
+        options = context.body.options
         super().__init__(
             "chat.completion.chunk",
             turn.spec,
             turn.runs,
-            model=context.body.model,
+            model=options.model,
             fingerprint=context.model.fingerprint,
-            options=context.body.stream_options,
+            options=options.stream_options,
             always_usage=context.service.settings.api.always_include_usage,
         )
         self._parsers = turn.parsers
@@ -675,7 +511,9 @@ class ChatChunks(Chunks):
 class _KeptChunks(ChatChunks):
     """The chunks of a stream whose whole answer is given to *keep* before the last one is sent."""
 
-    def __init__(self, context: RequestContext[ChatRequest], turn: Turn, fields: Sequence[str], keep: Keep) -> None:
+    def __init__(
+        self, context: RequestContext[Conversation], turn: PreparedChat, fields: Sequence[str], keep: Keep
+    ) -> None:
         super().__init__(context, turn, fields)
         self._context = context
         self._turn = turn
@@ -698,8 +536,10 @@ class _KeptChunks(ChatChunks):
         return await super().ended(error)
 
     def _whole(self) -> bytes:
-        body = self._context.body
+        options = self._context.body.options
         turn = self._turn
-        found = zip(map(Collected, turn.runs, self._deltas), self._found, strict=True)
-        choices = (chat_choice(body, turn, self._reasoning_fields, index, *each) for index, each in enumerate(found))
+        choices = []
+        for index, run in enumerate(turn.runs):
+            answer = Collected(run, self._deltas[index])
+            choices.append(chat_choice(options, turn, self._reasoning_fields, index, answer, self._found[index]))
         return _completion(self._context, turn, choices)

@@ -13,7 +13,7 @@ import msgspec
 
 from triton_openai import offload
 from triton_openai.answer.job_run import Activation, activated, activation_of, labels_of
-from triton_openai.api.bodies import in_pieces, new_id, now, whole_of
+from triton_openai.api.bodies import encode_each, new_id, now, whole_of
 from triton_openai.api.embeddings import InputRequest, ListOf, input_usage, inputs_of
 from triton_openai.api.parameters import refusing, truncation
 from triton_openai.api.service import Service, begin
@@ -43,7 +43,7 @@ class ClassificationList(ListOf[Classification], frozen=True, kw_only=True):
     """The whole answer; ``usage`` is left out if the tokens are not known."""
 
 
-async def handle(service: Service, call: Call[ClassifyRequest]) -> Reply:
+async def create(service: Service, call: Call[ClassifyRequest]) -> Reply:
     """Classify texts."""
     context = await begin(service, call)
     body = context.body
@@ -61,7 +61,7 @@ async def handle(service: Service, call: Call[ClassifyRequest]) -> Reply:
     labels = labels_of(result, tokenizer)
 
     def answer() -> ClassificationList:
-        data = in_pieces(_classes(index, values, activation, labels) for index, values in enumerate(result.values))
+        data = encode_each(_classes(index, values, activation, labels) for index, values in enumerate(result.values))
         usage = input_usage(result.prompt_tokens)
         return ClassificationList(id=job.id, created=now(), model=body.model, data=data, usage=usage)
 

@@ -16,7 +16,7 @@ from triton_openai import offload
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec, Prompt
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import encode, in_pieces, new_id, now, separated, whole_of
+from triton_openai.api.bodies import encode, encode_each, new_id, now, separated, whole_of
 from triton_openai.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
@@ -28,7 +28,7 @@ from triton_openai.api.logprobs import (
     prompt_logprobs,
     rendering_cost,
 )
-from triton_openai.api.parameters import SamplingRequest
+from triton_openai.api.parameters import GenerationOptions, completing
 from triton_openai.api.service import RequestContext, Service, begin, runs_of, spec_of
 from triton_openai.api.sse import Chunks
 from triton_openai.api.usage import UsageObject, usage_of
@@ -42,7 +42,8 @@ from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.telemetry.request_record import RENDER
 
 
-class CompletionRequest(SamplingRequest, kw_only=True):
+@completing
+class CompletionRequest(GenerationOptions, kw_only=True):
     """
     The request; ``prompt`` is one text, one list of token ids, or several of either. A ``max_tokens`` of 0 asks for the
     prompt alone, with ``echo``.
@@ -95,7 +96,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str | msgspec.UnsetType = msgspec.UNSET
 
 
-async def handle(service: Service, call: Call[CompletionRequest]) -> Reply:
+async def create(service: Service, call: Call[CompletionRequest]) -> Reply:
     """Complete one or several prompts; the choices are numbered prompt by prompt."""
     context = await begin(service, call)
     return await context.admitted(_answer, param="prompt")
@@ -109,19 +110,22 @@ async def _answer(context: RequestContext[CompletionRequest]) -> Reply:
     if body.prompt is None:
         raise missing("prompt")
     with context.record.stage(RENDER):
-        given: Sequence[Prompt] = separated(body.prompt, "prompt")
+        prompts: Sequence[Prompt] = separated(body.prompt, "prompt")
         if body.suffix:
-            given = _filled(given, body.suffix, model, prompter.tokenizer, echo=bool(body.echo))
-    runs = await runs_of(context, prompter.tokenizer, given, spec)
-    prompts = runs[:: spec.n]
+            prompts = _filled(prompts, body.suffix, model, prompter.tokenizer, echo=bool(body.echo))
+    runs = await runs_of(context, prompter.tokenizer, prompts, spec)
     n = body.n or 1
-    echoes = await offload.run(_echoes, body, runs, spec.n, cost=_echo_cost(spec, prompts))
+    echoes = await offload.run(_echoes, body, runs, spec.n, cost=_echo_cost(spec, runs[:: spec.n]))
     size = n * sum(echo.size for echo in echoes)
-    most = context.service.settings.server.max_body_size
-    if size > most:
+    max_size = context.service.settings.server.max_body_size
+    if size > max_size:
+        if n > 1:
+            param = "n"
+        else:
+            param = "prompt"
         raise InvalidValue(
-            f"What the answers repeat of their prompts has more than {most} bytes together (server.max_body_size).",
-            "n" if n > 1 else "prompt",
+            f"What the answers repeat of their prompts has more than {max_size} bytes together (server.max_body_size).",
+            param,
         )
     if body.stream:
         return await context.stream(runs, CompletionChunks(context, spec, runs, echoes))
@@ -133,7 +137,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> Reply:
             id=spec.template.id,
             created=now(),
             model=body.model,
-            choices=in_pieces(_choice(body, echoes[index // n], index, answer) for index, answer in enumerate(best)),
+            choices=encode_each(_choice(body, echoes[index // n], index, answer) for index, answer in enumerate(best)),
             usage=usage_of(runs, n=spec.n) or msgspec.UNSET,
             system_fingerprint=model.fingerprint,
         )
@@ -155,18 +159,22 @@ def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> Gen
         raise InvalidValue("'best_of' cannot be used with 'stream'.", "best_of")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidValue("'max_tokens' can be 0 only with 'echo'.", "max_tokens")
+    echo_logprobs = None
+    if body.echo:
+        echo_logprobs = body.logprobs
     spec = spec_of(
         context,
+        body,
         new_id("cmpl"),
         prompter,
         n=best_of,
-        echo_logprobs=body.logprobs if body.echo else None,
+        echo_logprobs=echo_logprobs,
         cumulative_logprob=best_of > n,
         adds_special=body.add_special_tokens is not False,
     )
     if best_of > n and not model.adapter.capabilities.cumulative_logprob:
         raise UnsupportedParameter(
-            "'best_of' needs log probabilities, which this model does not give.", param="best_of"
+            "'best_of' needs log probabilities, which this model does not report.", param="best_of"
         )
     return spec
 
@@ -179,7 +187,7 @@ def _filled(
     if form is None:
         known = known_fim_form(tokenizer)
         if known:
-            hint = f" Its tokenizer has the tokens of the form '{known}': if it does, say so with it."
+            hint = f" Its tokenizer has the tokens of the form '{known}', which can be configured."
         else:
             hint = ""
         raise UnsupportedParameter(
@@ -205,10 +213,10 @@ def _best(answers: Sequence[Collected], *, n: int, of: int) -> list[Collected]:
 
 
 def _likelihood(answer: Collected) -> float:
-    found = answer.run.progress.cumulative_logprob
-    if found is None:
+    logprob = answer.run.progress.cumulative_logprob
+    if logprob is None:
         raise UpstreamError("'best_of' needs the log probabilities of the answers, which the model did not send.")
-    return found
+    return logprob
 
 
 class _Echo(NamedTuple):
@@ -239,11 +247,11 @@ def _echo(body: CompletionRequest, run: Run) -> _Echo:
     ids: Any = msgspec.UNSET
     size = len(text)
     if body.echo and body.logprobs is not None:
-        logprobs = _in_pieces(completion_logprobs(narrowed(run.prompt_logprobs, body.logprobs), offset=0)[0])
+        logprobs = _encode_logprobs(completion_logprobs(narrowed(run.prompt_logprobs, body.logprobs), offset=0)[0])
         size += len(encode(logprobs))
     if body.prompt_logprobs is not None:
         entries = prompt_logprobs(narrowed(run.prompt_logprobs, body.prompt_logprobs))
-        scores = msgspec.Raw(encode(in_pieces(entries)))
+        scores = msgspec.Raw(encode(encode_each(entries)))
         size += len(scores)
     if body.return_token_ids:
         ids = msgspec.Raw(encode(run.generation.prompt_ids or ()))
@@ -251,8 +259,8 @@ def _echo(body: CompletionRequest, run: Run) -> _Echo:
     return _Echo(text, logprobs, scores, ids, size)
 
 
-def _in_pieces(logprobs: CompletionLogprobs) -> CompletionLogprobs:
-    return msgspec.structs.replace(logprobs, top_logprobs=in_pieces(logprobs.top_logprobs))
+def _encode_logprobs(logprobs: CompletionLogprobs) -> CompletionLogprobs:
+    return msgspec.structs.replace(logprobs, top_logprobs=encode_each(logprobs.top_logprobs))
 
 
 def _echo_cost(spec: GenerationSpec, runs: Sequence[Run]) -> float:
@@ -273,11 +281,14 @@ def _choice(body: CompletionRequest, echo: _Echo, index: int, answer: Collected)
     run = answer.run
     logprobs = echo.logprobs
     if body.logprobs is not None:
-        found = _in_pieces(completion_logprobs(answer.logprobs, offset=len(echo.text))[0])
+        own = _encode_logprobs(completion_logprobs(answer.logprobs, offset=len(echo.text))[0])
         if logprobs is None:
-            logprobs = found
+            logprobs = own
         else:
-            logprobs = joined(logprobs, found)
+            logprobs = joined(logprobs, own)
+    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    if body.return_token_ids:
+        token_ids = answer.token_ids
     return CompletionChoice(
         text=echo.text + answer.text,
         index=index,
@@ -286,7 +297,7 @@ def _choice(body: CompletionRequest, echo: _Echo, index: int, answer: Collected)
         stop_reason=run.progress.stop_reason,
         prompt_logprobs=echo.prompt_logprobs,
         prompt_token_ids=echo.ids,
-        token_ids=answer.token_ids if body.return_token_ids else msgspec.UNSET,
+        token_ids=token_ids,
     )
 
 
@@ -306,16 +317,22 @@ class CompletionChunks(Chunks):
             always_usage=context.service.settings.api.always_include_usage,
         )
         # That of each prompt in JSON: the text, the log probabilities and the ids.
-        self._echoes = [
-            (encode(echo.text), encode(echo.logprobs), encode(echo.ids) if self._ids else b"") for echo in echoes
-        ]
+        self._echoes = [self._encoded(echo) for echo in echoes]
         self._text = self._head + b'{"text":'
         self._body = context.body
         self._text_tails = [
             b',"index":%d,"logprobs":null,"finish_reason":null}' % choice + self._tail for choice in range(len(runs))
         ]
         # Characters of each choice so far
-        self._offsets = [len(run.generation.shown_prompt) if context.body.echo else 0 for run in runs]
+        self._offsets = [0] * len(runs)
+        if context.body.echo:
+            self._offsets = [len(run.generation.shown_prompt) for run in runs]
+
+    def _encoded(self, echo: _Echo) -> tuple[bytes, bytes, bytes]:
+        ids = b""
+        if self._ids:
+            ids = encode(echo.ids)
+        return encode(echo.text), encode(echo.logprobs), ids
 
     def first(self, choice: int) -> bytes:
         """Return the prompt with ``echo``, and its ids; else nothing: a choice begins with its first text."""

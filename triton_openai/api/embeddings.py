@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai import errors, offload
-from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, in_pieces, new_id, now, separated, whole, whole_of
+from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, encode_each, new_id, now, separated, whole, whole_of
 from triton_openai.api.parameters import TruncatedRequest, accepting, ignoring, neutral_values, refusing, truncation
 from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.jobs import EmbeddingJob, ScoreJob, ScoreResult
@@ -75,7 +75,7 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
 
 
-async def handle(service: Service, call: Call[EmbeddingsRequest]) -> Reply:
+async def create(service: Service, call: Call[EmbeddingsRequest]) -> Reply:
     """Create embeddings of texts."""
     context = await begin(service, call)
     body = context.body
@@ -84,7 +84,7 @@ async def handle(service: Service, call: Call[EmbeddingsRequest]) -> Reply:
     as_text = body.encoding_format == "base64"
 
     def answer() -> EmbeddingList:
-        data = in_pieces(_embedding(index, vector, as_text) for index, vector in enumerate(result.vectors))
+        data = encode_each(_embedding(index, vector, as_text) for index, vector in enumerate(result.vectors))
         return EmbeddingList(data=data, model=body.model, usage=input_usage(result.prompt_tokens))
 
     return await whole_of(answer, cost=offload.BYTE * sum(map(len, result.vectors)))
@@ -106,7 +106,9 @@ def _embedding(index: int, vector: bytes, as_text: bool) -> Embedding:
     values = array("f", vector)
     if not math.isfinite(sum(values)):
         raise errors.InvalidAnswer("its embedding has values that are not numbers")
-    return Embedding(index=index, embedding=base64.b64encode(vector).decode() if as_text else values.tolist())
+    if as_text:
+        return Embedding(index=index, embedding=base64.b64encode(vector).decode())
+    return Embedding(index=index, embedding=values.tolist())
 
 
 _T = TypeVar("_T")
@@ -137,15 +139,20 @@ class ScoringRequest(ModelRequest, kw_only=True):
     use_activation: bool | None = None
 
 
-def _texts(value: Text | list[Text], place: str) -> list[str]:
+def _texts(value: Text | list[Text], param: str) -> list[str]:
     """Return one text or several. Raises :class:`UnsupportedParameter` for images and other content."""
     if isinstance(value, list):
-        return [text for index, item in enumerate(value) for text in _texts(item, f"{place}[{index}]")]
+        return [_text(item, f"{param}[{index}]") for index, item in enumerate(value)]
+    return [_text(value, param)]
+
+
+def _text(value: Text, param: str) -> str:
     if isinstance(value, str):
-        return [value]
-    if any(getattr(value, name) is not None for name in neutral_values(TextObject)):
-        raise errors.UnsupportedParameter("Only text can be scored.", param=place)
-    return [value.text]
+        return value
+    for name in neutral_values(TextObject):
+        if getattr(value, name) is not None:
+            raise errors.UnsupportedParameter("Only text can be scored.", param=param)
+    return value.text
 
 
 async def _score(
@@ -163,18 +170,22 @@ async def _score(
         )
     if crosses and request.use_activation is not None and model.settings.score_activation != "sigmoid":
         raise errors.UnsupportedParameter(
-            "Whether this model's scores are activated is not known here: they are given as they are. (If they are "
-            "logits, say so with score_activation.)",
+            "'use_activation' is not supported with this model: its scores are returned as the model computes them. If "
+            "they are logits, the operator has to configure it (score_activation).",
             param="use_activation",
         )
-    most = context.service.settings.server.max_body_size
-    if crosses and sum(len(query) + len(document) for query, document in pairs) > most:
+    max_size = context.service.settings.server.max_body_size
+    if crosses and sum(len(query) + len(document) for query, document in pairs) > max_size:
         # A long query and many documents are a short body, and a query is sent along with every document.
         raise errors.InvalidValue(
-            f"The query, once for each document, and the documents have more than {most} characters together.", param
+            f"The query, once for each document, and the documents have more than {max_size} characters together.",
+            param,
         )
     job = ScoreJob(id=job_id, pairs=pairs, activate=request.use_activation is not False)
-    return await context.result_of(job, cut=None if cut is None else Truncation(tokens=cut), param=param)
+    truncation = None
+    if cut is not None:
+        truncation = Truncation(tokens=cut)
+    return await context.result_of(job, cut=truncation, param=param)
 
 
 # Cohere's and Jina's.
@@ -215,35 +226,31 @@ class Reranked(msgspec.Struct, frozen=True, kw_only=True):
     results: Sequence[RerankResult]
 
 
-async def handle_rerank(service: Service, call: Call[RerankRequest]) -> Reply:
+async def rerank(service: Service, call: Call[RerankRequest]) -> Reply:
     """Rank documents by their relevance to a query."""
     context = await begin(service, call)
     body = context.body
-    (query,), documents = _texts(body.query, "query"), _texts(body.documents, "documents")
+    query = _text(body.query, "query")
+    documents = _texts(body.documents, "documents")
     if not query:
         raise errors.InvalidValue("'query' must not be empty.", "query")
     rerank_id = new_id("rerank")
     result = await _score(context, rerank_id, [(query, document) for document in documents], param="documents")
     # Equal scores keep the order of their documents.
     ranked = sorted(range(len(documents)), key=result.scores.__getitem__, reverse=True)
-    answer = Reranked(
-        id=rerank_id,
-        model=body.model,
-        usage=input_usage(result.prompt_tokens),
-        results=[
-            RerankResult(
-                index=index,
-                document=msgspec.UNSET if body.return_documents is False else Document(text=documents[index]),
-                relevance_score=result.scores[index],
-            )
-            for index in ranked[: body.top_n or None]
-        ],
-    )
-    return whole(answer)
+    results = []
+    for index in ranked[: body.top_n or None]:
+        document: Document | msgspec.UnsetType = msgspec.UNSET
+        if body.return_documents is not False:
+            document = Document(text=documents[index])
+        results.append(RerankResult(index=index, document=document, relevance_score=result.scores[index]))
+    usage = input_usage(result.prompt_tokens)
+    return whole(Reranked(id=rerank_id, model=body.model, usage=usage, results=results))
 
 
 #: What the two sides are called, in the order in which vLLM's server tries them.
 SIDES = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
+_SIDE_NAMES = ("queries", "documents", "items", "data_1", "data_2", "text_1", "text_2")
 
 
 class ScoreRequest(ScoringRequest, kw_only=True):
@@ -281,7 +288,7 @@ class ScoreList(ListOf[Score], frozen=True, kw_only=True):
     """The whole answer; ``usage`` is left out if the tokens are not known."""
 
 
-async def handle_score(service: Service, call: Call[ScoreRequest]) -> Reply:
+async def score(service: Service, call: Call[ScoreRequest]) -> Reply:
     """Score one text against each of several, or texts pair by pair."""
     context = await begin(service, call)
     pairs, second = _pairs(context.body)
@@ -299,21 +306,34 @@ async def handle_score(service: Service, call: Call[ScoreRequest]) -> Reply:
 
 def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:
     """Return the pairs, and what the client calls the second side. Raises :class:`InvalidRequest`."""
-    given = [name for name in dict.fromkeys(name for side in SIDES for name in side) if getattr(body, name) is not None]
-    names = next((side for side in SIDES if set(side) == set(given)), None)
-    if names is None:
-        known = ", ".join(f"'{first}' and '{second}'" for first, second in SIDES)
-        raise errors.InvalidRequest(
-            f"Give the two sides under one pair of names: {known}.",
-            param=given[0] if given else SIDES[-1][0],
-            code="missing_required_parameter" if len(given) < 2 else "invalid_value",
-        )
-    first, second = (_texts(getattr(body, name), name) for name in names)
+    used = [name for name in _SIDE_NAMES if getattr(body, name) is not None]
+    for first_name, second_name in SIDES:
+        if {first_name, second_name} == set(used):
+            break
+    else:
+        raise _sides_error(used)
+    first = _texts(getattr(body, first_name), first_name)
+    second = _texts(getattr(body, second_name), second_name)
     if len(first) == 1:
         first *= len(second)
     if len(first) != len(second):
         raise errors.InvalidValue(
-            f"'{names[0]}' must be one text, or as many as '{names[1]}': there are {len(first)} and {len(second)}.",
-            names[0],
+            f"'{first_name}' must be one text, or as many as '{second_name}': there are {len(first)} and "
+            f"{len(second)}.",
+            first_name,
         )
-    return list(zip(first, second, strict=True)), names[1]
+    return list(zip(first, second, strict=True)), second_name
+
+
+def _sides_error(used: Sequence[str]) -> errors.InvalidRequest:
+    """Return the error for a request with the sides *used*, which are no pair."""
+    known = ", ".join(f"'{first}' and '{second}'" for first, second in SIDES)
+    if used:
+        param = used[0]
+    else:
+        param = SIDES[-1][0]
+    if len(used) < 2:
+        code = "missing_required_parameter"
+    else:
+        code = "invalid_value"
+    return errors.InvalidRequest(f"Give the two sides under one pair of names: {known}.", param=param, code=code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -17,7 +18,7 @@ from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.prepare import GenerationSpec, prepare
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.api.bodies import new_id, whole
-from triton_openai.api.messages import handlers as messages
+from triton_openai.api.messages import operations as messages
 from triton_openai.api.service import Service
 from triton_openai.errors import ModelNotFound, ServiceError
 from triton_openai.generation import Generation
@@ -27,7 +28,7 @@ from triton_openai.models.overview import EndpointLine, ModelLine, endpoint_line
 from triton_openai.models.served import ServedModel
 from triton_openai.operations import Call, Reply, Whole
 from triton_openai.telemetry.exposition import Figures
-from triton_openai.telemetry.request_record import CallTracer
+from triton_openai.telemetry.request_record import RequestRecord
 from triton_openai.triton.client import ServerInfo
 from triton_openai.triton.route import Route
 from triton_openai.triton.status import public_reason
@@ -105,31 +106,38 @@ async def list_models(service: Service, call: Call[None]) -> Reply:
     Clients of Anthropic's API, which send ``anthropic-version``, get its form.
     """
     if _wants_anthropic(call):
-        return messages.list_models(service, call)
+        return await messages.list_models(service, call)
     models = service.models
-    names = [name for name in models.served if call.key.allows(name)]
-    listed = _for_agents(models.served[name] for name in names) if "client_version" in call.query else msgspec.UNSET
-    return whole(ModelList(data=[describe(models, name) for name in names], models=listed))
+    served = await models.listed()
+    names = [name for name in served if call.key.allows(name)]
+    for_agents: Sequence[AgentModel] | msgspec.UnsetType = msgspec.UNSET
+    if "client_version" in call.query:
+        for_agents = _for_agents(served[name] for name in names)
+    return whole(ModelList(data=[describe(models, name) for name in names], models=for_agents))
 
 
 def _for_agents(models: Iterable[ServedModel]) -> Sequence[AgentModel]:
     """Return those of *models* that can chat."""
     able = [model for model in models if "generate" in model.tasks and model.can_chat is not False]
-    return [
-        AgentModel(
-            slug=model.name,
-            display_name=model.name,
-            context_window=model.settings.max_model_len or msgspec.UNSET,
-            max_context_window=model.settings.max_model_len or msgspec.UNSET,
-            input_modalities=[
-                "text",
-                *(["image"] if model.adapter.capabilities.images else []),
-                *(["audio"] if model.adapter.capabilities.audio else []),
-            ],
-            priority=place,
-        )
-        for place, model in enumerate(able)
-    ]
+    return [_for_agent(model, priority) for priority, model in enumerate(able)]
+
+
+def _for_agent(model: ServedModel, priority: int) -> AgentModel:
+    capabilities = model.adapter.capabilities
+    modalities: list[Literal["text", "image", "audio"]] = ["text"]
+    if capabilities.images:
+        modalities.append("image")
+    if capabilities.audio:
+        modalities.append("audio")
+    context_window = model.settings.max_model_len or msgspec.UNSET
+    return AgentModel(
+        slug=model.name,
+        display_name=model.name,
+        context_window=context_window,
+        max_context_window=context_window,
+        input_modalities=modalities,
+        priority=priority,
+    )
 
 
 async def get_model(service: Service, call: Call[None]) -> Reply:
@@ -138,7 +146,9 @@ async def get_model(service: Service, call: Call[None]) -> Reply:
     models = service.models
     if name not in models.served or not call.key.allows(name):
         name = (await service.find_model(name, call.key)).name
-    return whole(messages.describe(models, name) if _wants_anthropic(call) else describe(models, name))
+    if _wants_anthropic(call):
+        return whole(messages.describe(models, name))
+    return whole(describe(models, name))
 
 
 def _wants_anthropic(call: Call[Any]) -> bool:
@@ -151,13 +161,14 @@ def describe(models: Models, name: str) -> ModelObject:
     served = models.served.get(name) or models.unlisted_lora(name)
     if served is None:
         return ModelObject(id=name, created=models.created.get(name, 0))
-    return ModelObject(
+    described = ModelObject(
         id=name,
         created=models.created[served.triton_model],
-        root=served.lora.name if served.lora is not None else msgspec.UNSET,
-        parent=served.triton_model if served.lora is not None else msgspec.UNSET,
         max_model_len=served.settings.max_model_len or msgspec.UNSET,
     )
+    if served.lora is not None:
+        described = msgspec.structs.replace(described, root=served.lora.name, parent=served.triton_model)
+    return described
 
 
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -186,13 +197,19 @@ def check_may_manage(service: Service, key: ApiKey) -> None:
 async def load(service: Service, call: Call[LoadRequest]) -> Reply:
     """Load a model, and describe it once it is loaded."""
     name, problem = await service.control.load(_named(call), endpoint=call.query.get("endpoint"))
-    reason = msgspec.UNSET if problem is None else public_reason(problem) or "it cannot be served"
-    found = msgspec.structs.replace(describe(service.models, name), served=problem is None, reason=reason)
+    reason: str | msgspec.UnsetType = msgspec.UNSET
+    if problem is not None:
+        reason = public_reason(problem) or "it cannot be served"
+    loaded = msgspec.structs.replace(describe(service.models, name), served=problem is None, reason=reason)
     if service.fleet.leasing.single is None:
-        every = service.fleet.members.values()
-        states = {each.name: "ready" if name in each.targets else "not ready" for each in every}
-        found = msgspec.structs.replace(found, endpoints=states)
-    return whole(found)
+        states = {}
+        for member in service.fleet.members.values():
+            if name in member.targets:
+                states[member.name] = "ready"
+            else:
+                states[member.name] = "not ready"
+        loaded = msgspec.structs.replace(loaded, endpoints=states)
+    return whole(loaded)
 
 
 async def unload(service: Service, call: Call[UnloadRequest]) -> Reply:
@@ -279,14 +296,27 @@ async def version(service: Service, call: Call[None]) -> Reply:
 
 async def probe(service: Service, model: ServedModel, *, timeout: float, at: str | None = None) -> None:
     """
-    Ask *model* for the least of what it is mainly for, in *timeout* seconds; *at* names the one of several Tritons.
+    Ask *model* for the smallest job of its main type, within *timeout* seconds; *at* names the one of several Tritons.
 
-    Raises :class:`ServiceError`.
+    No observer sees it: it is in no log, metric or trace. Raises :class:`ServiceError`.
     """
+    record = RequestRecord(request_id=new_id("probe"), method="", path="")
+
+    async def failed(error: ServiceError) -> None:
+        raise error
+
+    work = partial(_answer_probe, service, model, record, timeout=timeout, at=at)
+    # Each call has a task, and with it a context, of its own.
+    await asyncio.create_task(service.probes.run(record, work, failed=failed))
+
+
+async def _answer_probe(
+    service: Service, model: ServedModel, record: RequestRecord, *, timeout: float, at: str | None
+) -> None:
     route = Route(service.fleet.leasing, model.triton_model, among=model.endpoints, at=at)
-    upstream = UpstreamClient(route, CallTracer(), service.background)
+    upstream = UpstreamClient(route, record.call_tracer, service.background)
     kind = model.jobs[0]
-    job = kind(id=new_id("probe"), **kind.least)
+    job = kind(id=record.request_id, **kind.least)
     if isinstance(job, SynthesisJob) and model.voices is not None:
         job = msgspec.structs.replace(job, voice=model.voices.default_voice())
     if not isinstance(job, Generation):
@@ -320,14 +350,18 @@ async def status(service: Service, call: Call[None]) -> Reply:
     key = call.key
     snapshot = models.fleet.snapshot
     silent = service.canary.not_answering
-    lines = [
-        _visible(msgspec.structs.replace(line, state="does not answer") if line.name in silent else line, key)
-        for line in model_lines(models, unserved=True)
-    ]
+    lines = []
+    for line in model_lines(models, unserved=True):
+        visible = _visible(line, key)
+        if visible is None:
+            continue
+        if line.name in silent:
+            visible = msgspec.structs.replace(visible, state="does not answer")
+        lines.append(visible)
     answer = Status(
         triton=snapshot.server or msgspec.UNSET,
         triton_answers=snapshot.reachable,
-        models=[line for line in lines if line is not None],
+        models=lines,
     )
     with contextlib.suppress(ServiceError):
         service.authorizer.restrictions.check("metrics", call.headers)

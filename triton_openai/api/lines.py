@@ -167,7 +167,7 @@ class LineHost:
             record.key_digest = key.digest
             service.authorizer.share(key)
             request = await decode_json(body, operation, record, service.settings)
-            reply = await operation.handler(service, Call(operation, request, key, record, _NoStream()))
+            reply = await operation.function(service, Call(operation, request, key, record, _NoStream()))
             assert isinstance(reply, Whole), "the answer of a line is whole"
             record.status = reply.status
             return Outcome(reply.status, reply.body, record.request_id, usage=_usage(record))

@@ -40,16 +40,19 @@ def is_id(text: object) -> bool:
     return isinstance(text, str) and len(text) <= MAX_ID and text.isprintable()
 
 
-def page_limit(query: Mapping[str, str], most: int, *, default: int = 20) -> int:
-    """Return the ``limit`` of a query, *most* at most. Raises :class:`InvalidValue`."""
-    limit = query.get("limit", str(default))
-    if not (limit.isascii() and limit.isdecimal() and len(limit) < 6 and 1 <= int(limit) <= most):
-        raise InvalidValue(f"'limit' must be a number from 1 to {most}.", "limit")
-    return int(limit)
+def page_limit(query: Mapping[str, str], max_limit: int, *, default: int = 20) -> int:
+    """Return the ``limit`` of a query, *max_limit* at most. Raises :class:`InvalidValue`."""
+    text = query.get("limit", str(default))
+    limit = 0
+    if text.isascii() and text.isdecimal() and len(text) < 6:
+        limit = int(text)
+    if not 1 <= limit <= max_limit:
+        raise InvalidValue(f"'limit' must be a number from 1 to {max_limit}.", "limit")
+    return limit
 
 
 def page_query(
-    query: Mapping[str, str], order: str = "desc", *, most: int = 100, default: int = 20
+    query: Mapping[str, str], order: str = "desc", *, max_limit: int = 100, default: int = 20
 ) -> tuple[int, str | None, bool]:
     """
     Return the ``limit`` of the page that a *query* of OpenAI's API asks for, the id that it follows, and whether the
@@ -62,8 +65,8 @@ def page_query(
     if order not in ("asc", "desc"):
         raise InvalidValue("'order' must be 'asc' or 'desc'.", "order")
     if after is not None and not is_id(after):
-        raise unknown_place_error("after")
-    return page_limit(query, most, default=default), after, order == "desc"
+        raise unknown_id_error("after")
+    return page_limit(query, max_limit, default=default), after, order == "desc"
 
 
 def message_page_query(query: Mapping[str, str]) -> tuple[int, str, str | None, bool]:
@@ -83,18 +86,20 @@ async def fetch_page(
     find: Callable[..., Awaitable[Sequence[_T] | None]] | None, limit: int, after: str | None, param: str = "after"
 ) -> tuple[Sequence[_T], bool]:
     """
-    Return *limit* entries that *find* finds behind *after*, and whether there are more. Without *find*, there are none.
+    Return *limit* entries that *find* returns after the id *after*, and whether there are more.
 
-    Raises :class:`InvalidValue` if *after*, which the parameter *param* has, is the id of none of them.
+    Without *find*, there are none. Raises :class:`InvalidValue`, about *param*, if there is no entry *after*.
     """
-    rows: Sequence[_T] | None = [] if after is None else None
+    rows: Sequence[_T] | None = None
     if find is not None:
         rows = await find(after=after, limit=limit + 1)
+    elif after is None:
+        rows = []
     if rows is None:
-        raise unknown_place_error(param)
+        raise unknown_id_error(param)
     return rows[:limit], len(rows) > limit
 
 
-def unknown_place_error(param: str) -> InvalidValue:
-    """Return the error for a page that is to follow what is not in the list."""
+def unknown_id_error(param: str) -> InvalidValue:
+    """Return the error for a page that is to follow an entry that is not in the list."""
     return InvalidValue(f"'{param}' is the id of nothing in the list.", param)

@@ -6,7 +6,7 @@ Ranges are those that OpenAI documents (openai-openapi 2.3.0). Extensions in com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, get_args
@@ -23,6 +23,7 @@ from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParame
 from triton_openai.generation import Guide, Sampling
 from triton_openai.models.served import ServedModel
 from triton_openai.offload import json_decoder
+from triton_openai.prompts.origins import CHAT_ORIGINS, Origins
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 
@@ -54,7 +55,9 @@ def refusing(**neutral: Any) -> Callable[[type[_Request]], type[_Request]]:
 def _with_fields(fields: Sequence[tuple[str, Any, Any]]) -> Callable[[type[_Request]], type[_Request]]:
     def add(kind: type[_Request]) -> type[_Request]:
         namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__}
-        made = msgspec.defstruct(kind.__name__, fields, bases=(kind,), namespace=namespace, kw_only=True)
+        # A field that the request reads itself stays as it is.
+        added = [each for each in fields if each[0] not in kind.__struct_fields__]
+        made = msgspec.defstruct(kind.__name__, added, bases=(kind,), namespace=namespace, kw_only=True)
         return cast(type[_Request], made)
 
     return add
@@ -198,23 +201,8 @@ class TruncatedRequest(ModelRequest, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
 
 
-# Who asks, what for, how it is charged and cached; and names of vLLM's server for how it works.
-@accepting(
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"),
-    *("session_id", "stream_interval"),
-)
-# Names of vLLM's server, for inputs that nothing here reads.
-@ignoring(
-    *("cache_salt", "detokenize", "ec_transfer_params", "guided_decoding_backend", "guided_whitespace_pattern"),
-    *("kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "vllm_xargs"),
-)
-@refusing(
-    logits_processors=[], logprob_token_ids=[], prompt_embeds=[], structural_tag=None, thinking_token_budget=None,
-    repetition_detection=False, watermarking=False, use_beam_search=False, return_prompt_text=False,
-    return_token_offsets=False, return_tokens_as_token_ids=False, spaces_between_special_tokens=True,
-)  # fmt: skip
-class SamplingRequest(TruncatedRequest, kw_only=True):
-    """Base of the requests that generate text. Every field may be null, as clients send it."""
+class GenerationOptions(TruncatedRequest, kw_only=True):
+    """Options of an answer in text, for every API that generates it. Each may be null, as clients send it."""
 
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -250,13 +238,39 @@ class SamplingRequest(TruncatedRequest, kw_only=True):
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """The name that the client gives the limit of the answer's tokens, and the limit."""
+        """The client's name of the limit of the answer's tokens, and the limit."""
         return "max_tokens", self.max_tokens
 
     @property
     def alternatives(self) -> tuple[str, int | None]:
-        """The name of the number of alternatives to each token, and the number; ``None`` for no log probabilities."""
+        """The client's name of the number of alternatives to each token, and the number; ``None``: no probabilities."""
         raise NotImplementedError
+
+    def json_texts(self) -> Iterator[tuple[str, Any]]:
+        """Yield the texts that hold JSON, each with its path."""
+        yield "guided_json", self.guided_json
+        if self.structured_outputs is not None:
+            yield "structured_outputs.json", self.structured_outputs.json
+
+
+def completing(kind: type[_Request]) -> type[_Request]:
+    """Give a request of completions, or chat completions, the fields of both that generate nothing."""
+    # Who asks, what for, how it is charged and cached; and names of vLLM's server for how it works.
+    accepted = accepting(
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id",
+        "session_id", "stream_interval",
+    )  # fmt: skip
+    # Names of vLLM's server, for inputs that nothing here reads.
+    ignored = ignoring(
+        "cache_salt", "detokenize", "ec_transfer_params", "guided_decoding_backend", "guided_whitespace_pattern",
+        "kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "vllm_xargs",
+    )  # fmt: skip
+    refused = refusing(
+        logits_processors=[], logprob_token_ids=[], prompt_embeds=[], structural_tag=None, thinking_token_budget=None,
+        repetition_detection=False, watermarking=False, use_beam_search=False, return_prompt_text=False,
+        return_token_offsets=False, return_tokens_as_token_ids=False, spaces_between_special_tokens=True,
+    )  # fmt: skip
+    return accepted(ignored(refused(kind)))
 
 
 # Fields that a request and a sampling have in common, with the values that ask for what happens anyway.
@@ -284,14 +298,19 @@ def _biases(given: Mapping[int, Any]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted((token, bias) for token, bias in checked.logit_bias.items() if bias))
 
 
-def stop_strings(stop: str | list[str] | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the stop strings. Raises :class:`InvalidRequest` for too many and for empty ones."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+def stop_strings(stop: str | list[str] | tuple[str, ...] | None, param: str = "stop") -> tuple[str, ...]:
+    """Return the stop strings; *param* is the client's name. Raises :class:`InvalidRequest` for too many or empty."""
+    if isinstance(stop, str):
+        stops: tuple[str, ...] = (stop,)
+    else:
+        stops = tuple(stop or ())
     if len(stops) > _MAX_STOPS:
         raise InvalidRequest(
-            f"'stop' takes at most {_MAX_STOPS} strings, got {len(stops)}.", param="stop", code="array_above_max_length"
+            f"'{param}' takes at most {_MAX_STOPS} strings, got {len(stops)}.",
+            param=param,
+            code="array_above_max_length",
         )
-    return _checked_words("stop", stops)
+    return _checked_words(param, stops)
 
 
 def _checked_words(name: str, words: tuple[str, ...]) -> tuple[str, ...]:
@@ -305,85 +324,118 @@ def _checked_words(name: str, words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def token_limit(
-    request: SamplingRequest, model: ServedModel, tokenizer: Tokenizer | None, defaults: DefaultParameters, default: int
+    options: GenerationOptions,
+    model: ServedModel,
+    tokenizer: Tokenizer | None,
+    defaults: DefaultParameters,
+    default: int,
 ) -> TokenLimit:
     """
     Return the limit of the answer's tokens: the client's, else the operator's, else what the authors recommend.
 
     The last two are in the *defaults*; without them the limit is *default*, or the end of the context.
     """
-    (param, asked) = request.limit
+    param, asked = options.limit
     settings = model.settings
     unlimited = asked is None and settings.default_parameters.max_tokens is None
-    known = filter(None, (settings.max_model_len, model.metadata.max_prompt_len))
+    if asked is None:
+        tokens = defaults.max_tokens or default
+    else:
+        tokens = asked
+    context = settings.max_model_len
+    longest_prompt = model.metadata.max_prompt_len
+    if context and longest_prompt:
+        longest_prompt = min(context, longest_prompt)
+    else:
+        longest_prompt = context or longest_prompt or None
+    if longest_prompt is None and tokenizer is not None:
+        longest_prompt = tokenizer.longest_prompt
     return TokenLimit(
-        tokens=defaults.max_tokens or default if asked is None else asked,
+        tokens=tokens,
         open=unlimited,
         unbounded=unlimited and defaults.max_tokens is None,
         asked=asked,
         param=param,
-        context=settings.max_model_len,
-        longest_prompt=min(known, default=None if tokenizer is None else tokenizer.longest_prompt),
+        context=context,
+        longest_prompt=longest_prompt,
     )
 
 
-def sampling(request: SamplingRequest, *, limit: TokenLimit, defaults: DefaultParameters, adapter: Adapter) -> Sampling:
-    """Return the sampling of *request*, completed from the model's *defaults*. Raises :class:`InvalidRequest`."""
-    alternatives_name, logprobs = request.alternatives
-    given = _given(defaults)
-    stop = request.stop if request.stop is not None else given.get("stop")
-    plain = _plain(request)
+def sampling(
+    options: GenerationOptions,
+    *,
+    limit: TokenLimit,
+    defaults: DefaultParameters,
+    adapter: Adapter,
+    origins: Origins = CHAT_ORIGINS,
+) -> Sampling:
+    """
+    Return the sampling that *options* ask for, completed from the model's *defaults*.
+
+    *origins* has the client's names, for errors. Raises :class:`InvalidRequest`.
+    """
+    alternatives_param, logprobs = options.alternatives
+    configured = _given(defaults)
+    stop = options.stop
+    if stop is None:
+        stop = configured.get("stop")
     values = {}
+    if configured:
+        values = {name: value for name, value in configured.items() if name in _PLAIN}
+    plain = _plain(options)
     if plain.count(None) < len(plain):
-        values = {name: value for name, value in zip(_PLAIN, plain, strict=True) if value is not None}
-    if given:
-        values = {**{name: value for name, value in given.items() if name in _PLAIN}, **values}
+        values |= {name: value for name, value in zip(_PLAIN, plain, strict=True) if value is not None}
     if values.get("min_tokens", 0) > limit.tokens:
         raise InvalidValue(
             f"'min_tokens' ({values['min_tokens']}) must not be greater than '{limit.param}' ({limit.tokens}).",
             "min_tokens",
         )
-    result = Sampling(
-        max_tokens=limit.tokens,
-        stop=() if stop is None else stop_strings(stop),
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-        bad_words=_checked_words("bad_words", tuple(request.bad_words)) if request.bad_words else (),
-        allowed_token_ids=tuple(request.allowed_token_ids or ()),
-        logprobs=logprobs,
-        logit_bias=_biases(request.logit_bias) if request.logit_bias else (),
-        **values,
-    )
-    asked = result.explicit
+    if stop is not None:
+        values["stop"] = stop_strings(stop, origins.name("stop"))
+    if options.stop_token_ids:
+        values["stop_token_ids"] = tuple(options.stop_token_ids)
+    if options.bad_words:
+        values["bad_words"] = _checked_words("bad_words", tuple(options.bad_words))
+    if options.allowed_token_ids:
+        values["allowed_token_ids"] = tuple(options.allowed_token_ids)
+    if options.logit_bias:
+        values["logit_bias"] = _biases(options.logit_bias)
+    result = Sampling(max_tokens=limit.tokens, logprobs=logprobs, **values)
+    _check_supported(result, limit, adapter, origins)
+    alternatives = adapter.capabilities.top_logprobs
+    if (logprobs or 0) > alternatives:
+        if alternatives:
+            message = f"This model reports at most {alternatives} alternatives to a token."
+        else:
+            message = "This model reports the log probabilities of the chosen tokens only, not those of alternatives."
+        raise UnsupportedParameter(message, param=alternatives_param)
+    return result
+
+
+def _check_supported(sampling: Sampling, limit: TokenLimit, adapter: Adapter, origins: Origins) -> None:
+    """Raise :class:`InvalidRequest` for what *adapter* does not send, or cannot send."""
+    asked = sampling.explicit
     if limit.asked is None:
         # A limit that the client did not set is no reason to refuse the request.
         del asked["max_tokens"]
     for name, value in asked.items():
         row = adapter.parameters_by_name.get(name) or _NOT_IN_TABLE.get(name)
-        usual = _PLAIN.get(name, ())
-        if row is None or value in usual:
+        if row is None or value in _PLAIN.get(name, ()):
             continue
         if name == "max_tokens":
-            called = limit.param
+            param = limit.param
         else:
-            called = name
+            param = origins.name(name)
         if row.target is None and row.rule is Rule.REFUSED and value not in row.neutral:
+            reason = ""
             if row.why:
-                why = f": {row.why}"
-            else:
-                why = ""
-            raise UnsupportedParameter(f"The parameter '{called}' is not supported with this model{why}.", param=called)
+                reason = f": {row.why}"
+            raise UnsupportedParameter(
+                f"The parameter '{param}' is not supported with this model{reason}.", param=param
+            )
         # Checked here because the adapter does not know the client's name of the limit.
         if isinstance(value, (int, float)):
-            check_range(called, value, row.datatype)
-    most = adapter.capabilities.top_logprobs
-    if (logprobs or 0) > most:
-        raise UnsupportedParameter(
-            f"This model tells {most} alternatives to a token at most."
-            if most
-            else "This model tells the log probabilities of the chosen tokens only, not those of alternatives.",
-            param=alternatives_name,
-        )
-    return result
+            check_range(param, value, row.datatype)
 
 
 def truncation(
@@ -411,58 +463,55 @@ def truncation(
     )
 
 
-def priority(request: SamplingRequest, levels: int, objective: int = 0) -> int:
+def priority(options: GenerationOptions, levels: int, objective: int = 0) -> int:
     """
     Return the request's priority, 0 for the default; the model's queue has *levels* of them.
 
     The gateway's *objective* comes before what the client asks for, if the queue has that level. Raises
     :class:`UnsupportedParameter` for a queue without priorities, and :class:`InvalidRequest` above *levels*.
     """
-    given = request.priority or 0
-    if given and not levels:
+    asked = options.priority or 0
+    if asked and not levels:
         raise UnsupportedParameter("The model's queue has no priorities.", param="priority")
-    if given > levels:
+    if asked > levels:
         raise InvalidValue(
-            f"'priority' must be from 0 (the default) or 1 (the first) to {levels} for this model, got {given}.",
+            f"'priority' must be from 0 (the default) or 1 (the first) to {levels} for this model, got {asked}.",
             "priority",
         )
     if 0 < objective <= levels:
         return objective
-    return given
+    return asked
 
 
-def token_ids(request: SamplingRequest, adapter: Adapter) -> bool:
+def token_ids(options: GenerationOptions, adapter: Adapter) -> bool:
     """Return whether token ids are wanted. Raises :class:`UnsupportedParameter` if the backend does not send them."""
-    if request.return_token_ids and not adapter.capabilities.token_ids:
+    if options.return_token_ids and not adapter.capabilities.token_ids:
         raise UnsupportedParameter(
-            "This model answers in text and does not tell its token ids; an engine answered token by token does"
+            "This model answers in text and does not report token ids; an engine that is asked token by token does"
             " (--prefer-token-level always).",
             param="return_token_ids",
         )
-    return bool(request.return_token_ids)
+    return bool(options.return_token_ids)
 
 
 def prompt_scoring(
-    request: SamplingRequest, model: ServedModel, *, echo_logprobs: int | None, timeout: float
+    options: GenerationOptions, model: ServedModel, *, echo_logprobs: int | None, timeout: float
 ) -> PromptScoring | None:
     """Return how the prompt's log probabilities are made, ``None`` for not at all. Raises :class:`InvalidRequest`."""
     count = echo_logprobs
     param = "logprobs"
-    if request.prompt_logprobs is not None:
-        if request.stream:
+    if options.prompt_logprobs is not None:
+        if options.stream:
             raise InvalidValue("'prompt_logprobs' cannot be used with 'stream'.", "prompt_logprobs")
-        count = max(request.prompt_logprobs, echo_logprobs or 0)
+        count = max(options.prompt_logprobs, echo_logprobs or 0)
         param = "prompt_logprobs"
     if count is None:
         return None
     if not model.adapter.capabilities.prompt_logprobs:
+        message = "This model does not report the log probabilities of the prompt's tokens."
         if param == "logprobs":
-            with_echo = "'echo' cannot be used with 'logprobs': "
-        else:
-            with_echo = ""
-        raise UnsupportedParameter(
-            f"{with_echo}This model does not tell the log probabilities of the prompt's tokens.", param=param
-        )
+            message = f"'echo' cannot be used with 'logprobs': {message}"
+        raise UnsupportedParameter(message, param=param)
     if model.lora_delivery is not None:
         raise UnsupportedParameter(
             "Log probabilities of prompts are not available for a LoRA adapter that is sent with its requests.",
@@ -471,26 +520,24 @@ def prompt_scoring(
     return PromptScoring(count=count, param=param, timeout=timeout)
 
 
-_GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
+def guide_of(options: GenerationOptions, supported: frozenset[str], origins: Origins = CHAT_ORIGINS) -> Guide | None:
+    """
+    Return the guide that *options* ask for, of a *supported* kind.
 
-
-def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | None:
-    """Return the guide that *request* asks for, of a *supported* kind. Raises :class:`InvalidRequest`."""
+    *origins* has the client's names, for errors. Raises :class:`InvalidRequest`.
+    """
     guides: list[Guide] = []
-    wanted = request.response_format
-    outputs = request.structured_outputs
-    if isinstance(wanted, JsonObjectFormat):
-        guides.append(Guide(kind="json"))
-    elif isinstance(wanted, JsonSchemaFormat):
-        guides.append(Guide(kind="json_schema", value=_encoded(wanted.json_schema.schema)))
-    elif isinstance(wanted, StructuralTagFormat):
-        guides.append(Guide(kind="structural_tag", value=_encoded(wanted)))
-    for name, kind in _GUIDED.items():
-        if (value := getattr(request, name)) is not None:
-            guides.append(_guide(kind, value, name))
-    for kind, value in () if outputs is None else msgspec.structs.asdict(outputs).items():
-        if value is not None and value is not False:
-            guides.append(_guide(kind, value, f"structured_outputs.{kind}"))
+    if options.response_format is not None:
+        guides += _format_guides(options.response_format, origins.name("response_format"))
+    for kind in ("json", "regex", "choice", "grammar"):
+        param = f"guided_{kind}"
+        value = getattr(options, param)
+        if value is not None:
+            guides.append(_guide(kind, value, param))
+    if options.structured_outputs is not None:
+        for kind, value in msgspec.structs.asdict(options.structured_outputs).items():
+            if value is not None and value is not False:
+                guides.append(_guide(kind, value, f"structured_outputs.{kind}"))
     if not guides:
         return None
     if len(guides) > 1:
@@ -500,11 +547,22 @@ def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | Non
     guide = guides[0]
     if guide.kind not in supported:
         if supported:
-            can = f"it supports {', '.join(sorted(supported))}"
+            reason = f"it supports {', '.join(sorted(supported))}"
         else:
-            can = "it has no guided decoding"
-        raise UnsupportedParameter(f"The model cannot be held to '{guide.kind}' output: {can}.", param=guide.param)
+            reason = "it has no guided decoding"
+        raise UnsupportedParameter(f"The model cannot be held to '{guide.kind}' output: {reason}.", param=guide.param)
     return guide
+
+
+def _format_guides(form: ResponseFormat, param: str) -> Sequence[Guide]:
+    """Return the guide for a ``response_format``, if it needs one; *param* is the client's name of it."""
+    if isinstance(form, JsonObjectFormat):
+        return [Guide(kind="json", param=param)]
+    if isinstance(form, JsonSchemaFormat):
+        return [Guide(kind="json_schema", value=_encoded(form.json_schema.schema), param=param)]
+    if isinstance(form, StructuralTagFormat):
+        return [Guide(kind="structural_tag", value=_encoded(form), param=param)]
+    return ()
 
 
 def _guide(kind: Any, value: Any, param: str) -> Guide:

@@ -33,21 +33,21 @@ from triton_openai.api import (
     uploaded_files,
 )
 from triton_openai.api.bodies import IGNORED_HEADER, REPAIRED_HEADER, FileField, FormRequest, ModelRequest
+from triton_openai.api.chat_tools import ToolDefinition
 from triton_openai.api.messages import batch_body, message_batches
-from triton_openai.api.messages import handlers as messages
+from triton_openai.api.messages import operations as messages
 from triton_openai.api.messages import types as message_types
 from triton_openai.api.messages.message_events import OVERLOADED, AnthropicEnvelope, status_of, type_of
 from triton_openai.api.responses import conversations, retrieve
 from triton_openai.api.responses import create as responses
 from triton_openai.api.responses import objects as response_types
 from triton_openai.api.service import Service
-from triton_openai.api.tools import ToolDefinition
 from triton_openai.api.uploaded_files import FileUpload
 from triton_openai.config.tree import ApiGroup, Settings
 from triton_openai.generation import Generation
 from triton_openai.jobs import ClassificationJob, EmbeddingJob, ScoreJob, SynthesisJob, TranscriptionJob, TranslationJob
 from triton_openai.media.speech_formats import MEDIA_TYPES
-from triton_openai.operations import BodyKind, Call, Handler, Operation, Query, Reply, Whole
+from triton_openai.operations import BodyKind, Call, Operation, OperationFunction, Query, Reply, Whole
 
 
 class ErrorObject(msgspec.Struct, kw_only=True):
@@ -161,7 +161,7 @@ def describe(settings: Settings) -> dict[str, Any]:
         if operation.label == "chat":
             read[REPAIRED_HEADER] = _REPAIRED
         headers = {**_ALWAYS, **read, **(_RATE_LIMITS if keys and operation.group in COUNTED else {})}
-        summary, _, more = prose(operation.handler.__doc__).partition("\n\n")
+        summary, _, more = prose(operation.function.__doc__).partition("\n\n")
         partly = {}
         if operation.media and not operation.jobs:
             partly["206"] = {**_content(operation), "description": "The part that was asked for.", "headers": _ALWAYS}
@@ -246,7 +246,7 @@ def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Sequence[t
 
 def _groups_needed(operation: Operation) -> Collection[ApiGroup]:
     """Return the groups that a request for *operation* may need: a batch also needs those of its lines."""
-    if operation.handler in (batches.create, message_batches.create):
+    if operation.function in (batches.create, message_batches.create):
         return {operation.group, *COUNTED}
     return {operation.group}
 
@@ -451,18 +451,18 @@ _Type: TypeAlias = type[msgspec.Struct] | None
 
 
 def _kept(
-    handler: Handler, route: str, name: str, request: _Type = None, answer: _Type = None, **more: Any
+    function: OperationFunction, route: str, name: str, request: _Type = None, answer: _Type = None, **more: Any
 ) -> Operation:
     """Return the row of an operation on responses, conversations and chats, which may be kept."""
-    return Operation(handler, _openai(route), name, "inference", request, answer, errors=_KEPT, **more)
+    return Operation(function, _openai(route), name, "inference", request, answer, errors=_KEPT, **more)
 
 
 def _batch(
-    handler: Handler, route: str, name: str, request: _Type = None, answer: _Type = None, **more: Any
+    function: OperationFunction, route: str, name: str, request: _Type = None, answer: _Type = None, **more: Any
 ) -> Operation:
     """Return the row of an operation on files and batches."""
     more["errors"] = (*_STORED, *more.get("errors", ()))
-    return Operation(handler, _openai(route), name, "batch", request, answer, **more)
+    return Operation(function, _openai(route), name, "batch", request, answer, **more)
 
 
 OPERATIONS = (
@@ -476,7 +476,7 @@ OPERATIONS = (
     _kept(stored_chats.delete, f"DELETE {_CHAT}", "delete_chat_completion", answer=response_types.Deleted),
     _kept(stored_chats.list_messages, f"GET {_CHAT}/messages", "list_chat_messages", answer=response_types.ItemList,
           query=_OLDEST_FIRST),
-    Operation(completions.handle, _deployed("POST /completions"), "create_completion", "inference",
+    Operation(completions.create, _deployed("POST /completions"), "create_completion", "inference",
               completions.CompletionRequest, completions.Completion, event=completions.Completion, jobs=(Generation,),
               label="text_completion"),
     _kept(responses.create, "POST /responses", "create_response", response_types.ResponsesRequest,
@@ -507,22 +507,22 @@ OPERATIONS = (
     _kept(conversations.delete_item, f"DELETE {_ITEM}", "delete_item", answer=conversations.ConversationObject),
     Operation(responses.refuse_websocket, _openai("GET /responses"), "refuse_websocket", "inference",
               errors=(errors.MethodNotAllowed, errors.UpgradeRefused)),
-    Operation(messages.handle, _openai("POST /messages"), "create_message", "inference", message_types.MessagesRequest,
+    Operation(messages.create, _openai("POST /messages"), "create_message", "inference", message_types.MessagesRequest,
               message_types.MessageObject, event=message_types.MessageEvent, jobs=(Generation,), label="chat"),
     Operation(messages.count_tokens, _openai("POST /messages/count_tokens"), "count_message_tokens", "inference",
               message_types.CountTokensRequest, message_types.TokenCount),
-    Operation(embeddings.handle, _deployed("POST /embeddings"), "create_embeddings", "embedding",
+    Operation(embeddings.create, _deployed("POST /embeddings"), "create_embeddings", "embedding",
               embeddings.EmbeddingsRequest, embeddings.EmbeddingList, jobs=(EmbeddingJob,), label="embeddings"),
     # The last path is that of the second version of Cohere's client.
-    Operation(embeddings.handle_rerank, (*_openai("POST /rerank"), "POST /v2/rerank"), "rerank", "embedding",
+    Operation(embeddings.rerank, (*_openai("POST /rerank"), "POST /v2/rerank"), "rerank", "embedding",
               embeddings.RerankRequest, embeddings.Reranked, jobs=(ScoreJob, EmbeddingJob)),
-    Operation(embeddings.handle_score, _openai("POST /score"), "score", "embedding", embeddings.ScoreRequest,
+    Operation(embeddings.score, _openai("POST /score"), "score", "embedding", embeddings.ScoreRequest,
               embeddings.ScoreList, jobs=(ScoreJob, EmbeddingJob)),
-    Operation(classify.handle, _openai("POST /classify"), "classify", "embedding", classify.ClassifyRequest,
+    Operation(classify.create, _openai("POST /classify"), "classify", "embedding", classify.ClassifyRequest,
               classify.ClassificationList, jobs=(ClassificationJob,)),
     Operation(moderations.handle, _openai("POST /moderations"), "create_moderation", "embedding",
               moderations.ModerationRequest, moderations.Moderation, jobs=(ClassificationJob,), label="moderation"),
-    Operation(speech.handle, _deployed("POST /audio/speech"), "create_speech", "inference", speech.SpeechRequest,
+    Operation(speech.create, _deployed("POST /audio/speech"), "create_speech", "inference", speech.SpeechRequest,
               event=speech.SpeechEvent, media=tuple(MEDIA_TYPES.values()), jobs=(SynthesisJob,), label="speech"),
     Operation(speech.list_voices, _openai("GET /audio/voices"), "list_voices", "model-repository",
               answer=speech.VoiceList, errors=(errors.InvalidRequest, errors.ModelNotFound), query=_VOICES_OF),

@@ -21,7 +21,7 @@ from triton_openai.answer.prepare import GenerationSpec, Prompt, prepare
 from triton_openai.answer.run import Run
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.api import parameters
-from triton_openai.api.bodies import ModelRequest, tell_ignored
+from triton_openai.api.bodies import ModelRequest, read_form, report_ignored
 from triton_openai.api.responses.stored import ResponseStore
 from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.batches.file_folder import Files
@@ -45,6 +45,7 @@ from triton_openai.models.control import ModelControl
 from triton_openai.models.lookup import Models
 from triton_openai.models.served import ServedModel
 from triton_openai.operations import Call, Form, Operation, Renderer, Reply
+from triton_openai.prompts.origins import CHAT_ORIGINS, Origins
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
@@ -74,9 +75,9 @@ _FIELDS = 1024 * 1024
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "safety_identifier", "user")
 # Bytes of the JSON of such a field. Longer ones are ignored: reading them would take too long.
 _MAX_SESSION_SIZE = 4096
-_Body = TypeVar("_Body", bound=ModelRequest)
-_Other = TypeVar("_Other", bound=ModelRequest)
-_Sampled = TypeVar("_Sampled", bound=parameters.SamplingRequest)
+_Body = TypeVar("_Body")
+_Other = TypeVar("_Other")
+_Request = TypeVar("_Request", bound=ModelRequest)
 _Answer = TypeVar("_Answer")
 _Result = TypeVar("_Result", bound=Result)
 
@@ -94,6 +95,8 @@ class Service:
     images: ImageLoader
     worker: Worker
     executor: Executor
+    #: Runs the requests that the service itself sends to models.
+    probes: Executor
     authorizer: Authorizer
     canary: Canary
     exposition: Exposition
@@ -213,6 +216,32 @@ async def receiving_audio(service: Service, call: Call[Form]) -> AsyncIterator[U
                 upload.end()
 
 
+async def form_of(
+    service: Service, call: Call[Form], kind: type[_Request], *, max_size: int, upload: Upload | None = None
+) -> _Request:
+    """
+    Return the form of *call*, of *max_size* bytes at most, as *kind*; *upload* counts what arrives.
+
+    Raises as :func:`read_form`.
+    """
+    settings = service.settings
+    on_arrival = None
+    if upload is not None:
+        on_arrival = upload.arrived
+    body = await read_form(
+        call.body,
+        kind,
+        call.record,
+        settings.limits,
+        strict=settings.api.strict_parameters,
+        max_size=max_size,
+        on_arrival=on_arrival,
+    )
+    if upload is not None:
+        upload.end()
+    return body
+
+
 def media_reservation(service: Service) -> Reservation:
     """Return a reservation for media of the current request; nothing is reserved yet."""
     return service.media.open(
@@ -266,7 +295,8 @@ class RequestContext(Generic[_Body]):
         model = self.model
         settings = self.service.settings
         if not (model.variants or model.text_level or settings.server.log_content or settings.traces.content):
-            self.body.messages = []  # type: ignore[attr-defined]
+            # Wherever the list is: the request, the conversation, or the record.
+            self.body.messages.clear()  # type: ignore[attr-defined]
 
     def upstream(self) -> UpstreamClient:
         """Return what sends the work for the request to Triton; of several Tritons, the way is recorded from now on."""
@@ -429,7 +459,7 @@ def _decoded(raw: Any, kind: Any) -> Any:
         return None
 
 
-async def begin(service: Service, call: Call[_Body], *, read_as_chat: bool = False) -> RequestContext[_Body]:
+async def begin(service: Service, call: Call[_Request], *, read_as_chat: bool = False) -> RequestContext[_Request]:
     """
     Return the context of *call*, with the model that its body names.
 
@@ -464,7 +494,7 @@ async def begin(service: Service, call: Call[_Body], *, read_as_chat: bool = Fal
     if not read_as_chat:
         record.parameters = body
     if ignored := parameters.check_unused(body):
-        tell_ignored(record, ignored)
+        report_ignored(record, ignored)
     context = RequestContext(call, service, body, model, record, limits)
     if len(service.fleet.members) > 1:
         context.session = _session_of(call)
@@ -472,23 +502,25 @@ async def begin(service: Service, call: Call[_Body], *, read_as_chat: bool = Fal
 
 
 def spec_of(
-    context: RequestContext[_Sampled],
+    context: RequestContext[Any],
+    options: parameters.GenerationOptions,
     answer_id: str,
     prompter: Prompter,
     *,
     n: int,
+    origins: Origins = CHAT_ORIGINS,
     echo_logprobs: int | None = None,
     cumulative_logprob: bool = False,
     keeps_special: bool = True,
     adds_special: bool = True,
 ) -> GenerationSpec:
     """
-    Return what a request to generate text wants; the *prompter* is the model's.
+    Return what a request to generate text asks for with *options*; the *prompter* is the model's.
 
+    *origins* has the client's names, for errors.
     *echo_logprobs* is the number of alternatives to each token of the echoed prompt, ``None`` for no log probabilities.
     For the rest see :class:`GenerationSpec` and :mod:`triton_openai.api.parameters`. Raises :class:`InvalidRequest`.
     """
-    body = context.body
     model = context.model
     settings = context.service.settings
     adapter = model.adapter
@@ -500,28 +532,30 @@ def spec_of(
     if context.record.batch is not None:
         # The last of the levels, if the model's queue has any.
         objective = model.priorities
-    if body.stream_options is not None and not body.stream:
+    if options.stream_options is not None and not options.stream:
         raise InvalidValue("'stream_options' is only allowed when 'stream' is true.", "stream_options")
-    limit = parameters.token_limit(body, model, prompter.tokenizer, defaults, settings.api.default_max_tokens)
-    truncation = parameters.truncation(body, keeps_special=keeps_special)
+    limit = parameters.token_limit(options, model, prompter.tokenizer, defaults, settings.api.default_max_tokens)
+    truncation = parameters.truncation(options, keeps_special=keeps_special)
+    if truncation is not None:
+        truncation = truncation.within(limit.room_for_prompt)
     template = Generation(
         id=answer_id,
         prompt="",
-        sampling=parameters.sampling(body, limit=limit, defaults=defaults, adapter=adapter),
-        stream=bool(body.stream),
-        guide=parameters.guide_of(body, adapter.capabilities.guides),
-        priority=parameters.priority(body, model.priorities, objective),
+        sampling=parameters.sampling(options, limit=limit, defaults=defaults, adapter=adapter, origins=origins),
+        stream=bool(options.stream),
+        guide=parameters.guide_of(options, adapter.capabilities.guides, origins),
+        priority=parameters.priority(options, model.priorities, objective),
         cumulative_logprob=cumulative_logprob,
-        token_ids=parameters.token_ids(body, adapter),
+        token_ids=parameters.token_ids(options, adapter),
     )
     return GenerationSpec(
         template=template,
         limit=limit,
         n=n,
-        truncation=None if truncation is None else truncation.within(limit.room_for_prompt),
+        truncation=truncation,
         adds_special=adds_special,
         prompt_scoring=parameters.prompt_scoring(
-            body, model, echo_logprobs=echo_logprobs, timeout=settings.triton.request_timeout
+            options, model, echo_logprobs=echo_logprobs, timeout=settings.triton.request_timeout
         ),
     )
 

@@ -19,7 +19,7 @@ from msgspec import Meta
 from triton_openai import offload
 from triton_openai.adapters._common.base import Synthesis
 from triton_openai.answer.speech import Speaker, longest_piece, pieces
-from triton_openai.api.bodies import ModelRequest, encode, new_id, tell_ignored, whole
+from triton_openai.api.bodies import ModelRequest, encode, new_id, report_ignored, whole
 from triton_openai.api.parameters import accepting
 from triton_openai.api.service import RequestContext, Service, begin, counting_audio
 from triton_openai.api.sse import data_event
@@ -100,7 +100,7 @@ class VoiceList(msgspec.Struct, frozen=True, kw_only=True):
     voices: Sequence[VoiceObject]
 
 
-async def handle(service: Service, call: Call[SpeechRequest]) -> Reply:
+async def create(service: Service, call: Call[SpeechRequest]) -> Reply:
     """Speak a text. The audio is sent while it is made."""
     async with counting_audio(service, call):
         return await _spoken(await begin(service, call))
@@ -112,20 +112,26 @@ async def _spoken(context: RequestContext[SpeechRequest]) -> Reply:
     capabilities = model.adapter.capabilities
     voices = model.voices
     if capabilities.synthesis is None or voices is None:
-        raise ConfigurationError(f"The adapter '{model.adapter.name}' does not say how it speaks.", param="model")
+        raise ConfigurationError(f"The adapter '{model.adapter.name}' does not describe its speech.", param="model")
     await voices.reload()
-    name = body.voice.id if isinstance(body.voice, VoiceId) else body.voice
+    if isinstance(body.voice, VoiceId):
+        name: str | None = body.voice.id
+    else:
+        name = body.voice
     voice, only = voices.find(name)
     if only and name is not None:
-        tell_ignored(context.record, ["voice"])
+        report_ignored(context.record, ["voice"])
     texts = pieces(body.input, longest_piece(capabilities.synthesis, voice), streams=capabilities.streaming)
     if not texts:
         raise InvalidValue("'input' has nothing to speak.", "input")
+    speed = body.speed
+    if speed == 1:
+        speed = None
     job = SynthesisJob(
         id=new_id("speech"),
         text=texts[0],
         voice=voice,
-        speed=None if body.speed == 1 else body.speed,
+        speed=speed,
         instructions=body.instructions or None,
         language=body.language,
     )
@@ -177,7 +183,10 @@ async def _file(context: RequestContext[SpeechRequest], speaker: Speaker) -> Asy
             made = await asyncio.to_thread(encoder, kind, rate)
         start = 0
         while start < len(samples):
-            block = samples[start : start + round((_BLOCK if record.audio_seconds else _FIRST_BLOCK) * rate)]
+            seconds = _FIRST_BLOCK
+            if record.audio_seconds:
+                seconds = _BLOCK
+            block = samples[start : start + round(seconds * rate)]
             data = await offload.run(made.encode, block, cost=encoding_cost(kind, rate, len(block)))
             start += len(block)
             record.audio_seconds = {"output": record.audio_seconds.get("output", 0.0) + len(block) / rate}
@@ -207,8 +216,9 @@ async def _samples(part: Speech, rate: int) -> tuple[Samples, int]:
         return samples_of(part.data, part.datatype), rate
 
     def read() -> tuple[Samples, int]:
-        samples, given = read_audio(part.data)
-        return resampled(samples, given, rate or given), rate or given
+        samples, own_rate = read_audio(part.data)
+        target_rate = rate or own_rate
+        return resampled(samples, own_rate, target_rate), target_rate
 
     try:
         return await offload.run(read, cost=_READING)
@@ -223,9 +233,9 @@ async def list_voices(service: Service, call: Call[None]) -> Reply:
         models = [await service.find_model(name, call.key)]
     else:
         models = [model for name, model in service.models.served.items() if call.key.allows(name)]
-    found = []
+    voices = []
     for model in models:
         if model.voices is not None:
             await model.voices.reload()
-            found += [VoiceObject(id=one, name=one, model=model.name) for one in model.voices.names()]
-    return whole(VoiceList(voices=found))
+            voices += [VoiceObject(id=voice, name=voice, model=model.name) for voice in model.voices.names()]
+    return whole(VoiceList(voices=voices))

@@ -19,8 +19,8 @@ import msgspec
 
 from triton_openai import errors, offload
 from triton_openai.api import chat
-from triton_openai.api.bodies import converted, new_id, tell_ignored, whole
-from triton_openai.api.paging import page_query, unknown_place_error
+from triton_openai.api.bodies import converted, new_id, report_ignored, whole
+from triton_openai.api.paging import page_query, unknown_id_error
 from triton_openai.api.responses.objects import Deleted, Metadata
 from triton_openai.api.responses.retrieve import list_of, page_of
 from triton_openai.api.responses.stored import is_key
@@ -30,6 +30,7 @@ from triton_openai.prompts.messages import Message
 from triton_openai.storage.store import BATCH, Entry, Place, Row, Store, fitting
 
 _PREFIX = "chatcmpl-"
+_METADATA = re.compile(r"metadata\[(.*)\]")
 
 
 class _Head(msgspec.Struct):
@@ -47,11 +48,11 @@ class CompletionUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 async def create(service: Service, call: Call[chat.ChatRequest]) -> Reply:
-    """Create a chat completion. With ``store``, it is kept if it ends well."""
+    """Create a chat completion. With ``store``, it is stored if it ends without an error."""
     context = await begin(service, call)
     body = context.body
     if body.verbosity in ("low", "high"):
-        tell_ignored(context.record, ["verbosity"])
+        report_ignored(context.record, ["verbosity"])
     answer_id = new_id("chatcmpl")
     keep = None
     if body.store and service.responses.keeps:
@@ -59,40 +60,49 @@ async def create(service: Service, call: Call[chat.ChatRequest]) -> Reply:
         answer_id = f"{_PREFIX}{time.time_ns() // 1000:014x}{token_hex(9)}"
         keep = partial(_keep, context, answer_id, _Head(body.model, described.metadata or {}))
     elif body.store:
-        tell_ignored(context.record, ["store"])
-    return await context.admitted(partial(chat.answer, answer_id=answer_id, keep=keep), param="messages")
+        report_ignored(context.record, ["store"])
+    asked = context.about(chat.conversation_of(body))
+    return await asked.admitted(partial(chat.answer, answer_id=answer_id, keep=keep), param="messages")
 
 
 async def _keep(context: RequestContext[chat.ChatRequest], answer_id: str, head: _Head, answer: bytes) -> None:
-    """Keep the *answer*; if that does not work, the log says so, and the client where its answer has not begun."""
+    """Store the *answer*. A failure is logged, and reported to the client if its answer has not begun."""
 
-    def rows() -> list[Row]:
-        messages = [_message(message, f"{answer_id}-{n}") for n, message in enumerate(context.body.messages)]
-        return [Row("answer", answer_id, answer), *messages]
+    def encoded() -> list[Row]:
+        rows = [Row("answer", answer_id, answer)]
+        for number, message in enumerate(context.body.messages):
+            rows.append(_message_row(message, f"{answer_id}-{number}"))
+        return rows
 
     state = context.service.responses
     owner = context.call.key.name
-    kept = await offload.run(rows, cost=offload.json_cost(context.record.body_size or 0))
+    rows = await offload.run(encoded, cost=offload.json_cost(context.record.body_size or 0))
     try:
-        await state.store().put(answer_id, owner, msgspec.json.encode(head), 0, rows=kept)
+        await state.store().put(answer_id, owner, msgspec.json.encode(head), 0, rows=rows)
     except errors.StoreUnavailable as error:
         state.not_kept(error, answer_id)
-        tell_ignored(context.record, ["store"])
+        report_ignored(context.record, ["store"])
 
 
-def _message(message: Message, message_id: str) -> Row:
+def _message_row(message: Message, message_id: str) -> Row:
     """Return the row of a message: its content is a text, or null if it has parts."""
-    fields = _given(msgspec.to_builtins(message))
+    fields = _without_nulls(msgspec.to_builtins(message))
     content = fields.pop("content", None)
     parts = None
     if isinstance(content, list):
-        parts = [{"type": "text", "text": part} if isinstance(part, str) else _given(part) for part in content]
+        parts = [_stored_part(part) for part in content]
         content = None
     always = {"id": message_id, "content": content, "content_parts": parts, "refusal": None, "name": None}
     return Row("messages", message_id, msgspec.json.encode(always | fields))
 
 
-def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _stored_part(part: str | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return _without_nulls(part)
+
+
+def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -106,13 +116,16 @@ async def _entry(service: Service, call: Call[Any]) -> tuple[str, Entry]:
 
 
 async def _shown(store: Store, owner: str, heads: Mapping[str, _Head]) -> Sequence[Row]:
-    """Return completions with their metadata, without those that somebody deletes meanwhile."""
+    """Return completions with their metadata, without those that are deleted meanwhile."""
     answers = await store.fetch(owner, [Place(key, key) for key in heads])
-    return [
-        Row("", key, b'%b,"metadata":%b}' % (answers[Place(key, key)][:-1], msgspec.json.encode(head.metadata)))
-        for key, head in heads.items()
-        if Place(key, key) in answers
-    ]
+    rows = []
+    for key, head in heads.items():
+        answer = answers.get(Place(key, key))
+        if answer is not None:
+            metadata = msgspec.json.encode(head.metadata)
+            # The answer is an object in JSON: the metadata becomes its last member.
+            rows.append(Row("", key, b'%b,"metadata":%b}' % (answer[:-1], metadata)))
+    return rows
 
 
 async def retrieve(service: Service, call: Call[Any]) -> Reply:
@@ -151,23 +164,27 @@ async def list_all(service: Service, call: Call[None]) -> Reply:
     store = service.responses.store()
     owner = call.key.name
     model = call.query.get("model")
-    limit, place, reverse = page_query(call.query, "asc")
-    if place is not None and not is_key(_PREFIX, place):
-        raise unknown_place_error("after")
-    wanted = {name[9:-1]: value for name, value in call.query.items() if re.fullmatch(r"metadata\[.*\]", name)}
-    found: dict[str, _Head] = {}
+    limit, after, reverse = page_query(call.query, "asc")
+    if after is not None and not is_key(_PREFIX, after):
+        raise unknown_id_error("after")
+    metadata = {}
+    for name, value in call.query.items():
+        match = _METADATA.fullmatch(name)
+        if match is not None:
+            metadata[match[1]] = value
+    heads: dict[str, _Head] = {}
     more = True
-    while more and len(found) <= limit:
-        batch = await store.entries(owner, _PREFIX, after=place, limit=BATCH, reverse=reverse)
+    while more and len(heads) <= limit:
+        batch = await store.entries(owner, _PREFIX, after=after, limit=BATCH, reverse=reverse)
         more = len(batch) == BATCH
-        for place, data in batch:
+        for key, data in batch:
+            after = key
             if data is None:
-                head = None
-            else:
-                head = _HEAD.decode(data)
-            if head is not None and model in (None, head.model) and wanted.items() <= head.metadata.items():
-                found[place] = head
-    sizes = await store.sizes(owner, [Place(key, key) for key in found])
-    count = fitting((sizes.get(Place(key, key), 0) for key in found), service.settings.limits.max_text_size)
-    shown = dict(islice(found.items(), min(count, limit)))
-    return whole(list_of(await _shown(store, owner, shown), more=len(shown) < len(found)))
+                continue
+            head = _HEAD.decode(data)
+            if model in (None, head.model) and metadata.items() <= head.metadata.items():
+                heads[key] = head
+    sizes = await store.sizes(owner, [Place(key, key) for key in heads])
+    count = fitting((sizes.get(Place(key, key), 0) for key in heads), service.settings.limits.max_text_size)
+    shown = dict(islice(heads.items(), min(count, limit)))
+    return whole(list_of(await _shown(store, owner, shown), more=len(shown) < len(heads)))

@@ -16,8 +16,9 @@ from triton_openai import offload
 from triton_openai.answer.chat_prompt import rendered_chat
 from triton_openai.answer.prepare import check_ids, tokenizer_of
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, encode, whole, whole_of
+from triton_openai.api.chat_tools import Tool, plan_chat_tools
+from triton_openai.api.conversation import argument_texts
 from triton_openai.api.service import Service, begin
-from triton_openai.api.tools import Tool, plan_tools
 from triton_openai.errors import InvalidRequest
 from triton_openai.operations import Call, Reply
 from triton_openai.prompts.messages import Message
@@ -43,6 +44,10 @@ class TokenizeRequest(ModelRequest, kw_only=True):
     documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ITEMS)] | None = None
     tools: list[Tool] | None = None
     return_token_strs: bool | None = None
+
+    def json_texts(self) -> Iterable[tuple[str, Any]]:
+        """Return the texts that hold JSON, each with its path."""
+        return argument_texts(self.messages or ())
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +80,7 @@ async def tokenize(service: Service, call: Call[TokenizeRequest]) -> Reply:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'.", param="prompt", code="missing_required_parameter")
     # Checked with a prompt too, which does not use them.
-    tools = plan_tools(tools=body.tools)
+    tools = plan_chat_tools(body.tools)
     if body.messages is not None:
         trusted = service.settings.api.trust_request_chat_template
         prompter = await model.prompter()
@@ -89,12 +94,14 @@ async def tokenize(service: Service, call: Call[TokenizeRequest]) -> Reply:
 
     def answer() -> TokenizeAnswer:
         pieces = [tokens[start : start + _PIECE] for start in range(0, len(tokens), _PIECE)]
-        strings = ([tokenizer.vocabulary_string(token) for token in piece] for piece in pieces) if texts else ()
+        strings = None
+        if texts:
+            strings = _joined([tokenizer.vocabulary_string(token) for token in piece] for piece in pieces)
         return TokenizeAnswer(
             count=len(tokens),
             max_model_len=model.settings.max_model_len,
             tokens=_joined(pieces),
-            token_strs=_joined(strings) if texts else None,
+            token_strs=strings,
         )
 
     return await whole_of(answer, cost=(offload.BYTE + texts * offload.ITEM) * len(tokens))

@@ -1,22 +1,24 @@
 """
-The tools of a chat request: read, checked, and turned into what the template, the parsers and the backend need.
+The tools of a conversation: those that a client declares, the choice among them, and the plan that follows.
 
-Source of the shapes: OpenAI's ``tools``, ``tool_choice`` and their older forms ``functions`` and ``function_call``
-(openai-openapi 2.3.0).
+Each API for chats reads its own shapes into :class:`DeclaredTool` and :class:`ToolSelection`. The plan has what the
+template, the parsers and the backend need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from triton_openai.api.bodies import converted
 from triton_openai.api.cut_json import read_cut_object
-from triton_openai.errors import InvalidRequest, InvalidValue, missing
+from triton_openai.errors import InvalidRequest, InvalidValue
 from triton_openai.generation import Guide
+
+#: Most tools of a request.
+MAX_TOOLS = 512
 
 
 def calls_schema(schemas: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> dict[str, Any]:
@@ -59,14 +61,14 @@ def _moved(node: Any, root: str) -> Any:
     return moved
 
 
-# Wider than OpenAI's [a-zA-Z0-9_-]{1,64}: names of MCP servers have dots, slashes and colons.
-_Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}(?!\n)$")]
+#: A tool's name. Wider than OpenAI's [a-zA-Z0-9_-]{1,64}: names of MCP servers have dots, slashes and colons.
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}(?!\n)$")]
 
 
 class FunctionDefinition(msgspec.Struct):
     """A function that may be called; ``parameters`` is the JSON schema of its arguments."""
 
-    name: _Name
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -77,29 +79,6 @@ class Grammar(msgspec.Struct):
 
     definition: str
     syntax: Literal["lark", "regex"]
-
-
-class CustomFormat(msgspec.Struct):
-    """The form of a custom tool's text: any, or that of a grammar."""
-
-    type: Literal["text", "grammar"] = "text"
-    grammar: Grammar | None = None
-
-
-class CustomDefinition(msgspec.Struct):
-    """A tool that takes text in place of arguments."""
-
-    name: _Name
-    description: str | None = None
-    format: CustomFormat | None = None
-
-
-class ToolDefinition(msgspec.Struct):
-    """A function, or a custom tool."""
-
-    type: Literal["function", "custom"] = "function"
-    function: FunctionDefinition | None = None
-    custom: CustomDefinition | None = None
 
 
 def custom_function(description: str | None, grammar: Grammar | None) -> dict[str, Any]:
@@ -133,55 +112,46 @@ def custom_input(arguments: str) -> str:
     return arguments
 
 
-class NamedFunction(msgspec.Struct):
-    """One of the given functions, by its name."""
+class DeclaredTool(msgspec.Struct, frozen=True):
+    """A tool of a request, which is a function to the model. The reader of the request has checked it."""
 
     name: str
+    #: What the template gets.
+    shown: Mapping[str, Any]
+    #: The JSON schema of its arguments.
+    parameters: Mapping[str, Any]
+    #: Whether it takes text in place of arguments.
+    custom: bool = False
 
 
-class NamedTool(msgspec.Struct, tag_field="type", tag="function"):
-    """One of the given functions."""
-
-    function: NamedFunction
-
-
-class NamedCustomTool(msgspec.Struct, tag_field="type", tag="custom"):
-    """One of the given custom tools."""
-
-    custom: NamedFunction
+def declared_function(function: FunctionDefinition, shown: Mapping[str, Any]) -> DeclaredTool:
+    """Return *function* as a tool, of which the template gets what is *shown*."""
+    parameters = function.parameters
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}}
+    return DeclaredTool(function.name, shown, parameters)
 
 
-class AllowedToolList(msgspec.Struct):
-    """The tools that may be called, and whether one of them must be."""
+class ChosenTool(msgspec.Struct, frozen=True):
+    """A tool that a request chooses."""
 
-    tools: Annotated[list[NamedTool | NamedCustomTool], Meta(min_length=1)]
-    mode: Literal["auto", "required"] = "auto"
-
-
-class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools"):
-    """Some of the given tools."""
-
-    allowed_tools: AllowedToolList
-
-
-def _checked_later(kind: type[msgspec.Struct]) -> Meta:
-    return Meta(extra_json_schema={"$ref": f"#/components/schemas/{kind.__name__}"})
-
-
-#: An item of ``tools``, and one of ``functions``: kept as it is for the template, and checked by :func:`plan_tools`.
-Tool: TypeAlias = Annotated[dict[str, Any], _checked_later(ToolDefinition)]
-Function: TypeAlias = Annotated[dict[str, Any], _checked_later(FunctionDefinition)]
-#: ``tool_choice`` and ``function_call``
-ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedTools | None
-FunctionChoice: TypeAlias = Literal["none", "auto", "required"] | NamedFunction | None
-
-
-class _Definitions(msgspec.Struct):
-    tools: Annotated[list[ToolDefinition], Meta(max_length=512)] = []
-    functions: Annotated[list[FunctionDefinition], Meta(max_length=512)] = []
+    name: str
+    #: The client's path of the name.
+    path: str
 
 
 Mode = Literal["none", "auto", "required", "named"]
+
+
+class ToolSelection(msgspec.Struct, frozen=True):
+    """Which of its tools a request lets the model call."""
+
+    mode: Mode = "auto"
+    #: The only tools that may be called; without any, all may. In mode ``named`` it is the one that must be called.
+    tools: Sequence[ChosenTool] = ()
+
+
+ANY_TOOL = ToolSelection()
 
 
 class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,11 +173,6 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
     custom: frozenset[str] = frozenset()
 
     @property
-    def active(self) -> bool:
-        """Whether the answer may hold calls."""
-        return self.mode != "none"
-
-    @property
     def param(self) -> str:
         """What the client calls the choice among its tools."""
         if self.legacy:
@@ -222,90 +187,67 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
     def guide(self) -> Guide:
         """Return the guide for an answer that has to be a call. Raises :class:`InvalidRequest`."""
         try:
-            schema = (
-                calls_schema(self.schemas, parallel=self.parallel) if self.name is None else self.schemas[self.name]
-            )
+            if self.name is None:
+                schema: Mapping[str, Any] = calls_schema(self.schemas, parallel=self.parallel)
+            else:
+                schema = self.schemas[self.name]
             return Guide(kind="json_schema", value=msgspec.json.encode(schema).decode(), param=self.param)
         except RecursionError as error:
             raise InvalidRequest("A tool's parameters are nested too deeply.", param="tools") from error
 
 
+#: The plan of a request without tools.
+NO_TOOLS = ToolPlan()
+
+
 def plan_tools(
-    tools: Sequence[Tool] | None,
-    tool_choice: ToolChoice = None,
-    functions: Sequence[Function] | None = None,
-    function_call: FunctionChoice = None,
+    tools: Sequence[DeclaredTool],
+    selection: ToolSelection = ANY_TOOL,
+    *,
     parallel: bool | None = None,
+    legacy: bool = False,
 ) -> ToolPlan:
-    """Return the plan of a request. Raises :class:`InvalidRequest`."""
-    legacy = not tools and bool(functions)
+    """
+    Return how *tools* are used, of which *selection* says which may be called.
+
+    *parallel* is whether there may be several calls, which ``None`` permits. *legacy* is whether the client uses
+    ``functions``. Raises :class:`InvalidRequest`.
+    """
     if legacy:
-        names = "functions"
-        key = "function_call"
+        list_param = "functions"
+        choice_param = "function_call"
     else:
-        names = "tools"
-        key = "tool_choice"
-    choice = function_call if legacy else tool_choice
-    if choice is None and not tools and not legacy:
-        return ToolPlan()
-    given = converted({names: (functions if legacy else tools) or ()}, _Definitions)
+        list_param = "tools"
+        choice_param = "tool_choice"
+    if not tools:
+        if selection.tools or selection.mode == "required":
+            raise InvalidValue(f"'{choice_param}' is only allowed when '{list_param}' are given.", choice_param)
+        return NO_TOOLS
     schemas: dict[str, Mapping[str, Any]] = {}
-    listed: list[Mapping[str, Any]] = list(tools or [{"type": "function", "function": one} for one in functions or ()])
-    custom = set()
-    for index, tool in enumerate(given.tools or [ToolDefinition(function=one) for one in given.functions]):
-        function = tool.function
-        if tool.type == "custom":
-            if tool.custom is None:
-                raise missing(f"tools[{index}].custom")
-            name = tool.custom.name
-            form = tool.custom.format
-            made = custom_function(tool.custom.description, None if form is None else form.grammar)
-            function = FunctionDefinition(name, parameters=made["parameters"])
-            listed[index] = {"type": "function", "function": {"name": name, **made}}
-            custom.add(name)
-        if function is None:
-            raise missing(f"tools[{index}].function")
-        if function.name in schemas:
-            raise InvalidValue(f"There are two tools of the name '{function.name}'.", names)
-        parameters = function.parameters
-        if parameters is None:
-            schemas[function.name] = {"type": "object", "properties": {}}
-        else:
-            schemas[function.name] = parameters
-    if not schemas and choice not in (None, "none", "auto"):
-        raise InvalidValue(f"'{key}' is only allowed when '{names}' are given.", key)
-    if not schemas or choice == "none":
+    for tool in tools:
+        if tool.name in schemas:
+            raise InvalidValue(f"There are two tools of the name '{tool.name}'.", list_param)
+        schemas[tool.name] = tool.parameters
+    if selection.mode == "none":
         # As OpenAI does it: the model knows of the tools and must not call them. Without them in the prompt it cannot.
-        return ToolPlan()
-    plan = ToolPlan(
-        prompt=listed,
+        return NO_TOOLS
+    for chosen in selection.tools:
+        if chosen.name not in schemas:
+            raise InvalidValue(f"'{chosen.path}' is not one of the given tools.", chosen.path)
+    shown = tools
+    name = None
+    if selection.mode == "named":
+        name = selection.tools[0].name
+    elif selection.tools:
+        names = {chosen.name for chosen in selection.tools}
+        shown = [tool for tool in tools if tool.name in names]
+        schemas = {chosen.name: schemas[chosen.name] for chosen in selection.tools}
+    return ToolPlan(
+        prompt=[tool.shown for tool in shown],
         schemas=schemas,
-        mode="required" if choice == "required" else "auto",
+        mode=selection.mode,
+        name=name,
         legacy=legacy,
-        parallel=parallel is not False and not legacy,
-        custom=frozenset(custom),
+        parallel=name is None and parallel is not False and not legacy,
+        custom=frozenset([tool.name for tool in tools if tool.custom]),
     )
-    if isinstance(choice, NamedTool | NamedCustomTool | NamedFunction):
-        return msgspec.structs.replace(plan, mode="named", name=_known(choice, key, schemas), parallel=False)
-    if isinstance(choice, AllowedTools):
-        place = "tool_choice.allowed_tools.tools"
-        chosen = [_known(tool, f"{place}[{index}]", schemas) for index, tool in enumerate(choice.allowed_tools.tools)]
-        return msgspec.structs.replace(
-            plan,
-            prompt=[tool for tool in listed if tool["function"]["name"] in chosen],
-            schemas={name: schemas[name] for name in chosen},
-            mode=choice.allowed_tools.mode,
-        )
-    return plan
-
-
-def _known(tool: NamedTool | NamedCustomTool | NamedFunction, place: str, schemas: Mapping[str, Any]) -> str:
-    if isinstance(tool, NamedTool):
-        tool = tool.function
-        place = f"{place}.function"
-    elif isinstance(tool, NamedCustomTool):
-        tool = tool.custom
-        place = f"{place}.custom"
-    if tool.name not in schemas:
-        raise InvalidValue(f"'{place}.name' is not one of the given tools.", f"{place}.name")
-    return tool.name

@@ -1,8 +1,8 @@
 """
 ``POST /v1/audio/transcriptions`` and ``POST /v1/audio/translations``: what is spoken in a file, as text.
 
-Source of the wire format: OpenAI's ``audio`` (openai-openapi 2.3.0). Where a model does not tell what a segment of
-``verbose_json`` has, it is empty or 0 there; segments of models without times are the chunks that they were sent.
+Source of the wire format: OpenAI's ``audio`` (openai-openapi 2.3.0). What a model does not report of a segment of
+``verbose_json`` is empty or 0 there; segments of models without times are the chunks that they were sent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import zlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -20,7 +20,7 @@ from msgspec import Meta
 from triton_openai.adapters._common.base import Recognition
 from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.transcription import Transcription, TranscriptionOptions
-from triton_openai.api.bodies import FileField, FormRequest, encode, new_id, read_form, whole
+from triton_openai.api.bodies import FileField, FormRequest, encode, new_id, whole
 from triton_openai.api.parameters import refusing
 from triton_openai.api.service import (
     RequestContext,
@@ -28,6 +28,7 @@ from triton_openai.api.service import (
     Upload,
     audio_too_large,
     begin,
+    form_of,
     max_form_size,
     receiving_audio,
 )
@@ -38,7 +39,6 @@ from triton_openai.languages import LANGUAGES, code_of
 from triton_openai.media.audio import Pauses, Recording, decoded_size, require_audio
 from triton_openai.operations import Call, Form, Reply, Whole
 
-_Request = TypeVar("_Request", bound=FormRequest)
 _Format = Literal["json", "text", "srt", "vtt", "verbose_json", "diarized_json"]
 _TIMED = ("srt", "vtt", "verbose_json")
 _Share = Annotated[float, Meta(ge=0, le=1)]
@@ -46,7 +46,7 @@ _Milliseconds = Annotated[int, Meta(ge=0, le=60_000)]
 
 
 class VoiceActivity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How speech is told from silence: a level from 0 (-60 dBFS) to 1 (-20 dBFS), and times in milliseconds."""
+    """How speech is distinguished from silence: a level from 0 (-60 dBFS) to 1 (-20 dBFS); times in milliseconds."""
 
     type: Literal["server_vad"]
     threshold: _Share = 0.5
@@ -144,24 +144,9 @@ async def transcribe(service: Service, call: Call[Form]) -> Reply:
     The formats are JSON, plain text and subtitles. With `stream`, the text comes piece by piece.
     """
     async with receiving_audio(service, call) as upload:
-        body = await _read(service, call, upload, TranscriptionRequest)
+        max_size = max_form_size(service.settings)
+        body = await form_of(service, call, TranscriptionRequest, max_size=max_size, upload=upload)
         return await _transcribe(await begin(service, call.with_body(body)), upload)
-
-
-async def _read(service: Service, call: Call[Form], upload: Upload, kind: type[_Request]) -> _Request:
-    """Return the form of *call* as *kind*, counted by *upload*. Raises :class:`InvalidRequest`."""
-    settings = service.settings
-    body = await read_form(
-        call.body,
-        kind,
-        call.record,
-        settings.limits,
-        strict=settings.api.strict_parameters,
-        max_size=max_form_size(settings),
-        on_arrival=upload.arrived,
-    )
-    upload.end()
-    return body
 
 
 async def _transcribe(context: RequestContext[TranscriptionRequest], upload: Upload) -> Reply:
@@ -169,23 +154,31 @@ async def _transcribe(context: RequestContext[TranscriptionRequest], upload: Upl
     if body.stream and body.response_format in _TIMED:
         raise InvalidValue(f"'stream' does not go with the format '{body.response_format}'.", "stream")
     if "word" in body.timestamp_granularities:
-        raise UnsupportedParameter("This model does not tell the times of words.", param="timestamp_granularities")
+        raise UnsupportedParameter(
+            "Times of words are not supported; those of segments are.", param="timestamp_granularities"
+        )
     if body.include:
-        raise UnsupportedParameter("This model does not tell what 'include' asks for.", param="include")
+        raise UnsupportedParameter("'include' is not supported.", param="include")
+    hint = body.prompt or ""
     if body.keywords:
         _check_prompt(context, "keywords")
-    hint = " ".join(filter(None, (body.prompt, ", ".join(body.keywords))))
-    # The first one that the model knows, where it cannot choose.
-    known = [code for code in map(code_of, body.languages) if code in _recognition(context).languages]
-    given = body.language or (body.languages[0] if body.languages and not known else None)
-    if not given:
-        language = None
-    else:
-        language = _language(context, given, "language" if body.language else "languages")
-    if language is None and known and not context.model.adapter.capabilities.tokens:
-        language = known[0]
+        keywords = ", ".join(body.keywords)
+        if hint:
+            hint = f"{hint} {keywords}"
+        else:
+            hint = keywords
+    supported = _recognition(context).languages
+    candidates = [code for code in map(code_of, body.languages) if code in supported]
+    language = None
+    if body.language:
+        language = _language(context, body.language, "language")
+    elif candidates and not context.model.adapter.capabilities.tokens:
+        # The model cannot choose among them.
+        language = candidates[0]
+    elif body.languages and not candidates:
+        language = _language(context, body.languages[0], "languages")
     job = TranscriptionJob(id=new_id("transcr"), samples=b"", language=language, prompt=hint or None)
-    return await _answer(context, upload, job, pauses=_pauses(body), languages=known)
+    return await _answer(context, upload, job, pauses=_pauses(body), languages=candidates)
 
 
 async def translate(service: Service, call: Call[Form]) -> Reply:
@@ -195,7 +188,8 @@ async def translate(service: Service, call: Call[Form]) -> Reply:
     The formats are JSON, plain text and subtitles.
     """
     async with receiving_audio(service, call) as upload:
-        body = await _read(service, call, upload, TranslationRequest)
+        max_size = max_form_size(service.settings)
+        body = await form_of(service, call, TranslationRequest, max_size=max_size, upload=upload)
         job = TranslationJob(id=new_id("transl"), samples=b"", prompt=body.prompt or None)
         return await _answer(await begin(service, call.with_body(body)), upload, job)
 
@@ -212,9 +206,11 @@ async def _answer(
     body = context.body
     limits = context.service.settings.audio
     if body.response_format == "diarized_json":
-        raise UnsupportedParameter("This model does not tell speakers apart.", param="response_format")
+        raise UnsupportedParameter(
+            "Speakers are not distinguished: 'diarized_json' is not supported.", param="response_format"
+        )
     if body.temperature:
-        raise UnsupportedParameter("This model takes no temperature but 0.", param="temperature")
+        raise UnsupportedParameter("'temperature' must be 0 for this model.", param="temperature")
     if body.prompt:
         _check_prompt(context, "prompt")
     await asyncio.to_thread(require_audio)
@@ -280,12 +276,15 @@ def _rendered(form: _Format, transcription: Transcription, recording: Recording,
     if form == "json":
         return whole(TranscriptObject(text=transcription.text, usage=usage))
     if form == "verbose_json":
+        task: Literal["transcribe", "translate"]
         if translated:
+            task = "translate"
             code = "en"
         else:
+            task = "transcribe"
             code = transcription.language or ""
         verbose = TranscriptObject(
-            task="translate" if translated else "transcribe",
+            task=task,
             language=LANGUAGES.get(code, code),
             duration=recording.seconds,
             text=transcription.text,
@@ -337,19 +336,19 @@ def _recognition(context: RequestContext[Any]) -> Recognition:
     return recognition
 
 
-def _language(context: RequestContext[Any], given: str, param: str) -> str:
+def _language(context: RequestContext[Any], name: str, param: str) -> str:
     """Return the code of the language that a request names. Raises :class:`InvalidRequest`."""
-    code = code_of(given)
-    known = _recognition(context).languages
-    if not known:
+    code = code_of(name)
+    codes = _recognition(context).languages
+    if not codes:
         raise UnsupportedParameter(
-            f"The model '{context.model.name}' cannot be told the language. Its operator can say which it knows "
-            "('audio.languages').",
+            f"The model '{context.model.name}' takes no language. Its operator can configure the languages "
+            "that it takes ('audio.languages').",
             param=param,
         )
-    if code not in known:
+    if code not in codes:
         raise InvalidRequest(
-            f"The model '{context.model.name}' does not know the language '{given[:50]}'. It knows {', '.join(known)}.",
+            f"The model '{context.model.name}' does not take the language '{name[:50]}'. It takes {', '.join(codes)}.",
             param=param,
             code="invalid_language",
         )
@@ -359,7 +358,7 @@ def _language(context: RequestContext[Any], given: str, param: str) -> str:
 def _check_prompt(context: RequestContext[Any], param: str) -> None:
     if not _recognition(context).prompt:
         raise UnsupportedParameter(
-            f"The model '{context.model.name}' has no room for a prompt, or its operator does not say that it has "
+            f"The model '{context.model.name}' takes no prompt. If it does, its operator has to configure it "
             "('audio.prompt').",
             param=param,
         )
@@ -367,21 +366,23 @@ def _check_prompt(context: RequestContext[Any], param: str) -> None:
 
 def _pauses(body: TranscriptionRequest) -> Pauses | None:
     """Return how the audio is cut at silence, if it is. Raises :class:`InvalidValue`."""
-    given = body.chunking_strategy
-    if given == "auto":
+    strategy = body.chunking_strategy
+    if strategy == "auto":
         return Pauses()
     fields: dict[str, Any] = {
-        **{"type": body.chunking_type, "threshold": body.threshold},
-        **{"prefix_padding_ms": body.padding, "silence_duration_ms": body.silence},
+        "type": body.chunking_type,
+        "threshold": body.threshold,
+        "prefix_padding_ms": body.padding,
+        "silence_duration_ms": body.silence,
     }
-    told = {name: value for name, value in fields.items() if value is not None}
-    if not given and not told:
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if not strategy and not fields:
         return None
     try:
-        if given:
-            activity = msgspec.json.decode(given, type=VoiceActivity)
+        if strategy:
+            activity = msgspec.json.decode(strategy, type=VoiceActivity)
         else:
-            activity = VoiceActivity(**{"type": "server_vad", **told})
+            activity = VoiceActivity(**{"type": "server_vad", **fields})
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise InvalidValue(
             "'chunking_strategy' must be 'auto' or an object of the type 'server_vad'.", "chunking_strategy"

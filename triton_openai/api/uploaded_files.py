@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from triton_openai import errors, offload
 from triton_openai.access.keys import ApiKey
-from triton_openai.api.bodies import FileField, converted, new_id, tell_ignored, unknown_field, whole, whole_of
+from triton_openai.api.bodies import FileField, converted, new_id, report_ignored, unknown_field, whole, whole_of
 from triton_openai.api.paging import Page, fetch_page, page_query
 from triton_openai.api.responses.objects import Deleted
 from triton_openai.api.service import Service
@@ -206,7 +206,7 @@ async def _read(call: Call[Form], parts: AsyncIterator[FormPart], writing: Writi
     record = call.record
     record.body_size = call.body.size
     record.unknown_fields = ignored[:16]
-    tell_ignored(record, ignored)
+    report_ignored(record, ignored)
     return converted(fields, FileUpload, strict=False)
 
 
@@ -227,7 +227,7 @@ async def list_files(service: Service, call: Call[None]) -> Reply:
     """List the files of the request's key."""
     purpose = call.query.get("purpose")
     # OpenAI's default is the most: clients that go through all pages notice no difference.
-    limit, after, reverse = page_query(call.query, most=10_000, default=100)
+    limit, after, reverse = page_query(call.query, max_limit=10_000, default=100)
     files = files_of(service)
     find = None
     if files.exist:

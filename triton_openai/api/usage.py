@@ -55,13 +55,16 @@ def usage_of(runs: Sequence[Run], *, n: int = 1, reasoning_tokens: int | None = 
 
 def usage_object(usage: Usage, reasoning_tokens: int | None = None) -> UsageObject:
     """Return *usage* in OpenAI's form."""
-    cached = usage.cached_tokens
+    prompt_details: PromptTokensDetails | UnsetType = UNSET
+    if usage.cached_tokens is not None:
+        prompt_details = PromptTokensDetails(cached_tokens=usage.cached_tokens)
+    completion_details: CompletionTokensDetails | UnsetType = UNSET
+    if reasoning_tokens is not None:
+        completion_details = CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
     return UsageObject(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        prompt_tokens_details=UNSET if cached is None else PromptTokensDetails(cached_tokens=cached),
-        completion_tokens_details=UNSET
-        if reasoning_tokens is None
-        else CompletionTokensDetails(reasoning_tokens=reasoning_tokens),
+        prompt_tokens_details=prompt_details,
+        completion_tokens_details=completion_details,
     )

@@ -96,11 +96,11 @@ class Canary(Observer):
             except UpstreamError as error:
                 reason = error.reason
             except ServiceError as error:
-                # A model that refuses a request answers.
+                if type(error) is ServiceError:
+                    # A mistake of the adapter, which is logged, says nothing of its model.
+                    break
+                # Whoever refuses a request is there.
                 _log.debug("small request refused", model=name, reason=error.reason)
-            except Exception:  # noqa: BLE001 - an adapter's mistake says nothing of its model
-                _log.exception("an adapter failed to ask a model", model=name)
-                break
             if reason is None:
                 self._silent.discard(name)
                 if self._silences.get(name, 0) < FAILURES:

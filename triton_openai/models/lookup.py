@@ -122,6 +122,16 @@ class Models:
             if name == model.triton_model and model.settings.moderation.labels and allows(name)
         ]
 
+    async def listed(self) -> Mapping[str, ServedModel]:
+        """Return the served models by public name. If there are none, wait for those that are being bound."""
+        if self.served:
+            return self.served
+        if any(not member.catalog.first.is_set() for member in self.fleet.members.values()):
+            # As a request for a model does, in a process that has just started.
+            await self.fleet.refresh_on_miss()
+        async with self._binding:
+            return self.served
+
     async def find(self, name: str, allows: Callable[[str], bool] = lambda _: True) -> ServedModel:
         """
         Return the served model called *name*, asking Triton again if it is not known.

@@ -9,6 +9,7 @@ from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.media import text_files
 from triton_openai.prompts.media_marks import ImageMarks
 from triton_openai.prompts.messages import Content, ContentPart, FileContent, UserMessage, is_audio, is_image
+from triton_openai.prompts.origins import MessageOrigin
 from triton_openai.prompts.parts import Prepared, text_part
 from triton_openai.prompts.prompt_template import PromptTemplate
 
@@ -22,29 +23,29 @@ _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 _FILE_TYPES = frozenset({"file", "input_file"})
 
 
-def text_of(message: UserMessage, param: str) -> str:
-    """Return the text of *message* without its images; *param* is its path in the request. Raises as `prepare`."""
+def text_of(message: UserMessage, origin: MessageOrigin) -> str:
+    """Return the text of *message* from *origin*, without its images. Raises as `prepare`."""
     if isinstance(message.content, str):
         return message.content
     texts = [
-        _text(part, f"{param}.content[{index}]")
-        for index, part in enumerate(message.content or ())
-        if not is_image(part)
+        _text(part, origin, f"[{index}]") for index, part in enumerate(message.content or ()) if not is_image(part)
     ]
     return BETWEEN_PARTS.join(texts)
 
 
-def prepared_content(content: Content, template: PromptTemplate, marks: Marks, param: str) -> Prepared | None:
-    """Return *content*, whose path in the request is *param*, in the form that *template* takes."""
+def prepared_content(
+    content: Content, template: PromptTemplate, marks: Marks, origin: MessageOrigin
+) -> Prepared | None:
+    """Return *content* of the message from *origin* in the form that *template* takes."""
     if content is None:
         return None
     if isinstance(content, str):
         if template.wants_parts:
             return [text_part(content)]
         return content
-    parts = [_text_or_mark(part, marks, f"{param}[{index}]") for index, part in enumerate(content)]
+    parts = [_text_or_mark(part, marks, origin, f"[{index}]") for index, part in enumerate(content)]
     texts = [part for part in parts if isinstance(part, str)]
-    lacking = _lacking_placeholders(parts, texts, marks, param)
+    lacking = _lacking_placeholders(parts, texts, marks, origin)
     if any(isinstance(part, ImageMarks) and part.part is not None for part in parts):
         return _parts_of([*lacking, *parts])
     # Each on a line of its own, as in vLLM's server, whatever the template puts between parts.
@@ -63,25 +64,25 @@ def empty_content(template: PromptTemplate) -> Prepared:
     return ""
 
 
-def _text_or_mark(part: ContentPart | str, marks: Marks, param: str) -> str | ImageMarks:
+def _text_or_mark(part: ContentPart | str, marks: Marks, origin: MessageOrigin, inner: str) -> str | ImageMarks:
     """Return the text of *part*, or how the image or the audio that it is is marked."""
     images, audio = marks
     if images is not None and is_image(part):
         return images
     if audio is not None and is_audio(part):
         return audio
-    return _text(part, param)
+    return _text(part, origin, inner)
 
 
 def _lacking_placeholders(
-    parts: Sequence[str | ImageMarks], texts: Sequence[str], marks: Marks, param: str
+    parts: Sequence[str | ImageMarks], texts: Sequence[str], marks: Marks, origin: MessageOrigin
 ) -> list[str]:
     """Return the placeholders of images and audio among *parts* that *texts* lack."""
     images, audio = marks
     lacking: list[str] = []
     for mark, what in ((images, "an image"), (audio, "audio")):
         if mark is not None and mark in parts and mark.part is None:
-            lacking += mark.missing(texts, parts.count(mark), param, what)
+            lacking += mark.missing(texts, parts.count(mark), origin.content(), what)
     return lacking
 
 
@@ -96,38 +97,44 @@ def _parts_of(parts: Sequence[str | ImageMarks]) -> list[dict[str, Any]]:
     return prepared
 
 
-def _text(part: ContentPart | str, param: str) -> str:
-    """Return the text of *part*. Raises :class:`InvalidRequest` or :class:`UnsupportedParameter` about *param*."""
+def _text(part: ContentPart | str, origin: MessageOrigin, inner: str) -> str:
+    """
+    Return the text of *part*, which is at *inner* in the content of the message from *origin*.
+
+    Raises :class:`InvalidRequest` or :class:`UnsupportedParameter`.
+    """
     if isinstance(part, str):
         return part
     if part.type in _FILE_TYPES:
         if part.file is None:
-            return _file(part, param)
-        return _file(part.file, f"{param}.file")
+            return _file(part, origin, inner)
+        return _file(part.file, origin, f"{inner}.file")
     if part.type is None or part.type in _TEXT_TYPES:
         text = part.text
     elif part.type == "refusal":
         text = part.refusal
     else:
         raise UnsupportedParameter(
-            f"Content of type '{part.type[:100]}' is not supported by this model; only text is.", param=param
+            f"Content of type '{part.type[:100]}' is not supported by this model; only text is.",
+            param=origin.content(inner),
         )
     if text is None:
-        raise InvalidRequest(f"A part of type '{part.type or 'text'}' must have its text.", param=param)
+        raise InvalidRequest(f"A part of type '{part.type or 'text'}' must have its text.", param=origin.content(inner))
     return text
 
 
-def _file(file: FileContent, param: str) -> str:
+def _file(file: FileContent, origin: MessageOrigin, inner: str) -> str:
     """Return the text of *file* as the model reads it."""
     if file.file_data is None:
         for name in ("file_id", "file_url"):
             if getattr(file, name) is not None:
                 raise UnsupportedParameter(
-                    f"'{name}' is not supported: send the file's content in 'file_data'.", param=f"{param}.{name}"
+                    f"'{name}' is not supported: send the file's content in 'file_data'.",
+                    param=origin.content(f"{inner}.{name}"),
                 )
-        raise InvalidRequest("A file must have its content in 'file_data'.", param=f"{param}.file_data")
+        raise InvalidRequest("A file must have its content in 'file_data'.", param=origin.content(f"{inner}.file_data"))
     try:
-        return text_files.shown(file.filename, text_files.read(file.file_data, file.filename))
+        return text_files.render(file.filename, text_files.decode(file.file_data, file.filename))
     except InvalidRequest as error:
-        error.param = f"{param}.file_data"
+        error.param = origin.content(f"{inner}.file_data")
         raise

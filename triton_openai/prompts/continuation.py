@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from triton_openai.errors import InvalidRequest
+from triton_openai.prompts.origins import CHAT_ORIGINS, Origins
 from triton_openai.prompts.parts import text_part
 
-_PARAM = "continue_final_message"
 
-
-def continued(messages: Sequence[dict[str, Any]], render: Callable[[Sequence[dict[str, Any]]], str]) -> str:
+def continued(
+    messages: Sequence[dict[str, Any]],
+    render: Callable[[Sequence[dict[str, Any]]], str],
+    origins: Origins = CHAT_ORIGINS,
+) -> str:
     """
     Return the prompt that *render* makes of prepared *messages*, up to the end of the last message's text.
 
@@ -20,13 +23,14 @@ def continued(messages: Sequence[dict[str, Any]], render: Callable[[Sequence[dic
     does it for ``continue_final_message``. Raises :class:`InvalidRequest` if the last message is not an assistant's
     text, or if the template omits the text.
     """
+    param = origins.name("continue_final_message")
     last = messages[-1]
     if last["role"] != "assistant" or "tool_calls" in last:
-        raise InvalidRequest(f"'{_PARAM}' needs an assistant's last message, without tool calls.", param=_PARAM)
+        raise InvalidRequest(f"'{param}' needs an assistant's last message, without tool calls.", param=param)
     content = last["content"]
     text = _text_of(content)
     if not text:
-        raise InvalidRequest(f"'{_PARAM}' needs the last message to have text.", param=_PARAM)
+        raise InvalidRequest(f"'{param}' needs the last message to have text.", param=param)
     mark = secrets.token_hex(16)
     # The space after the mark shows whether the template trims the text.
     marked: Any = f"{text}{mark} "
@@ -37,7 +41,7 @@ def continued(messages: Sequence[dict[str, Any]], render: Callable[[Sequence[dic
     if not separator:
         raise InvalidRequest(
             "The model's chat template does not show the last message as it is, so it cannot be continued.",
-            param=_PARAM,
+            param=param,
         )
     if after.startswith(" "):
         return before

@@ -61,23 +61,25 @@ class HistoryTemplate(PromptTemplate):
             ("add_generation_prompt", not rendering.add_generation_prompt),
         ):
             if given:
-                raise UnsupportedParameter(f"The model's history template does not take '{name}'.", param=name)
-        items = [_item(message, index) for index, message in enumerate(messages)]
+                param = rendering.origins.name(name)
+                raise UnsupportedParameter(f"The model's history template does not take '{param}'.", param=param)
+        items = [_item(message, rendering, index) for index, message in enumerate(messages)]
         try:
             return self._template.render(items=items)
         except Exception as error:
             # A template is a program, and may raise any error.
             raise InvalidRequest(
                 f"The history template failed on these messages: {_words(error)}."[:_LONGEST_REASON],
-                param="messages",
+                param=rendering.origins.name("messages"),
                 detail=f"{type(error).__name__}: {error}",
             ) from error
 
 
-def _item(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+def _item(message: Mapping[str, Any], rendering: Rendering, index: int) -> dict[str, Any]:
     if message.get("tool_calls"):
         raise UnsupportedParameter(
-            "The model's history template does not take tool calls.", param=f"messages[{index}].tool_calls"
+            "The model's history template does not take tool calls.",
+            param=rendering.origins.message(index).field("tool_calls"),
         )
     role = message["role"]
     return {

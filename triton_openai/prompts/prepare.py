@@ -20,6 +20,7 @@ from triton_openai.prompts.messages import (
     ToolMessage,
     UserMessage,
 )
+from triton_openai.prompts.origins import CHAT_ORIGINS, MessageOrigin, Origins
 from triton_openai.prompts.parts import Prepared
 from triton_openai.prompts.past_calls import PastCalls
 from triton_openai.prompts.prompt_template import PromptTemplate
@@ -33,26 +34,33 @@ def prepare(
     images: ImageMarks | None = None,
     audio: ImageMarks | None = None,
     past_calls: PastCalls | None = None,
+    origins: Origins = CHAT_ORIGINS,
 ) -> list[dict[str, Any]]:
     """
     Return *messages* in the form that *template* takes; without *images* and *audio*, all parts but text are refused.
 
-    *past_calls* reads the arguments of past calls. Developer messages become system messages, unless the template has
-    a role for developers. System messages that the template does not take where they stand become part of the first
-    one, or of the user's. Turns come in an order that the template takes. Function results become tool results,
-    arguments of tool calls become objects, and parts are joined for templates that take strings.
+    *past_calls* reads the arguments of past calls. *origins* has the client's names, for errors. Developer messages
+    become system messages, unless the template has a role for developers. System messages that the template does not
+    take where they stand become part of the first one, or of the user's. Turns come in an order that the template
+    takes. Function results become tool results, arguments of tool calls become objects, and parts are joined for
+    templates that take strings.
 
     Raises :class:`InvalidRequest` or :class:`UnsupportedParameter`, whose ``param`` is the path in the request
     (``messages[0].content[1]``).
     """
     if not messages:
-        raise InvalidRequest("'messages' must hold at least one message.", param="messages")
+        param = origins.name("messages")
+        raise InvalidRequest(f"'{param}' must hold at least one message.", param=param)
     marks = (images, audio)
     if past_calls is None:
         past_calls = PastCalls()
-    prepared = [
-        _prepare(message, template, marks, past_calls, f"messages[{index}]") for index, message in enumerate(messages)
-    ]
+    prepared = []
+    for index, message in enumerate(messages):
+        if origins.messages is None:
+            origin = MessageOrigin(f"messages[{index}]")
+        else:
+            origin = origins.messages[index]
+        prepared.append(_prepare(message, template, marks, past_calls, origin))
     if not template.takes_late_system and any(message["role"] in SYSTEM_ROLES for message in prepared[1:]):
         prepared = merged_system_messages(prepared)
     form = template.tool_form
@@ -64,22 +72,22 @@ def prepare(
 
 
 def _prepare(
-    message: Message, template: PromptTemplate, marks: Marks, past_calls: PastCalls, param: str
+    message: Message, template: PromptTemplate, marks: Marks, past_calls: PastCalls, origin: MessageOrigin
 ) -> dict[str, Any]:
     content: Prepared | None
     if isinstance(message.content, str) and not template.wants_parts:
         content = message.content
     else:
-        content = prepared_content(message.content, template, marks, f"{param}.content")
+        content = prepared_content(message.content, template, marks, origin)
     if isinstance(message, AssistantMessage):
-        prepared = _assistant(message, content, template, past_calls, param)
+        prepared = _assistant(message, content, template, past_calls, origin)
     elif isinstance(message, ToolMessage | FunctionMessage):
         prepared = _tool_result(message, content, template)
     else:
         role = _role(message, template)
         if content is None:
             raise InvalidRequest(
-                f"The content of a {role} message must be a string or a list of parts.", param=f"{param}.content"
+                f"The content of a {role} message must be a string or a list of parts.", param=origin.content()
             )
         prepared = {"role": role, "content": content}
     if message.name is not None:
@@ -107,13 +115,17 @@ def _tool_result(
 
 
 def _assistant(
-    message: AssistantMessage, content: Prepared | None, template: PromptTemplate, past_calls: PastCalls, param: str
+    message: AssistantMessage,
+    content: Prepared | None,
+    template: PromptTemplate,
+    past_calls: PastCalls,
+    origin: MessageOrigin,
 ) -> dict[str, Any]:
     if message.audio is not None:
-        raise UnsupportedParameter("Audio is not supported by this model; only text is.", param=f"{param}.audio")
+        raise UnsupportedParameter("Audio is not supported by this model; only text is.", param=origin.field("audio"))
     if content is None and message.refusal is not None:
-        content = prepared_content(message.refusal, template, NO_MARKS, f"{param}.refusal")
-    calls = _calls(message, template, past_calls, param)
+        content = prepared_content(message.refusal, template, NO_MARKS, origin)
+    calls = _calls(message, template, past_calls, origin)
     form = template.tool_form
     reasoning = message.reasoning_content
     if reasoning is None:
@@ -149,12 +161,12 @@ def _with_words(reasoning: str, content: Prepared) -> str:
 
 
 def _calls(
-    message: AssistantMessage, template: PromptTemplate, past_calls: PastCalls, param: str
+    message: AssistantMessage, template: PromptTemplate, past_calls: PastCalls, origin: MessageOrigin
 ) -> list[dict[str, Any]]:
     """Return the tool calls of *message*."""
     calls: list[dict[str, Any]] = []
     for index, call in enumerate(message.tool_calls or ()):
-        function = _function_of(call, f"{param}.tool_calls[{index}]")
+        function = _function_of(call, origin, index)
         prepared = {"type": "function", "function": _function(function, template, past_calls)}
         if call.id is not None:
             prepared["id"] = call.id
@@ -164,7 +176,7 @@ def _calls(
     return calls
 
 
-def _function_of(call: MessageToolCall, param: str) -> MessageFunctionCall:
+def _function_of(call: MessageToolCall, origin: MessageOrigin, index: int) -> MessageFunctionCall:
     """Return the function that *call* calls. Raises :class:`InvalidRequest` or :class:`UnsupportedParameter`."""
     if call.type == "custom" and call.custom is not None:
         # To the model it is a function of one text.
@@ -172,12 +184,12 @@ def _function_of(call: MessageToolCall, param: str) -> MessageFunctionCall:
     if call.function is not None:
         return call.function
     if call.type == "custom":
-        raise InvalidRequest("A call of a custom tool must have 'custom'.", param=f"{param}.custom")
+        raise InvalidRequest("A call of a custom tool must have 'custom'.", param=origin.call(index, ".custom"))
     if call.type in (None, "function"):
-        raise InvalidRequest("A tool call must have a 'function' with a 'name'.", param=f"{param}.function")
+        raise InvalidRequest("A tool call must have a 'function' with a 'name'.", param=origin.call(index, ".function"))
     raise UnsupportedParameter(
         f"Tool calls of type '{call.type[:100]}' are not supported by this model; functions and custom tools are.",
-        param=f"{param}.type",
+        param=origin.call(index, ".type"),
     )
 
 

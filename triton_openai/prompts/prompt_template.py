@@ -11,6 +11,7 @@ import msgspec
 from triton_openai.config.tree import AUTO, NONE
 from triton_openai.errors import UnsupportedParameter
 from triton_openai.prompts.media_marks import ImageMarks
+from triton_openai.prompts.origins import CHAT_ORIGINS, Origins
 from triton_openai.prompts.thinking import ThinkingControls, level_of
 from triton_openai.prompts.tool_schemas import ToolStyle
 from triton_openai.prompts.turns import ANY_ORDER, TurnRules
@@ -32,6 +33,8 @@ class Rendering(msgspec.Struct, frozen=True, kw_only=True):
     audio: ImageMarks | None = None
     #: Collects the names of the functions whose past calls had arguments that were no object.
     repaired: list[str] | None = None
+    #: The client's names, for errors.
+    origins: Origins = CHAT_ORIGINS
 
 
 #: A chat without tools or options.

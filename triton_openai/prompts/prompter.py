@@ -168,11 +168,12 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
                     f"'{name}' cannot be set through chat_template_kwargs.", param=f"chat_template_kwargs.{name}"
                 )
         template = template or self.template_for(rendering)
+        origins = rendering.origins
         past_calls = PastCalls(tools=rendering.tools or (), repaired=rendering.repaired)
-        prepared = prepare(messages, template, rendering.images, rendering.audio, past_calls)
+        prepared = prepare(messages, template, rendering.images, rendering.audio, past_calls, origins)
         try:
             if rendering.continue_final_message:
-                return continued(prepared, lambda marked: template.render(marked, rendering))
+                return continued(prepared, lambda marked: template.render(marked, rendering), origins)
             return template.render(prepared, rendering)
         except InvalidRequest as error:
             if self.foreign or error.detail is None or template.failure is None:

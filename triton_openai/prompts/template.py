@@ -180,25 +180,25 @@ class ChatTemplate(PromptTemplate):
             return self._template.render(context)
         except Exception as error:
             # A template is a program, and may raise any error.
-            param = "messages"
+            what = "messages"
             if rendering.tools and self._refuses(rendering.tools):
-                param = "tools"
-            raise self._refusal(error, param) from error
+                what = "tools"
+            raise self._refusal(error, what, rendering.origins.name(what)) from error
 
     def _refuses(self, tools: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the template refuses even a question with *tools*, but not without them."""
         return self._attempt([_QUESTION]) is not None and self._attempt([_QUESTION], tools) is None
 
-    def _refusal(self, error: Exception, param: str) -> InvalidRequest:
-        """Return the error of a request whose *param* the template refused or failed on."""
+    def _refusal(self, error: Exception, what: str, param: str) -> InvalidRequest:
+        """Return the error of a request whose *what* the template refused or failed on; the client calls it *param*."""
         if isinstance(error, TemplateRefusal):
-            reason = (error.message or "").strip() or f"The chat template does not accept these {param}."
+            reason = (error.message or "").strip() or f"The chat template does not accept these {what}."
             return InvalidRequest(reason[:_LONGEST_REASON], param=param)
         if isinstance(error, RecursionError):
-            return InvalidRequest(f"The {param} are nested too deeply for the chat template.", param=param)
+            return InvalidRequest(f"The {what} are nested too deeply for the chat template.", param=param)
         reason = f"{_line_of(error.__traceback__)}: {str(error) or type(error).__name__}"
         return InvalidRequest(
-            f"The chat template failed on these {param}{reason}"[:_LONGEST_REASON],
+            f"The chat template failed on these {what}{reason}"[:_LONGEST_REASON],
             param=param,
             detail=f"chat template '{self.name}': {type(error).__name__}: {error}",
         )

@@ -1,7 +1,7 @@
 """
 The execution of calls: each is counted as running, observed, and charged, and its failure becomes one error.
 
-HTTP requests, lines of batches and responses in the background all run here.
+HTTP requests, lines of batches, responses in the background and probes of models all run here.
 """
 
 from __future__ import annotations

@@ -230,28 +230,26 @@ class HttpForm:
         self._parser = FormParser(_boundary_of(content_type))
         self._request = request
         self._limits = limits
-        self._max_size = request.client_max_size
         # Seconds that were spent waiting for the client.
         self._waited = 0.0
 
     def parts(self, max_size: int, on_arrival: _OnArrival | None = None) -> AsyncIterator[Part]:
         check_body_size(max_size, self._request.content_length or 0)
-        self._max_size = max_size
-        # Not kept in the form: whoever waits for what arrives may hold the form.
-        return self._parts(on_arrival)
+        # Neither is kept in the form: whoever waits for what arrives may have a reference to the form.
+        return self._parts(max_size, on_arrival)
 
-    async def _parts(self, on_arrival: _OnArrival | None) -> AsyncIterator[Part]:
+    async def _parts(self, max_size: int, on_arrival: _OnArrival | None) -> AsyncIterator[Part]:
         ask_for_body(self._request)
         events = self._parser.events
         number = 0
-        while await self._parsed(on_arrival):
+        while await self._parsed(max_size, on_arrival):
             event = events.popleft()
             if not isinstance(event, PartHead):
                 continue
             number += 1
             if number > MAX_PARTS:
                 raise PayloadTooLarge(f"The request's form has more than {MAX_PARTS} parts.")
-            yield Part(event, self._contents(on_arrival))
+            yield Part(event, self._contents(max_size, on_arrival))
 
     @property
     def size(self) -> int:
@@ -261,18 +259,18 @@ class HttpForm:
     def declared_size(self) -> int | None:
         return self._request.content_length
 
-    async def _contents(self, on_arrival: _OnArrival | None) -> AsyncIterator[bytes]:
+    async def _contents(self, max_size: int, on_arrival: _OnArrival | None) -> AsyncIterator[bytes]:
         """Yield the contents of the part whose head came last."""
-        while await self._parsed(on_arrival):
+        while await self._parsed(max_size, on_arrival):
             event = self._parser.events.popleft()
             if not isinstance(event, bytes):
                 return
             yield event
 
-    async def _parsed(self, on_arrival: _OnArrival | None) -> bool:
+    async def _parsed(self, max_size: int, on_arrival: _OnArrival | None) -> bool:
         """Wait until an event has been parsed; return whether there is one: there is none behind the form's end."""
         while not self._parser.events:
-            data = await self._next_slice()
+            data = await self._next_slice(max_size)
             if not data:
                 self._parser.close()
                 return False
@@ -283,8 +281,12 @@ class HttpForm:
             await asyncio.sleep(0)
         return True
 
-    async def _next_slice(self) -> bytes:
-        """Return the next bytes, none at the end. Raises :class:`InvalidRequest`, also if they take too long."""
+    async def _next_slice(self, max_size: int) -> bytes:
+        """
+        Return the next bytes, none at the end.
+
+        Raises :class:`InvalidRequest`, also if they take too long, and :class:`PayloadTooLarge` above *max_size* bytes.
+        """
         loop = asyncio.get_running_loop()
         # A large form may take longer, if it arrives at a minimum rate.
         allowed = self._limits.body_timeout + self.size / MIN_BODY_RATE
@@ -297,7 +299,7 @@ class HttpForm:
         except (HttpProcessingError, web.RequestPayloadError) as error:
             raise malformed_form() from error
         self._waited += loop.time() - began
-        check_body_size(self._max_size, self.size)
+        check_body_size(max_size, self.size)
         return data
 
 

@@ -75,7 +75,7 @@ class HttpOperations:
     def handler(self, operation: Operation) -> Handler:
         """Return the handler of aiohttp's requests for *operation*."""
         service = self._service
-        run = operation.handler
+        run = operation.function
         check = operation.check
         kind = operation.body_kind
 

@@ -31,10 +31,11 @@ _TEXTS = (
 )  # fmt: skip
 
 
-def input_messages(body: object, max_chars: int) -> list[Message]:
-    """Return the input in a request's *body*, each text cut to *max_chars* characters."""
+def input_messages(body: object, max_chars: int, messages: Sequence[Any] | None = None) -> list[Message]:
+    """Return *messages*, or else the input in a request's *body*, each text cut to *max_chars* characters."""
     cut = _Cut(max_chars)
-    messages = getattr(body, "messages", None)
+    if messages is None:
+        messages = getattr(body, "messages", None)
     if messages is not None:
         return cut.last(messages, cut.message, role="omitted", parts=[])
     texts = [text for field in _TEXTS for text in _texts(getattr(body, field, None))]
@@ -223,7 +224,7 @@ class ContentLog(Observer):
                 "content",
                 request_id=record.request_id,
                 model=record.model,
-                input_messages=input_messages(record.parameters, self._max_chars),
+                input_messages=input_messages(record.parameters, self._max_chars, record.messages),
                 output_messages=output_messages(record.answers, self._max_chars),
             )
 

@@ -165,8 +165,10 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     stream: bool = False
     #: How many answers a prompt has.
     n: int = 1
-    #: The request's body.
+    #: The request's body, or the options of a conversation.
     parameters: object = None
+    #: The messages of a conversation, if the parameters do not have them.
+    messages: Sequence[object] | None = None
     #: Its size in bytes after decompression.
     body_size: int | None = None
     #: The names in it that the API does not have.

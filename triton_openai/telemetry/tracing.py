@@ -462,7 +462,7 @@ def content_attributes(record: RequestRecord, max_chars: int) -> Attributes:
     if record.operation is None:
         return {}
     contents = {
-        "gen_ai.input.messages": input_messages(record.parameters, max_chars),
+        "gen_ai.input.messages": input_messages(record.parameters, max_chars, record.messages),
         "gen_ai.output.messages": output_messages(record.answers, max_chars),
     }
     return {name: msgspec.json.encode(messages).decode() for name, messages in contents.items() if messages}

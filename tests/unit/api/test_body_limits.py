@@ -26,8 +26,8 @@ from triton_openai.answer.logits_reader import PromptScoring, score_prompts
 from triton_openai.api import bodies
 from triton_openai.api.bodies import JsonCheck, parse_json, read_within, separated
 from triton_openai.api.chat import ChatRequest
+from triton_openai.api.chat_tools import plan_chat_tools
 from triton_openai.api.embeddings import SIDES, ScoreRequest
-from triton_openai.api.tools import plan_tools
 from triton_openai.config.tree import LimitSettings, ServerSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
 from triton_openai.serving.request_body import read_body
@@ -252,10 +252,10 @@ def test_too_many_prompts() -> None:
 def test_too_many_tools() -> None:
     """A request may have 512 tools, and no more."""
     tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(513)]
-    planned = plan_tools(tools=tools[:512], tool_choice=None, functions=None, function_call=None, parallel=None)
+    planned = plan_chat_tools(tools=tools[:512], tool_choice=None, functions=None, function_call=None, parallel=None)
     assert 512 == len(planned.schemas)
     with pytest.raises(InvalidRequest) as caught:
-        plan_tools(tools=tools, tool_choice=None, functions=None, function_call=None, parallel=None)
+        plan_chat_tools(tools=tools, tool_choice=None, functions=None, function_call=None, parallel=None)
     assert ("tools", "array_above_max_length") == (caught.value.param, caught.value.code)
 
 

@@ -18,8 +18,8 @@ from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
 from triton_openai import app
 from triton_openai.api import routes, service
-from triton_openai.api.bodies import FileField, FormRequest, read_form, whole
-from triton_openai.api.service import Service, Upload, begin, receiving_audio
+from triton_openai.api.bodies import FileField, FormRequest, whole
+from triton_openai.api.service import Service, Upload, begin, form_of, receiving_audio
 from triton_openai.app import SERVICE
 from triton_openai.config.tree import (
     AccessSettings,
@@ -63,18 +63,7 @@ async def hear(service: Service, call: Call[Form]) -> Reply:
 
 async def heard_of(service: Service, call: Call[Form], upload: Upload | None) -> Reply:
     """Say what is in a form, whose bytes *upload* counts."""
-    settings = service.settings
-    form = await read_form(
-        call.body,
-        HearingRequest,
-        call.record,
-        settings.limits,
-        strict=settings.api.strict_parameters,
-        max_size=LARGEST + FIELDS,
-        on_arrival=None if upload is None else upload.arrived,
-    )
-    if upload is not None:
-        upload.end()
+    form = await form_of(service, call, HearingRequest, max_size=LARGEST + FIELDS, upload=upload)
     context = await begin(service, call.with_body(form))
     body = msgspec.structs.asdict(context.body)
     file = body.pop("file")

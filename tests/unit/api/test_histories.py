@@ -16,7 +16,8 @@ from tests.unit.parsers.slip_cases import SLIPS, Slip
 from tests.unit.parsers.test_slips import PLAN, WORDS, state
 from tests.unit.prompts.test_messages import STRING
 from triton_openai.api.bodies import converted
-from triton_openai.api.chat import ChatRequest, make_parser, message_of
+from triton_openai.api.chat import ChatRequest, message_of
+from triton_openai.api.conversation import make_parser
 from triton_openai.api.messages import types
 from triton_openai.api.messages.message_events import MessageEvents
 from triton_openai.api.messages.message_reader import read as read_messages
@@ -92,7 +93,7 @@ def take_chat(message: dict[str, Any], ids: Sequence[str]) -> list[tuple[str, di
 def take_response(items: Sequence[dict[str, Any]], ids: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     """Return what a response makes of *items* in its input."""
     answers = [{"type": "function_call_output", "call_id": id, "output": "ok"} for id in ids]
-    return take(reading({"input": [{"role": "user", "content": "Hi"}, *items, *answers]}).chat.messages)
+    return take(reading({"input": [{"role": "user", "content": "Hi"}, *items, *answers]}).conversation.messages)
 
 
 def take_message(blocks: Sequence[dict[str, Any]], ids: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
@@ -100,7 +101,7 @@ def take_message(blocks: Sequence[dict[str, Any]], ids: Sequence[str]) -> list[t
     answers = [{"type": "tool_result", "tool_use_id": id, "content": "ok"} for id in ids]
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": blocks or "Hm"}]
     body = {"model": "m", "messages": [*turns, *([{"role": "user", "content": answers}] if answers else [])]}
-    return take(read_messages(converted(body, types.CountTokensRequest), strict_tools=True).chat.messages)
+    return take(read_messages(converted(body, types.CountTokensRequest), strict_tools=True).conversation.messages)
 
 
 def as_chat(calls: Calls) -> dict[str, Any]:

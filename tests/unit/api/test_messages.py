@@ -17,7 +17,7 @@ from tests.cases import every_case
 from tests.described import check
 from triton_openai.api.bodies import read_within
 from triton_openai.api.messages.message_events import MessageEvents, envelope, stop_of
-from triton_openai.api.messages.message_reader import Reading, read
+from triton_openai.api.messages.message_reader import ParsedRequest, read
 from triton_openai.api.messages.types import Block, CountTokensRequest, MessagesRequest
 from triton_openai.app import create_app
 from triton_openai.config.tree import AccessSettings, LimitSettings, ServerSettings, Settings
@@ -47,14 +47,14 @@ def request(*messages: Any, **fields: Any) -> MessagesRequest:
     return read_within(json.dumps(body).encode(), MessagesRequest, LimitSettings())
 
 
-def reading(*messages: Any, strict_tools: bool = False, **fields: Any) -> Reading:
-    """Return a request as a chat."""
+def reading(*messages: Any, strict_tools: bool = False, **fields: Any) -> ParsedRequest:
+    """Return a request as a conversation."""
     return read(request(*messages, **fields), strict_tools=strict_tools)
 
 
 def chat(*messages: Any, **fields: Any) -> list[dict[str, Any]]:
-    """Return the messages of the chat, without what they leave empty."""
-    found = msgspec.to_builtins(reading(*messages, **fields).chat.messages)
+    """Return the messages of the conversation, without what they leave empty."""
+    found = msgspec.to_builtins(reading(*messages, **fields).conversation.messages)
     return [{key: value for key, value in message.items() if value is not None} for message in found]
 
 
@@ -195,9 +195,9 @@ def test_calls_and_thoughts() -> None:
 
 
 def test_parameters() -> None:
-    """Every parameter has its place in the chat."""
+    """Every parameter is read."""
     schema = {"type": "object"}
-    found = reading(
+    conversation = reading(
         user("a"),
         assistant("b"),
         stop_sequences=["x"],
@@ -209,7 +209,8 @@ def test_parameters() -> None:
         output_config={"effort": "max", "format": {"type": "json_schema", "schema": schema}},
         tools=[TOOL],
         tool_choice={"type": "auto", "disable_parallel_tool_use": True},
-    ).chat
+    ).conversation
+    found = conversation.options
 
     assert (9, ["x"], True, 0.5, 0.9, 4) == (
         found.max_tokens, found.stop, found.stream, found.temperature, found.top_p, found.top_k,
@@ -218,16 +219,17 @@ def test_parameters() -> None:
     assert {"enable_thinking": False, "thinking": False} == found.chat_template_kwargs
     assert schema == found.response_format.json_schema.schema  # type: ignore[union-attr]
     assert found.continue_final_message
-    assert found.parallel_tool_calls is False
-    for choice, expected in (("any", "required"), ("none", "none"), ("auto", None)):
-        assert expected == reading(user("a"), tools=[TOOL], tool_choice={"type": choice}).chat.tool_choice
-    named: Any = reading(user("a"), tools=[TOOL], tool_choice={"type": "tool", "name": "Bash"}).chat.tool_choice
-    assert "Bash" == named.function.name
+    assert not conversation.tools.parallel
+    for choice, expected in (("any", "required"), ("none", "none"), ("auto", "auto")):
+        plan = reading(user("a"), tools=[TOOL], tool_choice={"type": choice}).conversation.tools
+        assert expected == plan.mode
+    plan = reading(user("a"), tools=[TOOL], tool_choice={"type": "tool", "name": "Bash"}).conversation.tools
+    assert ("named", "Bash") == (plan.mode, plan.name)
 
 
 def names(*messages: Any, **fields: Any) -> list[str]:
     """Return the names of the tools that the model sees."""
-    return [tool["function"]["name"] for tool in reading(*messages, **fields).chat.tools or ()]
+    return [tool["function"]["name"] for tool in reading(*messages, **fields).conversation.tools.prompt]
 
 
 def test_tools() -> None:
@@ -283,22 +285,16 @@ def test_a_document_that_is_no_text() -> None:
         reading(user({"type": "document", "title": "a.md", "source": source}))
 
 
-def test_blame() -> None:
-    """Errors of the chat name the request's own fields."""
-    found = reading(user("a"), assistant("b"), user(result("c"), text("d")), system="e")
-    for param, expected in (
-        ("messages[0].content", "system"),
-        ("messages[4].content[1].image_url", "messages[2]"),
-        ("stop", "stop_sequences"),
-        ("response_format", "output_config.format"),
-        ("tools", "tools"),
-    ):
-        error = InvalidValue(f"'{param}' is wrong.", param)
-        found.relabel_param(error)
-        assert expected == error.param
-    error = InvalidValue("'stop' takes at most 4 strings.", "stop")
-    found.relabel_param(error)
-    assert "'stop_sequences' takes at most 4 strings." == error.message
+def test_origins() -> None:
+    """Messages and options have the names that the client wrote."""
+    origins = reading(user("a"), assistant("b"), user(result("c"), text("d")), system="e").conversation.origins
+
+    assert "system" == origins.message(0).content()
+    assert "messages[2]" == origins.message(4).content("[1].image_url")
+    assert "messages[1]" == origins.message(2).call(0, ".type") == origins.message(2).field("audio")
+    assert ["stop_sequences", "output_config.format", "tools"] == [
+        origins.name(option) for option in ("stop", "response_format", "tools")
+    ]
 
 
 class AnswerState:
@@ -550,4 +546,4 @@ def test_a_long_conversation_is_read_once() -> None:
     fields = {"messages": [user(text("x" * 150_000))], "tools": [{**TOOL, "name": f"t{n}"} for n in range(40)]}
     counted = msgspec.convert(fields, CountTokensRequest)
 
-    assert 40 == len(read(counted, strict_tools=False).chat.tools or ())
+    assert 40 == len(read(counted, strict_tools=False).conversation.tools.prompt)

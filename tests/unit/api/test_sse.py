@@ -28,7 +28,8 @@ from triton_openai.answer.limits import TokenLimit
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Push
 from triton_openai.api import sse
-from triton_openai.api.chat import ChatChunks, Turn
+from triton_openai.api.chat import ChatChunks
+from triton_openai.api.conversation import PreparedChat
 from triton_openai.api.parameters import StreamOptions
 from triton_openai.api.sse import Chunks
 from triton_openai.api.tools import ToolPlan
@@ -97,8 +98,11 @@ class ScriptedRun:
 
 def context_of(*, always_usage: bool = False, **options: bool) -> Any:
     """Return the context of a request with these stream options."""
+    body = SimpleNamespace(model="m", stream_options=StreamOptions(**options) if options else None)
+    # That of a conversation, and that of other requests.
+    body.options = body
     return SimpleNamespace(
-        body=SimpleNamespace(model="m", stream_options=StreamOptions(**options) if options else None),
+        body=body,
         model=SimpleNamespace(fingerprint="f"),
         service=SimpleNamespace(settings=Settings(api=ApiSettings(always_include_usage=always_usage))),
     )
@@ -113,7 +117,7 @@ def spec_of(*, n: int = 1, **fields: Any) -> GenerationSpec:
 def chat_chunks(context: Any, spec: GenerationSpec) -> ChatChunks:
     """Return the chunks of a chat with one answer."""
     runs: Any = [ScriptedRun()]
-    return ChatChunks(context, Turn(spec, ToolPlan(), runs, [AnswerParser(None, None)]), ())
+    return ChatChunks(context, PreparedChat(spec, ToolPlan(), runs, [AnswerParser(None, None)]), ())
 
 
 class Marks(Chunks):

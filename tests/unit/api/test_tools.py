@@ -10,7 +10,8 @@ import pytest
 from tests.cases import every_case
 from triton_openai.api.bodies import parse_json
 from triton_openai.api.chat import ChatRequest
-from triton_openai.api.tools import ToolPlan, calls_schema, plan_tools
+from triton_openai.api.chat_tools import plan_chat_tools
+from triton_openai.api.tools import ToolPlan, calls_schema
 from triton_openai.errors import InvalidRequest
 
 
@@ -27,7 +28,7 @@ def allowed(*tools: Any, **fields: str) -> dict[str, Any]:
 def planned(**fields: Any) -> ToolPlan:
     """Return the plan of a chat with *fields*."""
     body = parse_json(msgspec.json.encode({"messages": [], **fields}), ChatRequest)
-    return plan_tools(
+    return plan_chat_tools(
         tools=body.tools,
         tool_choice=body.tool_choice,
         functions=body.functions,
@@ -157,7 +158,7 @@ def test_odd_schemas_are_no_accident():
     nested: dict[str, object] = {}
     for _ in range(3000):
         nested = {"properties": nested}
-    deep = plan_tools(
+    deep = plan_chat_tools(
         tools=[tool("f", nested)], tool_choice="required", functions=None, function_call=None, parallel=None
     )
     with pytest.raises(InvalidRequest):
@@ -167,6 +168,8 @@ def test_odd_schemas_are_no_accident():
 def test_two_tools_of_one_name():
     """Nobody could tell which is meant."""
     with pytest.raises(InvalidRequest) as caught:
-        plan_tools(tools=[tool("f"), tool("f")], tool_choice=None, functions=None, function_call=None, parallel=None)
+        plan_chat_tools(
+            tools=[tool("f"), tool("f")], tool_choice=None, functions=None, function_call=None, parallel=None
+        )
 
     assert "tools" == caught.value.param

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -13,6 +16,7 @@ from tests.proxy_fixture import serving
 from triton_openai.access.keys import ApiKey
 from triton_openai.config.tree import ApiSettings, ModelSettings, Settings, TritonSettings
 from triton_openai.errors import ConfigurationError, ModelNotFound, UpstreamUnavailable
+from triton_openai.models.binding import Binder
 from triton_openai.models.lookup import Models
 from triton_openai.models.served import ServedModel
 from triton_openai.triton.catalog import Snapshot
@@ -101,6 +105,38 @@ async def test_a_model_that_is_gone() -> None:
             with pytest.raises(ModelNotFound):
                 await proxy.models.find(old)
             assert new == (await proxy.models.find(new)).triton_model
+
+
+async def test_a_list_waits_for_the_models_that_triton_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new process lists what its first look at Triton finds; of a Triton that comes later, what is being bound."""
+    loop = asyncio.get_running_loop()
+    begun = asyncio.Event()
+    go_on = threading.Event()
+    bind = Binder.bind_all
+
+    def bind_slowly(*arguments: Any) -> Any:
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait(20)
+        return bind(*arguments)
+
+    async with (
+        FakeTriton(config_of("m")) as triton,
+        serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy,
+    ):
+        (listed,) = (await proxy.get("/v1/models")).json["data"]
+        assert "m" == listed["id"]
+
+        models = proxy.models
+        models.served = {}
+        monkeypatch.setattr(Binder, "bind_all", bind_slowly)
+        binding = asyncio.create_task(models.apply_settings(Settings(), reload=False))
+        await begun.wait()
+        waiting = asyncio.create_task(models.listed())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        go_on.set()
+        assert ["m"] == list(await waiting)
+        await binding
 
 
 async def test_a_model_that_differs_between_tritons() -> None:

@@ -10,8 +10,9 @@ import msgspec
 
 from bench.parsers import CALLS
 from tests.cases import every_case
-from triton_openai.api.chat import ToolCall, make_parser, message_of
-from triton_openai.api.tools import NamedFunction, NamedTool, ToolChoice, plan_tools
+from triton_openai.api.chat import ToolCall, message_of
+from triton_openai.api.chat_tools import NamedFunction, NamedTool, ToolChoice, plan_chat_tools
+from triton_openai.api.conversation import make_parser
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.parsers.parser_registry import TOOL_PARSERS, Parsers
@@ -28,7 +29,7 @@ CALL = '<tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call>'
 @every_case("choice", ["required", NAMED])
 def test_forced_calls_have_ids_of_the_family(choice: Any) -> None:
     """Mistral's templates take nine letters and digits, also for calls that the backend was held to."""
-    wanted = plan_tools(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
+    wanted = plan_chat_tools(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
     text = '[{"name": "now", "parameters": {}}]' if choice == "required" else "{}"
     lengths = []
     for tools in (Mistral, Hermes, None):
@@ -58,7 +59,7 @@ def test_a_forced_call_in_the_models_own_form(tools: type[ToolParser] | None, si
         ("required", (own, f"\n{array}")), (NAMED, (own, arguments) if tools else (arguments,)),
     ]  # fmt: skip
     for choice, texts in cases:
-        wanted = plan_tools(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
+        wanted = plan_chat_tools(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
         for text in texts:
             parser = make_parser(Parsers(tools=tools), wanted, "")
             events = [event for at in range(0, len(text), size) for event in parser.feed(text[at : at + size])]
@@ -74,7 +75,7 @@ def test_a_forced_call_in_the_models_own_form(tools: type[ToolParser] | None, si
 @every_case("text", ["Now.", "[now]", '[{"name": "then", "parameters": {}}]', "  [", "<tool_call>then", " <tool_ca"])
 def test_a_forced_call_that_is_none(choice: Any, text: str) -> None:
     """The text is content, as the model wrote it."""
-    wanted = plan_tools(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
+    wanted = plan_chat_tools(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
     parser = make_parser(Parsers(tools=Hermes), wanted, "")
     message = message_of(
         [event for character in text for event in parser.feed(character)] + parser.flush(), wanted, ("reasoning",)
@@ -108,7 +109,7 @@ def test_a_cut_call(text: str, parallel: bool, cut: bool) -> None:
 
 def test_a_forced_call_that_is_cut() -> None:
     """A forced call that is cut counts as cut in the model's own form too."""
-    wanted = plan_tools(tools=TOOLS, tool_choice="required", functions=None, function_call=None, parallel=None)
+    wanted = plan_chat_tools(tools=TOOLS, tool_choice="required", functions=None, function_call=None, parallel=None)
     for text in (CALL[:-15], '[{"name": "now", "parameters": {"a'):
         parser = make_parser(Parsers(tools=Hermes), wanted, "")
         parser.feed(text)
@@ -128,7 +129,7 @@ def test_a_forced_answer_is_cut_anywhere(name: str) -> None:
     """Up to the name there is nothing, then a call whose arguments begin those of the whole; there is never text."""
     choice: ToolChoice = NamedTool(function=NamedFunction(name="f")) if name == "named" else "required"
     function = {"name": "f", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
-    wanted = plan_tools(tools=[{"type": "function", "function": function}], tool_choice=choice)
+    wanted = plan_chat_tools(tools=[{"type": "function", "function": function}], tool_choice=choice)
     tools = TOOL_PARSERS.load(name) if name in CALLS else Hermes
 
     def read(text: str, size: int) -> tuple[list[tuple[str, str]], AnswerParser]:
@@ -159,7 +160,7 @@ def test_a_forced_answer_is_cut_anywhere(name: str) -> None:
 
 def test_a_name_without_arguments_is_a_call() -> None:
     """A name without arguments is a call as soon as its quote is closed, or what ends it otherwise has come."""
-    wanted = plan_tools(tools=TOOLS, tool_choice="required")
+    wanted = plan_chat_tools(tools=TOOLS, tool_choice="required")
     cut = {'[{"name": "now': 0, '[{"name": "now"': 1, "<tool_call>now": 0, '<tool_call>{"name": "now",': 1}
     for text, calls in cut.items():
         parser = make_parser(Parsers(tools=Hermes), wanted, "")
@@ -184,7 +185,7 @@ def test_a_third_partys_parser() -> None:
 
 def test_text_behind_a_forced_call() -> None:
     """Text behind a forced call is content, even if it has the model's own form of a call."""
-    wanted = plan_tools(tools=TOOLS, tool_choice="required", functions=None, function_call=None, parallel=None)
+    wanted = plan_chat_tools(tools=TOOLS, tool_choice="required", functions=None, function_call=None, parallel=None)
     parser = make_parser(Parsers(tools=Hermes), wanted, "")
     assert parser is not None
     events = parser.feed('[{"name": "now", "parameters": {}}]' + CALL) + parser.flush()

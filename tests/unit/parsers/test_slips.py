@@ -15,8 +15,9 @@ from bench.parsers import CALLS
 from tests.cases import every_case
 from tests.unit.parsers.slip_cases import CLASSES, SLIP_TOOLS, SLIPS, Slip
 from tests.unit.parsers.test_tools import Merged, merge
-from triton_openai.api.chat import finish_reason, make_parser
-from triton_openai.api.tools import plan_tools
+from triton_openai.api.chat import finish_reason
+from triton_openai.api.chat_tools import plan_chat_tools
+from triton_openai.api.conversation import make_parser
 from triton_openai.generation import AnswerState, FinishReason, Generation, Sampling
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
@@ -24,7 +25,7 @@ from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSER
 from triton_openai.parsers.tools import json_text, names, tolerant
 from triton_openai.parsers.tools.tool_parser import ToolParser
 
-PLAN = plan_tools([{"type": "function", "function": {"name": n, "parameters": p}} for n, p in SLIP_TOOLS.items()])
+PLAN = plan_chat_tools([{"type": "function", "function": {"name": n, "parameters": p}} for n, p in SLIP_TOOLS.items()])
 
 
 def make(slip: Slip) -> AnswerParser:

@@ -45,7 +45,9 @@ def stop_of(
     reason = progress.finish_reason
     stop = progress.stop_reason
     if reason is FinishReason.LENGTH:
-        return ("model_context_window_exceeded" if limited else "max_tokens"), None
+        if limited:
+            return "model_context_window_exceeded", None
+        return "max_tokens", None
     if parser.calls and not parser.cut:
         return "tool_use", None
     if isinstance(stop, str):
@@ -53,7 +55,9 @@ def stop_of(
     if reason is not None and parser.cut:
         # Its input is not whole, whatever cut it.
         return "max_tokens", None
-    return (None if reason is None else "end_turn"), None
+    if reason is None:
+        return None, None
+    return "end_turn", None
 
 
 def _block_of(start: Event, text: str, *, omitted: bool) -> types.Block:
@@ -130,7 +134,7 @@ class MessageEvents(EventRenderer):
         return self._render(self.parser.feed(delta.text, delta.tokens))
 
     def last(self, choice: int) -> bytes:
-        """Return what the parser held back, and the end of the last block."""
+        """Return the text that the parser delayed, and the end of the last block."""
         return self._render(self.parser.flush(cut=self.run.progress.cut)) + self._close()
 
     async def ended(self, error: ServiceError | None) -> bytes:
@@ -198,8 +202,8 @@ class MessageEvents(EventRenderer):
         return events
 
 
-def _event(found: types.MessageEvent) -> bytes:
-    return event(found.type, _encode(found))
+def _event(data: types.MessageEvent) -> bytes:
+    return event(data.type, _encode(data))
 
 
 OVERLOADED = 529
@@ -248,7 +252,12 @@ def status_of(kind: type[ServiceError]) -> int:
 
 def type_of(status: int) -> str:
     """Return the type of errors with *status*."""
-    return _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    known = _TYPES.get(status)
+    if known is not None:
+        return known
+    if status < 500:
+        return "invalid_request_error"
+    return "api_error"
 
 
 def envelope(error: ServiceError, request_id: str) -> bytes:
@@ -262,12 +271,11 @@ def envelope(error: ServiceError, request_id: str) -> bytes:
     elif error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
     kind = type_of(status_of(type(error)))
-    found = AnthropicEnvelope(error=AnthropicError(type=kind, message=message), request_id=request_id)
-    return _encode(found)
+    return _encode(AnthropicEnvelope(error=AnthropicError(type=kind, message=message), request_id=request_id))
 
 
 def add_request_id(record: RequestRecord) -> None:
-    """Let the answer have the header ``request-id``, which Anthropic's clients read."""
+    """Add the header ``request-id`` to the answer, which Anthropic's clients read."""
     record.headers = {**record.headers, "request-id": record.request_id}
 
 

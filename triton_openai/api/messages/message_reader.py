@@ -1,5 +1,5 @@
 """
-Reads a request of Anthropic's API as a chat.
+Reads a request of Anthropic's API as a conversation.
 
 Content that says the same in another form, such as a string or a list of one text, becomes the same message, so that
 the prompt of a conversation stays the prefix of its next one, and the backend's cache serves it.
@@ -7,107 +7,116 @@ the prompt of a conversation stays the prefix of its next one, and the backend's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
+from typing import Any
 
 import msgspec
 
 from triton_openai.api.agents import LONGEST_TYPE, unsealed
-from triton_openai.api.chat import ChatRequest
+from triton_openai.api.conversation import ChatOptions, Conversation
 from triton_openai.api.messages import types
 from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema
-from triton_openai.api.tools import NamedFunction, NamedTool, Tool, ToolChoice
-from triton_openai.errors import ServiceError, UnsupportedParameter, missing, printable
+from triton_openai.api.tools import ANY_TOOL, ChosenTool, DeclaredTool, ToolSelection, plan_tools
+from triton_openai.errors import UnsupportedParameter, missing, printable
 from triton_openai.media import text_files as files
 from triton_openai.prompts import messages
+from triton_openai.prompts.origins import MessageOrigin, Origins
 
 # Claude Code's first block: it says which release asks, changes with it, and is not for the model.
 _BILLING = "x-anthropic-billing-header:"
 # The names of the switches that templates have for thinking.
 _SWITCHES = ("enable_thinking", "thinking")
+# The names of options that chat completions call otherwise.
 _NAMES = {
-    "max_completion_tokens": "max_tokens",
+    "chat_template_kwargs": "thinking",
+    "continue_final_message": "messages",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
-    "continue_final_message": "messages",
-    "tool_choice.function.name": "tool_choice.name",
     "stop": "stop_sequences",
 }
 
 
-class Reading(msgspec.Struct, frozen=True):
-    """A request as a chat."""
+class _TurnOrigin(MessageOrigin, frozen=True):
+    """The first of the client's messages that a message is made of. An error names that one as a whole."""
 
-    chat: ChatRequest
-    #: The place in the request from which each of the chat's messages comes.
-    origins: Sequence[str]
-    #: What the chat lacks of the request.
+    def content(self, inner: str = "") -> str:
+        return self.path
+
+    def call(self, index: int, inner: str = "") -> str:
+        return self.path
+
+    def field(self, name: str) -> str:
+        return self.path
+
+
+class ParsedRequest(msgspec.Struct, frozen=True):
+    """A request as a conversation."""
+
+    conversation: Conversation
+    #: The types of the tools and of the blocks that the conversation lacks.
     left_out: list[str]
 
-    def relabel_param(self, error: ServiceError) -> None:
-        """Name the request's own fields in an *error* of the chat."""
-        param = error.param or ""
-        for index, origin in enumerate(self.origins if param.startswith("messages[") else ()):
-            if param.startswith(f"messages[{index}]"):
-                error.param = origin
-        for name, own in _NAMES.items():
-            error.message = error.message.replace(f"'{name}'", f"'{own}'")
-            if param == name:
-                error.param = own
 
+def read(body: types.CountTokensRequest, *, strict_tools: bool) -> ParsedRequest:
+    """
+    Return *body* as a conversation.
 
-def read(body: types.CountTokensRequest, *, strict_tools: bool) -> Reading:
-    """Return *body* as a chat. Raises :class:`InvalidRequest`; with *strict_tools* also for tools else left out."""
+    With *strict_tools*, tools that would be left out are refused. Raises :class:`InvalidRequest`.
+    """
     left_out: list[str] = []
     pairs = list(_messages(body, left_out))
-    last = pairs[-1][0]
-    choice = body.tool_choice
-    thinking = body.thinking
-    config = body.output_config
-    if config is None:
-        form = None
-    else:
-        form = config.format
-    chat = ChatRequest(
-        model=body.model,
-        messages=[message for message, _ in pairs],
-        tools=list(_tools(body, left_out, strict=strict_tools)),
-        tool_choice=_choice(body),
-        parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
+    last, _ = pairs[-1]
+    parallel = None
+    if body.tool_choice is not None:
+        parallel = not body.tool_choice.disable_parallel_tool_use
+    plan = plan_tools(_tools(body, left_out, strict=strict_tools), _selection(body), parallel=parallel)
+    options = _options(body)
+    if isinstance(last, messages.AssistantMessage):
         # The answer goes on with what the client wrote for it.
-        continue_final_message=isinstance(last, messages.AssistantMessage) or None,
-        reasoning_effort=None if config is None else config.effort,
-        chat_template_kwargs=None if thinking is None else dict.fromkeys(_SWITCHES, thinking.type != "disabled"),
-    )
+        options.continue_final_message = True
+    origins = Origins(_NAMES, [_TurnOrigin(path) for _, path in pairs])
+    return ParsedRequest(Conversation([message for message, _ in pairs], plan, options, origins), left_out)
+
+
+def _options(body: types.CountTokensRequest) -> ChatOptions:
+    options = ChatOptions(model=body.model)
+    if body.thinking is not None:
+        options.chat_template_kwargs = dict.fromkeys(_SWITCHES, body.thinking.type != "disabled")
+    form = None
+    config = body.output_config
+    if config is not None:
+        form = config.format
+        if config.effort is not None:
+            options.reasoning_effort = config.effort
     if isinstance(body, types.MessagesRequest):
         form = form or body.output_format
-        chat.max_tokens = body.max_tokens
-        chat.stop = body.stop_sequences
-        chat.stream = body.stream
-        chat.temperature = body.temperature
-        chat.top_p = body.top_p
-        chat.top_k = body.top_k
+        options.max_tokens = body.max_tokens
+        options.stop = body.stop_sequences
+        options.stream = body.stream
+        options.temperature = body.temperature
+        options.top_p = body.top_p
+        options.top_k = body.top_k
     if form is not None:
-        chat.response_format = JsonSchemaFormat(json_schema=NamedSchema(schema=form.schema))
-    return Reading(chat, [origin for _, origin in pairs], left_out)
+        options.response_format = JsonSchemaFormat(json_schema=NamedSchema(schema=form.schema))
+    return options
 
 
-def _choice(body: types.CountTokensRequest) -> ToolChoice:
+def _selection(body: types.CountTokensRequest) -> ToolSelection:
     choice = body.tool_choice
     if choice is None or choice.type == "auto":
-        return None
-    if choice.type != "tool":
-        if choice.type == "any":
-            return "required"
-        return "none"
+        return ANY_TOOL
+    if choice.type == "any":
+        return ToolSelection("required")
+    if choice.type == "none":
+        return ToolSelection("none")
     if choice.name is None:
         raise missing("tool_choice.name")
-    return NamedTool(function=NamedFunction(name=choice.name))
+    return ToolSelection("named", [ChosenTool(choice.name, "tool_choice.name")])
 
 
-def _tools(body: types.CountTokensRequest, left_out: list[str], *, strict: bool) -> Iterator[Tool]:
-    """Yield the tools that the model sees: deferred ones last, so that the prompt goes on where it ended before."""
-    found = dict.fromkeys(_references(body.messages))
+def _tools(body: types.CountTokensRequest, left_out: list[str], *, strict: bool) -> list[DeclaredTool]:
+    """Return the tools that the model sees: deferred ones last, so that the prompt goes on where it ended before."""
     shown = []
     deferred = {}
     for index, tool in enumerate(body.tools or ()):
@@ -117,41 +126,42 @@ def _tools(body: types.CountTokensRequest, left_out: list[str], *, strict: bool)
                     f"Tools of type '{tool.type[:LONGEST_TYPE]}' are not supported.", param=f"tools[{index}].type"
                 )
             left_out.append(tool.type)
-        elif tool.input_schema is None or not tool.name:
-            raise missing(f"tools[{index}].{'name' if tool.input_schema is not None else 'input_schema'}")
-        elif tool.defer_loading:
-            deferred[tool.name] = tool
+            continue
+        if tool.input_schema is None:
+            raise missing(f"tools[{index}].input_schema")
+        if not tool.name:
+            raise missing(f"tools[{index}].name")
+        declared = _declared(tool, tool.input_schema)
+        if tool.defer_loading:
+            deferred[tool.name] = declared
         else:
-            shown.append(tool)
-    yield from map(_tool, shown)
-    yield from [_tool(deferred[name]) for name in found if name in deferred]
+            shown.append(declared)
+    referred = dict.fromkeys(_references(body.messages))
+    return [*shown, *(deferred[name] for name in referred if name in deferred)]
 
 
-def _tool(tool: types.ToolParam) -> Tool:
-    if tool.description is None:
-        described = {}
-    else:
-        described = {"description": tool.description}
-    return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
+def _declared(tool: types.ToolParam, schema: Mapping[str, Any]) -> DeclaredTool:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = schema
+    return DeclaredTool(tool.name, {"type": "function", "function": function}, schema)
 
 
 def _references(messages: Iterable[types.MessageParam]) -> Iterator[str]:
     for message in messages:
-        for block in message.content if isinstance(message.content, list) else ():
+        if not isinstance(message.content, list):
+            continue
+        for block in message.content:
             if isinstance(block, types.ToolResultBlockParam) and isinstance(block.content, list):
                 yield from [part.tool_name for part in block.content if isinstance(part, types.ToolReferenceBlockParam)]
 
 
 def _messages(body: types.CountTokensRequest, left_out: list[str]) -> Iterator[tuple[messages.Message, str]]:
     """Yield the messages of the chat, each with the place that it comes from. Turns of one role become one."""
-    if body.system:
-        if isinstance(body.system, str):
-            given = [types.TextBlock(body.system)]
-        else:
-            given = body.system
-        texts = [_text(block.text) for block in given if not block.text.startswith(_BILLING)]
-        if texts:
-            yield messages.SystemMessage(content=_content(texts)), "system"
+    texts = _system_texts(body)
+    if texts:
+        yield messages.SystemMessage(content=_content(texts)), "system"
     for role, group in groupby(enumerate(body.messages), key=lambda item: item[1].role):
         turns = list(group)
         place = f"messages[{turns[0][0]}]"
@@ -170,6 +180,15 @@ def _messages(body: types.CountTokensRequest, left_out: list[str]) -> Iterator[t
             yield messages.SystemMessage(content=_content(texts)), place
         else:
             yield from [(message, place) for message in _user(blocks, place)]
+
+
+def _system_texts(body: types.CountTokensRequest) -> list[messages.ContentPart]:
+    if not body.system:
+        return []
+    blocks = body.system
+    if isinstance(blocks, str):
+        blocks = [types.TextBlock(blocks)]
+    return [_text(block.text) for block in blocks if not block.text.startswith(_BILLING)]
 
 
 def _blocks(message: types.MessageParam) -> Sequence[types.BlockParam]:
@@ -195,8 +214,11 @@ def _assistant(blocks: Sequence[types.BlockParam], place: str) -> messages.Messa
                 texts.append(_text(block.content or ""))
             case _:
                 raise _misplaced(block, "an assistant's", place)
+    content: messages.Content = None
+    if texts:
+        content = _content(texts)
     return messages.AssistantMessage(
-        content=_content(texts) if texts else None,
+        content=content,
         reasoning_content="\n".join(filter(None, thoughts)) or None,
         tool_calls=calls or None,
     )
@@ -208,12 +230,16 @@ def _user(blocks: Sequence[types.BlockParam], place: str) -> Iterator[messages.M
     answered = False
     for block in blocks:
         if isinstance(block, types.ToolResultBlockParam):
-            given = [types.TextBlock(block.content)] if isinstance(block.content, str) else block.content or ()
-            found = [part for block_part in given for part in _parts(block_part, place)]
-            text = "\n".join([part.text for part in found if part.text is not None])
+            results: list[messages.ContentPart] = []
+            if isinstance(block.content, str):
+                results.append(_text(block.content))
+            else:
+                for inner in block.content or ():
+                    results += _parts(inner, place)
+            text = _joined_text(results)
             if block.is_error and not text.lower().startswith(("error", "<tool_use_error")):
                 text = f"Error: {text}"
-            parts += [part for part in found if part.text is None]
+            parts += [part for part in results if part.text is None]
             answered = True
             yield messages.ToolMessage(content=text, tool_call_id=block.tool_use_id)
         elif isinstance(block, types.ResultBlockParam) and not isinstance(block, types.ToolReferenceBlockParam):
@@ -229,41 +255,51 @@ def _parts(block: types.ResultBlockParam, place: str) -> Iterator[messages.Conte
         case types.TextBlock():
             yield _text(block.text)
         case types.ImageBlockParam(source=source):
-            # What a file really is, its first bytes say.
-            yield messages.ContentPart(
-                type="image_url",
-                image_url=source.url
-                if isinstance(source, types.UrlSourceParam)
-                else f"data:image/{source.media_type.removeprefix('image/')};base64,{source.data}",
-            )
+            if isinstance(source, types.UrlSourceParam):
+                url = source.url
+            else:
+                # The format is detected from the content, not from this type.
+                url = f"data:image/{source.media_type.removeprefix('image/')};base64,{source.data}"
+            yield messages.ContentPart(type="image_url", image_url=url)
         case types.DocumentBlockParam(source=types.TextSourceParam(data=text)):
             yield _document(block, text)
         case types.DocumentBlockParam(source=types.ContentSourceParam(content=str() as text)):
             yield _document(block, text)
         case types.DocumentBlockParam(source=types.ContentSourceParam(content=list() as inner)):
-            found = [part for each in inner for part in _parts(each, place)]
-            yield _document(block, "\n".join([part.text for part in found if part.text is not None]))
-            yield from [part for part in found if part.text is None]
+            parts: list[messages.ContentPart] = []
+            for inner_block in inner:
+                parts += _parts(inner_block, place)
+            yield _document(block, _joined_text(parts))
+            yield from [part for part in parts if part.text is None]
         case types.SearchResultBlockParam():
             texts = "\n".join([part.text for part in block.content])
             yield _text(files.render(block.title, f"{block.source}\n{texts}"))
         case types.ToolReferenceBlockParam(tool_name=name):
             yield _text(f"The tool {name} can be called now.")
         case types.DocumentBlockParam(source=other):
-            kind = other.media_type if isinstance(other, types.Base64SourceParam) else other.__struct_config__.tag
+            if isinstance(other, types.Base64SourceParam):
+                kind = other.media_type
+            else:
+                kind = str(other.__struct_config__.tag)
             if block.title is None:
                 named = "A document"
             else:
                 named = f"The document '{printable(block.title, 100)}'"
             raise UnsupportedParameter(
-                f"{named} is of type '{printable(str(kind), 100)}', which is not supported: send its text, in a source "
+                f"{named} is of type '{printable(kind, 100)}', which is not supported: send its text, in a source "
                 "of type 'text'.",
                 param=place,
             )
 
 
 def _document(block: types.DocumentBlockParam, text: str) -> messages.ContentPart:
-    return _text(files.render(block.title, text if block.context is None else f"{block.context}\n{text}"))
+    if block.context is not None:
+        text = f"{block.context}\n{text}"
+    return _text(files.render(block.title, text))
+
+
+def _joined_text(parts: Iterable[messages.ContentPart]) -> str:
+    return "\n".join([part.text for part in parts if part.text is not None])
 
 
 def _text(text: str) -> messages.ContentPart:

@@ -13,11 +13,11 @@ import structlog
 from triton_openai import errors
 from triton_openai.access.rate_limits import Reservation
 from triton_openai.answer.fan_out import collect
-from triton_openai.api.chat import ChatRequest, Turn
-from triton_openai.api.responses.chat_request import Reading
-from triton_openai.api.responses.context_window import answered, turn_of
+from triton_openai.api.conversation import Conversation, PreparedChat
+from triton_openai.api.responses.context_window import answered, prepare_fitting
 from triton_openai.api.responses.event_log import EVENTS, LEASE_SECONDS, EventLog
 from triton_openai.api.responses.objects import ResponsesRequest
+from triton_openai.api.responses.request_reader import ParsedRequest
 from triton_openai.api.responses.response_events import ResponseEvents, response_event, terminal_events
 from triton_openai.api.responses.stored import StoredResponse
 from triton_openai.api.service import RequestContext
@@ -67,18 +67,18 @@ def record_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -
 
 
 async def start(
-    context: RequestContext[ChatRequest],
+    context: RequestContext[Conversation],
     made: StoredResponse,
-    turn: Turn,
+    prepared: PreparedChat,
     events: ResponseEvents,
-    reading: Reading,
-    held: AsyncExitStack,
+    request: ParsedRequest,
+    resources: AsyncExitStack,
 ) -> None:
     """
-    Make a response of its *turn*, whatever becomes of the client; then what is *held* is closed.
+    Make a response of what is *prepared*, whether the client stays or not; then *resources* are closed.
 
-    *reading* is for another turn: of the text-level model, or a shorter one. The request's key is charged when the
-    response has ended. Raises :class:`StoreUnavailable`.
+    *request* serves another attempt: of the text-level model, or with a shorter prompt. The request's key is charged
+    when the response has ended. Raises :class:`StoreUnavailable`.
     """
     made.response.status = "queued"
     await made.put(made.input, lease=LEASE_SECONDS)
@@ -87,52 +87,54 @@ async def start(
         reservation = reservation.take()
     log = made.log = EventLog(made.state.store(), made.response, made.owner)
     log.add(events.queued())
-    log.task = asyncio.create_task(_make(context, made, log, turn, events, reading, held.pop_all(), reservation))
+    log.task = asyncio.create_task(
+        _make(context, made, log, prepared, events, request, resources.pop_all(), reservation)
+    )
     made.state.live[made.response.id] = log
 
 
 async def _make(
-    context: RequestContext[ChatRequest],
+    context: RequestContext[Conversation],
     made: StoredResponse,
     log: EventLog,
-    prepared: Turn,
+    first: PreparedChat,
     events: ResponseEvents,
-    reading: Reading,
-    held: AsyncExitStack,
+    request: ParsedRequest,
+    resources: AsyncExitStack,
     reservation: Reservation | None,
 ) -> None:
     record = context.record
     executor = context.service.executor
-    turns = [prepared]
+    pending = [first]
 
-    async def answer(context: RequestContext[ChatRequest]) -> None:
-        if turns:
-            turn = turns.pop()
+    async def answer(context: RequestContext[Conversation]) -> None:
+        if pending:
+            prepared = pending.pop()
             log.add(events.opening())
             if not await made.begin():
                 raise asyncio.CancelledError
         else:
-            # The model's engine does not take it, or no Triton as the model is there: another way has another turn.
-            turn = await turn_of(context, reading, made.response.id)
+            # Another attempt: the model's engine does not take the request, or no Triton has this variant of the model.
+            prepared = await prepare_fitting(context, request, made.response.id)
 
         def push(choice: int, deltas: Sequence[Delta]) -> None:
             log.check_room()
             log.add(b"".join([events.piece(choice, delta) for delta in deltas]))
 
-        async def generate(turn: Turn) -> None:
-            (events.run,) = turn.runs
-            (events.parser,) = turn.parsers
-            await collect(turn.runs, timeout=context.limits.total, push=push)
+        async def generate(prepared: PreparedChat) -> None:
+            (events.run,) = prepared.runs
+            (events.parser,) = prepared.parsers
+            await collect(prepared.runs, timeout=context.limits.total, push=push)
 
-        await answered(context, reading, made.response.id, generate, turn=turn)
+        await answered(context, request, made.response.id, generate, prepared=prepared)
         log.add(events.last(0))
 
     async def work() -> None:
         executor.observer.identified(record)
         log.start()
         try:
-            async with held:
-                await context.admitted(answer, param="messages")
+            async with resources:
+                await context.admitted(answer, param="input")
                 log.add(events.concluded(None))
                 await made.keep()
         except asyncio.CancelledError:

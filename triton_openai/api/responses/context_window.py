@@ -15,8 +15,9 @@ from enum import Enum, auto
 from typing import TypeVar
 
 from triton_openai import offload
-from triton_openai.api import chat
-from triton_openai.api.responses.chat_request import Reading
+from triton_openai.api import conversation as chats
+from triton_openai.api.conversation import Conversation, PreparedChat
+from triton_openai.api.responses.request_reader import ParsedRequest
 from triton_openai.api.service import RequestContext
 from triton_openai.errors import ContextLengthExceeded
 from triton_openai.prompts.messages import AssistantMessage, DeveloperMessage, Message, SystemMessage, UserMessage
@@ -42,51 +43,59 @@ class _Estimate(Enum):
 _ATTEMPTS = (_Estimate.AVERAGE, _Estimate.AVERAGE, _Estimate.TEXT, _Estimate.NOTHING)
 
 
-async def turn_of(context: RequestContext[chat.ChatRequest], reading: Reading, answer_id: str) -> chat.Turn:
-    """Return the turn that answers *reading*, shortened as far as ``truncation`` allows. Raises as a chat's."""
+async def prepare_fitting(
+    context: RequestContext[Conversation], request: ParsedRequest, answer_id: str
+) -> PreparedChat:
+    """
+    Return what answers the conversation of *request*, shortened as far as ``truncation`` allows.
+
+    Raises as :func:`prepare_chat`.
+    """
     sizes: Sequence[float] | None = None
     for estimate in _ATTEMPTS:
         try:
-            return await chat.turn_of(context, answer_id, fitting=True)
+            return await chats.prepare_chat(context, answer_id, fitting=True)
         except ContextLengthExceeded as error:
-            sizes = await _shorten(context, reading, error, estimate, sizes)
-    return await chat.turn_of(context, answer_id, fitting=True)
+            sizes = await _shorten(context, request, error, estimate, sizes)
+    return await chats.prepare_chat(context, answer_id, fitting=True)
 
 
 async def answered(
-    context: RequestContext[chat.ChatRequest],
-    reading: Reading,
+    context: RequestContext[Conversation],
+    request: ParsedRequest,
     answer_id: str,
-    answer: Callable[[chat.Turn], Awaitable[_T]],
+    answer: Callable[[PreparedChat], Awaitable[_T]],
     *,
-    turn: chat.Turn | None = None,
+    prepared: PreparedChat | None = None,
 ) -> _T:
-    """Return what *answer* returns for *turn*, or a new one; for a shorter one if the backend finds it too long."""
+    """Return what *answer* returns for what is *prepared*, or for a shorter prompt if the backend finds it too long."""
     try:
-        return await answer(turn or await turn_of(context, reading, answer_id))
+        if prepared is None:
+            prepared = await prepare_fitting(context, request, answer_id)
+        return await answer(prepared)
     except ContextLengthExceeded as error:
-        await _shorten(context, reading, error, _Estimate.AVERAGE)
-    return await answer(await turn_of(context, reading, answer_id))
+        await _shorten(context, request, error, _Estimate.AVERAGE)
+    return await answer(await prepare_fitting(context, request, answer_id))
 
 
 async def _shorten(
-    context: RequestContext[chat.ChatRequest],
-    reading: Reading,
+    context: RequestContext[Conversation],
+    request: ParsedRequest,
     error: ContextLengthExceeded,
     estimate: _Estimate,
     sizes: Sequence[float] | None = None,
 ) -> Sequence[float]:
     """
-    Leave the oldest messages out of *reading*, and of the body of *context*, for the chat to fit.
+    Leave the oldest messages out of the conversation of *request*, for it to fit.
 
     *error* says how long the prompt is. *sizes* are the tokens of each message, if they were counted before; those of
     the messages that stay are returned. Raises *error* if nothing may be left out, or if its numbers are not known.
     """
-    messages = reading.chat.messages
+    messages = request.conversation.messages
     limit = error.limit
     cuts = _cuts(messages)
     essential = _essential(messages)
-    if reading.body.truncation != "auto" or not cuts or limit is None:
+    if request.body.truncation != "auto" or not cuts or limit is None:
         raise error
     # One token is for the answer.
     limit = min(limit, (context.model.settings.max_model_len or limit + 1) - 1)
@@ -96,20 +105,17 @@ async def _shorten(
     if estimate is not _Estimate.NOTHING:
         # What the tools and the template add to the texts: for each message, or once for all.
         added = max(0.0, (error.tokens or 0) - sum(sizes))
-        around = fixed = 0.0
         if estimate is _Estimate.AVERAGE:
-            around = added / len(sizes)
+            cut = _first_fitting(sizes, cuts, essential, limit, added / len(sizes))
         else:
-            fixed = added
-        cut = _first_fitting(sizes, cuts, essential, limit - fixed, around)
+            cut = _first_fitting(sizes, cuts, essential, limit - added, 0.0)
     left = _left(messages, cut)
-    reading.keep(left)
-    context.body = reading.chat
+    request.conversation.keep(left)
     return [sizes[number] for number in left]
 
 
 async def _sizes(
-    context: RequestContext[chat.ChatRequest], messages: Sequence[Message], error: ContextLengthExceeded, limit: int
+    context: RequestContext[Conversation], messages: Sequence[Message], error: ContextLengthExceeded, limit: int
 ) -> Sequence[float]:
     """
     Return the tokens of the text of each of *messages*.
@@ -121,9 +127,9 @@ async def _sizes(
     tokenizer = (await context.model.prompter()).tokenizer
     if tokenizer is not None:
         # All are counted where the prompt's length is known.
-        most = max(limit, error.tokens or 0)
-        cost = min(tokenizing_cost(texts), offload.CHARACTER * _LONG_TOKEN * most)
-        return await offload.run(_count, tokenizer, texts, _essential(messages), most, cost=cost, refusable=True)
+        max_tokens = max(limit, error.tokens or 0)
+        cost = min(tokenizing_cost(texts), offload.CHARACTER * _LONG_TOKEN * max_tokens)
+        return await offload.run(_count, tokenizer, texts, _essential(messages), max_tokens, cost=cost, refusable=True)
     if error.tokens is None:
         raise error
     per_character = error.tokens / max(1, sum(map(len, texts)))
@@ -133,8 +139,10 @@ async def _sizes(
 def _essential(messages: Sequence[Message]) -> Set[int]:
     """Return the numbers of the messages that always stay: instructions, and the last one of the user."""
     users = [number for number, message in enumerate(messages) if isinstance(message, UserMessage)]
-    instructions = (SystemMessage, DeveloperMessage)
-    return {*users[-1:], *(number for number, message in enumerate(messages) if isinstance(message, instructions))}
+    instructions = [
+        number for number, message in enumerate(messages) if isinstance(message, SystemMessage | DeveloperMessage)
+    ]
+    return {*users[-1:], *instructions}
 
 
 def _cuts(messages: Sequence[Message]) -> Sequence[int]:
@@ -158,8 +166,15 @@ def _left(messages: Sequence[Message], cut: int) -> Sequence[int]:
 
 def _text_of(message: Message) -> str:
     """Return about what of *message* stands in a prompt."""
-    content = [message.content] if isinstance(message.content, str) else message.content or ()
-    texts = [part if isinstance(part, str) else part.text or "" for part in content]
+    texts: list[str] = []
+    if isinstance(message.content, str):
+        texts.append(message.content)
+    else:
+        for part in message.content or ():
+            if isinstance(part, str):
+                texts.append(part)
+            else:
+                texts.append(part.text or "")
     if isinstance(message, AssistantMessage):
         texts.append(message.reasoning_content or "")
         for call in message.tool_calls or ():
@@ -189,14 +204,17 @@ def _first_fitting(
     return cut
 
 
-def _count(tokenizer: Tokenizer, texts: Sequence[str], essential: Set[int], most: int) -> Sequence[float]:
-    """Return the tokens of each of *texts*, the newest first, until they have more than *most*."""
+def _count(tokenizer: Tokenizer, texts: Sequence[str], essential: Set[int], max_tokens: int) -> Sequence[float]:
+    """Return the tokens of each of *texts*, the newest first, until they have more than *max_tokens*."""
     sizes = [math.inf] * len(texts)
     total = 0
     longest = tokenizer.pieces.longest or math.inf
-    for number in (*essential, *(n for n in reversed(range(len(texts))) if n not in essential)):
-        if total > most or len(texts[number]) > most * longest:
+    others = [number for number in reversed(range(len(texts))) if number not in essential]
+    for number in (*essential, *others):
+        text = texts[number]
+        if total > max_tokens or len(text) > max_tokens * longest:
             break
-        sizes[number] = count = tokenizer.count(texts[number])
+        count = tokenizer.count(text)
+        sizes[number] = count
         total += count
     return sizes

@@ -16,10 +16,10 @@ from triton_openai import errors, offload
 from triton_openai.access.keys import ApiKey
 from triton_openai.api.bodies import now, whole
 from triton_openai.api.paging import is_id
-from triton_openai.api.responses.chat_request import check_items
 from triton_openai.api.responses.event_log import LEASE_SECONDS, RENEW_SECONDS
 from triton_openai.api.responses.items import rows_of
 from triton_openai.api.responses.objects import Deleted, Item, Metadata
+from triton_openai.api.responses.request_reader import check_items
 from triton_openai.api.responses.retrieve import list_of, page_of
 from triton_openai.api.responses.stored import ResponseStore, StoredResponse, is_key, no_conversation
 from triton_openai.api.service import Service
@@ -73,7 +73,7 @@ async def find(state: ResponseStore, conversation_id: str, owner: str) -> tuple[
 
 @asynccontextmanager
 async def claimed(made: StoredResponse, conversation_id: str) -> AsyncIterator[None]:
-    """Hold a conversation for a response: no other is made in it meanwhile. Raises :class:`ConversationBusy`."""
+    """Lock a conversation for a response: no other is made in it meanwhile. Raises :class:`ConversationBusy`."""
     store = made.state.store()
     owner = made.owner
     response_id = made.response.id
@@ -86,8 +86,10 @@ async def claimed(made: StoredResponse, conversation_id: str) -> AsyncIterator[N
             except errors.StoreUnavailable as error:
                 warn(_log, "a lease is not renewed", error)
 
-    known = is_key("conv_", conversation_id)
-    if not known or not await store.claim(conversation_id, owner, response_id, LEASE_SECONDS):
+    locked = False
+    if is_key("conv_", conversation_id):
+        locked = await store.claim(conversation_id, owner, response_id, LEASE_SECONDS)
+    if not locked:
         await find(made.state, conversation_id, owner)
         raise errors.ConversationBusy("Another response is being made in this conversation.", param="conversation")
     renewing = asyncio.create_task(renew())
@@ -111,7 +113,7 @@ async def _conversation(service: Service, call: Call[Any]) -> ConversationObject
 
 
 async def _rows(call: Call[Any], items: Sequence[Item]) -> Sequence[Row]:
-    """Return *items* of *call* as they are kept. Raises :class:`InvalidRequest`."""
+    """Return *items* of *call* as they are stored. Raises :class:`InvalidRequest`."""
 
     def rows() -> Sequence[Row]:
         check_items(items)
@@ -121,7 +123,7 @@ async def _rows(call: Call[Any], items: Sequence[Item]) -> Sequence[Row]:
 
 
 def check_kept(service: Service, key: ApiKey) -> None:
-    """Raise :class:`UnsupportedParameter` where the service keeps no responses."""
+    """Raise :class:`UnsupportedParameter` if the service stores no responses."""
     service.responses.store()
 
 
@@ -172,10 +174,10 @@ async def add_items(service: Service, call: Call[NewItems]) -> Reply:
     owner = call.key.name
     rows = await _rows(call, call.body.items)
     conversation = await _conversation(service, call)
-    places = {Place(conversation.id, row.id): row for row in rows}
-    known = await responses.store().fetch(owner, places)
-    for number, (place, row) in enumerate(places.items()):
-        if known.get(place, row.data) != row.data:
+    added = {Place(conversation.id, row.id): row for row in rows}
+    stored = await responses.store().fetch(owner, added)
+    for number, (item, row) in enumerate(added.items()):
+        if stored.get(item, row.data) != row.data:
             raise errors.InvalidValue("The conversation has another item with this id.", f"items[{number}].id")
     await responses.extend(conversation.id, owner, rows)
     return whole(list_of(rows))
@@ -188,11 +190,13 @@ def _unknown(item_id: str) -> errors.ObjectNotFound:
 async def retrieve_item(service: Service, call: Call[None]) -> Reply:
     """Return an item of a conversation."""
     conversation = await _conversation(service, call)
-    place = Place(conversation.id, call.path["item"])
-    found = await service.responses.store().fetch(call.key.name, [place] if is_id(place.id) else [])
-    if place not in found:
-        raise _unknown(place.id)
-    return Whole(found[place])
+    item = Place(conversation.id, call.path["item"])
+    if not is_id(item.id):
+        raise _unknown(item.id)
+    stored = await service.responses.store().fetch(call.key.name, [item])
+    if item not in stored:
+        raise _unknown(item.id)
+    return Whole(stored[item])
 
 
 async def delete_item(service: Service, call: Call[None]) -> Reply:

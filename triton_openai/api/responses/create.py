@@ -7,17 +7,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from secrets import token_hex
+from typing import Any
 
 import msgspec
 
 from triton_openai import errors, offload
-from triton_openai.api import agents, chat
-from triton_openai.api.bodies import check_texts, now, tell_ignored, whole
+from triton_openai.api import agents
+from triton_openai.api.bodies import check_texts, now, report_ignored, whole
+from triton_openai.api.conversation import Conversation, PreparedChat
 from triton_openai.api.responses import background
-from triton_openai.api.responses.chat_request import Reading, read
-from triton_openai.api.responses.context_window import answered, turn_of
+from triton_openai.api.responses.context_window import answered, prepare_fitting
 from triton_openai.api.responses.conversations import claimed
-from triton_openai.api.responses.items import Sources, input_items, too_long
+from triton_openai.api.responses.items import InputResolver, input_items, too_long
 from triton_openai.api.responses.objects import (
     CompactedResponse,
     CompactRequest,
@@ -27,6 +28,7 @@ from triton_openai.api.responses.objects import (
     ResponseObject,
     ResponsesRequest,
 )
+from triton_openai.api.responses.request_reader import ParsedRequest, read
 from triton_openai.api.responses.response_events import ResponseEvents
 from triton_openai.api.responses.stored import StoredResponse
 from triton_openai.api.service import RequestContext, Service, begin
@@ -45,6 +47,8 @@ _SUMMARIZE = (
 )
 # Most tokens of a summary, thoughts included; less where the context is small, so that the next turn has room.
 _SUMMARY_TOKENS = 2048
+# The field with the messages.
+_MESSAGES = "input"
 
 
 async def create(service: Service, call: Call[ResponsesRequest]) -> Reply:
@@ -56,139 +60,145 @@ async def create(service: Service, call: Call[ResponsesRequest]) -> Reply:
     made = _begun(context)
     if body.background:
         return await _begin_in_background(context, made)
-    async with _chat(context, made) as (asked, reading):
-        reading.before = ()
+    async with _conversation(context, made) as (asked, request):
+        request.before = ()
         if made.response.store and body.stream:
             await made.announce()
         if not made.response.store and made.response.conversation is None:
             made.input = ()
-        return await asked.admitted(partial(_answer, made=made, reading=reading), param="messages")
+        return await asked.admitted(partial(_answer, made=made, request=request), param=_MESSAGES)
 
 
 def _begun(context: RequestContext[ResponsesRequest]) -> StoredResponse:
     """Return the response to a request, of which nothing is made yet. Raises :class:`UnsupportedParameter`."""
     body = context.body
     state = context.service.responses
-    given = body.conversation
-    if given is None or isinstance(given, str):
-        conversation = given
-    else:
-        conversation = given.id
-    for param in ("previous_response_id", "conversation"):
-        if getattr(body, param) is not None:
-            state.store(param)
+    if body.previous_response_id is not None:
+        state.store("previous_response_id")
+    conversation = None
+    if body.conversation is not None:
+        state.store("conversation")
+        if isinstance(body.conversation, str):
+            conversation = {"id": body.conversation}
+        else:
+            conversation = {"id": body.conversation.id}
+    summary = None
+    if body.reasoning is not None:
+        summary = body.reasoning.summary
+    form: Any = {"type": "text"}
+    if body.text is not None and body.text.format is not None:
+        form = body.text.format
+    repeated = {name: getattr(body, name) for name in _REPEATED}
     response = ResponseObject(
         id=f"resp_{token_hex(16)}",
         created_at=now(),
-        conversation=None if conversation is None else {"id": conversation},
-        reasoning={"effort": None, "summary": None if body.reasoning is None else body.reasoning.summary},
+        conversation=conversation,
+        reasoning={"effort": None, "summary": summary},
         store=body.store is not False and state.keeps,
-        text={"format": (body.text and body.text.format) or {"type": "text"}, "verbosity": "medium"},
-        **{name: value for name in _REPEATED if (value := getattr(body, name)) is not None},
+        text={"format": form, "verbosity": "medium"},
+        **{name: value for name, value in repeated.items() if value is not None},
     )
     return StoredResponse(state, context.call.key.name, response)
 
 
 @asynccontextmanager
-async def _chat(
+async def _conversation(
     context: RequestContext[ResponsesRequest], made: StoredResponse
-) -> AsyncIterator[tuple[RequestContext[chat.ChatRequest], Reading]]:
+) -> AsyncIterator[tuple[RequestContext[Conversation], ParsedRequest]]:
     """
-    Yield a request for a response as a chat, with what it goes on from; its conversation is held for the block.
+    Yield a request for a response as a conversation, with the items that it goes on from.
 
-    An error of the block names the field of the request.
+    For the block, nobody else makes a response in the stored conversation.
     """
     response = made.response
     async with AsyncExitStack() as stack:
         if response.conversation is not None:
             await stack.enter_async_context(claimed(made, response.conversation["id"]))
-        reading = await _read(context, made)
-        context.record.parameters = reading.chat
-        try:
-            yield context.about(reading.chat), reading
-        except errors.ServiceError as error:
-            reading.relabel_param(error)
-            raise
+        request = await _read(context, made)
+        conversation = request.conversation
+        context.record.parameters = conversation.options
+        context.record.messages = conversation.messages
+        yield context.about(conversation), request
 
 
-async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse) -> Reading:
-    """Return the request as a chat, with what it goes on from. Raises :class:`InvalidRequest`."""
+async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse) -> ParsedRequest:
+    """Return the request as a conversation, with the items that it goes on from. Raises :class:`InvalidRequest`."""
     body = context.body
     response = made.response
     settings = context.service.settings
-    source = body.previous_response_id
-    param = "previous_response_id"
-    if response.conversation is not None:
-        source = response.conversation["id"]
+    if response.conversation is None:
+        param = "previous_response_id"
+        source = body.previous_response_id
+    else:
         param = "conversation"
-    sources = Sources(made.state, made.owner, settings)
+        source = response.conversation["id"]
+    inputs = InputResolver(made.state, made.owner, settings)
     suffix = f"{response.id.removeprefix('resp_')}i"
     size = context.record.body_size or 0
-    await sources.gather(input_items(body), source=source, param=param, suffix=suffix, size=size)
-    made.input = sources.rows
-    made.ancestors = sources.ancestors
-    context.conversation = sources.root
+    await inputs.resolve(input_items(body), source=source, param=param, suffix=suffix, size=size)
+    made.input = inputs.rows
+    made.ancestors = inputs.ancestors
+    context.conversation = inputs.root
     # The response says whether it is used.
-    if body.reasoning is None:
-        wanted = None
-    else:
-        wanted = body.reasoning.effort
-    effort = await agents.known_effort(context.model, wanted)
-    items = [(param, item) for item in sources.before]
-    items += [(f"input[{number}]", item) for number, item in enumerate(sources.resolved)]
+    asked_effort = None
+    if body.reasoning is not None:
+        asked_effort = body.reasoning.effort
+    effort = await agents.known_effort(context.model, asked_effort)
+    items = [(param, item) for item in inputs.before]
+    items += [(f"input[{number}]", item) for number, item in enumerate(inputs.resolved)]
     if not items:
         raise errors.missing("input")
 
-    def as_chat() -> Reading:
-        reading = read(body, items, strict_tools=settings.api.strict_tools, effort=effort)
-        if sources.check is not None:
+    def parse() -> ParsedRequest:
+        request = read(body, items, strict_tools=settings.api.strict_tools, effort=effort)
+        if inputs.check is not None:
             # It goes on with the JSON in texts, now that it is together.
             try:
-                check_texts(reading.chat, sources.check)
+                check_texts(request.conversation.json_texts(), inputs.check)
             except errors.InvalidRequest as error:
-                reading.relabel_param(error)
                 raise too_long(error.message, error.param) from error
-        return reading
+        return request
 
-    cost = offload.rendering_cost(items, body.tools or ()) + offload.json_cost(sources.size)
-    reading = await offload.run(as_chat, cost=cost)
-    reading.before = sources.before
-    # The chat has it, and what is to be kept is encoded.
+    cost = offload.rendering_cost(items, body.tools or ()) + offload.json_cost(inputs.size)
+    request = await offload.run(parse, cost=cost)
+    request.before = inputs.before
+    # The conversation has it, and what is to be kept is encoded.
     body.input = []
-    agents.tell_left_out(context.record, reading.tools.left_out)
-    if effort is None and wanted is not None:
-        tell_ignored(context.record, ["reasoning.effort"])
+    agents.report_left_out(context.record, request.tools.left_out)
+    if effort is None and asked_effort is not None:
+        report_ignored(context.record, ["reasoning.effort"])
     if body.text is not None and body.text.verbosity in ("low", "high"):
-        tell_ignored(context.record, ["text.verbosity"])
-    response.tools = reading.tools.shown
+        report_ignored(context.record, ["text.verbosity"])
+    response.tools = request.tools.shown
     response.reasoning = {**response.reasoning, "effort": effort}
-    return reading
+    return request
 
 
-async def _answer(context: RequestContext[chat.ChatRequest], *, made: StoredResponse, reading: Reading) -> Reply:
-    async def answer(turn: chat.Turn) -> Reply:
-        if reading.body.truncation != "auto":
+async def _answer(context: RequestContext[Conversation], *, made: StoredResponse, request: ParsedRequest) -> Reply:
+    async def answer(prepared: PreparedChat) -> Reply:
+        if request.body.truncation != "auto":
             context.forget_messages()
-        events = _events(made, reading, turn)
-        if reading.body.stream:
-            return await context.stream(turn.runs, events)
-        await agents.render(events, turn.runs[0], timeout=context.limits.total)
+        events = _events(made, request, prepared)
+        if request.body.stream:
+            return await context.stream(prepared.runs, events)
+        await agents.render(events, prepared.runs[0], timeout=context.limits.total)
         await events.ended(None)
         return whole(made.response)
 
-    return await answered(context, reading, made.response.id, answer)
+    return await answered(context, request, made.response.id, answer)
 
 
-def _events(made: StoredResponse, reading: Reading, turn: chat.Turn) -> ResponseEvents:
-    """Return what renders the response, which is the answer of *turn*."""
-    (run,) = turn.runs
-    (parser,) = turn.parsers
+def _events(made: StoredResponse, request: ParsedRequest, prepared: PreparedChat) -> ResponseEvents:
+    """Return what renders the answer to what is *prepared* as the response."""
+    (run,) = prepared.runs
+    (parser,) = prepared.parsers
     for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
-        if (value := getattr(turn.spec.template.sampling, name)) is not None:
+        value = getattr(prepared.spec.template.sampling, name)
+        if value is not None:
             setattr(made.response, name, value)
-    sealed = "reasoning.encrypted_content" in (reading.body.include or ())
-    names = reading.tools.names
-    forced = turn.plan.forced
+    sealed = "reasoning.encrypted_content" in (request.body.include or ())
+    names = request.tools.names
+    forced = prepared.plan.forced
     return ResponseEvents(made.response, run, parser, names=names, sealed=sealed, forced=forced, keep=made.keep)
 
 
@@ -196,20 +206,21 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
     """
     Answer with the response, and make it in the background.
 
-    Whatever can be wrong with the request is found out before. Raises :class:`ServiceError`.
+    The request is checked completely before. Raises :class:`ServiceError`.
     """
     record = background.record_of(context, made)
     made.state.beginning[made.owner] += 1
     try:
         async with AsyncExitStack() as stack:
             stack.callback(record.free_memory)
-            asked, reading = await stack.enter_async_context(_chat(replace(context, record=record), made))
-            begun = partial(turn_of, reading=reading, answer_id=made.response.id)
-            turn = await asked.admitted(begun, param="messages", runs=False)
-            # What is ignored was found out meanwhile.
+            own = replace(context, record=record)
+            asked, request = await stack.enter_async_context(_conversation(own, made))
+            prepare = partial(prepare_fitting, request=request, answer_id=made.response.id)
+            prepared = await asked.admitted(prepare, param=_MESSAGES, runs=False)
+            # They name what is ignored.
             context.record.headers = record.headers
-            events = _events(made, reading, turn)
-            await background.start(asked, made, turn, events, reading, stack)
+            events = _events(made, request, prepared)
+            await background.start(asked, made, prepared, events, request, stack)
     finally:
         made.state.beginning[made.owner] -= 1
         if not made.state.beginning[made.owner]:
@@ -222,35 +233,36 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
 async def compact(service: Service, call: Call[CompactRequest]) -> Reply:
     """Return a shorter form of a conversation: the user's messages, and a summary that the model writes."""
     context = await begin(service, call, read_as_chat=True)
-    given = context.body
-    items = input_items(given)
-    if not items and given.previous_response_id is None:
+    items = input_items(context.body)
+    if not items and context.body.previous_response_id is None:
         raise errors.missing("input")
-    adapter = context.model.adapter
-    room = context.model.settings.max_model_len
-    if room is None:
-        limit = _SUMMARY_TOKENS
-    else:
-        limit = min(_SUMMARY_TOKENS, max(1, room // 4))
+    limit = _SUMMARY_TOKENS
+    context_length = context.model.settings.max_model_len
+    if context_length is not None:
+        limit = min(_SUMMARY_TOKENS, max(1, context_length // 4))
     body = ResponsesRequest(
-        model=given.model,
+        model=context.body.model,
         max_output_tokens=limit,
-        temperature=0.0 if "temperature" in adapter.supported else None,
         input=[*items, {"role": "user", "content": _SUMMARIZE}],
-        instructions=given.instructions,
-        previous_response_id=given.previous_response_id,
+        instructions=context.body.instructions,
+        previous_response_id=context.body.previous_response_id,
         store=False,
     )
+    if "temperature" in context.model.adapter.supported:
+        body.temperature = 0.0
     about = context.about(body)
     made = _begun(about)
-    async with _chat(about, made) as (asked, reading):
-        await asked.admitted(partial(_answer, made=made, reading=reading), param="messages")
+    async with _conversation(about, made) as (asked, request):
+        await asked.admitted(partial(_answer, made=made, request=request), param=_MESSAGES)
     response = made.response
-    summary = "".join(part.text for item in response.output if isinstance(item, OutputMessage) for part in item.content)
+    summary = ""
+    for output in response.output:
+        if isinstance(output, OutputMessage):
+            summary += "".join([part.text for part in output.content])
     if not summary or response.usage is None:
         raise errors.UpstreamError(f"The model wrote no summary of the conversation in {limit} tokens.")
     own = [msgspec.json.decode(row.data, type=Item) for row in made.input[:-1]]
-    kept = [item for item in [*reading.before, *own] if item.get("role") == "user"]
+    kept = [item for item in [*request.before, *own] if item.get("role") == "user"]
     compaction = {"type": "compaction", "id": f"cmp_{token_hex(16)}", "encrypted_content": agents.seal(summary)}
     return whole(CompactedResponse(id=response.id, created_at=now(), output=[*kept, compaction], usage=response.usage))
 
@@ -270,5 +282,5 @@ async def refuse_websocket(service: Service, call: Call[None]) -> Reply:
 async def count_tokens(service: Service, call: Call[ResponsesRequest]) -> Reply:
     """Count the tokens of a request's input, as the model's template and tokenizer make them."""
     context = await begin(service, call, read_as_chat=True)
-    async with _chat(context, _begun(context)) as (asked, _):
+    async with _conversation(context, _begun(context)) as (asked, _):
         return whole(InputTokens(input_tokens=await agents.count_tokens(asked)))

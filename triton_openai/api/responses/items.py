@@ -1,5 +1,5 @@
 """
-The items that a request is about: its own, and those that it goes on from and refers to; and how they are kept.
+The items that a request is about: its own, and those that it goes on from and refers to; and how they are stored.
 
 A request goes on from a conversation or from earlier responses, and refers to single items. All of it counts against
 the limits that a body has, before it is loaded.
@@ -41,28 +41,27 @@ def input_items(body: ResponsesRequest | CompactRequest) -> list[Item]:
 
 def reference(item: Item) -> str | None:
     """Return the id that *item* refers to, if it stands for another one."""
-    refers = item.get("type") == "item_reference" or (item.get("type") is None and item.keys() <= {"type", "id"})
-    if refers:
+    kind = item.get("type")
+    if kind == "item_reference" or (kind is None and item.keys() <= {"type", "id"}):
         return str(item.get("id"))
     return None
 
 
-def numbered(items: Iterable[Item], suffix: str, place: str, taken: Collection[str] = ()) -> list[Item]:
+def normalize_items(items: Iterable[Item], suffix: str, path: str, taken: Collection[str] = ()) -> list[Item]:
     """
-    Return *items*, which stand at *place*, in the form in which they are kept: with a type, parts for content, an id.
-    Nobody has checked them yet.
+    Return *items*, not checked yet, in the form in which they are stored: with a type, an id, and parts for content.
 
-    *suffix* makes the ids of those that have none, or one that is *taken*, with a number: it names where the items are
-    to be found. Raises :class:`InvalidValue` for an id that cannot be kept.
+    *path* is that of the items in the request. *suffix* makes the ids of those that have none, or one that is *taken*,
+    with a number: the id of an item names the response that it is stored with. Raises :class:`InvalidValue` for an id
+    that cannot be stored.
     """
-    kept = []
+    normalized = []
     used = set(taken)
     for number, item in enumerate(items):
         kind = item.get("type") or "message"
         item_id = item.get("id") or ""
-        content = item.get("content")
         if not is_id(item_id):
-            param = f"{place}[{number}].id"
+            param = f"{path}[{number}].id"
             raise InvalidValue(f"'{param}' must be a text of at most {MAX_ID} characters.", param)
         if not item_id or item_id in used:
             item_id = f"{_PREFIXES.get(str(kind), 'item')}_{suffix}{number:03x}"
@@ -71,51 +70,62 @@ def numbered(items: Iterable[Item], suffix: str, place: str, taken: Collection[s
         if kind in _ENDED:
             whole["status"] = item.get("status") or "completed"
         if kind == "message":
-            if item.get("role") == "assistant":
-                text_type = "output_text"
-            else:
-                text_type = "input_text"
-            # What is neither a text nor a list is refused when the items are read.
-            if isinstance(content, str):
-                whole["content"] = [_whole_part(content, text_type)]
-            elif isinstance(content, list):
-                whole["content"] = [_whole_part(part, text_type) for part in content]
-            else:
-                whole["content"] = content or []
-        kept.append(whole)
-    return kept
+            whole["content"] = _content_parts(item)
+        normalized.append(whole)
+    return normalized
+
+
+def _content_parts(message: Item) -> Any:
+    """Return the content of a *message* as parts. What is neither a text nor a list is refused when it is read."""
+    if message.get("role") == "assistant":
+        text_type = "output_text"
+    else:
+        text_type = "input_text"
+    content = message.get("content")
+    if isinstance(content, str):
+        return [_whole_part(content, text_type)]
+    if isinstance(content, list):
+        return [_whole_part(part, text_type) for part in content]
+    return content or []
 
 
 def _whole_part(part: Any, text_type: str) -> Any:
-    whole = part
     if isinstance(part, str):
         whole = {"text": part}
+    elif isinstance(part, dict):
+        whole = part
+    else:
+        return part
     # Chats call a text otherwise, and some clients leave the type out.
-    if isinstance(whole, dict) and whole.get("type") in (None, "text"):
+    if whole.get("type") in (None, "text"):
         whole = {**whole, "type": text_type}
-    if isinstance(whole, dict) and whole["type"] == "output_text":
+    if whole["type"] == "output_text":
         return {**whole, "annotations": whole.get("annotations") or [], "logprobs": whole.get("logprobs") or []}
     return whole
 
 
-def rows_of(items: Iterable[Item], suffix: str, place: str, taken: Collection[str] = (), *, name: str) -> Sequence[Row]:
+def rows_of(items: Iterable[Item], suffix: str, path: str, taken: Collection[str] = (), *, name: str) -> Sequence[Row]:
     """
-    Return the rows of the list *name* as which *items* are kept, numbered as :func:`numbered` does.
+    Return the rows of the list *name* in which *items* are stored; the other arguments are of :func:`normalize_items`.
 
     Raises :class:`InvalidRequest`.
     """
     rows = []
-    for number, item in enumerate(numbered(items, suffix, place, taken)):
+    for number, item in enumerate(normalize_items(items, suffix, path, taken)):
         try:
             rows.append(Row(name, item["id"], msgspec.json.encode(item)))
         except (TypeError, ValueError, RecursionError) as error:
-            param = f"{place}[{number}]"
+            param = f"{path}[{number}]"
             raise InvalidRequest(f"'{param}' cannot be stored: {error}.", param=param) from error
     return rows
 
 
-class Sources:
-    """What a request of *owner* is about; what it brings in counts against the limits of a body."""
+class InputResolver:
+    """
+    Finds the items that a request of *owner* is about: its own, those that it goes on from, and those it refers to.
+
+    What is loaded counts against the limits of a body.
+    """
 
     def __init__(self, state: ResponseStore, owner: str, settings: Settings) -> None:
         #: The items before the request, and its own with their references resolved.
@@ -125,81 +135,111 @@ class Sources:
         self.ancestors: Sequence[str] = ()
         #: The id of the conversation, or of the response with which the chain began.
         self.root: str | None = None
-        #: What its own are kept as.
+        #: The rows in which its own items are stored.
         self.rows: Sequence[Row] = ()
-        #: The bytes that the request brings in.
+        #: The bytes that are loaded.
         self.size = 0
         #: The count of their values, which goes on with the JSON in their texts; ``None`` where that is too few.
         self.check: JsonCheck | None = None
         self._state = state
         self._owner = owner
         self._settings = settings
-        # What the request brings in.
+        # The items that are loaded.
         self._count = 0
         # The most values that the items before it have; ``None`` if they have to be counted with its own.
-        self._most: int | None = None
+        self._max_values: int | None = None
 
-    async def gather(self, items: Sequence[Item], *, source: str | None, param: str, suffix: str, size: int) -> None:
+    async def resolve(self, items: Sequence[Item], *, source: str | None, param: str, suffix: str, size: int) -> None:
         """
-        Find out what a request with *items*, in a body of *size* bytes, is about.
+        Load what a request with *items*, in a body of *size* bytes, is about.
 
         *source* is what it goes on from: a conversation or a response, as *param* says. The rows have ids with
         *suffix*. Raises :class:`InvalidRequest`.
         """
         before: Sequence[bytes] = ()
         if source is not None:
-            most_size = self._settings.server.max_body_size
-            history = await self._state.history(source, self._owner, param, most=MAX_MESSAGES, most_size=most_size)
-            self._add(history.length, history.size, param)
-            before = history.rows
-            self.ancestors = [link.key for link in history.links[1:_ANCESTORS]]
-            self.root = history.links[-1].key
-        known: dict[str, bytes] = {}
+            before = await self._history(source, param)
+        loaded: dict[str, bytes] = {}
         if before:
             self.before = await offload.run(self._decoded, before, param, cost=offload.json_cost(self.size))
-            known = {str(item.get("id")): data for item, data in zip(self.before, before, strict=True)}
-        wanted = {number: found for number, item in enumerate(items) if (found := reference(item)) is not None}
-        fetched = await self._fetched({number: found for number, found in wanted.items() if found not in known})
-        for number, item_id in wanted.items():
-            if item_id in known:
-                self._add(1, len(known[item_id]), f"input[{number}]")
+            loaded = {str(item.get("id")): data for item, data in zip(self.before, before, strict=True)}
+        references: dict[int, str] = {}
+        missing: dict[int, str] = {}
+        for number, item in enumerate(items):
+            item_id = reference(item)
+            if item_id is None:
+                continue
+            references[number] = item_id
+            if item_id not in loaded:
+                missing[number] = item_id
+        fetched = await self._fetched(missing)
+        for number, item_id in references.items():
+            if item_id in loaded:
+                self._add(1, len(loaded[item_id]), f"input[{number}]")
 
         def assemble() -> None:
-            found = {**known, **fetched}
-            parsed = {item_id: msgspec.json.decode(found[item_id], type=Item) for item_id in wanted.values()}
-            self.resolved = [parsed[wanted[n]] if n in wanted else item for n, item in enumerate(items)]
-            # All will stand in the conversation.
-            taken = known if param == "conversation" else ()
+            self._resolve_references(items, references, {**loaded, **fetched})
+            taken: Collection[str] = ()
+            if param == "conversation":
+                # All will be in the conversation.
+                taken = loaded
             self.rows = rows_of(self.resolved, suffix, "input", taken, name="input")
-            own = [row.data for row in self.rows]
-            few = not wanted and self._most is not None and self._checked(own, param, self._most) is None
-            if (before or wanted) and not few:
-                self.check = self._checked([*before, *own], param if before else "input")
+            self._check_together(before, references, param)
 
         await offload.run(assemble, cost=offload.json_cost(size + self.size))
         if param == "conversation":
             self._state.check_room(len(before), sum(map(len, before)), self.rows)
 
+    async def _history(self, source: str, param: str) -> Sequence[bytes]:
+        """Return the items of the conversation, or of the responses, that the request goes on from."""
+        max_size = self._settings.server.max_body_size
+        history = await self._state.history(source, self._owner, param, most=MAX_MESSAGES, most_size=max_size)
+        self._add(history.length, history.size, param)
+        self.ancestors = [link.key for link in history.links[1:_ANCESTORS]]
+        self.root = history.links[-1].key
+        return history.rows
+
+    def _resolve_references(
+        self, items: Sequence[Item], references: Mapping[int, str], stored: Mapping[str, bytes]
+    ) -> None:
+        parsed = {item_id: msgspec.json.decode(stored[item_id], type=Item) for item_id in references.values()}
+        resolved = list(items)
+        for number, item_id in references.items():
+            resolved[number] = parsed[item_id]
+        self.resolved = resolved
+
+    def _check_together(self, before: Sequence[bytes], references: Mapping[int, str], param: str) -> None:
+        """Check the items before the request with its own, unless those are clearly few."""
+        if not before and not references:
+            return
+        own = [row.data for row in self.rows]
+        if not references and self._max_values is not None and self._checked(own, param, self._max_values) is None:
+            return
+        if not before:
+            param = "input"
+        self.check = self._checked([*before, *own], param)
+
     async def _fetched(self, wanted: Mapping[int, str]) -> Mapping[str, bytes]:
-        """Return the kept items that are *wanted*, each with the number of its reference, by their ids."""
+        """Return the stored items that are *wanted*, each with the number of its reference, by their ids."""
+        if not wanted:
+            return {}
         # The id of an item ends with that of its response, and a number.
         places = {item_id: Place(f"resp_{item_id.partition('_')[2][:32]}", item_id) for item_id in wanted.values()}
-        sizes: Mapping[Place, int] = {}
-        found: Mapping[Place, bytes] = {}
-        if places and self._state.keeps:
+        stored: Mapping[Place, bytes] = {}
+        if self._state.keeps:
             store = self._state.store()
             sizes = await store.sizes(self._owner, [place for place in places.values() if is_id(place.id)])
             for number, item_id in wanted.items():
                 self._add(1, sizes.get(places[item_id], 0), f"input[{number}]")
-            found = await store.fetch(self._owner, sizes)
+            stored = await store.fetch(self._owner, sizes)
         for number, item_id in wanted.items():
             # It may also have been deleted meanwhile.
-            if places[item_id] not in found:
+            if places[item_id] not in stored:
                 raise ObjectNotFound(f"There is no item '{item_id[:100]}'.", param=f"input[{number}].id")
-        return {item_id: found[place] for item_id, place in places.items()}
+        return {item_id: stored[place] for item_id, place in places.items()}
 
     def _add(self, count: int, size: int, param: str) -> None:
-        """Count more items. Raises :class:`ContextLengthExceeded` for too many, which *param* brings in."""
+        """Count more items. Raises :class:`ContextLengthExceeded` for too many; *param* names what loads them."""
         self._count += count
         self.size += size
         if self._count > MAX_MESSAGES:
@@ -207,9 +247,9 @@ class Sources:
         self._check_size(self.size, param)
 
     def _check_size(self, size: int, param: str) -> None:
-        most = self._settings.server.max_body_size
-        if size > most:
-            raise too_long(f"There are more than {most} bytes (server.max_body_size).", param)
+        max_size = self._settings.server.max_body_size
+        if size > max_size:
+            raise too_long(f"There are more than {max_size} bytes (server.max_body_size).", param)
 
     def _decoded(self, items: Sequence[bytes], param: str) -> Sequence[Item]:
         """Check *items* as a body, and read them."""
@@ -223,26 +263,26 @@ class Sources:
 
         They are all that the request is about, or its own, *beside* so many values before them.
         """
-        size = sum(map(len, items)) + (self.size if beside else 0)
+        size = sum(map(len, items))
+        if beside:
+            size += self.size
         self._check_size(size, param)
         limits = self._settings.limits
         check = JsonCheck(limits, beside)
         try:
             # Each came in a body whose nesting was checked.
             few = check.check(joined(items), nested=True) and size <= limits.max_text_size
-            if few:
-                self._most = check.most
-            else:
-                self._most = None
-            if few:
-                return None
-            return check
         except InvalidRequest as error:
             raise too_long(error.message, param) from error
+        if few:
+            self._max_values = check.most
+            return None
+        self._max_values = None
+        return check
 
 
-def too_long(what: str, param: str | None) -> ContextLengthExceeded:
-    """Return the error for a request that *param* brings too much into."""
+def too_long(reason: str, param: str | None) -> ContextLengthExceeded:
+    """Return the error for a request that loads too much because of *param*."""
     return ContextLengthExceeded(
-        f"The input, with what it goes on from and refers to, is larger than a request may be. {what}", param=param
+        f"The input, with what it goes on from and refers to, is larger than a request may be. {reason}", param=param
     )

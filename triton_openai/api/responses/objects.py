@@ -6,7 +6,7 @@ Source of the wire format: openai-openapi 2.3.0, and where it and the clients di
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import msgspec
@@ -61,6 +61,12 @@ class ItemsRequest(ModelRequest, kw_only=True):
     input: str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
+
+    def json_texts(self) -> Iterator[tuple[str, Any]]:
+        """Yield the texts that hold JSON, each with its path."""
+        if isinstance(self.input, list):
+            for index, item in enumerate(self.input):
+                yield f"input[{index}].arguments", item.get("arguments")
 
 
 @parameters.accepting("prompt_cache_key")
@@ -117,10 +123,11 @@ class ResponsesRequest(ItemsRequest, kw_only=True):
     conversation: str | ConversationId | None = None
 
 
-#: What a chat has under the same name.
-SHARED = tuple(sorted(set(parameters.SamplingRequest.__struct_fields__) & set(ResponsesRequest.__struct_fields__) - {
-    "model", "metadata", "user", "store", "safety_identifier", "prompt_cache_key", "service_tier", "stream_options",
-}))  # fmt: skip
+#: The options that a chat completion has under the same name.
+SHARED_OPTIONS = (
+    "frequency_penalty", "min_p", "model", "presence_penalty", "repetition_penalty", "seed", "stop", "stream",
+    "temperature", "top_k", "top_p",
+)  # fmt: skip
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

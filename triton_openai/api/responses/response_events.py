@@ -11,11 +11,11 @@ from msgspec import UNSET
 
 from triton_openai.answer.run import Run
 from triton_openai.api.agents import seal
-from triton_openai.api.bodies import in_pieces, now
+from triton_openai.api.bodies import encode_each, now
 from triton_openai.api.logprobs import ContentLogprob, chat_logprobs
 from triton_openai.api.responses import objects
-from triton_openai.api.responses.chat_request import ToolName
 from triton_openai.api.responses.item_events import ITEM_KINDS, SUMMARY
+from triton_openai.api.responses.request_reader import ToolName
 from triton_openai.api.sse import EventRenderer, event
 from triton_openai.api.tools import custom_input
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, Overloaded, ServiceError
@@ -104,7 +104,7 @@ class ResponseEvents(EventRenderer):
         if self.parser.plain and type(self._item) is objects.OutputMessage and not delta.logprobs:
             return self._text(delta.text)
         if delta.logprobs:
-            entries = in_pieces(chat_logprobs(delta.logprobs).content)
+            entries = encode_each(chat_logprobs(delta.logprobs).content)
         else:
             entries = []
         events = self.parser.feed(delta.text, delta.tokens)

@@ -9,7 +9,7 @@ import msgspec
 
 from triton_openai import errors
 from triton_openai.api.bodies import whole
-from triton_openai.api.paging import page_query, unknown_place_error
+from triton_openai.api.paging import page_query, unknown_id_error
 from triton_openai.api.responses.background import ResumedEvents
 from triton_openai.api.responses.objects import Deleted, Item, ItemList
 from triton_openai.api.responses.stored import StoredResponse
@@ -31,20 +31,28 @@ async def _stored(service: Service, call: Call[Any]) -> StoredResponse:
 
 async def retrieve(service: Service, call: Call[Retrieval]) -> Reply:
     """Return a response that was stored; with ``stream``, its events, if it was made in the background."""
-    found = await _stored(service, call)
-    given = call.body
-    stream = call.query.get("stream", "true" if given.stream else "false")
-    if stream not in ("true", "false"):
-        raise errors.InvalidValue("'stream' must be 'true' or 'false'.", "stream")
-    if stream == "false":
-        return whole(found.log.shown if found.log is not None and found.running else found.response)
-    if not found.response.background:
+    stored = await _stored(service, call)
+    if not _wants_stream(call):
+        if stored.log is not None and stored.running:
+            return whole(stored.log.shown)
+        return whole(stored.response)
+    if not stored.response.background:
         raise errors.InvalidValue("Only responses that are made in the background can be streamed again.", "stream")
     try:
-        after = int(call.query.get("starting_after", given.starting_after))
+        after = int(call.query.get("starting_after", call.body.starting_after))
     except ValueError as error:
         raise errors.InvalidValue("'starting_after' must be the number of an event.", "starting_after") from error
-    return await ResumedEvents(found, after).send(call.output)
+    return await ResumedEvents(stored, after).send(call.output)
+
+
+def _wants_stream(call: Call[Retrieval]) -> bool:
+    """Return whether the query, or else the body, asks for events. Raises :class:`InvalidValue`."""
+    stream = call.query.get("stream")
+    if stream is None:
+        return call.body.stream
+    if stream not in ("true", "false"):
+        raise errors.InvalidValue("'stream' must be 'true' or 'false'.", "stream")
+    return stream == "true"
 
 
 async def delete(service: Service, call: Call[None]) -> Reply:
@@ -53,36 +61,36 @@ async def delete(service: Service, call: Call[None]) -> Reply:
 
     Responses that go on from it go on without its items.
     """
-    found = await _stored(service, call)
-    await found.state.store().delete(found.response.id, bridged=True)
-    if found.log is not None:
-        await found.log.stop()
-    return whole(Deleted(id=found.response.id, object="response"))
+    stored = await _stored(service, call)
+    await stored.state.store().delete(stored.response.id, bridged=True)
+    if stored.log is not None:
+        await stored.log.stop()
+    return whole(Deleted(id=stored.response.id, object="response"))
 
 
 async def cancel(service: Service, call: Call[None]) -> Reply:
     """Cancel a response that is made in the background; one that has ended stays as it is."""
     while True:
-        found = await _stored(service, call)
-        response = found.response
+        stored = await _stored(service, call)
+        response = stored.response
         if not response.background:
             raise errors.InvalidRequest(
                 "Only responses that are made in the background can be cancelled.", param="response_id"
             )
-        if not found.running:
+        if not stored.running:
             return whole(response)
-        if found.log is not None:
-            await found.log.stop()
+        if stored.log is not None:
+            await stored.log.stop()
         else:
             # Its maker, in another process, can store nothing more. What it has stored is the output.
             response.status = "cancelled"
-            await found.put()
+            await stored.put()
 
 
 async def list_input(service: Service, call: Call[None]) -> Reply:
     """List the items of a response's own input."""
-    found = await _stored(service, call)
-    return whole(await page_of(service, call, found.response.id, "input"))
+    stored = await _stored(service, call)
+    return whole(await page_of(service, call, stored.response.id, "input"))
 
 
 async def page_of(service: Service, call: Call[Any], key: str, name: str, order: str = "desc") -> ItemList:
@@ -93,15 +101,15 @@ async def page_of(service: Service, call: Call[Any], key: str, name: str, order:
     """
     limit, after, reverse = page_query(call.query, order)
     store = service.responses.store()
-    most = service.settings.limits.max_text_size
-    page = await store.page(key, name, after=after, limit=limit, most_size=most, reverse=reverse)
+    max_size = service.settings.limits.max_text_size
+    page = await store.page(key, name, after=after, limit=limit, most_size=max_size, reverse=reverse)
     if page is None:
-        raise unknown_place_error("after")
+        raise unknown_id_error("after")
     return list_of(page.rows, more=page.more)
 
 
 def list_of(rows: Sequence[Row], *, more: bool = False) -> ItemList:
-    """Return a list of the items that *rows* are kept of, of which there may be *more*."""
+    """Return a list of the items in *rows*; *more* is whether others follow."""
     if rows:
         first = rows[0].id
         last = rows[-1].id

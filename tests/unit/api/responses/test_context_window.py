@@ -14,7 +14,8 @@ from tests.cases import every_case
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
 from tests.unit.prompts.test_template_support import save
-from triton_openai.api import chat
+from triton_openai.api import conversation as chats
+from triton_openai.api.conversation import PreparedChat
 from triton_openai.api.responses import context_window
 from triton_openai.config.tree import ModelDefaults, ModelSettings, ResponsesSettings, Settings, TritonSettings
 from triton_openai.prompts import messages
@@ -76,13 +77,13 @@ def first_turn(prompt: str) -> int:
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ids of the responses for which a prompt is made, one for each prompt."""
     made: list[str] = []
-    prepared = chat.turn_of
+    prepared = chats.prepare_chat
 
-    async def counted(context: Any, answer_id: str, **options: Any) -> chat.Turn:
+    async def counted(context: Any, answer_id: str, **options: Any) -> PreparedChat:
         made.append(answer_id)
         return await prepared(context, answer_id, **options)
 
-    monkeypatch.setattr(chat, "turn_of", counted)
+    monkeypatch.setattr(chats, "prepare_chat", counted)
     return made
 
 

@@ -16,7 +16,7 @@ from tests.cases import every_case
 from tests.proxy_fixture import Answer, Proxy
 from tests.store_fixture import Server
 from tests.unit.api.responses.test_stored import service
-from triton_openai.api.responses.items import numbered
+from triton_openai.api.responses.items import normalize_items
 from triton_openai.app import SERVICE
 from triton_openai.config.tree import LimitSettings, ResponsesSettings, ServerSettings
 from triton_openai.errors import InvalidValue
@@ -181,7 +181,7 @@ async def test_ids_of_items() -> None:
         assert 4 == len({each["id"] for each in kept})
     for wrong in (5, ["a"], "a\0", "a" * 513):
         with pytest.raises(InvalidValue) as refused:
-            numbered([message("x"), message("x", id=wrong)], "suffix", "input")
+            normalize_items([message("x"), message("x", id=wrong)], "suffix", "input")
         assert "input[1].id" == refused.value.param
 
 

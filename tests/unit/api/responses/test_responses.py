@@ -16,10 +16,10 @@ from tests.cases import every_case
 from tests.described import check
 from triton_openai.api.agents import seal
 from triton_openai.api.bodies import read_within
-from triton_openai.api.responses.chat_request import Reading, ToolName, read
 from triton_openai.api.responses.item_events import replayed
-from triton_openai.api.responses.items import input_items, numbered
+from triton_openai.api.responses.items import input_items, normalize_items
 from triton_openai.api.responses.objects import ResponseObject, ResponsesRequest
+from triton_openai.api.responses.request_reader import ParsedRequest, ToolName, read
 from triton_openai.api.responses.response_events import ResponseEvents, terminal_events
 from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, ServiceError, ServiceOverloaded
@@ -32,7 +32,7 @@ from triton_openai.prompts.messages import AssistantMessage
 CODEX: dict[str, Any] = json.loads((Path(__file__).parents[3] / "fixtures" / "codex.json").read_text())
 
 
-def reading(fields: dict[str, Any], *, strict: bool = False) -> Reading:
+def reading(fields: dict[str, Any], *, strict: bool = False) -> ParsedRequest:
     """Read a request as the handler does."""
     body = read_within(json.dumps({"model": "m", **fields}).encode(), ResponsesRequest, LimitSettings())
     items = [(f"input[{number}]", item) for number, item in enumerate(input_items(body))]
@@ -41,8 +41,8 @@ def reading(fields: dict[str, Any], *, strict: bool = False) -> Reading:
 
 def test_what_codex_sends() -> None:
     """A conversation with thinking, calls of a namespace and of a custom tool becomes a chat with functions."""
-    chat = reading(CODEX).chat
-    system, user, first, done, second, patched = map(msgspec.to_builtins, chat.messages)
+    conversation = reading(CODEX).conversation
+    system, user, first, done, second, patched = map(msgspec.to_builtins, conversation.messages)
 
     assert ("developer", "user", "tool", "tool") == tuple(each["role"] for each in (system, user, done, patched))
     assert ("Hm.", "Wait.") == (first["reasoning_content"], first["content"][0]["text"])
@@ -51,10 +51,10 @@ def test_what_codex_sends() -> None:
     assert {"input": "*** Begin"} == json.loads(second["tool_calls"][0]["function"]["arguments"])
     assert ("call_1", "done") == (done["tool_call_id"], done["content"])
     assert ["exec_command", "apply_patch", "multi_agent_v1__wait_agent"] == [
-        tool["function"]["name"] for tool in chat.tools or ()
+        tool["function"]["name"] for tool in conversation.tools.prompt
     ]
-    assert "start: x" in (chat.tools or [])[1]["function"]["description"]
-    assert chat.stream
+    assert "start: x" in conversation.tools.prompt[1]["function"]["description"]
+    assert conversation.options.stream
 
 
 def test_turns_of_the_assistant() -> None:
@@ -75,7 +75,7 @@ def test_turns_of_the_assistant() -> None:
     ):
         found = [
             f"{message.reasoning_content or ''} {message.content or '.'} {'c' * len(message.tool_calls or ())}"
-            for message in reading({"input": items}).chat.messages
+            for message in reading({"input": items}).conversation.messages
             if isinstance(message, AssistantMessage)
         ]
         assert expected == found
@@ -87,12 +87,11 @@ def test_tool_choices() -> None:
     wait = {"type": "function", "name": "wait_agent", "namespace": "multi_agent_v1"}
     custom = {"type": "custom", "name": "apply_patch"}
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [wait, custom, {"type": "web_search"}]}
-    named = msgspec.to_builtins(reading({"input": "x", "tools": tools, "tool_choice": allowed}).chat.tool_choice)
+    plan = reading({"input": "x", "tools": tools, "tool_choice": allowed}).conversation.tools
 
-    assert ["multi_agent_v1__wait_agent", "apply_patch"] == [
-        tool["function"]["name"] for tool in named["allowed_tools"]["tools"]
-    ]
-    assert reading({"input": "x", "tools": tools, "tool_choice": custom}).chat.tool_choice is not None
+    assert ("required", ["multi_agent_v1__wait_agent", "apply_patch"]) == (plan.mode, list(plan.schemas))
+    plan = reading({"input": "x", "tools": tools, "tool_choice": custom}).conversation.tools
+    assert ("named", "apply_patch") == (plan.mode, plan.name)
     for wrong in ({"type": "web_search"}, {"type": "function", "name": "wait_agent"}, {"type": ["function"]}):
         with pytest.raises(InvalidRequest):
             reading({"input": "x", "tools": tools, "tool_choice": wrong})
@@ -119,7 +118,7 @@ def test_hosted_tools_can_be_refused() -> None:
 ])  # fmt: skip
 def test_bad_items(param, item):
     """A wrong item is the client's mistake, with its place; it gets an id before anybody reads it."""
-    numbered([item], "s", "input")
+    normalize_items([item], "s", "input")
     with pytest.raises(InvalidRequest) as caught:
         reading({"input": [item]})
     assert param == caught.value.param
@@ -129,27 +128,43 @@ def test_names_in_include() -> None:
     """Names that OpenAI's document has are taken, whether or not this service has such items; others are refused."""
     known = ["reasoning.encrypted_content", "web_search_call.action.sources", "message.output_text.logprobs"]
 
-    assert reading({"input": "x", "include": known}).chat.logprobs
+    assert reading({"input": "x", "include": known}).conversation.options.logprobs
     with pytest.raises(InvalidRequest, match="usage_costs") as caught:
         reading({"input": "x", "include": [*known, "usage_costs"]})
     assert ("include[3]", "invalid_value") == (caught.value.param, caught.value.code)
 
 
-@every_case("blamed, param", [
-    ("messages[0].content[1].image_url", "input[0].content[1].image_url"),
-    ("messages[2].tool_calls[0].function.arguments", "input[4].arguments"),
-    ("messages[3].content", "input[5].output"),
-    ("tools[2].function.name", "tools[2].tools[0].name"),
-    ("messages", "input"),
-    ("max_completion_tokens", "max_output_tokens"),
-    ("top_p", "top_p"),
-    (None, None),
-])  # fmt: skip
-def test_blame(blamed, param):
-    """An error of the chat names the field that the client wrote."""
-    error = InvalidRequest(f"'{blamed}' is wrong.", param=blamed)
-    reading(CODEX).relabel_param(error)
-    assert (param, f"'{param}' is wrong.") == (error.param, error.message)
+def test_origins() -> None:
+    """Messages and options have the names that the client wrote."""
+    origins = reading(CODEX).conversation.origins
+
+    assert "input[0].content[1].image_url" == origins.message(0).content("[1].image_url")
+    assert "input[4].arguments" == origins.message(2).call(0, ".function.arguments")
+    assert "input[4]" == origins.message(2).call(0, ".function")
+    assert "input[5].output" == origins.message(3).content()
+    options = ("messages", "response_format", "reasoning_effort", "top_p")
+    assert ["input", "text.format", "reasoning.effort", "top_p"] == [origins.name(option) for option in options]
+
+
+def test_what_is_wrong_with_a_tool() -> None:
+    """A wrong tool is named with its path, wherever it is; and so are too many of them."""
+    wrong: list[tuple[Any, str]] = [
+        ([{"type": "function"}], "tools[0].name"),
+        ([{"type": "function", "name": "a b"}], "tools[0].name"),
+        ([{"type": "custom", "name": "a b"}], "tools[0].name"),
+        ([{"type": "function", "name": "a", "parameters": [1]}], "tools[0].parameters"),
+        ([{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "!"}]}], "tools[0].tools[0].name"),
+        ([{"type": "function", "name": "a"}] * 2, "tools"),
+        ([{"type": "function", "name": f"f{n}"} for n in range(513)], "tools"),
+    ]
+    for tools, param in wrong:
+        with pytest.raises(InvalidRequest) as caught:
+            reading({"input": "x", "tools": tools})
+        assert param == caught.value.param
+    items = [{"type": "additional_tools", "tools": wrong[1][0]}]
+    with pytest.raises(InvalidRequest) as caught:
+        reading({"input": items})
+    assert "input[0].tools[0].name" == caught.value.param
 
 
 def test_kept_items_are_whole() -> None:
@@ -158,32 +173,31 @@ def test_kept_items_are_whole() -> None:
         {"type": f"{kind}{end}", "call_id": "c"} for kind in ("function_call", "custom_tool_call")
         for end in ("", "_output")
     ]  # fmt: skip
-    kept = numbered([*calls, {"role": "assistant", "content": "a"}, {**calls[0], "status": "incomplete"}], "s", "input")
+    kept = normalize_items(
+        [*calls, {"role": "assistant", "content": "a"}, {**calls[0], "status": "incomplete"}], "s", "input"
+    )
     assert [*["completed"] * 5, "incomplete"] == [item["status"] for item in kept]
     whole = [{"type": "output_text", "text": "a", "annotations": [], "logprobs": []}]
     assert whole == kept[4]["content"]
     for part in ({"type": "output_text", "text": "a"}, {"type": "text", "text": "a"}, {"text": "a"}, "a"):
-        (parted,) = numbered([{"role": "assistant", "content": [part]}], "s", "input")
+        (parted,) = normalize_items([{"role": "assistant", "content": [part]}], "s", "input")
         assert whole == parted["content"]
-    (asked,) = numbered([{"role": "user", "content": [{"type": "text", "text": "a"}, "a"]}], "s", "input")
+    (asked,) = normalize_items([{"role": "user", "content": [{"type": "text", "text": "a"}, "a"]}], "s", "input")
     assert [{"type": "input_text", "text": "a"}] * 2 == asked["content"]
 
 
-def test_places_after_truncation() -> None:
-    """What is left of a conversation keeps its instructions, and its places in the request."""
+def test_origins_after_truncation() -> None:
+    """What is left of a conversation keeps its instructions, and its paths in the request."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    read = reading({"instructions": "i", "input": [*turns, {"role": "developer", "content": "d"}, *turns, *turns]})
-    read.keep([0, 3, 4, 5, 6, 7])
+    fields = {"instructions": "i", "input": [*turns, {"role": "developer", "content": "d"}, *turns, *turns]}
+    conversation = reading(fields).conversation
+    conversation.keep([0, 3, 4, 5, 6, 7])
     assert ["system", "developer", "user", "assistant", "user", "assistant"] == [
-        msgspec.to_builtins(message)["role"] for message in read.chat.messages
+        msgspec.to_builtins(message)["role"] for message in conversation.messages
     ]
-    error = InvalidRequest("", param="messages[2].content[0].image_url")
-    read.relabel_param(error)
-    assert "input[3].content[0].image_url" == error.param
-    read.keep([0, 1, 4, 5])
-    error = InvalidRequest("", param="messages[2].content")
-    read.relabel_param(error)
-    assert "input[5].content" == error.param
+    assert "input[3].content[0].image_url" == conversation.origins.message(2).content("[0].image_url")
+    conversation.keep([0, 1, 4, 5])
+    assert "input[5].content" == conversation.origins.message(2).content()
 
 
 class FakeRun:
@@ -302,7 +316,7 @@ def test_reasoning_as_a_summary() -> None:
         assert ([{"type": "summary_text", "text": "Hm"}], []) == (thought["summary"], thought["content"])
         assert (seal("Hm"), "Hi") == (thought["encrypted_content"], message["content"][0]["text"])
         # It comes back with the next request.
-        (read_again,) = reading({"input": [{**thought, "encrypted_content": None}]}).chat.messages
+        (read_again,) = reading({"input": [{**thought, "encrypted_content": None}]}).conversation.messages
         assert "Hm" == msgspec.to_builtins(read_again)["reasoning_content"]
 
 

@@ -21,7 +21,7 @@ from tests.proxy_fixture import Answer, Proxy, serving
 from tests.store_fixture import Server
 from tests.unit.prompts.test_template_support import save
 from triton_openai.api.responses.conversations import ConversationObject, claimed
-from triton_openai.api.responses.items import Sources
+from triton_openai.api.responses.items import InputResolver
 from triton_openai.api.responses.objects import INTERRUPTED, OutputMessage, OutputText, ResponseObject
 from triton_openai.api.responses.stored import ResponseStore, StoredResponse
 from triton_openai.app import SERVICE
@@ -80,9 +80,9 @@ async def test_what_a_response_goes_on_from(state: ResponseStore) -> None:
     await keep(state, 6, 5)
     ids = [f"resp_{number:032x}" for number in range(7)]
 
-    async def read(source: str | None, owner: str = "me", items: Any = (), **limits: Any) -> Sources:
-        sources = Sources(state, owner, Settings(server=ServerSettings(**limits)))
-        await sources.gather(items, source=source, param="previous_response_id", suffix="x", size=9)
+    async def read(source: str | None, owner: str = "me", items: Any = (), **limits: Any) -> InputResolver:
+        sources = InputResolver(state, owner, Settings(server=ServerSettings(**limits)))
+        await sources.resolve(items, source=source, param="previous_response_id", suffix="x", size=9)
         return sources
 
     items = (await read(ids[2])).before

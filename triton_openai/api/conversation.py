@@ -1,0 +1,296 @@
+"""
+The middle of the APIs for chats: what a client asks for, whichever API it uses, and what answers it.
+
+Each API reads its body into a :class:`Conversation`, which has the client's names beside the messages and options. So
+an error names what the client wrote. :func:`prepare_chat` makes of it a :class:`PreparedChat`: the prompt, the runs,
+and parsers of their texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from triton_openai import offload
+from triton_openai.answer.chat_prompt import media_of, rendered_chat
+from triton_openai.answer.prepare import GenerationSpec
+from triton_openai.answer.run import Run
+from triton_openai.api.bodies import MAX_ITEMS, report_repaired
+from triton_openai.api.parameters import GenerationOptions
+from triton_openai.api.service import RequestContext, media_reservation, runs_of, spec_of
+from triton_openai.api.tools import ToolPlan
+from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
+from triton_openai.media.audio import AudioReference, load, loaded_size, loading_size
+from triton_openai.media.images import ImageReference, images_size
+from triton_openai.parsers.answer_parser import AnswerParser
+from triton_openai.parsers.parser_registry import Parsers
+from triton_openai.parsers.tools.guided import ConstrainedCalls, ForcedCall, GuidedCalls
+from triton_openai.parsers.tools.json_calls import Llama3Json
+from triton_openai.parsers.tools.tool_parser import ToolParser
+from triton_openai.prompts.messages import AssistantMessage, Message
+from triton_openai.prompts.origins import CHAT_ORIGINS, Origins
+from triton_openai.prompts.prompter import Prompter
+from triton_openai.telemetry.request_record import RENDER
+
+
+class ChatOptions(GenerationOptions, kw_only=True):
+    """Options of a chat's answer and of its prompt. Each may be null."""
+
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    reasoning_effort: str | None = None
+    think: (
+        Annotated[bool | str, Meta(description="Ollama's name for whether, or how much, the model thinks.")] | None
+    ) = None
+    thinking: (
+        Annotated[
+            bool | dict[str, Any],
+            Meta(description="The same, as DeepSeek, Kimi and GLM name it: an object with a `type`."),
+        ]
+        | None
+    ) = None
+    enable_thinking: Annotated[bool, Meta(description="The same, as Qwen names it.")] | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ITEMS)] | None = None
+
+    @property
+    def switches(self) -> Mapping[str, Any]:
+        """The options that turn the thinking on or off, by their names."""
+        switches = {"think": self.think, "thinking": self.thinking, "enable_thinking": self.enable_thinking}
+        return {name: value for name, value in switches.items() if value is not None}
+
+    @property
+    def alternatives(self) -> tuple[str, int | None]:
+        count = None
+        if self.logprobs:
+            count = self.top_logprobs or 0
+        return "top_logprobs", count
+
+
+class Conversation(msgspec.Struct):
+    """Messages to answer, with tools and options."""
+
+    messages: list[Message]
+    #: How the client's tools are used. Whoever reads them names them in errors.
+    tools: ToolPlan
+    options: ChatOptions
+    #: The client's names of messages and options.
+    origins: Origins = CHAT_ORIGINS
+
+    def keep(self, numbers: Sequence[int]) -> None:
+        """Leave out all messages but those with these *numbers*."""
+        self.messages = [self.messages[number] for number in numbers]
+        origins = [self.origins.message(number) for number in numbers]
+        self.origins = msgspec.structs.replace(self.origins, messages=origins)
+
+    def json_texts(self) -> Iterator[tuple[str, Any]]:
+        """Yield the texts that hold JSON, each with the client's path."""
+        yield from self.options.json_texts()
+        yield from argument_texts(self.messages, self.origins)
+
+
+def argument_texts(messages: Sequence[Message], origins: Origins = CHAT_ORIGINS) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments of the calls in *messages*, each with the client's path."""
+    for number, message in enumerate(messages):
+        if not isinstance(message, AssistantMessage):
+            continue
+        origin = origins.message(number)
+        if message.function_call is not None:
+            yield origin.field("function_call"), message.function_call.arguments
+        for index, call in enumerate(message.tool_calls or ()):
+            if call.function is not None:
+                yield origin.call(index), call.function.arguments
+
+
+class PreparedChat(msgspec.Struct, frozen=True):
+    """A conversation that is ready to be answered. Each API for chats renders the answers in its own way."""
+
+    spec: GenerationSpec
+    plan: ToolPlan
+    #: Its answers, not yet started.
+    runs: Sequence[Run]
+    #: The parser of each answer.
+    parsers: Sequence[AnswerParser]
+
+
+async def prompt_of(
+    context: RequestContext[Conversation], prompter: Prompter
+) -> tuple[str, Sequence[ImageReference], Sequence[AudioReference]]:
+    """Return a chat's prompt, made by *prompter*, and its images and audio, not loaded. Raises ServiceError."""
+    service = context.service
+    model = context.model
+    conversation = context.body
+    options = conversation.options
+    origins = conversation.origins
+    pictures, audio = media_of(model, conversation.messages, origins)
+    # Before they are rendered: each is looked for in all of its message's text.
+    service.images.check_count(pictures, max_images=model.adapter.capabilities.images)
+    repaired: list[str] = []
+    prompt, context.record.chat_template = await rendered_chat(
+        model,
+        prompter,
+        options,
+        conversation.messages,
+        tools=conversation.tools.prompt,
+        images=pictures,
+        audio=audio,
+        reasoning_effort=options.reasoning_effort,
+        switches=options.switches,
+        trust_template=service.settings.api.trust_request_chat_template,
+        repaired=repaired,
+        origins=origins,
+    )
+    if repaired:
+        report_repaired(context.record, repaired)
+    tokenizer = prompter.tokenizer
+    if model.adapter.metadata.adds_bos and tokenizer is not None and tokenizer.adds_bos:
+        # Else the prompt would begin with it twice.
+        prompt = tokenizer.strip_bos(prompt)
+    return prompt, pictures, audio
+
+
+async def prepare_chat(context: RequestContext[Conversation], answer_id: str, *, fitting: bool = False) -> PreparedChat:
+    """
+    Return what answers the conversation of *context*; *answer_id* is the id of the answer.
+
+    With *fitting*, ``max_tokens`` may ask for more than the model's context has room for. Raises
+    :class:`InvalidRequest` and its subclasses, and :class:`ConfigurationError` for a model that cannot chat.
+    """
+    conversation = context.body
+    plan = conversation.tools
+    record = context.record
+    prompter = await context.model.prompter()
+    parsers = context.model.lazy_prompter.parsers
+    spec = _spec(context, answer_id, prompter, parsers)
+    if plan.forced:
+        # The schemas are walked, in Python.
+        guide = await offload.run(plan.guide, cost=offload.rendering_cost(dict(plan.schemas)))
+        spec = _with(spec, guide=guide)
+    if fitting:
+        spec = msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
+    with record.stage(RENDER):
+        prompt, pictures, audio = await prompt_of(context, prompter)
+    if pictures or audio:
+        spec = await _with_media(context, spec, pictures, audio)
+    runs = await runs_of(context, prompter.tokenizer, [prompt], spec)
+    streams = bool(conversation.options.stream)
+    answer_parsers = [make_parser(parsers, plan, prompt, streams=streams) for _ in runs]
+    record.reasoning_tokens = partial(reasoning_tokens, answer_parsers)
+    if plan.mode != "none":
+        record.tool_calls = partial(call_outcomes, answer_parsers)
+    return PreparedChat(spec, plan, runs, answer_parsers)
+
+
+async def _with_media(
+    context: RequestContext[Conversation],
+    spec: GenerationSpec,
+    pictures: Sequence[ImageReference],
+    audio: Sequence[AudioReference],
+) -> GenerationSpec:
+    """Return *spec* with the media, for which memory is reserved until the request ends. Raises ServiceError."""
+    service = context.service
+    record = context.record
+    if record.memory is None:
+        record.memory = media_reservation(service)
+    memory = record.memory
+    # Of an earlier attempt of the same request, if there was one.
+    before = memory.size
+    max_seconds = service.settings.audio.max_duration
+    await memory.grow(before + service.images.loading_size(pictures) + loading_size(audio, max_seconds=max_seconds))
+    kept = before
+    if pictures:
+        with record.stage("load images"):
+            images = await service.images.load(pictures)
+        kept += images_size(images)
+        spec = _with(spec, images=images)
+    if audio:
+        with record.stage("load audio"):
+            files = await load(audio, max_seconds=max_seconds)
+        kept += loaded_size(files)
+        spec = _with(spec, audio=files)
+    memory.shrink(kept)
+    return spec
+
+
+def _spec(
+    context: RequestContext[Conversation], answer_id: str, prompter: Prompter, parsers: Parsers
+) -> GenerationSpec:
+    model = context.model
+    conversation = context.body
+    plan = conversation.tools
+    options = conversation.options
+    origins = conversation.origins
+    forced = plan.forced
+    if options.top_logprobs and not options.logprobs:
+        raise InvalidValue("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
+    if forced:
+        # The call wins, as in vLLM's server: a format is that of an answer in text.
+        options = msgspec.structs.replace(options, response_format=None)
+    spec = spec_of(context, options, answer_id, prompter, n=options.n or 1, keeps_special=False, origins=origins)
+    if forced and "json_schema" not in model.adapter.capabilities.guides:
+        raise UnsupportedParameter(
+            "The model has no guided decoding, so it cannot be forced to call a tool. Use 'auto'.", param=plan.param
+        )
+    guide = spec.template.guide
+    if forced and guide is not None:
+        raise InvalidRequest(f"'{guide.param}' cannot be used together with a forced tool call.", param=plan.param)
+    if plan.mode == "auto" and parsers.tools is None:
+        raise UnsupportedParameter(
+            "How this model writes tool calls is not known: name its format with --tool-call-parser.",
+            param=origins.name("tools"),
+        )
+    supported = model.adapter.supported
+    if (plan.mode != "none" or parsers.reasoning) and parsers.special_tokens and "skip_special_tokens" in supported:
+        spec = _with(spec, sampling=msgspec.structs.replace(spec.template.sampling, skip_special_tokens=False))
+    return spec
+
+
+def _with(spec: GenerationSpec, **fields: Any) -> GenerationSpec:
+    """Return *spec* with other *fields* of its generations."""
+    return msgspec.structs.replace(spec, template=msgspec.structs.replace(spec.template, **fields))
+
+
+def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str, *, streams: bool = False) -> AnswerParser:
+    """Return the parser of one choice; *streams* is whether a client sees what it finds while it comes."""
+    if plan.forced:
+        # These calls have ids of the model's family too: its template may take no others.
+        if parsers.tools is None:
+            new_id = ToolParser.new_id
+        else:
+            new_id = parsers.tools.new_id
+        # The answer is calls and nothing else: no reasoning comes before it.
+        forced: ToolParser = GuidedCalls(plan.schemas, new_id=new_id)
+        if plan.name is not None:
+            forced = ForcedCall(plan.name, plan.schemas, new_id=new_id)
+        own = (parsers.tools or Llama3Json)(plan.schemas)
+        forced.may_wait = own.may_wait = not streams
+        return AnswerParser(None, ConstrainedCalls(forced, own), parallel=plan.parallel)
+    tools = None
+    if plan.mode == "auto" and parsers.tools is not None:
+        tools = parsers.tools(plan.schemas)
+    if tools is not None:
+        tools.may_wait = not streams
+    kind = parsers.reasoning
+    if kind is None:
+        reasoning = None
+    else:
+        reasoning = kind(inside=kind.inside_after(prompt))
+    return AnswerParser(reasoning, tools, parallel=plan.parallel, streams=streams)
+
+
+def reasoning_tokens(parsers: Sequence[AnswerParser]) -> int | None:
+    """Return the tokens of reasoning in all choices, ``None`` if there were none or they are not known."""
+    return sum([parser.reasoning_tokens for parser in parsers]) or None
+
+
+def call_outcomes(parsers: Sequence[AnswerParser]) -> Sequence[tuple[str, str]]:
+    """Return what became of each call in all choices, and what was repaired in it."""
+    return [outcome for parser in parsers for outcome in parser.outcomes()]
