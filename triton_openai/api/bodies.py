@@ -44,14 +44,14 @@ class ModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 IGNORED_HEADER = "x-triton-openai-ignored"
 #: The header of an answer that names the functions whose past calls had arguments that were no object.
 REPAIRED_HEADER = "x-triton-openai-repaired"
-_MOST_IGNORED = 16
-_LONGEST_IGNORED = 64
+_MAX_NAMES = 16
+_MAX_NAME_LENGTH = 64
 # Others would end a name, or the header.
 _NOT_IN_NAMES = re.compile(r"[^!-+\--~]")
 
 
 def report_ignored(record: RequestRecord, names: Iterable[str]) -> None:
-    """Add *names* of what has no effect, which clients choose, to the header of the answer."""
+    """Add the *names* of what has no effect, as the client wrote them, to the header of the answer."""
     _report(record, IGNORED_HEADER, names)
 
 
@@ -62,13 +62,17 @@ def report_repaired(record: RequestRecord, names: Iterable[str]) -> None:
 
 def _report(record: RequestRecord, header: str, names: Iterable[str]) -> None:
     """Add *names* to a *header* of the answer, and an ellipsis if they are too many."""
-    told = record.headers.get(header)
-    known = dict.fromkeys([] if told is None else told.split(", "))
+    reported: dict[str, None] = {}
+    if header in record.headers:
+        reported = dict.fromkeys(record.headers[header].split(", "))
     for name in names:
-        shown = _NOT_IN_NAMES.sub("?", printable(name, _LONGEST_IGNORED))
-        known.setdefault(shown if len(known) < _MOST_IGNORED or shown in known else "...")
-    if known:
-        record.headers = {**record.headers, header: ", ".join(known)}
+        shown = _NOT_IN_NAMES.sub("?", printable(name, _MAX_NAME_LENGTH))
+        if len(reported) < _MAX_NAMES or shown in reported:
+            reported.setdefault(shown)
+        else:
+            reported.setdefault("...")
+    if reported:
+        record.headers = {**record.headers, header: ", ".join(reported)}
 
 
 async def decode_json(body: bytes, operation: Operation, record: RequestRecord, settings: Settings) -> Any:
@@ -84,7 +88,8 @@ async def decode_json(body: bytes, operation: Operation, record: RequestRecord, 
     else:
         strict = operation.strict
     record.body_size = len(body)
-    ignored = record.unknown_fields = []
+    ignored: list[str] = []
+    record.unknown_fields = ignored
     if strict:
         names = None
     else:
@@ -151,7 +156,8 @@ async def read_form(
     known = kind.__struct_encode_fields__
     file_fields, list_fields = _form_fields(kind)
     fields: dict[str, Any] = {}
-    ignored = record.unknown_fields = []
+    ignored: list[str] = []
+    record.unknown_fields = ignored
     text_left = limits.max_text_size
     async for part in form.parts(max_size, on_arrival):
         name = part.name
@@ -163,7 +169,7 @@ async def read_form(
         if name not in known:
             if strict:
                 raise unknown_field(name)
-            if len(ignored) < _MOST_UNKNOWN:
+            if len(ignored) < _MAX_UNKNOWN:
                 ignored.append(name)
             continue
         if name in file_fields:
@@ -215,7 +221,7 @@ def _form_fields(kind: type[msgspec.Struct]) -> tuple[frozenset[str], frozenset[
 
 _NORMALIZABLE = re.compile(r"got `float`|^Object contains unknown field `")
 # Unknown fields of a request that are logged.
-_MOST_UNKNOWN = 16
+_MAX_UNKNOWN = 16
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 # Of the largest integers that a backend takes.
 _DIGITS = 20
@@ -265,7 +271,7 @@ def _normalized(body: bytes, kind: type[msgspec.Struct], ignored: list[str] | No
                 normalized[name] = msgspec.Raw(_integer(number))
         elif ignored is None:
             raise unknown_field(name)
-        elif bytes(raw) != b"null" and len(ignored) < _MOST_UNKNOWN:
+        elif bytes(raw) != b"null" and len(ignored) < _MAX_UNKNOWN:
             ignored.append(name)
     return msgspec.json.encode(normalized)
 
@@ -280,7 +286,7 @@ def _integer(match: re.Match[bytes]) -> bytes:
 
 
 def unknown_field(name: str) -> InvalidRequest:
-    """Return the error for a request with a field *name* that nobody knows."""
+    """Return the error for a request with a field *name* that it does not have."""
     return InvalidRequest(f"Unknown parameter: '{name[:100]}'.", param=name[:100], code="unknown_parameter")
 
 
@@ -320,20 +326,22 @@ def explain(message: str, root: str = "") -> InvalidRequest:
         subject = "the request's body"
     if where and where.group("key"):
         subject = f"a key of {subject}"
-    too_long = "`array` of length <=" in what
     if _WRONG_TYPE.search(what):
         fault = "type"
     else:
         fault = "value"
-    # Types stand in backticks, with bars between alternatives.
-    what = _TYPE.sub(lambda found: " or ".join(_TYPE_NAMES.get(name, name) for name in found[1].split(" | ")), what)
+    code = f"invalid_{fault}"
+    if "`array` of length <=" in what:
+        code = "array_above_max_length"
+    what = _TYPE.sub(_type_names, what)
     what = what.removeprefix("Invalid enum value ").removeprefix("Invalid value ")
     what = f"{what[:1].lower()}{what[1:]}"
-    return InvalidRequest(
-        f"Invalid {fault} for {subject}: {what}.",
-        param=param,
-        code="array_above_max_length" if too_long else f"invalid_{fault}",
-    )
+    return InvalidRequest(f"Invalid {fault} for {subject}: {what}.", param=param, code=code)
+
+
+def _type_names(match: re.Match[str]) -> str:
+    """Return the names of types, which msgspec writes in backticks, with bars between alternatives."""
+    return " or ".join([_TYPE_NAMES.get(name, name) for name in match[1].split(" | ")])
 
 
 def converted(value: Any, kind: type[_T], *, strict: bool = True) -> _T:
@@ -350,14 +358,14 @@ _OPENS = bytes.maketrans(_BRACKETS, b"\2\0\2\0")
 _DIGIT_BYTES = b"0123456789"
 _AS_ZEROS = bytes.maketrans(_DIGIT_BYTES + b".", b"0" * 11)
 # Twice the digits of any number in use; the time to read a number grows with the square of its digits.
-_MOST_DIGITS = 40
-_TOO_LONG = b"0" * (_MOST_DIGITS + 1)
+_MAX_DIGITS = 40
+_TOO_LONG = b"0" * (_MAX_DIGITS + 1)
 # A data URL begins with the first of these and the second, and a field with a file in base64 with another one.
 _DATA = b'"data'
 _OPENINGS = (b":", b'":"', b'": "')
 _BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/-_=\\"
 # Data URLs of one request that do not count as text; more than a request may have images.
-_MOST_DATA_URLS = 4096
+_MAX_DATA_URLS = 4096
 
 # Levels and values of a request's JSON; the limit of token ids is a setting.
 MAX_DEPTH = 100
@@ -423,7 +431,7 @@ class JsonCheck:
         bare = b"".join(plain.split(b'"')[::2]).translate(None, b" \t\r\n")
         if _has_long_number(bare):
             raise InvalidRequest(
-                f"A number in the request's JSON has more than {_MOST_DIGITS} digits.", param=param, code="invalid_json"
+                f"A number in the request's JSON has more than {_MAX_DIGITS} digits.", param=param, code="invalid_json"
             )
         # Each value but the first of a list or an object follows a comma, and the first an opening bracket.
         opened = bare.count(b"[") + bare.count(b"{")
@@ -461,32 +469,30 @@ def _without_images(body: bytes, max_size: int, param: str | None) -> bytes:
     # Without copies of what may be tens of megabytes: to make one keeps the interpreter lock.
     plain = body.isascii()
     view = memoryview(body)
-    places: list[int] = []
-    place = body.find(_DATA)
-    while place >= 0 and len(places) < _MOST_DATA_URLS:
-        places.append(place)
-        place = body.find(_DATA, place + 1)
+    offsets: list[int] = []
+    offset = body.find(_DATA)
+    while offset >= 0 and len(offsets) < _MAX_DATA_URLS:
+        offsets.append(offset)
+        offset = body.find(_DATA, offset + 1)
     kept: list[bytes | memoryview] = []
     begin = 0
-    for place, following in pairwise([*places, len(body)]):
-        opening = next((one for one in _OPENINGS if body.startswith(_DATA + one, place)), b"")
-        start = place + len(_DATA) + len(opening)
-        if opening:
-            end = body.find(b'"', start, following)
-        else:
-            end = -1
+    for offset, following in pairwise([*offsets, len(body)]):
+        opening = _opening_at(body, offset + len(_DATA))
+        if not opening:
+            continue
+        start = offset + len(_DATA) + len(opening)
+        end = body.find(b'"', start, following)
         if end < 0 or not (plain or body[start:end].isascii()) or not _has_few_escapes(body, start, end):
             continue
-        if opening == b":" and body[place + 6 : place + 12].lower() != b"image/":
-            # A file of text, or one that is refused.
-            continue
         if opening == b":":
-            kept += view[begin:place], b'""'
-        elif any(body[at : min(at + _PIECE, end)].translate(None, _BASE64) for at in range(start, end, _PIECE)):
-            # In pieces, as each step keeps the interpreter lock.
-            continue
-        else:
+            if body[offset + 6 : offset + 12].lower() != b"image/":
+                # A file of text, or one that is refused.
+                continue
+            kept += view[begin:offset], b'""'
+        elif _is_base64(body, start, end):
             kept += view[begin:start], b'"'
+        else:
+            continue
         begin = end + 1
     kept.append(view[begin:])
     if sum(map(len, kept)) > max_size:
@@ -498,12 +504,28 @@ def _without_images(body: bytes, max_size: int, param: str | None) -> bytes:
     return b"".join(kept)
 
 
+def _opening_at(body: bytes, offset: int) -> bytes:
+    """Return what precedes the data at *offset* of *body*; nothing if there is no data."""
+    for opening in _OPENINGS:
+        if body.startswith(opening, offset):
+            return opening
+    return b""
+
+
+def _is_base64(data: bytes, start: int, end: int) -> bool:
+    # In pieces, as each step keeps the interpreter lock.
+    for offset in range(start, end, _PIECE):
+        if data[offset : min(offset + _PIECE, end)].translate(None, _BASE64):
+            return False
+    return True
+
+
 def _has_few_escapes(data: bytes, start: int, end: int) -> bool:
     """Return whether the escapes between *start* and *end* are few, as many take long to read, and all are ``\\/``."""
     escapes = 0
     # In pieces: counting 20 million of them in one call keeps the event loop waiting.
-    for place in range(start, end, _PIECE):
-        escapes += data.count(b"\\", place, min(place + _PIECE, end))
+    for offset in range(start, end, _PIECE):
+        escapes += data.count(b"\\", offset, min(offset + _PIECE, end))
         if escapes * 16 > end - start:
             return False
     return not escapes or escapes == data.count(b"\\/", start, end)
@@ -529,7 +551,9 @@ def check_texts(texts: Iterable[tuple[str, Any]], check: JsonCheck) -> None:
 
 def separated(value: str | list[str | int | list[int]], param: str) -> list[Any]:
     """Return texts and lists of token ids one by one. Raises :class:`InvalidRequest` for none and too many."""
-    items: list[Any] = value if isinstance(value, list) and set(map(type, value)) != {int} else [value]
+    items: list[Any] = [value]
+    if isinstance(value, list) and set(map(type, value)) != {int}:
+        items = value
     if not items:
         raise InvalidValue(f"'{param}' must not be an empty list.", param)
     if len(items) > MAX_ITEMS:
@@ -552,7 +576,7 @@ async def whole_of(make: Callable[[], msgspec.Struct], *, cost: float) -> Whole:
 
 
 def new_id(prefix: str, separator: str = "-") -> str:
-    """Return a fresh object id such as ``chatcmpl-…``; Triton gets the same id for the request."""
+    """Return a new id of an object, such as ``chatcmpl-…``; Triton gets the same id for the request."""
     return f"{prefix}{separator}{os.urandom(16).hex()}"
 
 

@@ -231,27 +231,27 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
 async def answer(context: RequestContext[Conversation], answer_id: str, keep: Keep | None = None) -> Reply:
     """Answer a chat. The whole answer, in JSON, is given to *keep* first, also that of a stream before its end."""
     options = context.body.options
-    turn = await prepare_chat(context, answer_id)
+    prepared = await prepare_chat(context, answer_id)
     if keep is None:
         context.forget_messages()
-    runs = turn.runs
+    runs = prepared.runs
     fields = _reasoning_fields(context)
     if options.stream:
         if keep is None:
-            chunks = ChatChunks(context, turn, fields)
+            chunks = ChatChunks(context, prepared, fields)
         else:
-            chunks = _KeptChunks(context, turn, fields, keep)
+            chunks = _KeptChunks(context, prepared, fields, keep)
         return await context.stream(runs, chunks)
     answers = await collect(runs, timeout=context.limits.total)
-    choices = (chat_choice(options, turn, fields, index, answer) for index, answer in enumerate(answers))
-    if turn.parsers[0].plain:
+    choices = (chat_choice(options, prepared, fields, index, answer) for index, answer in enumerate(answers))
+    if prepared.parsers[0].plain:
         cost = rendering_cost(answers, offload.BYTE)
     else:
         cost = rendering_cost(answers, offload.CHARACTER)
     if options.prompt_logprobs is not None:
         cost += cost_of(len(runs[0].prompt_logprobs), options.prompt_logprobs)
     # Nothing is awaited for most answers.
-    whole = partial(_completion, context, turn, choices)
+    whole = partial(_completion, context, prepared, choices)
     if cost <= offload.INLINE:
         content = whole()
     else:
@@ -271,13 +271,13 @@ def _reasoning_fields(context: RequestContext[Conversation]) -> Sequence[str]:
     return (setting,)
 
 
-def _completion(context: RequestContext[Conversation], turn: PreparedChat, choices: Iterable[ChatChoice]) -> bytes:
+def _completion(context: RequestContext[Conversation], prepared: PreparedChat, choices: Iterable[ChatChoice]) -> bytes:
     """Return the whole answer with its *choices*, in JSON."""
     options = context.body.options
-    runs = turn.runs
+    runs = prepared.runs
     # As they are parsed, reasoning is counted.
     shown: Any = encode_each(choices)
-    usage = usage_of(runs, n=turn.spec.n, reasoning_tokens=reasoning_tokens(turn.parsers))
+    usage = usage_of(runs, n=prepared.spec.n, reasoning_tokens=reasoning_tokens(prepared.parsers))
     scores: Any = msgspec.UNSET
     if options.prompt_logprobs is not None:
         scores = encode_each(prompt_logprobs(runs[0].prompt_logprobs))
@@ -286,7 +286,7 @@ def _completion(context: RequestContext[Conversation], turn: PreparedChat, choic
     if options.return_token_ids:
         prompt_ids = runs[0].generation.prompt_ids or ()
     completion = ChatCompletion(
-        id=turn.spec.template.id,
+        id=prepared.spec.template.id,
         created=now(),
         model=options.model,
         choices=shown,
@@ -321,23 +321,34 @@ def finish_reason(progress: AnswerState, parser: AnswerParser, plan: ToolPlan) -
 
 def message_of(events: Sequence[Event], plan: ToolPlan, fields: Sequence[str]) -> AnswerMessage:
     """Return the message that *events* make together, with the reasoning in *fields*."""
-    text = "".join([event.text for event in events if isinstance(event, Content)])
-    reasoning = "".join([event.text for event in events if isinstance(event, Reasoning)]) or msgspec.UNSET
-    starts = [event for event in events if isinstance(event, ToolCallStart)]
-    arguments: list[list[str]] = [[] for _ in starts]
+    texts: list[str] = []
+    thoughts: list[str] = []
+    starts: list[ToolCallStart] = []
+    arguments: list[list[str]] = []
     for event in events:
-        if isinstance(event, ToolCallArguments):
+        if isinstance(event, Content):
+            texts.append(event.text)
+        elif isinstance(event, Reasoning):
+            thoughts.append(event.text)
+        elif isinstance(event, ToolCallStart):
+            starts.append(event)
+            arguments.append([])
+        else:
             arguments[event.index].append(event.text)
     calls = [_call(start, "".join(parts), plan) for start, parts in zip(starts, arguments, strict=True)]
-    legacy = [call.function for call in calls if plan.legacy and isinstance(call, ToolCall)]
-    return AnswerMessage(
-        role="assistant",
-        content=text if text or not calls else None,
-        refusal=None,
-        **dict.fromkeys(fields, reasoning),
-        tool_calls=calls if calls and not plan.legacy else msgspec.UNSET,
-        function_call=legacy[0] if legacy else msgspec.UNSET,
-    )
+    message = AnswerMessage(role="assistant", content="".join(texts), refusal=None)
+    if thoughts:
+        for field in fields:
+            setattr(message, field, "".join(thoughts))
+    if not calls:
+        return message
+    message.content = message.content or None
+    first = calls[0]
+    if not plan.legacy:
+        message.tool_calls = calls
+    elif isinstance(first, ToolCall):
+        message.function_call = first.function
+    return message
 
 
 def _call(start: ToolCallStart, arguments: str, plan: ToolPlan) -> ToolCall | CustomToolCall:
@@ -348,20 +359,20 @@ def _call(start: ToolCallStart, arguments: str, plan: ToolPlan) -> ToolCall | Cu
 
 def chat_choice(
     options: ChatOptions,
-    turn: PreparedChat,
+    prepared: PreparedChat,
     fields: Sequence[str],
     index: int,
     answer: Collected,
     events: Sequence[Event] | None = None,
 ) -> ChatChoice:
     """Return a choice of the whole answer, with the reasoning in *fields*. *events* are there if it is parsed."""
-    parser = turn.parsers[index]
+    parser = prepared.parsers[index]
     if events is None and parser.plain:
         message = AnswerMessage(role="assistant", content=answer.text, refusal=None)
     else:
         if events is None:
             events = _parsed(answer, parser)
-        message = message_of(events, turn.plan, fields)
+        message = message_of(events, prepared.plan, fields)
     logprobs = None
     if options.logprobs:
         logprobs = ChatLogprobs(encode_each(chat_logprobs(answer.logprobs).content))
@@ -372,7 +383,7 @@ def chat_choice(
         index=index,
         message=message,
         logprobs=logprobs,
-        finish_reason=finish_reason(answer.run.progress, parser, turn.plan),
+        finish_reason=finish_reason(answer.run.progress, parser, prepared.plan),
         stop_reason=answer.run.progress.stop_reason,
         token_ids=token_ids,
     )
@@ -389,24 +400,24 @@ def _parsed(answer: Collected, parser: AnswerParser) -> Sequence[Event]:
 class ChatChunks(Chunks):
     """The chunks of one stream, with the reasoning in *fields*."""
 
-    def __init__(self, context: RequestContext[Conversation], turn: PreparedChat, fields: Sequence[str]) -> None:
+    def __init__(self, context: RequestContext[Conversation], prepared: PreparedChat, fields: Sequence[str]) -> None:
         options = context.body.options
         super().__init__(
             "chat.completion.chunk",
-            turn.spec,
-            turn.runs,
+            prepared.spec,
+            prepared.runs,
             model=options.model,
             fingerprint=context.model.fingerprint,
             options=options.stream_options,
             always_usage=context.service.settings.api.always_include_usage,
         )
-        self._parsers = turn.parsers
+        self._parsers = prepared.parsers
         # All choices have one prompt.
         if self._ids:
-            self._prompt_ids = encode(turn.runs[0].generation.prompt_ids)
+            self._prompt_ids = encode(prepared.runs[0].generation.prompt_ids)
         else:
             self._prompt_ids = b""
-        self._plan = turn.plan
+        self._plan = prepared.plan
         self._reasoning_fields = fields
         # By choice and index, what the model writes as the argument of a custom tool.
         self._custom: dict[tuple[int, int], list[str]] = {}
@@ -416,7 +427,7 @@ class ChatChunks(Chunks):
             self._head + b'{"index":%d,"delta":{"content":' % choice
             if parser.plain and not self._continuous and not self._ids
             else b""
-            for choice, parser in enumerate(turn.parsers)
+            for choice, parser in enumerate(prepared.parsers)
         ]
 
     def first(self, choice: int) -> bytes:
@@ -459,7 +470,7 @@ class ChatChunks(Chunks):
         if not self._reasoning_fields:
             events = [event for event in events if not isinstance(event, Reasoning)]
         if self._plan.custom:
-            events = [event for event in events if not self._held(choice, event)]
+            events = [event for event in events if not self._delays(choice, event)]
         if delta.logprobs:
             logprobs = encode(chat_logprobs(delta.logprobs))
         else:
@@ -477,7 +488,7 @@ class ChatChunks(Chunks):
             ids = b""
         return b"".join(chunks)
 
-    def _held(self, choice: int, event: Event) -> bool:
+    def _delays(self, choice: int, event: Event) -> bool:
         """Return whether *event* is a part of a custom tool's call: its text is sent as a whole."""
         if isinstance(event, ToolCallStart) and event.name in self._plan.custom:
             self._custom[choice, event.index] = []
@@ -512,34 +523,36 @@ class _KeptChunks(ChatChunks):
     """The chunks of a stream whose whole answer is given to *keep* before the last one is sent."""
 
     def __init__(
-        self, context: RequestContext[Conversation], turn: PreparedChat, fields: Sequence[str], keep: Keep
+        self, context: RequestContext[Conversation], prepared: PreparedChat, fields: Sequence[str], keep: Keep
     ) -> None:
-        super().__init__(context, turn, fields)
+        super().__init__(context, prepared, fields)
         self._context = context
-        self._turn = turn
+        self._prepared = prepared
         self._keep = keep
         # Text takes the way of everything else, too.
-        self._text_heads = [b""] * len(turn.runs)
-        self._found: list[list[Event]] = [[] for _ in turn.runs]
-        self._deltas: list[list[Delta]] = [[] for _ in turn.runs]
+        self._text_heads = [b""] * len(prepared.runs)
+        self._parsed_events: list[list[Event]] = [[] for _ in prepared.runs]
+        self._deltas: list[list[Delta]] = [[] for _ in prepared.runs]
 
     def _events(self, choice: int, events: Sequence[Event], delta: Delta) -> bytes:
-        self._found[choice] += events
+        self._parsed_events[choice] += events
         if delta.logprobs or delta.token_ids:
             self._deltas[choice].append(delta)
         return super()._events(choice, events, delta)
 
     async def ended(self, error: ServiceError | None) -> bytes:
         if error is None:
-            cost = offload.ITEM * sum(map(len, self._found))
+            cost = offload.ITEM * sum(map(len, self._parsed_events))
             await self._keep(await offload.run(self._whole, cost=cost))
         return await super().ended(error)
 
     def _whole(self) -> bytes:
         options = self._context.body.options
-        turn = self._turn
+        prepared = self._prepared
         choices = []
-        for index, run in enumerate(turn.runs):
+        for index, run in enumerate(prepared.runs):
             answer = Collected(run, self._deltas[index])
-            choices.append(chat_choice(options, turn, self._reasoning_fields, index, answer, self._found[index]))
-        return _completion(self._context, turn, choices)
+            choices.append(
+                chat_choice(options, prepared, self._reasoning_fields, index, answer, self._parsed_events[index])
+            )
+        return _completion(self._context, prepared, choices)

@@ -26,8 +26,8 @@ RENEW_SECONDS = LEASE_SECONDS / 3
 EVENTS = "events"
 _BATCH_SECONDS = 0.25
 # Bytes of stored events that stay here for readers, and of events that may wait to be stored.
-_MOST_STORED = 256 * 1024
-_MOST_WAITING = 8 * 1024 * 1024
+_MAX_STORED = 256 * 1024
+_MAX_WAITING = 8 * 1024 * 1024
 
 
 class EventLog:
@@ -51,17 +51,22 @@ class EventLog:
         self._key = response.id
         # Pieces of the latest events, each with its first number; their bytes; from which number on they are in no row.
         self._recent: deque[tuple[int, bytes]] = deque()
-        self._size = self._unwritten = 0
+        self._size = 0
+        self._unwritten = 0
         # The rows that the store may lack; the bytes that it lacks.
         self._rows: list[Row] = []
         self._waiting = 0
-        self._news, self._work, self._closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._news = asyncio.Event()
+        self._work = asyncio.Event()
+        self._closed = asyncio.Event()
         self._storing: asyncio.Task[None] | None = None
 
     @property
     def shown(self) -> ResponseObject:
-        """The response as clients see it: its output and its end once they are kept."""
-        status: ResponseStatus = "queued" if self.response.status == "queued" else "in_progress"
+        """The response as clients see it: its output and its end once they are stored."""
+        status: ResponseStatus = "in_progress"
+        if self.response.status == "queued":
+            status = "queued"
         unknown = {"completed_at": None, "error": None, "incomplete_details": None, "output": (), "usage": None}
         return msgspec.structs.replace(self.response, status=status, **unknown)
 
@@ -78,7 +83,7 @@ class EventLog:
 
     def check_room(self) -> None:
         """Raise :class:`StoreUnavailable` if too much waits to be stored."""
-        if self._waiting > _MOST_WAITING:
+        if self._waiting > _MAX_WAITING:
             raise StoreUnavailable("The store of responses cannot be used at the moment.", detail="events wait for it")
 
     def add(self, events: bytes) -> None:
@@ -92,7 +97,7 @@ class EventLog:
             self._news.set()
 
     def end(self, last: bytes) -> None:
-        """Let the readers end, with the *last* events."""
+        """End the streams of the readers, with the *last* events."""
         self.last = last
         self._news.set()
 
@@ -103,18 +108,18 @@ class EventLog:
             async with asyncio.timeout(seconds):
                 await self._news.wait()
 
-    def after(self, place: int) -> bytes | None:
-        """Return the events from number *place* on; ``None`` where only the store has them all."""
-        found: list[bytes] = []
+    def after(self, number: int) -> bytes | None:
+        """Return the events from *number* on; ``None`` where only the store has them all."""
+        following: list[bytes] = []
         for first, events in reversed(self._recent):
-            if place >= first:
-                found.append(without_events(events, place - first))
+            if number >= first:
+                following.append(without_events(events, number - first))
                 break
-            found.append(events)
+            following.append(events)
         else:
-            if place < self.count:
+            if number < self.count:
                 return None
-        return b"".join(reversed(found))
+        return b"".join(reversed(following))
 
     async def _keep_storing(self) -> None:
         pause = _BATCH_SECONDS
@@ -148,7 +153,7 @@ class EventLog:
         self._work.clear()
         pieces = [events for first, events in self._recent if first >= self._unwritten]
         if pieces:
-            # It stays as it is: the store may have it though it could not say so.
+            # It stays as it is: the store may have it although its answer was lost.
             self._rows.append(Row(EVENTS, str(self._unwritten), b"".join(pieces)))
             self._unwritten = self.count
         return tuple(self._rows)
@@ -156,5 +161,5 @@ class EventLog:
     def _take_stored(self, rows: Sequence[Row]) -> None:
         del self._rows[: len(rows)]
         self._waiting -= sum(len(row.data) for row in rows)
-        while self._size - self._waiting > _MOST_STORED:
+        while self._size - self._waiting > _MAX_STORED:
             self._size -= len(self._recent.popleft()[1])

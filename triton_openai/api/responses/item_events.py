@@ -14,25 +14,23 @@ from triton_openai.api.sse import event_data
 
 
 class ItemKind(NamedTuple):
-    """What the ids of items begin with, how events with their text are called, and the field or part with the text."""
+    """The prefix of the ids of items, the names of events with their text, and the field or part with the text."""
 
     prefix: str
     text: str
     field: str
     part: type[objects.OutputText | objects.ReasoningText | objects.SummaryText] | None = None
     part_event: str = "content_part"
-    numbered: str = "content_index"
+    index_field: str = "content_index"
 
     def fill(self, item: objects.OutputItem, text: str, logprobs: Sequence[ContentLogprob]) -> None:
-        """Give *item* its whole *text*."""
+        """Set the whole *text* of *item*."""
         if self.part is None:
             setattr(item, self.field, text)
+        elif self.part is objects.OutputText:
+            setattr(item, self.field, (objects.OutputText(text=text, logprobs=logprobs),))
         else:
-            if self.part is objects.OutputText:
-                more = {"logprobs": logprobs}
-            else:
-                more = {}
-            setattr(item, self.field, (self.part(text=text, **more),))
+            setattr(item, self.field, (self.part(text=text),))
 
 
 #: By the type of the item.
@@ -50,16 +48,16 @@ _event = msgspec.json.Decoder(objects.ResponseEvent)
 
 
 def replayed(events: bytes) -> list[objects.OutputItem]:
-    """Return the output that whole *events* tell of, as far as they go; an item that they do not end is incomplete."""
+    """Return the output in whole *events*; an item whose end they do not have is incomplete."""
     output: list[objects.OutputItem] = []
     deltas: list[objects.ResponseEvent] = []
     for data in event_data(events):
-        told = _event.decode(data)
-        if told.item and told.output_index is not UNSET:
-            output[told.output_index :] = [told.item]
+        event = _event.decode(data)
+        if event.item and event.output_index is not UNSET:
+            output[event.output_index :] = [event.item]
             deltas = []
-        elif told.delta:
-            deltas.append(told)
+        elif event.delta:
+            deltas.append(event)
     if output and output[-1].status == "in_progress":
         item = output[-1]
         item.status = "incomplete"
@@ -68,6 +66,9 @@ def replayed(events: bytes) -> list[objects.OutputItem]:
             kind = SUMMARY
         else:
             kind = ITEM_KINDS[type(item)]
-        logprobs = [entry for told in deltas for entry in told.logprobs or ()]
-        kind.fill(item, "".join([told.delta or "" for told in deltas]), logprobs)
+        text = "".join([event.delta or "" for event in deltas])
+        logprobs: list[ContentLogprob] = []
+        for event in deltas:
+            logprobs += event.logprobs or ()
+        kind.fill(item, text, logprobs)
     return output

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from triton_openai.answer.run import Run
 from triton_openai.api.agents import seal
@@ -58,17 +58,21 @@ class ResponseEvents(EventRenderer):
     def __post_init__(self) -> None:
         self._output: list[objects.OutputItem] = []
         self.response.output = self._output
-        self._opened = self._queued = False
+        self._opened = False
+        self._queued = False
         # The opening events have the first numbers, though they may be rendered after the first text.
         self._next = 2
         # The item that is open: its texts, log probabilities, and what stands round a piece of text in its events.
         self._item: objects.OutputItem | None = None
-        summarizes = self.response.reasoning.get("summary") is not None
-        self._kinds = {**ITEM_KINDS, objects.OutputReasoning: SUMMARY} if summarizes else ITEM_KINDS
+        self._kinds = ITEM_KINDS
+        if self.response.reasoning.get("summary") is not None:
+            self._kinds = {**ITEM_KINDS, objects.OutputReasoning: SUMMARY}
         self._kind = ITEM_KINDS[objects.OutputMessage]
         self._texts: list[str] = []
         self._logprobs: list[ContentLogprob] = []
-        self._head = self._middle = self._tail = b""
+        self._head = b""
+        self._middle = b""
+        self._tail = b""
 
     def queued(self) -> bytes:
         """Return the first events of a response that waits for its turn in the background; the opening follows."""
@@ -88,17 +92,19 @@ class ResponseEvents(EventRenderer):
 
     def keep_alive(self) -> bytes:
         """Return the opening events, then an event that changes nothing: comments do not reset clients' timers."""
-        if events := self.opening():
+        events = self.opening()
+        if events:
             return events
         self._next += 1
         return self._begun("response.in_progress", self._next - 1)
 
     def _begun(self, name: str, number: int) -> bytes:
-        """Return an event with the response as it began; the other events tell of the rest."""
-        status: objects.ResponseStatus = "queued" if self._queued and not self._opened else "in_progress"
-        return response_event(
-            name, number, response=msgspec.structs.replace(self.response, status=status, error=None, output=())
-        )
+        """Return an event with the response as it began; the other events have the rest."""
+        status: objects.ResponseStatus = "in_progress"
+        if self._queued and not self._opened:
+            status = "queued"
+        begun = msgspec.structs.replace(self.response, status=status, error=None, output=())
+        return response_event(name, number, response=begun)
 
     def piece(self, choice: int, delta: Delta) -> bytes:
         if self.parser.plain and type(self._item) is objects.OutputMessage and not delta.logprobs:
@@ -126,27 +132,34 @@ class ResponseEvents(EventRenderer):
         cut = self.run.progress.finish_reason is FinishReason.LENGTH
         if isinstance(self._item, objects.OutputFunctionCall | objects.OutputCustomCall):
             cut = self.parser.cut
-        return events + self._close("incomplete" if cut else "completed")
+        if cut:
+            return events + self._close("incomplete")
+        return events + self._close("completed")
 
     async def ended(self, error: ServiceError | None) -> bytes:
-        """Return the last events, once the response that they tell of is kept."""
+        """Return the last events, after the response that they have was stored."""
         events = self.concluded(error)
         if self.keep is not None:
-            # The response says whether it could be.
+            # The response says whether it is stored.
             await self.keep()
-        return events + terminal_events(self.response, self._next, None if error is None else error.param)
+        param = None
+        if error is not None:
+            param = error.param
+        return events + terminal_events(self.response, self._next, param)
 
     def concluded(self, error: ServiceError | None) -> bytes:
-        """Give the response its end, by *error* if there is one; return the events before those that tell of it."""
+        """Set how the response ended, by *error* if there is one; return the events before the last ones."""
         response = self.response
         if error is not None:
             events = self.opening() + self._close("incomplete")
-            response.status, response.error = "failed", _failure(error)
+            response.status = "failed"
+            response.error = _failure(error)
             return events
         response.status = "completed"
         broken = self.parser.cut and not self.run.progress.cut
         if self.run.progress.finish_reason is FinishReason.LENGTH or broken:
-            response.status, response.incomplete_details = "incomplete", objects.IncompleteDetails("max_output_tokens")
+            response.status = "incomplete"
+            response.incomplete_details = objects.IncompleteDetails("max_output_tokens")
         else:
             response.completed_at = now()
         response.usage = self._usage()
@@ -173,28 +186,33 @@ class ResponseEvents(EventRenderer):
         return self._event(f"response.{kind}", item_id=self._item.id, output_index=len(self._output) - 1, **fields)
 
     def _part_event(self, what: str, part: objects.OutputText | objects.ReasoningText | objects.SummaryText) -> bytes:
-        return self._item_event(f"{self._kind.part_event}.{what}", **{self._kind.numbered: 0}, part=part)
+        return self._item_event(f"{self._kind.part_event}.{what}", **{self._kind.index_field: 0}, part=part)
 
     def _parsed(self, events: Sequence[ParserEvent], entries: list[ContentLogprob]) -> bytes:
         """Return the events for those of the parser; the first text carries the log probabilities *entries*."""
         rendered = b""
-        for each in events:
-            if isinstance(each, Content):
-                rendered += self._content(each.text, entries)
+        for part in events:
+            if isinstance(part, Content):
+                rendered += self._content(part.text, entries)
                 entries = []
-            elif isinstance(each, ToolCallStart):
-                named = self.names.get(each.name, ToolName(each.name))
-                rendered += self._open(
-                    objects.OutputCustomCall if named.custom else objects.OutputFunctionCall,
-                    call_id=each.id,
-                    name=named.name,
-                    namespace=UNSET if named.namespace is None else named.namespace,
-                )
+            elif isinstance(part, ToolCallStart):
+                rendered += self._open_call(part)
             else:
-                if isinstance(each, Reasoning):
+                if isinstance(part, Reasoning):
                     rendered += self._begin(objects.OutputReasoning)
-                rendered += self._text(each.text)
+                rendered += self._text(part.text)
         return rendered
+
+    def _open_call(self, start: ToolCallStart) -> bytes:
+        """Return the events that begin the call of a tool."""
+        tool = self.names.get(start.name, ToolName(start.name))
+        kind: type[objects.OutputFunctionCall | objects.OutputCustomCall] = objects.OutputFunctionCall
+        if tool.custom:
+            kind = objects.OutputCustomCall
+        namespace: str | UnsetType = UNSET
+        if tool.namespace is not None:
+            namespace = tool.namespace
+        return self._open(kind, call_id=start.id, name=tool.name, namespace=namespace)
 
     def _content(self, text: str, entries: list[ContentLogprob]) -> bytes:
         if not text and not entries:
@@ -225,18 +243,20 @@ class ResponseEvents(EventRenderer):
     def _open(self, kind: type[objects.OutputItem], **fields: Any) -> bytes:
         """Return the end of the open item, and the events that begin one of *kind*."""
         rendered = self._close("completed")
-        named = self._kind = self._kinds[kind]
+        names = self._kinds[kind]
         index = len(self._output)
-        # It names its response, so that the item can be found by it.
-        item = self._item = kind(id=f"{named.prefix}_{self.response.id.partition('_')[2]}{index:04x}", **fields)
+        # The id has that of the response, so that the item can be found by it.
+        item = kind(id=f"{names.prefix}_{self.response.id.partition('_')[2]}{index:04x}", **fields)
+        self._kind = names
+        self._item = item
         self._output.append(item)
         rendered += self._event("response.output_item.added", output_index=index, item=item)
         content = b""
-        if named.part is not None:
-            rendered += self._part_event("added", named.part())
-            content = b'"%b":0,' % named.numbered.encode()
+        if names.part is not None:
+            rendered += self._part_event("added", names.part())
+            content = b'"%b":0,' % names.index_field.encode()
         # All events for pieces of its text are alike.
-        delta = f"response.{named.text}.delta"
+        delta = f"response.{names.text}.delta"
         marked = event(delta, b'{"type":"%b","sequence_number":' % delta.encode())
         # A custom tool's text is sent whole.
         if kind is objects.OutputCustomCall:
@@ -268,7 +288,7 @@ class ResponseEvents(EventRenderer):
         self._texts = []
         self._logprobs = []
         item.status = status
-        done: dict[str, Any] = {kind.numbered: 0, "text": text}
+        done: dict[str, Any] = {kind.index_field: 0, "text": text}
         if isinstance(item, objects.OutputMessage):
             done["logprobs"] = logprobs
         elif isinstance(item, objects.OutputReasoning):
@@ -299,9 +319,10 @@ def _failure(error: ServiceError) -> objects.ResponseFailure:
         unknown = "server_is_overloaded"
     else:
         unknown = "server_error"
-    return objects.ResponseFailure(
-        next((code for kind, code in _CODES.items() if isinstance(error, kind)), unknown), error.message
-    )
+    for kind, code in _CODES.items():
+        if isinstance(error, kind):
+            return objects.ResponseFailure(code, error.message)
+    return objects.ResponseFailure(unknown, error.message)
 
 
 def terminal_events(response: objects.ResponseObject, number: int, param: str | None = None) -> bytes:
