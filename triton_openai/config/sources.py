@@ -259,7 +259,11 @@ def _add_opentelemetry(layer: _Layer, environ: Mapping[str, str]) -> None:
     """
 
     def first(*names: str) -> tuple[str, str]:
-        return next(((value, name) for name in names if (value := environ.get(name, "").strip())), ("", ""))
+        for name in names:
+            value = environ.get(name, "").strip()
+            if value:
+                return value, name
+        return "", ""
 
     def add(name: str, value: Any, annotation: Any, origin: str) -> None:
         path = ("traces", name)
