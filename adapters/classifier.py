@@ -63,11 +63,15 @@ def _output(config: ModelConfig) -> TensorSpec | None:
 
 def _has_labels(config: ModelConfig, repository: Mapping[str, ModelConfig], output: TensorSpec) -> bool:
     """Return whether Triton has labels for *output*; an ensemble has those of its steps."""
-    steps = [(repository[step.model], step.output_map) for step in config.steps if step.model in repository]
-    inner = [model.outputs.get(name) for model, names in steps for name in names if names[name] == output.name]
     # Triton has none for FP16, nor in streams.
-    readable = output.datatype != "FP16" and not config.decoupled
-    return readable and any(spec is not None and spec.label_filename for spec in (output, *inner))
+    if output.datatype == "FP16" or config.decoupled:
+        return False
+    specs: list[TensorSpec | None] = [output]
+    for step in config.steps:
+        if step.model in repository:
+            outputs = repository[step.model].outputs
+            specs += [outputs.get(name) for name, target in step.output_map.items() if target == output.name]
+    return any(spec is not None and spec.label_filename for spec in specs)
 
 
 class Classifier(tensors.DescribedAdapter):

@@ -85,7 +85,9 @@ def _mapping(config: ModelConfig, *, any_output: bool) -> _TensorMapping | None:
     by_role = {_role(spec): spec for spec in required}
     if len(required) != 2 or by_role.keys() != {"query", "document"}:
         return None
-    inputs = query, document = by_role["query"], by_role["document"]
+    query = by_role["query"]
+    document = by_role["document"]
+    inputs = (query, document)
     one_query = config.batching or query.dims in ((1,), ())
     if one_query and (config.row_dims(document) if config.batching else document.dims) == (-1,):
         return _TensorMapping(kind="documents", inputs=inputs, output=output, batch=_FREE_BATCH)

@@ -202,7 +202,10 @@ class Synthesizer(DescribedAdapter):
             **{"instructions": job.instructions, "language": job.language},
         }
         if "speed" in self._inputs:
-            values["speed"] = speed = 1.0 if job.speed is None else job.speed
+            speed = 1.0
+            if job.speed is not None:
+                speed = job.speed
+            values["speed"] = speed
             check_range("speed", speed, self.config.inputs[self._inputs["speed"]].datatype)
         inputs = [
             self.tensor(self._inputs[use], value)

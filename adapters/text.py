@@ -57,13 +57,16 @@ _REASONS: Mapping[str, FinishReason] = {
 def _known(specs: Mapping[str, TensorSpec], kinds: Mapping[str, Kind], *but: str) -> dict[str, str]:
     """Return the tensors of *specs* by their uses, as far as their names show them."""
     names = {name.lower(): name for name in specs}
-    return {
-        use: names[known]
-        for use, kind in kinds.items()
-        if use not in but
-        for known in reversed((use, *_OTHER_NAMES.get(use, ())))
-        if known in names and fits(kind, specs[names[known]].datatype)
-    }
+    tensors = {}
+    for use, kind in kinds.items():
+        if use in but:
+            continue
+        # The first name that fits counts.
+        for known in (use, *_OTHER_NAMES.get(use, ())):
+            if known in names and fits(kind, specs[names[known]].datatype):
+                tensors[use] = names[known]
+                break
+    return tensors
 
 
 def _found(config: ModelConfig) -> TensorMapping | None:

@@ -240,7 +240,8 @@ class TokenDecoder:
             raise response.invalid("the output 'output_ids' has a negative token id")
         delta = Delta(token_ids=ids, tokens=len(ids))
         if self._count is None:
-            self._count, delta.prompt_tokens = 0, len(self._prompt_ids)
+            self._count = 0
+            delta.prompt_tokens = len(self._prompt_ids)
         self._count += len(ids)
         if self._logprobs == GENERATION and len(ids):
             delta.logits = read_logits(response, GENERATION, count=len(ids), total=self._count)

@@ -66,19 +66,20 @@ class TrtllmText(common.TrtllmAdapter):
         # An answer that comes at once does not say which text is which token's.
         steps = logprobs and common.LOGPROBS in outputs and config.decoupled
         biases = {"embedding_bias_words", "embedding_bias_weights"} <= inputs.keys()
-        missing = {name: _TOKEN_BY_TOKEN for name, there in (("logprobs", steps), ("logit_bias", biases)) if not there}
-        missing |= self.unread
+        missing = dict(self.unread)
+        if not steps:
+            missing.setdefault("logprobs", _TOKEN_BY_TOKEN)
+        if not biases:
+            missing.setdefault("logit_bias", _TOKEN_BY_TOKEN)
         lacking = (Parameter(name, why=why, neutral=_NEUTRAL.get(name, ())) for name, why in missing.items())
         self.parameters = bind(PARAMETERS, config, *lacking)
         self._counts = all(name in inputs and name.removeprefix("return_") in outputs for name in _COUNTS)
         excludes = self.engine is not None and common.truthy(self.engine.parameter("exclude_input_in_output"))
-        image = inputs.get(_IMAGE)
-        sees = config.platform == "ensemble" or config.parameter(_ENCODERS) is not None
         self.splits_characters = config.decoupled and self.splits_characters
         self.capabilities = self.capabilities_with(
             echoes="exclude_input_in_output" not in inputs and not excludes,
             usage=self._counts,
-            images=0 if image is None or not sees else 1 if image.dims == (1,) else math.inf,
+            images=self._max_images(),
             cumulative_logprob=logprobs and common.CUMULATIVE in outputs,
             bias_words=biases,
         )
@@ -110,6 +111,15 @@ class TrtllmText(common.TrtllmAdapter):
         if alone:
             return engine
         return None
+
+    def _max_images(self) -> float:
+        image = self.config.inputs.get(_IMAGE)
+        has_encoder = self.config.platform == "ensemble" or self.config.parameter(_ENCODERS) is not None
+        if image is None or not has_encoder:
+            return 0
+        if image.dims == (1,):
+            return 1
+        return math.inf
 
     def returns_whole(self, generation: Generation) -> bool:
         """

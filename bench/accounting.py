@@ -101,14 +101,14 @@ def memory(roots: Iterable[int], proc: Path = _PROC) -> Memory:
 
 def tree(roots: Iterable[int], proc: Path = _PROC) -> list[int]:
     """Return *roots* and all their descendants."""
-    found: list[int] = []
+    pids: list[int] = []
     waiting = list(roots)
     while waiting:
         pid = waiting.pop()
-        found.append(pid)
+        pids.append(pid)
         for task in _listed(proc / str(pid) / "task"):
             waiting += [int(child) for child in _read(task / "children").split()]
-    return found
+    return pids
 
 
 def _listed(folder: Path) -> list[Path]:

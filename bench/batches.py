@@ -90,12 +90,12 @@ class Stopwatch(selectors.DefaultSelector):
 
     def __init__(self) -> None:
         super().__init__()
-        self.longest, self._last = 0.0, time.process_time()
+        self.max_seconds, self._last = 0.0, time.process_time()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Note how long the turn took, and wait."""
         now = time.process_time()
-        self.longest = max(self.longest, now - self._last)
+        self.max_seconds = max(self.max_seconds, now - self._last)
         self._last = now
         return super().select(0.001 if timeout is None else min(timeout, 0.001))
 
@@ -126,9 +126,9 @@ async def look(session: aiohttp.ClientSession, batch: str) -> dict[str, Any]:
 
 async def left(session: aiohttp.ClientSession, batch: str, *statuses: str, every: float = 0.2) -> dict[str, Any]:
     """Return the batch when it has none of *statuses* any more."""
-    while (found := await look(session, batch))["status"] in statuses:  # noqa: ASYNC110 - a client has no other way
+    while (state := await look(session, batch))["status"] in statuses:  # noqa: ASYNC110 - a client has no other way
         await asyncio.sleep(every)
-    return found
+    return state
 
 
 # What a line costs
@@ -150,7 +150,7 @@ async def _asked(session: aiohttp.ClientSession, count: int, body: dict[str, Any
 async def _costs(port: int, pid: int, count: int, rounds: int) -> list[tuple[float, float]]:
     """Return the microseconds of CPU time of a live request and of a line, in each round."""
     clock = CpuClock([pid])
-    found = []
+    costs = []
     body = {"model": PACED, "messages": [{"role": "user", "content": "Say something."}], "max_tokens": 1}
     async with aiohttp.ClientSession(f"http://{HOST}:{port}") as session:
         await _asked(session, 200, body)
@@ -163,8 +163,8 @@ async def _costs(port: int, pid: int, count: int, rounds: int) -> list[tuple[flo
             batch, _ = await start_batch(session, content)
             done = await left(session, batch, *_OPEN)
             assert count == done["request_counts"]["completed"], done
-            found.append((live / count / 1e3, (clock.read() - before) / count / 1e3))
-    return found
+            costs.append((live / count / 1e3, (clock.read() - before) / count / 1e3))
+    return costs
 
 
 def measure_costs(count: int, rounds: int) -> list[tuple[float, float]]:
@@ -176,7 +176,7 @@ def measure_costs(count: int, rounds: int) -> list[tuple[float, float]]:
 # Beside live requests
 
 
-async def _ask_live(session: aiohttp.ClientSession, body: dict[str, Any], found: list[tuple[float, float]]) -> None:
+async def _ask_live(session: aiohttp.ClientSession, body: dict[str, Any], times: list[tuple[float, float]]) -> None:
     began = time.perf_counter()
     first = 0.0
     async with session.post("/v1/chat/completions", json=body) as response:
@@ -184,22 +184,22 @@ async def _ask_live(session: aiohttp.ClientSession, body: dict[str, Any], found:
         async for event in response.content:
             if not first and b'"content":"' in event and b'"content":""' not in event:
                 first = time.perf_counter() - began
-    found.append((first, time.perf_counter() - began))
+    times.append((first, time.perf_counter() - began))
 
 
 async def _live(session: aiohttp.ClientSession, rate: float, seconds: float) -> list[tuple[float, float]]:
     """Return the seconds until the first token and the end of each request, which come as they would from many."""
     draw = random.Random(_SEED)
-    found = list[tuple[float, float]]()
+    times = list[tuple[float, float]]()
     tasks = list[asyncio.Task[None]]()
     body = {**_body(), "stream": True}
     due = began = time.perf_counter()
     while rate and (due := due + draw.expovariate(rate)) < began + seconds:
         await asyncio.sleep(due - time.perf_counter())
-        tasks.append(asyncio.create_task(_ask_live(session, body, found)))
+        tasks.append(asyncio.create_task(_ask_live(session, body, times)))
     await asyncio.sleep(began + seconds - time.perf_counter())
     await asyncio.gather(*tasks)
-    return found
+    return times
 
 
 def _body() -> dict[str, Any]:
@@ -209,7 +209,7 @@ def _body() -> dict[str, Any]:
 
 
 async def _beside(port: int, rates: Sequence[float], seconds: float, lines: int) -> list[tuple[Live, Live]]:
-    found = []
+    pairs = []
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(f"http://{HOST}:{port}", connector=connector) as session:
         await _live(session, 5.0, 2.0)
@@ -228,13 +228,8 @@ async def _beside(port: int, rates: Sequence[float], seconds: float, lines: int)
             async with session.post(f"/v1/batches/{batch}/cancel") as response:
                 response.raise_for_status()
             await left(session, batch, *_OPEN)
-            found.append(
-                (
-                    Live(first=[one for one, _ in alone], whole=[one for _, one in alone], lines=0, seconds=seconds),
-                    Live(first=[one for one, _ in beside], whole=[one for _, one in beside], lines=done, seconds=taken),
-                )
-            )
-    return found
+            pairs.append((_live_row(alone, 0, seconds), _live_row(beside, done, taken)))
+    return pairs
 
 
 def measure_beside(places: Sequence[int], seconds: float, lines: int) -> list[tuple[Live, Live]]:
@@ -245,6 +240,10 @@ def measure_beside(places: Sequence[int], seconds: float, lines: int) -> list[tu
 
 
 # A large input
+
+
+def _live_row(times: Sequence[tuple[float, float]], lines: int, seconds: float) -> Live:
+    return Live(first=[first for first, _ in times], whole=[whole for _, whole in times], lines=lines, seconds=seconds)
 
 
 async def _large(port: int, pid: int) -> tuple[float, float, float]:
@@ -263,9 +262,9 @@ async def _large(port: int, pid: int) -> tuple[float, float, float]:
         began = time.perf_counter()
         batch, created = await start_batch(session, content())
         began = time.perf_counter()
-        found = await left(session, batch, "validating", every=0.05)
+        state = await left(session, batch, "validating", every=0.05)
         seconds = time.perf_counter() - began
-        assert found["request_counts"]["total"] == _INPUT_LINES, found
+        assert state["request_counts"]["total"] == _INPUT_LINES, state
         more = memory([pid]).peak - before
         async with session.post(f"/v1/batches/{batch}/cancel") as response:
             response.raise_for_status()
@@ -278,12 +277,12 @@ def measure_input() -> Input:
     with tempfile.TemporaryDirectory(prefix="triton-openai-bench-") as name, _fake(Path(name)) as triton:
         port = free_port()
         log = Path(name) / "service.log"
-        told = Path(name) / "longest"
+        told = Path(name) / "max_seconds"
         with running([sys.executable, "-m", "bench.batches", "--serve", str(port), triton, name], log) as pid:
             wait_until_answers(port, "/health/ready", log)
             created, seconds, more = asyncio.run(_large(port, pid))
-        longest = float(told.read_text())
-    return Input(create_ms=created * 1e3, seconds=seconds, turn_ms=longest * 1e3, more_mib=more)
+        max_seconds = float(told.read_text())
+    return Input(create_ms=created * 1e3, seconds=seconds, turn_ms=max_seconds * 1e3, more_mib=more)
 
 
 async def _serve(stopwatch: Stopwatch, port: int, triton: str, folder: Path) -> None:
@@ -303,9 +302,9 @@ async def _serve(stopwatch: Stopwatch, port: int, triton: str, folder: Path) -> 
         await server.listen(sock)
         # What the start takes is no turn of a request.
         await asyncio.sleep(1)
-        stopwatch.longest = 0.0
+        stopwatch.max_seconds = 0.0
         await stop.wait()
-        (folder / "longest").write_text(str(stopwatch.longest))
+        (folder / "max_seconds").write_text(str(stopwatch.max_seconds))
         await server.close()
 
 
@@ -353,17 +352,17 @@ def serving(*, fake: bool) -> Iterator[tuple[int, int]]:
 # The report
 
 
-def _mark(value: float | None, aim: float, *, most: bool = True) -> str:
-    reached = value is not None and (value <= aim if most else value >= aim)
+def _mark(value: float | None, aim: float, *, upper: bool = True) -> str:
+    reached = value is not None and (value <= aim if upper else value >= aim)
     if reached:
         return "yes"
     return "NO"
 
 
-def render_live(found: Sequence[tuple[Live, Live]]) -> str:
+def render_live(pairs: Sequence[tuple[Live, Live]]) -> str:
     """Return the table of live requests without and with a batch."""
     cells = []
-    for alone, beside in found:
+    for alone, beside in pairs:
         if alone.whole:
             usual = sum(alone.whole) / len(alone.whole)
         else:
@@ -371,44 +370,45 @@ def render_live(found: Sequence[tuple[Live, Live]]) -> str:
         # What lines may have of the limit is the operator's choice.
         free = min(_PLACES - alone.places, BatchesSettings().max_share * _PLACES)
         used = beside.lines / beside.seconds * usual
-        first, then = (percentile(one.first, 0.95) for one in (alone, beside))
+        first, then = (percentile(live.first, 0.95) for live in (alone, beside))
         slower = ratio(then, first)
         cells.append(
             [
                 f"{alone.places:.1f} of {_PLACES}",
-                *(written(None if one is None else one * 1e3) for one in (first, then)),
+                *(written(None if live is None else live * 1e3) for live in (first, then)),
                 *(written(slower, 2), "-" if slower is None else _mark(slower, LIVE)),
-                *(written(free), written(used), f"{used / free:.0%}", _mark(used / free, USED, most=False)),
+                *(written(free), written(used), f"{used / free:.0%}", _mark(used / free, USED, upper=False)),
             ]
         )
     header = ["live requests take", "p95 ms", "with a batch", "times", f"<= {LIVE}"]
     return table([*header, "free", "used by lines", "", f">= {USED:.0%}"], cells)
 
 
-def render_costs(found: Sequence[tuple[float, float]]) -> str:
+def render_costs(costs: Sequence[tuple[float, float]]) -> str:
     """Return the table of what a line costs beside a live request."""
     live, own = measure_lines()
     cells = [
         ["calls of our functions", str(live.calls), str(own.calls), written(own.calls / live.calls, 2)],
-        ["with those of libraries", *(str(one.calls + one.library) for one in (live, own)),
+        ["with those of libraries", *(str(cost.calls + cost.library) for cost in (live, own)),
          written((own.calls + own.library) / (live.calls + live.library), 2)],
     ]  # fmt: skip
-    for one, other in found:
-        cells.append(["CPU us, all threads", written(one, 0), written(other, 0), written(other / one, 2)])
+    for cost, other in costs:
+        cells.append(["CPU us, all threads", written(cost, 0), written(other, 0), written(other / cost, 2)])
     return table(["a whole chat of one token", "live", "as a line", f"<= {COST}"], cells)
 
 
-def render_input(found: Input) -> str:
+def render_input(measured: Input) -> str:
     """Return the table of a large input."""
     return table(
         [f"{_INPUT_LINES:,} lines of {_INPUT_BYTES / 1e6:.0f} MB", "", "aim", "reached"],
         [
-            ["POST /v1/batches, ms", written(found.create_ms), written(CREATE_MS), _mark(found.create_ms, CREATE_MS)],
-            ["longest turn of the loop, ms of CPU", written(found.turn_ms), written(TURN_MS),
-             _mark(found.turn_ms, TURN_MS)],
-            ["more memory at most, MiB", written(found.more_mib), written(MEMORY_MIB),
-             _mark(found.more_mib, MEMORY_MIB)],
-            ["validation, s", written(found.seconds), "-", ""],
+            ["POST /v1/batches, ms", written(measured.create_ms), written(CREATE_MS),
+             _mark(measured.create_ms, CREATE_MS)],
+            ["longest turn of the loop, ms of CPU", written(measured.turn_ms), written(TURN_MS),
+             _mark(measured.turn_ms, TURN_MS)],
+            ["more memory at most, MiB", written(measured.more_mib), written(MEMORY_MIB),
+             _mark(measured.more_mib, MEMORY_MIB)],
+            ["validation, s", written(measured.seconds), "-", ""],
         ],
     )  # fmt: skip
 

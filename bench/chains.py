@@ -126,12 +126,12 @@ def _truncated(client: _Client, turns: int, rounds: int) -> dict[str, float]:
 
 
 def _medians(client: _Client, ways: dict[str, dict[str, Any]], rounds: int) -> dict[str, float]:
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    costs_by_name: dict[str, list[float]] = {name: [] for name in ways}
     # The first one of each is not counted; then they take turns.
     for _ in range(rounds + 1):
         for name, fields in ways.items():
-            found[name].append(client.cost(store=False, **fields))
-    return {name: median(costs[1:]) for name, costs in found.items()}
+            costs_by_name[name].append(client.cost(store=False, **fields))
+    return {name: median(costs[1:]) for name, costs in costs_by_name.items()}
 
 
 def _byte_tokenizer(folder: Path) -> str:

@@ -71,11 +71,11 @@ def _text(chunk: dict[str, Any]) -> str:
 
 def _tree(pid: int) -> list[int]:
     """Return the process *pid* and all below it."""
-    found = [pid]
-    for parent in found:
+    pids = [pid]
+    for parent in pids:
         for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
-            found += map(int, tasks.read_text().split())
-    return found
+            pids += map(int, tasks.read_text().split())
+    return pids
 
 
 def _memory(pid: int) -> int:

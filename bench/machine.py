@@ -68,7 +68,7 @@ def facts() -> dict[str, str | int | float]:
         "load_before": round(os.getloadavg()[0], 2),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        **{name: found for name in _PACKAGES if (found := _version(name))},
+        **{name: version for name in _PACKAGES if (version := _version(name))},
     }
 
 

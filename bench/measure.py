@@ -68,14 +68,17 @@ def measure(plan: Plan, subject: Subject, triton: int, control: Target, cores: C
 
 def row(plan: Plan, subject: Subject, outcomes: Sequence[Outcome]) -> Row:
     """Return the row of one subject, over all rounds."""
-    seconds = sum(each.seconds for each in outcomes)
-    tokens = sum(each.tokens for each in outcomes)
-    answers = sum(each.answers for each in outcomes)
-    first = [waited for each in outcomes for waited in each.first]
-    gaps = [gap for each in outcomes for gap in each.gaps]
+    round_cpu: list[float | None] = [None] * len(outcomes)
+    if subject.relay:
+        round_cpu = [_per(outcome.relay_cpu, outcome.tokens) for outcome in outcomes]
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    tokens = sum(outcome.tokens for outcome in outcomes)
+    answers = sum(outcome.answers for outcome in outcomes)
+    first = [waited for outcome in outcomes for waited in outcome.first]
+    gaps = [gap for outcome in outcomes for gap in outcome.gaps]
     relay = None
     if subject.relay:
-        relay = sum(each.relay_cpu for each in outcomes)
+        relay = sum(outcome.relay_cpu for outcome in outcomes)
     last = outcomes[-1]
     return Row(
         case=plan.case,
@@ -91,14 +94,14 @@ def row(plan: Plan, subject: Subject, outcomes: Sequence[Outcome]) -> Row:
         gap_p50_ms=_scaled(percentile(gaps, 0.5), 1e-3),
         gap_p99_ms=_scaled(percentile(gaps, 0.99), 1e-3),
         cpu_us_per_token=_per(relay, tokens),
-        triton_us_per_token=_per(sum(each.triton_cpu for each in outcomes), tokens),
+        triton_us_per_token=_per(sum(outcome.triton_cpu for outcome in outcomes), tokens),
         cpu_us_per_answer=_per(relay, answers) if plan.answers else None,
         relay_busy=None if relay is None else relay / 1e9 / seconds,
-        client_busy=sum(each.client_cpu for each in outcomes) / 1e9 / seconds,
+        client_busy=sum(outcome.client_cpu for outcome in outcomes) / 1e9 / seconds,
         resident_mib=last.resident / _MIB if subject.relay else None,
         peak_mib=last.peak / _MIB if subject.relay else None,
-        round_tokens_per_second=[each.tokens / each.seconds for each in outcomes],
-        round_cpu_us_per_token=[_per(each.relay_cpu, each.tokens) if subject.relay else None for each in outcomes],
+        round_tokens_per_second=[outcome.tokens / outcome.seconds for outcome in outcomes],
+        round_cpu_us_per_token=round_cpu,
     )
 
 

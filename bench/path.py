@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from inspect import CO_COROUTINE
 from pathlib import Path
@@ -248,7 +248,7 @@ async def _rows(
             counted = await _take(what, client, request, fake_began, step)
             # What runs beside it now and then, such as a look at Triton's models, takes a task or a thread. The number
             # of calls comes last because it varies by some on a busy machine.
-            rows.append(min(counted[_WARM:], key=lambda one: (one.threads, one.tasks, one.calls)))
+            rows.append(min(counted[_WARM:], key=lambda row: (row.threads, row.tasks, row.calls)))
             client.close()
         await server.close()
     return rows
@@ -267,12 +267,19 @@ async def _line(settings: Settings) -> PathRow:
         few, many = [await _batch(app, count) for count in (_LINES, _LINES, 2 * _LINES)][1:]
         await server.close()
     counts = {name: getattr(many, name) - getattr(few, name) for name in ("calls", "coroutines", "tasks", "threads")}
-    more = {
-        name: {one: round((count - known.get(one, 0)) / _LINES) for one, count in getattr(many, name).items()}
-        for name, known in (("library_calls", few.library_calls), ("functions", few.functions))
-    }
+
+    def per_line(some: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
+        return {function: round((count - some.get(function, 0)) / _LINES) for function, count in more.items()}
+
     fields = {name: round(count / _LINES) for name, count in counts.items()}
-    return msgspec.structs.replace(many, what=LINE, blocks=(many.blocks - few.blocks) // _LINES, **fields, **more)
+    return msgspec.structs.replace(
+        many,
+        what=LINE,
+        blocks=(many.blocks - few.blocks) // _LINES,
+        library_calls=per_line(few.library_calls, many.library_calls),
+        functions=per_line(few.functions, many.functions),
+        **fields,
+    )
 
 
 async def _batch(app: web.Application, count: int) -> PathRow:
@@ -297,11 +304,11 @@ async def _batch(app: web.Application, count: int) -> PathRow:
     sys.setprofile(profiler)
     await store.add(batch, most=1, most_bytes=10**12)
     service.batches.wake()
-    while (found := await store.batch(name, "", "openai")) is None or found.open:  # noqa: ASYNC110 - as a client does
+    while (state := await store.batch(name, "", "openai")) is None or state.open:  # noqa: ASYNC110 - as a client does
         await asyncio.sleep(0.02)
     sys.setprofile(None)
-    if found.succeeded != count:
-        raise BenchError(f"Of {count} lines, {found.succeeded} were answered.")
+    if state.succeeded != count:
+        raise BenchError(f"Of {count} lines, {state.succeeded} were answered.")
     return profiler.row(LINE)
 
 

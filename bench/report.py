@@ -182,22 +182,22 @@ def _beside_text(rows: Sequence[Row], case: str, streams: int, subject: str, lim
     """Return what a token costs in *case*, beside what it costs as the text of as many single answers."""
     what = {"tools": "tool calls", "choices": f"n={CHOICES}", "responses": "Responses", "messages": "Messages"}[case]
     text = f"{_PROTOCOLS[subject]}, {what}, {COMPARED} answers at a time: CPU per token / that of single texts"
-    found = find(rows, case, streams, subject)
+    row = find(rows, case, streams, subject)
     plain = find(rows, "paced", COMPARED, subject)
-    if found is None or plain is None:
+    if row is None or plain is None:
         return Aim(text, limit, None)
-    rounds = _ratios(found.round_cpu_us_per_token, plain.round_cpu_us_per_token)
-    return Aim(text, limit, ratio(found.cpu_us_per_token, plain.cpu_us_per_token), rounds=rounds)
+    rounds = _ratios(row.round_cpu_us_per_token, plain.round_cpu_us_per_token)
+    return Aim(text, limit, ratio(row.cpu_us_per_token, plain.cpu_us_per_token), rounds=rounds)
 
 
 def _agent(rows: Sequence[Row], form: str) -> Aim:
     """Return what an agent's request takes, with an answer of one token."""
     text = f"HTTP, {form}: 150 kB of instructions and 40 tools: CPU in ms"
-    found = next((row for row in rows if (row.form, row.subject) == (form, "ours-http")), None)
-    if found is None:
+    row_of_form = next((row for row in rows if (row.form, row.subject) == (form, "ours-http")), None)
+    if row_of_form is None:
         micros = None
     else:
-        micros = found.cpu_us_per_answer
+        micros = row_of_form.cpu_us_per_answer
     return Aim(text, _AGENT_MS, None if micros is None else micros / 1000)
 
 
@@ -214,8 +214,8 @@ def _traced(rows: Sequence[Row], streams: int, what: str, limit: float) -> Aim:
 def _short(rows: Sequence[Row], form: str, floor: str) -> Aim:
     """Return what a chat of one token costs, beside an aiohttp handler that does nothing."""
     text = f"HTTP, {'whole' if form == 'whole' else 'streamed'} chat of one token: CPU / that of {floor}"
-    found = {row.subject: row.cpu_us_per_answer for row in rows if (row.case, row.form) == ("short", form)}
-    return Aim(text, _SHORT, ratio(found.get("ours-http"), found.get(floor)))
+    costs = {row.subject: row.cpu_us_per_answer for row in rows if (row.case, row.form) == ("short", form)}
+    return Aim(text, _SHORT, ratio(costs.get("ours-http"), costs.get(floor)))
 
 
 def _counted(paths: Sequence[PathRow]) -> Iterator[Aim]:
@@ -268,8 +268,8 @@ def render(
         parts.append(f"footprint\n{_footprint_table(footprint)}")
     if parsers:
         parts.append(f"parsers\n{_parser_table(parsers)}")
-    found = aims(rows, parsers, paths, footprint, demo, chains)
-    return "\n\n".join([*parts, "aims\n" + "\n".join(_aim_lines(found)), *_warnings(rows)])
+    all_aims = aims(rows, parsers, paths, footprint, demo, chains)
+    return "\n\n".join([*parts, "aims\n" + "\n".join(_aim_lines(all_aims)), *_warnings(rows)])
 
 
 def parser_line(row: ParserRow) -> str:
@@ -289,20 +289,27 @@ def path_line(row: PathRow) -> str:
     return f"path {row.subject:<11} {row.what}: {row.calls} calls of our own in {row.modules} modules"
 
 
-def _chains_table(found: Chains) -> str:
-    cells = [[f"{found.turns}, {said}", written(getattr(found, name), 2)] for name, said in _KEPT.items()]
+def _chains_table(chains: Chains) -> str:
+    cells = [[f"{chains.turns}, {said}", written(getattr(chains, name), 2)] for name, said in _KEPT.items()]
     return table(["a turn after", "CPU ms"], cells)
 
 
-def _footprint_table(found: Footprint) -> str:
+def _footprint_table(footprint: Footprint) -> str:
     header = ["start, CPU s", "MiB", "kB/idle connection", "streams", "kB/stream", "MiB in all"]
-    numbers = (found.start_cpu, found.at_first / _MIB, found.per_idle / KB, found.streams, found.per_stream / KB)
-    return table(header, [[written(number, 2) for number in (*numbers, found.total / _MIB)]], texts=0)
+    numbers = (
+        footprint.start_cpu,
+        footprint.at_first / _MIB,
+        footprint.per_idle / KB,
+        footprint.streams,
+        footprint.per_stream / KB,
+        footprint.total / _MIB,
+    )
+    return table(header, [[written(number, 2) for number in numbers]], texts=0)
 
 
-def _of_ten_thousand(found: Footprint) -> float:
+def _of_ten_thousand(footprint: Footprint) -> float:
     """Return the memory of so many streams; the machine may have let fewer be open."""
-    return (found.total + (STREAMS - found.streams) * found.per_stream) / _MIB
+    return (footprint.total + (STREAMS - footprint.streams) * footprint.per_stream) / _MIB
 
 
 def _path_table(paths: Sequence[PathRow]) -> str:
@@ -337,8 +344,8 @@ def _case_table(rows: Sequence[Row], everything: Sequence[Row]) -> str:
     ]
     times = [written(ratio(row.cpu_us_per_token, _nginx(row, everything)), 2) for row in rows]
     if any(cell != "-" for cell in times):
-        place = next((index for index, (title, _) in enumerate(columns) if title == "cores"), len(columns))
-        columns.insert(place, ("x nginx", times))
+        column = next((index for index, (title, _) in enumerate(columns) if title == "cores"), len(columns))
+        columns.insert(column, ("x nginx", times))
     header = ["streams", "subject", *(title for title, _ in columns)]
     names = [[str(row.streams).rjust(len("streams")), _name(row)] for row in rows]
     return table(header, [[*name, *(cells[i] for _, cells in columns)] for i, name in enumerate(names)], texts=2)
@@ -358,15 +365,15 @@ def _nginx(row: Row, rows: Sequence[Row]) -> float | None:
     else:
         case = row.case
         streams = row.streams
-    found = find(rows, case, streams, "nginx")
-    if found:
-        return found.cpu_us_per_token
-    return None
+    nginx = find(rows, case, streams, "nginx")
+    if nginx is None:
+        return None
+    return nginx.cpu_us_per_token
 
 
-def _aim_lines(found: Sequence[Aim]) -> Iterator[str]:
+def _aim_lines(all_aims: Sequence[Aim]) -> Iterator[str]:
     marks = {True: "reached", False: "MISSED", None: "not measured"}
-    for aim in found:
+    for aim in all_aims:
         if aim.at_most:
             sign = "<="
         else:
@@ -378,8 +385,8 @@ def _aim_lines(found: Sequence[Aim]) -> Iterator[str]:
 
 
 def _ratios(values: Sequence[float | None], bases: Sequence[float | None]) -> tuple[float, ...]:
-    found = (ratio(value, base) for value, base in zip(values, bases, strict=False))
-    return tuple(each for each in found if each is not None)
+    ratios = (ratio(value, base) for value, base in zip(values, bases, strict=False))
+    return tuple(value_ratio for value_ratio in ratios if value_ratio is not None)
 
 
 def _warnings(rows: Sequence[Row]) -> Iterator[str]:

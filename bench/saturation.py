@@ -57,15 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cells = []
     for name, (plan, pace, unit) in LOADS.items():
         for count in counts:
-            found = _measured(plan, pace, count, options.seconds)
-            done = f"{found.tokens_per_second:,.0f}"
-            cells.append([name, str(count), done, unit, written(found.relay_busy), written(found.cpu_us_per_token)])
+            row = _measured(plan, pace, count, options.seconds)
+            done = f"{row.tokens_per_second:,.0f}"
+            cells.append([name, str(count), done, unit, written(row.relay_busy), written(row.cpu_us_per_token)])
     print(table(["load", "workers", "", "", "cores", "us each"], cells))
     cells = []
     for name, count in (("through the service", 1), ("without it", 0)):
-        found = _measured(HALF, _PACE, count, 2 * options.seconds)
-        first = (written(found.first_p50_ms), written(found.first_p99_ms))
-        cells.append([name, written(found.relay_busy), *first])
+        row = _measured(HALF, _PACE, count, 2 * options.seconds)
+        first = (written(row.first_p50_ms), written(row.first_p99_ms))
+        cells.append([name, written(row.relay_busy), *first])
     print(table([f"first tokens of {HALF.streams} streams", "cores", "p50 ms", "p99 ms"], cells))
 
 

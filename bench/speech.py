@@ -119,13 +119,11 @@ def _service(transport: str) -> Iterator[tuple[Subject, Path]]:
             version = folder / "models" / model / "1"
             version.mkdir(parents=True)
             shutil.copyfile(Path(__file__).with_name("model") / "speech.py", version / "model.py")
+            tensors = config
             if model == "speaks":
-                given = config % json.dumps(str(note))
-            else:
-                given = config
-            text = (
-                f'name: "{model}"\nbackend: "python"\nmax_batch_size: 0\ninstance_group [ {{ kind: KIND_CPU }} ]{given}'
-            )
+                tensors = config % json.dumps(str(note))
+            head = f'name: "{model}"\nbackend: "python"\nmax_batch_size: 0\ninstance_group [ {{ kind: KIND_CPU }} ]'
+            text = head + tensors
             (version.parent / "config.pbtxt").write_text(text)
         settings = folder / "settings.yaml"
         settings.write_text(_SETTINGS)
@@ -153,8 +151,8 @@ def _share(subject: Subject, file: bytes, seconds: float) -> float:
     clock = CpuClock(subject.relay)
     before = clock.read()
     with _ask(subject, "transcriptions", body, f"multipart/form-data; boundary={_BOUNDARY}") as answer:
-        found = json.load(answer)
-    assert found["segments"], found
+        transcript = json.load(answer)
+    assert transcript["segments"], transcript
     return (clock.read() - before) / 1e9 / seconds * 100
 
 

@@ -113,8 +113,8 @@ class Tally:
 
     async def _wait(self, event: asyncio.Event, seconds: float) -> bool:
         """Wait for *event* or a failure, at most *seconds*; return whether it was *event*."""
-        waiting = [asyncio.ensure_future(each.wait()) for each in (event, self._failed)]
+        waiting = [asyncio.ensure_future(waiter.wait()) for waiter in (event, self._failed)]
         await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        for each in waiting:
-            each.cancel()
+        for waiter in waiting:
+            waiter.cancel()
         return event.is_set()

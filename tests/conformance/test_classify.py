@@ -97,7 +97,7 @@ async def test_token_ids_truncation_and_logits(proxy: Proxy, triton: TestTriton,
     assert "why" == labelled.json["data"][0]["label"]
     shown = render([each for each in await inspect_models(settings) if each.name in (TEXT, IDS)])
     assert "the sigmoid of its logits (problem_type); labels from Triton" in shown
-    assert "as the model gives them; labels from the tokenizer's config.json" in shown
+    assert "the model's numbers; labels from the tokenizer's config.json" in shown
     assert 2 == shown.count("tasks          classify")
 
 

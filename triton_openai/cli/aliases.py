@@ -21,7 +21,9 @@ def _log_level(value: str) -> str:
 def _grpc(value: str) -> str:
     """Return the gRPC URL of a server, which other programs write with the scheme of HTTP."""
     scheme, _, rest = value.rpartition("://")
-    return f"{'grpcs' if scheme in ('https', 'grpcs') else 'grpc'}://{rest}"
+    if scheme in ("https", "grpcs"):
+        return f"grpcs://{rest}"
+    return f"grpc://{rest}"
 
 
 #: By server: each flag, the flag of ours that it stands for, and what is done to its value where they differ.
@@ -144,13 +146,16 @@ def translate(
         ours, converter = _ALIASES[flag]
         warnings.append(f"{flag} is accepted; its name here is {ours}.")
         if equals:
-            written.append(f"{ours}={value if converter is None else converter(value)}")
+            if converter is not None:
+                value = converter(value)
+            written.append(f"{ours}={value}")
         else:
             written.append(ours)
             convert = converter
     translated = dict(environ)
     for variable, theirs in VARIABLES.items():
-        if not (value := translated.pop(variable, "")):
+        value = translated.pop(variable, "")
+        if not value:
             continue
         _check(theirs, variable)
         flag, converter = _ALIASES.get(theirs, (theirs, None))

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from triton_openai.adapters._common.base import Adapter, Parameter, Rule
+from triton_openai.adapters._common.base import Adapter, Capabilities, Parameter, Rule
 from triton_openai.answer.job_run import activation_of
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
@@ -52,8 +52,12 @@ class ParameterReport(msgspec.Struct, frozen=True):
         """Return the treatment as text for a person."""
         text = self.treatment
         if text == Rule.MAPPED.value:
-            text = f"-> {self.target}{f' {self.datatype}' if self.datatype else ''}"
-        return f"{text}{f' ({self.note})' if self.note else ''}"
+            text = f"-> {self.target}"
+            if self.datatype:
+                text += f" {self.datatype}"
+        if self.note:
+            text += f" ({self.note})"
+        return text
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,11 +96,9 @@ def inspect(settings: Settings, parsed: Parsed) -> int:
     reports = asyncio.run(inspect_models(settings))
     if parsed.models:
         # What is served has precedence over a name in the settings that no model has.
-        by_name = {
-            name: report
-            for report in sorted(reports, key=lambda report: report.adapter is not None)
-            for name in (*report.served_as, report.name)
-        }
+        by_name = {}
+        for report in sorted(reports, key=lambda report: report.adapter is not None):
+            by_name.update(dict.fromkeys((*report.served_as, report.name), report))
         for name in parsed.models:
             if name not in by_name:
                 hint = did_you_mean(name, by_name) or f" It has {', '.join(by_name) or 'none'}."
@@ -104,8 +106,10 @@ def inspect(settings: Settings, parsed: Parsed) -> int:
         reports = [by_name[name] for name in dict.fromkeys(parsed.models)]
     if parsed.json:
         print(msgspec.json.format(msgspec.json.encode(reports)).decode())
+    elif parsed.models:
+        print(render(reports))
     else:
-        print(render(reports) if parsed.models else overview(reports, _command(parsed.settings)))
+        print(overview(reports, _command(parsed.settings)))
     wrong = not any(report.adapter for report in reports) or any(report.problems for report in reports)
     return int(parsed.strict and wrong)
 
@@ -116,14 +120,17 @@ def _command(written: Mapping[str, Any]) -> str:
     for name, value in written.items():
         option = next((option for option in options() if option.name == name), None)
         flag = f"--{name}"
-        if isinstance(value, bool):
-            words.append(flag if value else f"--no-{name}")
+        if value is True:
+            words.append(flag)
+        elif value is False:
+            words.append(f"--no-{name}")
         elif option is not None and (option.secret or option.verbatim):
             words += [flag, "..."]
         elif isinstance(value, str):
             words += [flag, value]
         else:
-            words += [word for item in value for word in (flag, item)]
+            for item in value:
+                words += [flag, item]
     return f"{shlex.join(words)} MODEL"
 
 
@@ -148,19 +155,21 @@ async def report(models: Models) -> list[ModelReport]:
     for public, model in models.served.items():
         served.setdefault(model.triton_model, {})[public] = model
     reports = list(await asyncio.gather(*(_served(models, names) for names in served.values())))
-    reports += [
-        ModelReport(name=entry.name, reason=entry.why, problems=() if entry.role else (entry.why,))
-        for entry in models.unserved
-    ]
-    reports += [
+    for entry in models.unserved:
+        problems: tuple[str, ...] = ()
+        if entry.role is None:
+            problems = (entry.why,)
+        reports.append(ModelReport(name=entry.name, reason=entry.why, problems=problems))
+    for name, state in models.fleet.snapshot.waiting.items():
+        # In one line, also for a traceback.
+        why = " ".join(state.split())
+        problems = ()
         # A model that was never loaded is no problem.
-        ModelReport(
-            name=name, reason=f"not ready: {why}", ready=False, problems=() if why in ("", "unloaded") else (why,)
-        )
-        # Without the lines of a traceback.
-        for name, why in ((name, " ".join(why.split())) for name, why in models.fleet.snapshot.waiting.items())
-    ]
-    reports += [ModelReport(name=name, reason=why, problems=(why,)) for name, why in models.misnamed.items()]
+        if why not in ("", "unloaded"):
+            problems = (why,)
+        reports.append(ModelReport(name=name, reason=f"not ready: {why}", ready=False, problems=problems))
+    for name, why in models.misnamed.items():
+        reports.append(ModelReport(name=name, reason=why, problems=(why,)))
     return sorted(reports, key=lambda item: item.name)
 
 
@@ -168,79 +177,119 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
     """Report on the model that is served under *names*."""
     model = await list(names.values())[-1].settled()
     await model.check()
-    problem = model.lazy_prompter.problem
-    lora_problems = models.loras.problems.get(model.triton_model, ())
-    differences = models.differences.get(model.triton_model, ())
-    missing = models.fleet.without(model.triton_model)
     capabilities = model.adapter.capabilities
-    generates = "generate" in model.tasks
     details: dict[str, Any] = {"images": "none"}
     try:
         prompter = await model.lazy_prompter.get()
-        origins = prompter.provenance
-        parsers = model.lazy_prompter.parsers
         notes = list(prompter.provenance.notes)
-        details = {
-            "tokenizer": origins.tokenizer,
-            "tool_calls": parsers.tools and parsers.tools.__name__,
-            "reasoning": parsers.reasoning and parsers.reasoning.__name__,
-            "images": _images(model, prompter),
-            "sampling": _sampling(model, model.default_parameters(prompter), origins.generation_config),
-        }
-        if generates:
-            details["chat_template"] = origins.chat_template
-            details["suffix"] = _suffix(model, prompter.tokenizer)
-        if "classify" in model.tasks:
-            details["classes"] = _classes(model, prompter.tokenizer)
+        details = _prompt_details(model, prompter)
     except ConfigurationError as error:
         notes = [error.message]
     tokenizer = details.get("tokenizer")
-    if model.adapter.splits_characters:
-        notes.append(_LOSES)
-    notes += model.adapter.notes
-    if model.adapter.prefers_grpc and not models.fleet.over_grpc:
-        notes.append(_NO_GRPC)
-    if not generates:
-        # Only the note about the tokenizer, which comes first, for a model that takes token ids.
-        if capabilities.tokens and not tokenizer:
-            notes = notes[:1]
-        else:
-            notes = []
-    notes += [*lora_problems, *differences, *([f"it is not ready at {', '.join(missing)}"] if missing else ())]
-    if tokenizer:
-        counted = "from the responses and the tokenizer"
+    if "generate" in model.tasks:
+        notes += _generation_notes(models, model)
+    elif tokenizer or not capabilities.tokens:
+        notes = []
     else:
-        counted = "left out (not counted)"
-    if capabilities.usage:
-        counts = "from the token counts"
-    else:
-        counts = "from the number of responses"
-    refused = {*neutral_values(ChatRequest), *neutral_values(CompletionRequest)} if generates else ()
-    sigmoid = model.settings.score_activation == "sigmoid"
-    if sigmoid:
-        scores = "the sigmoid of what the model gives"
-    else:
-        scores = "as the model gives them (score_activation)"
+        # Only the note about the tokenizer, which a model that takes token ids needs.
+        notes = notes[:1]
+    changes = [
+        *models.loras.problems.get(model.triton_model, ()),
+        *models.differences.get(model.triton_model, ()),
+    ]
+    notes += changes
+    missing = models.fleet.without(model.triton_model)
+    if missing:
+        notes.append(f"it is not ready at {', '.join(missing)}")
+    problems = []
+    if model.lazy_prompter.problem is not None:
+        problems.append(model.lazy_prompter.problem.message)
     return ModelReport(
         name=model.triton_model,
         served_as=list(names),
         adapter=model.adapter.name,
         reason=model.reason,
         tasks=model.tasks,
-        streaming="token by token" if capabilities.streaming else "whole answer as one chunk",
-        usage="from the backend" if capabilities.usage else counted,
-        finish_reason="from the backend" if capabilities.finish_reason else counts,
+        streaming=_streaming(capabilities),
+        usage=_usage(capabilities, tokenizer),
+        finish_reason=_finish_reason(capabilities),
         parameters=list(map(_parameter, model.adapter.parameters)),
-        refused=sorted(refused),
-        scores=scores if model.tasks == ("rerank",) else None,
+        refused=_refused(model),
+        scores=_scores(model),
         guides=sorted(capabilities.guides),
         loras=sorted({served.lora.name for served in names.values() if served.lora is not None}),
         logprobs=_logprobs(model.adapter),
         notes=notes,
         chat=model.can_chat,
-        problems=[*([problem.message] if problem is not None else ()), *lora_problems, *differences],
+        problems=[*problems, *changes],
         **details,
     )
+
+
+def _prompt_details(model: ServedModel, prompter: Prompter) -> dict[str, Any]:
+    """Return the fields of a report that need the tokenizer and the template. Raises :class:`ConfigurationError`."""
+    origins = prompter.provenance
+    parsers = model.lazy_prompter.parsers
+    details = {
+        "tokenizer": origins.tokenizer,
+        "tool_calls": parsers.tools and parsers.tools.__name__,
+        "reasoning": parsers.reasoning and parsers.reasoning.__name__,
+        "images": _images(model, prompter),
+        "sampling": _sampling(model, model.default_parameters(prompter), origins.generation_config),
+    }
+    if "generate" in model.tasks:
+        details["chat_template"] = origins.chat_template
+        details["suffix"] = _suffix(model, prompter.tokenizer)
+    if "classify" in model.tasks:
+        details["classes"] = _classes(model, prompter.tokenizer)
+    return details
+
+
+def _generation_notes(models: Models, model: ServedModel) -> list[str]:
+    notes = []
+    if model.adapter.splits_characters:
+        notes.append(_LOSES)
+    notes += model.adapter.notes
+    if model.adapter.prefers_grpc and not models.fleet.over_grpc:
+        notes.append(_NO_GRPC)
+    return notes
+
+
+def _streaming(capabilities: Capabilities) -> str:
+    if capabilities.streaming:
+        return "token by token"
+    return "whole answer as one chunk"
+
+
+def _usage(capabilities: Capabilities, tokenizer: str | None) -> str:
+    if capabilities.usage:
+        return "from the backend"
+    if tokenizer:
+        return "from the responses and the tokenizer"
+    return "left out (not counted)"
+
+
+def _finish_reason(capabilities: Capabilities) -> str:
+    if capabilities.finish_reason:
+        return "from the backend"
+    if capabilities.usage:
+        return "from the token counts"
+    return "from the number of responses"
+
+
+def _refused(model: ServedModel) -> list[str]:
+    """Return the request parameters that every model refuses."""
+    if "generate" not in model.tasks:
+        return []
+    return sorted({*neutral_values(ChatRequest), *neutral_values(CompletionRequest)})
+
+
+def _scores(model: ServedModel) -> str | None:
+    if model.tasks != ("rerank",):
+        return None
+    if model.settings.score_activation == "sigmoid":
+        return "the sigmoid of the model's numbers"
+    return "the model's numbers (score_activation)"
 
 
 def _parameter(row: Parameter) -> ParameterReport:
@@ -270,13 +319,18 @@ def _sampling(model: ServedModel, defaults: DefaultParameters, source: str | Non
     """Return how requests without sampling parameters are sampled."""
     own = model.settings.default_parameters.explicit()
     others = {name: value for name, value in defaults.explicit().items() if name not in own}
-    parts = [
-        f"{', '.join(f'{name} {value}' for name, value in values.items())} ({where})"
-        for values, where in ((own, "default_parameters"), (others, source))
-        if values
-    ]
-    otherwise = model.adapter.default_sampling
-    return "; ".join([*parts, f"else {otherwise}" if parts else otherwise])
+    parts = []
+    if own:
+        parts.append(f"{_listed(own)} (default_parameters)")
+    if others:
+        parts.append(f"{_listed(others)} ({source})")
+    if not parts:
+        return model.adapter.default_sampling
+    return "; ".join([*parts, f"else {model.adapter.default_sampling}"])
+
+
+def _listed(parameters: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in parameters.items())
 
 
 def _logprobs(adapter: Adapter) -> str:
@@ -295,14 +349,14 @@ def _classes(model: ServedModel, tokenizer: Tokenizer | None) -> str:
     """Return what the probabilities are, and where the labels come from."""
     activation = activation_of(model, tokenizer)
     if activation == "none":
-        what = "as the model gives them"
+        what = "the model's numbers"
     else:
         what = f"the {activation} of its logits (problem_type)"
-    read = None
+    if model.adapter.capabilities.labels:
+        return f"{what}; labels from Triton"
     if tokenizer is not None and tokenizer.labels:
-        read = "the tokenizer's config.json"
-    source = "Triton" if model.adapter.capabilities.labels else read
-    return f"{what}; {f'labels from {source}' if source else 'no labels'}"
+        return f"{what}; labels from the tokenizer's config.json"
+    return f"{what}; no labels"
 
 
 def _suffix(model: ServedModel, tokenizer: Tokenizer | None) -> str | None:
@@ -368,7 +422,10 @@ def _render(item: ModelReport) -> str:
             ("reasoning", item.reasoning or "not recognised (--reasoning-parser)"),
             ("suffix", item.suffix or "refused (fim_template)"),
             ("guides", ", ".join(item.guides) or "none (no guided decoding)"),
-            *([("LoRA adapters", ", ".join(item.loras))] if item.loras else ()),
+        ]
+        if item.loras:
+            rows.append(("LoRA adapters", ", ".join(item.loras)))
+        rows += [
             ("images", item.images),
             ("log probs", item.logprobs),
             ("sampling", item.sampling),

@@ -44,7 +44,9 @@ class FileWatch:
         self._event = problem
         self._fields = fields
         self._reason: str | None = None
-        self._read = self._looked = self._signatures()
+        # The state of the files when they were last read, and when they were last checked.
+        self._read = self._signatures()
+        self._looked = self._read
 
     def due(self, *, settled: bool = False) -> bool:
         """Return whether to read the files; if *settled*, once they look the same twice: their writer has finished."""
@@ -192,12 +194,12 @@ def read_yaml(file: Path, what: str, *, secret: bool = False) -> Any:
     except OSError as error:
         raise ConfigurationError(f"The {what} {file} cannot be read: {error.strerror or error}.") from error
     except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
+        problem = f"The {what} {file} is not valid YAML"
+        if not secret:
+            words = " ".join(str(error).split())
+            raise ConfigurationError(f"{problem}: {words}.") from error
+        # The message of YAML shows lines of the file, and so does the cause of an exception.
         mark = getattr(error, "problem_mark", None)
-        if mark is None:
-            line = ""
-        else:
-            line = f" in line {mark.line + 1}"
-        words = " ".join(str(error).split())
-        # YAML's own words, as those of a cause, show the lines that they are about.
-        problem = f"The {what} {file} is not valid YAML{line if secret else f': {words}'}."
-        raise ConfigurationError(problem) from (None if secret else error)
+        if mark is not None:
+            problem += f" in line {mark.line + 1}"
+        raise ConfigurationError(f"{problem}.") from None

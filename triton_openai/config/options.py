@@ -139,7 +139,10 @@ def _option(field: msgspec.structs.FieldInfo, path: tuple[str, ...], prefix: str
 
 
 def _extra(annotation: Any) -> dict[str, Any]:
-    return {name: value for meta in _metadata(annotation) for name, value in (meta.extra or {}).items()}
+    extra: dict[str, Any] = {}
+    for meta in _metadata(annotation):
+        extra.update(meta.extra or {})
+    return extra
 
 
 def _metadata(annotation: Any) -> Iterator[msgspec.Meta]:

@@ -156,9 +156,8 @@ def _check_restrictions(old: AccessSettings, new: AccessSettings) -> None:
 
     A file that was emptied, or has lost a line, is valid otherwise.
     """
-    for what, before, after in (
-        ("API keys", old.api_key or old.api_keys_file, new.api_key or new.api_keys_file),
-        ("restricted APIs", old.openai_restricted_api, new.openai_restricted_api),
-    ):
-        if before and not after:
-            raise ConfigurationError(f"The new settings have no {what}. To serve without them, restart the service.")
+    advice = "To serve without them, restart the service."
+    if (old.api_key or old.api_keys_file) and not (new.api_key or new.api_keys_file):
+        raise ConfigurationError(f"The new settings have no API keys. {advice}")
+    if old.openai_restricted_api and not new.openai_restricted_api:
+        raise ConfigurationError(f"The new settings have no restricted APIs. {advice}")

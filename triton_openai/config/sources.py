@@ -38,12 +38,11 @@ def load_settings(
     that is not accepted; the message names it.
     """
     config = config_file(flags, environ)
-    layer = {
-        **_read_flags(defaults or {}),
-        **(_read_file(config) if config is not None else {}),
-        **_read_environment(environ),
-        **_read_flags(flags),
-    }
+    layer = _read_flags(defaults or {})
+    if config is not None:
+        layer |= _read_file(config)
+    layer |= _read_environment(environ)
+    layer |= _read_flags(flags)
     _add_opentelemetry(layer, environ)
     _check(layer)
     return msgspec.convert(_tree(layer), Settings, dec_hook=path_of)
@@ -147,8 +146,12 @@ def _add_assignments(written: _Layer, option: Option, values: list[str], origin:
 
 
 def _split(value: str | Iterable[str], separator: str = ",") -> list[str]:
-    texts = [value] if isinstance(value, str) else value
-    return [item.strip() for text in texts for item in text.split(separator) if item.strip()]
+    if isinstance(value, str):
+        value = [value]
+    items = []
+    for text in value:
+        items += [item.strip() for item in text.split(separator)]
+    return list(filter(None, items))
 
 
 # The YAML file
@@ -156,7 +159,9 @@ def _split(value: str | Iterable[str], separator: str = ",") -> list[str]:
 
 def _read_file(file: Path) -> _Layer:
     content = read_yaml(file, "settings file")
-    return dict(_read_mapping({} if content is None else content, Settings, (), file))
+    if content is None:
+        return {}
+    return dict(_read_mapping(content, Settings, (), file))
 
 
 def _read_mapping(content: Any, kind: Any, at: _Path, file: Path) -> Iterator[tuple[_Path, tuple[Any, str]]]:
@@ -254,7 +259,11 @@ def _add_opentelemetry(layer: _Layer, environ: Mapping[str, str]) -> None:
     """
 
     def first(*names: str) -> tuple[str, str]:
-        return next(((value, name) for name in names if (value := environ.get(name, "").strip())), ("", ""))
+        for name in names:
+            value = environ.get(name, "").strip()
+            if value:
+                return value, name
+        return "", ""
 
     def add(name: str, value: Any, annotation: Any, origin: str) -> None:
         path = ("traces", name)
@@ -331,7 +340,10 @@ def _check(layer: _Layer) -> None:
     if collector is not None:
         check_address(collector, origin, ("http", "https"), "http:// or https://, for gRPC too")
     restricted, origin = get("access", "openai_restricted_api", ())
-    if api := _repeated([api for entry in restricted for api in entry.apis]):
+    apis: list[str] = []
+    for entry in restricted:
+        apis += entry.apis
+    if api := _repeated(apis):
         raise ConfigurationError(f"{origin}: the API {api!r} is restricted twice.")
     gateway = next((origin for path, (_, origin) in layer.items() if path[:2] == ("access", "gateway")), None)
     if gateway is not None and not get("access", "trust_gateway")[0]:

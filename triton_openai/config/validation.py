@@ -88,14 +88,19 @@ def explained(error: msgspec.ValidationError, annotation: Any) -> str:
     problem = _PLACE.sub("", text)
     kinds = _kinds_at(annotation, path)
     if unknown := _UNKNOWN_FIELD.fullmatch(problem):
-        fields = [field.encode_name for kind in kinds if is_struct(kind) for field in msgspec.structs.fields(kind)]
+        fields: list[str] = []
+        for kind in filter(is_struct, kinds):
+            fields += [field.encode_name for field in msgspec.structs.fields(kind)]
         hint = did_you_mean(unknown["name"], fields) or f" It can have {', '.join(fields)}."
         return f"{where or 'it'} has no field '{masked(unknown['name'])}'.{hint}"
     if missing := _MISSING_FIELD.fullmatch(problem):
         return f"{where or 'it'} lacks the field '{missing['name']}'."
     # The type that it has, unlike its value, is no secret.
     reason = plain_words(problem.replace(", got ", ", not "))
-    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    choices: list[Any] = []
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            choices += get_args(kind)
     if choices and (other := _UNKNOWN_CHOICE.fullmatch(problem)):
         reason = f"expected one of {', '.join(map(str, choices))}, not {masked(other['value'])}"
     if where:
@@ -116,7 +121,11 @@ def _kinds_at(annotation: Any, path: str) -> list[Any]:
     """Return the types that a value at *path* in a value of the type *annotation* can have."""
     kinds = list(_members(annotation))
     for step in _STEP.finditer(path):
-        kinds = [member for kind in kinds for inner in _inside(kind, step["name"]) for member in _members(inner)]
+        members: list[Any] = []
+        for kind in kinds:
+            for inner in _inside(kind, step["name"]):
+                members += _members(inner)
+        kinds = members
     return kinds
 
 

@@ -407,15 +407,19 @@ def _with_av(data: bytes, container: str) -> Iterator[tuple[int, _Samples]]:
 
 
 class _Cutter:
-    """Cuts mono samples that come piece by piece. Places are numbers of samples since the start of the recording."""
+    """Cuts mono samples that come piece by piece. Positions are numbers of samples since the start of the recording."""
 
     def __init__(self, rate: int, max_chunk_seconds: float, pauses: Pauses | None) -> None:
         self.rate = rate
-        self._max_frames, self._frame = int(max_chunk_seconds * rate), int(FRAME * rate)
+        self._max_frames = int(max_chunk_seconds * rate)
+        self._frame = int(FRAME * rate)
         self._pauses = pauses
-        # What is kept, the place where it begins, and the place up to which it was looked at.
         self._pieces: list[_Samples] = []
-        self._first = self._place = self._end = 0
+        # The position at which the pieces begin.
+        self._first = 0
+        # The position up to which they were examined.
+        self._place = 0
+        self._end = 0
         # Where the chunk begins, if it has begun, and for how many samples it has been silent.
         self._begin: int | None = None if pauses else 0
         self._silent = 0

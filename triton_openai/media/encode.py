@@ -108,7 +108,9 @@ class _Sink(io.RawIOBase):
 
     def __init__(self) -> None:
         self._new = bytearray()
-        self._taken = self._place = 0
+        # The bytes that were taken, and the position of the next write.
+        self._taken = 0
+        self._place = 0
 
     def writable(self) -> bool:
         return True
@@ -147,11 +149,15 @@ class _Sndfile:
 
     def __init__(self, soundfile: Any, kind: Format, rate: int) -> None:
         options = _LIBSNDFILE[kind]
-        self._sink, self._exact = _Sink(), options["subtype"] == "PCM_16"
+        self._sink = _Sink()
+        self._takes_int16 = options["subtype"] == "PCM_16"
         self._file = soundfile.SoundFile(self._sink, "w", rate, 1, **options)
 
     def encode(self, samples: Samples) -> bytes:
-        self._file.write(_int16(samples) if self._exact else samples)
+        if self._takes_int16:
+            self._file.write(_int16(samples))
+        else:
+            self._file.write(samples)
         return self._sink.take()
 
     def finish(self) -> bytes:
@@ -172,7 +178,9 @@ class _Aac:
 
     def encode(self, samples: Samples) -> bytes:
         frame = self._av.AudioFrame.from_ndarray(samples[np.newaxis, :], format="fltp", layout="mono")
-        frame.sample_rate, frame.pts, frame.time_base = self._rate, self._sent, Fraction(1, self._rate)
+        frame.sample_rate = self._rate
+        frame.pts = self._sent
+        frame.time_base = Fraction(1, self._rate)
         self._sent += len(samples)
         self._file.mux(self._stream.encode(frame))
         return self._sink.take()

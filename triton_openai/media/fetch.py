@@ -182,7 +182,8 @@ def _entry(text: str) -> tuple[str, int | None]:
         host = url.raw_host
         port = url.explicit_port
     except ValueError:
-        host = port = None
+        host = None
+        port = None
     if not host or host_port.endswith(":") or any(character in host_port for character in "*/@?#\\ "):
         raise ConfigurationError(
             f"'{text}' is not a host for --allowed-media-domain: give example.com, *.example.com or either with :PORT."

@@ -52,7 +52,11 @@ async def from_base64(text: str) -> Image:
     wrong = InvalidRequest(
         "The image's data is not valid base64 (the standard alphabet, with padding).", code="invalid_base64"
     )
-    body = len(text) - (2 if text.endswith("==") else 1 if text.endswith("=") else 0)
+    body = len(text)
+    if text.endswith("=="):
+        body -= 2
+    elif text.endswith("="):
+        body -= 1
     digest = hashlib.sha256()
     for start in range(0, len(text), _SLICE):
         if start:

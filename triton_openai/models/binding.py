@@ -88,7 +88,8 @@ class Binder:
                 direct = self._token_level(adapter, repository, told)
             if direct is not None and may_have_tokenizer(settings.tokenizer, metadata.tokenizer_dir):
                 reason = f"{adapter.name}, answered by its engine '{direct.config.name}', see --prefer-token-level"
-                adapter, text_level = direct, adapter
+                text_level = adapter
+                adapter = direct
         except ServiceError as error:
             _log.error("model cannot be served", model=name, reason=error.message)
             return Unserved(name=name, why=error.message, failed=True)

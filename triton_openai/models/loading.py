@@ -154,7 +154,8 @@ class Prompters:
         known = self._known.get(name)
         new = LazyPrompter(settings, hint, named)
         if known is None or known.key != new.key:
-            known = self._known[name] = new
+            self._known[name] = new
+            return new
         return known
 
     def keep(self, names: Collection[str]) -> None:

@@ -291,9 +291,12 @@ async def _check(models: Sequence[ServedModel]) -> None:
     try:
         while pending:
             done, pending = await asyncio.wait(pending, timeout=_TOGETHER_SECONDS)
-            failures = {checks[task]: failure for task in done if (failure := task.result()) is not None}
-            # In the order of their names, and not in that of their ends.
-            warn_of(dict(sorted(failures.items())))
+            failures = {}
+            for task in sorted(done, key=lambda task: checks[task]):
+                failure = task.result()
+                if failure is not None:
+                    failures[checks[task]] = failure
+            warn_of(failures)
     finally:
         await cancel(*pending)
 

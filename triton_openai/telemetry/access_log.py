@@ -38,7 +38,9 @@ def input_messages(body: object, max_chars: int, messages: Sequence[Any] | None 
         messages = getattr(body, "messages", None)
     if messages is not None:
         return cut.last(messages, cut.message, role="omitted", parts=[])
-    texts = [text for field in _TEXTS for text in _texts(getattr(body, field, None))]
+    texts: list[str] = []
+    for field in _TEXTS:
+        texts += _texts(getattr(body, field, None))
     if texts:
         return [{"role": "user", "parts": cut.last(texts, cut.part, type="omitted")}]
     return []
@@ -86,21 +88,21 @@ class _Cut:
         if thoughts:
             parts.append({"type": "reasoning", "content": self.text(thoughts)})
         if role in ("tool", "function"):
-            if not isinstance(content, str):
-                content = "".join([part if isinstance(part, str) else part.text or "" for part in content or ()])
-            called = getattr(message, "tool_call_id", None) or message.name
-            if called is None:
-                name = None
-            else:
-                name = self.text(called)
-            parts.append({"type": "tool_call_response", "id": name, "response": self.text(content)})
+            call_id = getattr(message, "tool_call_id", None) or message.name
+            if call_id is not None:
+                call_id = self.text(call_id)
+            parts.append({"type": "tool_call_response", "id": call_id, "response": self.text(_joined(content))})
+        elif isinstance(content, str):
+            parts.append(self.part(content))
         else:
-            parts += self.last([content] if isinstance(content, str) else content or (), self.part, type="omitted")
-        if refusal := getattr(message, "refusal", None):
+            parts += self.last(content or (), self.part, type="omitted")
+        refusal = getattr(message, "refusal", None)
+        if refusal:
             parts.append(self.part(refusal))
         calls = [*(getattr(message, "tool_calls", None) or ())]
-        if older := getattr(message, "function_call", None):
-            calls.append(older)
+        function_call = getattr(message, "function_call", None)
+        if function_call:
+            calls.append(function_call)
         parts += self.last(calls, self.call, type="omitted")
         return {"role": role, "parts": parts}
 
@@ -134,11 +136,25 @@ class _Cut:
         return {**message, "finish_reason": answer.finish_reason.value}
 
 
+def _joined(content: Any) -> str:
+    """Return the *content* of a tool's message, a text or a list of parts, as one text."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content or ():
+        if isinstance(part, str):
+            texts.append(part)
+        else:
+            texts.append(part.text or "")
+    return "".join(texts)
+
+
 def _texts(value: Any) -> Iterable[str]:
     """Yield the texts of a field: one, several, or objects with a ``text``; token ids only as their number."""
+    text = getattr(value, "text", None)
     if isinstance(value, str):
         yield value
-    elif isinstance(text := getattr(value, "text", None), str):
+    elif isinstance(text, str):
         yield text
     elif isinstance(value, list):
         if value and all(isinstance(item, int) for item in value):
@@ -165,8 +181,10 @@ class AccessLog(Observer):
         left = record.client_left
         fields: dict[str, Any] = {"request_id": record.request_id}
         if record.method:
-            fields["method"], fields["path"] = record.method, record.path
-        fields["status"], fields["seconds"] = record.status, _rounded(record.duration)
+            fields["method"] = record.method
+            fields["path"] = record.path
+        fields["status"] = record.status
+        fields["seconds"] = _rounded(record.duration)
         if record.client is not None:
             fields["client"] = record.client
         if record.key is not None:
@@ -181,20 +199,26 @@ class AccessLog(Observer):
         if record.operation is None:
             if isinstance(error, ModelNotFound):
                 fields["model"] = printable(error.name, _MAX_NAME_CHARS)
-            quiet = record.method in ("GET", "HEAD", "OPTIONS") and error is None and not left
-            (_log.debug if quiet else _log.info)("request", **fields)
+            if record.method in ("GET", "HEAD", "OPTIONS") and error is None and not left:
+                _log.debug("request", **fields)
+            else:
+                _log.info("request", **fields)
             return
-        fields["model"], fields["adapter"] = record.model, record.adapter
+        fields["model"] = record.model
+        fields["adapter"] = record.adapter
         fields["stream"] = record.stream
-        if (route := record.route) is not None and route.name is not None:
-            fields["endpoint"], fields["attempts"] = route.name, route.attempts
+        route = record.route
+        if route is not None and route.name is not None:
+            fields["endpoint"] = route.name
+            fields["attempts"] = route.attempts
         if record.response_id is not None:
             fields["response_id"] = record.response_id
         usage = record.usage
         first = record.time_to_first_token
         reasons = {answer.finish_reason: None for answer in record.answers if answer.finish_reason is not None}
         if usage is not None:
-            fields["input_tokens"], fields["output_tokens"] = usage.prompt_tokens, usage.completion_tokens
+            fields["input_tokens"] = usage.prompt_tokens
+            fields["output_tokens"] = usage.completion_tokens
         for direction, seconds in record.audio_seconds.items():
             fields[f"{direction}_audio_seconds"] = _rounded(seconds)
         if first is not None:

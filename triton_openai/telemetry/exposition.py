@@ -87,8 +87,11 @@ class Exposition:
             triton = await self._triton.read()
         state = self._current_state()
         families = gauges.state_metrics(state)
-        if self._batches is not None and (found := await self._batches()) is not None:
-            families += gauges.batch_metrics(found)
+        batches = None
+        if self._batches is not None:
+            batches = await self._batches()
+        if batches is not None:
+            families += gauges.batch_metrics(batches)
         if self._triton is not None:
             families.append(gauges.gauge(gauges.TRITON_METRICS_UP, {(): triton is not None}))
         if self._vllm_names and triton is not None:
@@ -98,9 +101,12 @@ class Exposition:
         body = await asyncio.to_thread(self._text, families, openmetrics, dict(self._triton_models), state.served)
         if triton is not None and self._relay:
             # A name may be in an exposition once: ours have precedence, also while they have no samples.
-            ours = {*RENAMED, *(instrument.name for instrument in SCRAPED_RENAMED)} if self._vllm_names else ()
-            lines = [line for name, family in triton.items() if name not in ours for line in family]
-            body += "".join(f"{line}\n" for line in lines).encode()
+            ours: set[str] = set()
+            if self._vllm_names:
+                ours = {*RENAMED, *(instrument.name for instrument in SCRAPED_RENAMED)}
+            for name, lines in triton.items():
+                if name not in ours:
+                    body += "".join(f"{line}\n" for line in lines).encode()
         if openmetrics:
             return body, "application/openmetrics-text; version=1.0.0; charset=utf-8"
         return body, "text/plain; version=0.0.4; charset=utf-8"
@@ -130,8 +136,9 @@ class Exposition:
             shown = cache_metrics(state, cache_blocks(triton))[:1]
         shown += renamed("vllm:num_requests_waiting", await asyncio.to_thread(self._counted), self._triton_models)
         loads: defaultdict[str, dict[str, float]] = defaultdict(dict)
-        for sample in (sample for each in shown for sample in each.samples):
-            loads[sample.labels["model_name"]][sample.name.removeprefix("vllm:")] = sample.value
+        for metric in shown:
+            for sample in metric.samples:
+                loads[sample.labels["model_name"]][sample.name.removeprefix("vllm:")] = sample.value
         return loads
 
     def _current_state(self) -> State:
@@ -145,8 +152,9 @@ class Exposition:
     def figures(self) -> Figures:
         """Return the figures of all workers together. Reads their files: call it in a thread."""
         sums: defaultdict[tuple[str, str | None], float] = defaultdict(float)
-        for sample in (sample for metric in self._counted().values() for sample in metric.samples):
-            sums[sample.name, sample.labels.get("type")] += sample.value
+        for metric in self._counted().values():
+            for sample in metric.samples:
+                sums[sample.name, sample.labels.get("type")] += sample.value
         return Figures(
             running=int(sums[instruments.RUNNING.name, None]),
             queued=int(sums[instruments.QUEUED.name, None]),
@@ -164,8 +172,14 @@ class Exposition:
             families.append(lora_requests(served, counted))
         families = [family for family in (*families, *counted.values()) if family.samples]
         if self._vllm_names:
-            families += [metric for name in RENAMED for metric in renamed(name, counted, triton_models)]
-        return (generate_openmetrics if openmetrics else generate_latest)(_Families(families))
+            for name in RENAMED:
+                families += renamed(name, counted, triton_models)
+        body: bytes
+        if openmetrics:
+            body = generate_openmetrics(_Families(families))
+        else:
+            body = generate_latest(_Families(families))
+        return body
 
     def _counted(self) -> Mapping[str, Metric]:
         # Workers that have counted nothing have no empty metrics, unlike a single process.

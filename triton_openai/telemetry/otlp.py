@@ -143,7 +143,9 @@ class SdkSpans(Spans, SpanExporter):
 
     def export(self, spans: Sequence[Any]) -> SpanExportResult:
         """Send what :meth:`end` has queued, in messages that collectors take."""
-        made = [self._made(request.ids, span) for request in spans for span in request.spans]
+        made: list[ReadableSpan] = []
+        for request in spans:
+            made += [self._made(request.ids, span) for span in request.spans]
         results = [self._exporter.export(made[at : at + _MAX_SPANS]) for at in range(0, len(made), _MAX_SPANS)]
         if SpanExportResult.FAILURE in results:
             self._lost(len(spans))
@@ -178,15 +180,17 @@ class SdkSpans(Spans, SpanExporter):
 class _GrpcHint(logging.Filter):
     """Logs once that a collector answers HTTP with a frame of HTTP/2, in place of all such lines of the SDK."""
 
-    _said = _hides_failure = False
+    _logged = False
+    _hides_failure = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a line of the exporter over HTTP is logged."""
         text = record.getMessage()
         if "BadStatusLine" in text and "\\x00\\x00" in text:
-            if not self._said:
+            if not self._logged:
                 _log.error("the collector uses gRPC: set traces.otlp_protocol, or OTEL_EXPORTER_OTLP_PROTOCOL, to grpc")
-            self._said = self._hides_failure = True
+            self._logged = True
+            self._hides_failure = True
             return False
         # The line that a batch is given up follows those of its attempts.
         hidden = self._hides_failure

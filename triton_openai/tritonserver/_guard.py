@@ -78,7 +78,11 @@ def main(arguments: list[str]) -> int:
     Arguments: the owner's pid, a file descriptor to which the server's pid is written, the prefix of the server's
     shared memory, a folder to remove when the owner has gone, and the command.
     """
-    owner, report, (prefix, scratch), command = int(arguments[0]), int(arguments[1]), arguments[2:4], arguments[4:]
+    owner = int(arguments[0])
+    report = int(arguments[1])
+    prefix = arguments[2]
+    scratch = arguments[3]
+    command = arguments[4:]
     wakeup, wakeup_write = os.pipe()
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write)

@@ -97,12 +97,13 @@ def _package() -> tuple[Path, Path]:
     """Return the folder of the server in its package, and that of the libraries beside it."""
     spec = importlib.util.find_spec("pytriton")
     if spec is None or not spec.submodule_search_locations:
-        own = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        newer = f" in Python 3.11 or 3.12 (this is {own}, which it has no wheel for)"
+        advice = "pip install 'triton-openai[demo]'"
+        if sys.version_info >= (3, 13):
+            own = f"{sys.version_info[0]}.{sys.version_info[1]}"
+            advice += f" in Python 3.11 or 3.12 (this is {own}, for which it has no wheel)"
         raise ConfigurationError(
             "The embedded Triton comes with the package nvidia-pytriton, which is not installed:"
-            f" pip install 'triton-openai[demo]'{newer if sys.version_info >= (3, 13) else ''}, or put a tritonserver"
-            " on PATH, or use --triton-url."
+            f" {advice}, or put a tritonserver on PATH, or use --triton-url."
         )
     package = Path(next(iter(spec.submodule_search_locations)))
     server = package / "tritonserver"

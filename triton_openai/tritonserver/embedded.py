@@ -145,7 +145,8 @@ class EmbeddedTriton:
         self.kill()
         if self._work_dir is not None:
             shutil.rmtree(self._work_dir, ignore_errors=True)
-            self._work_dir = self._runtime = None
+            self._work_dir = None
+        self._runtime = None
 
     def kill(self) -> None:
         """End the server and all its processes at once, as a crash of the machine would; `start` works again."""
@@ -223,13 +224,13 @@ class EmbeddedTriton:
         for repository in self._repositories:
             if not repository.is_dir():
                 # Such as s3://…, whose slashes a path does not keep.
-                remote = " For one that is no folder, start Triton yourself and write --triton-url."
+                hint = ""
                 if ":/" in str(repository):
-                    hint = remote
-                else:
-                    hint = ""
+                    hint = " For one that is no folder, start Triton yourself and write --triton-url."
                 raise ConfigurationError(f"There is no model repository at {repository}.{hint}")
-        known = {path.name for repository in self._repositories for path in repository.iterdir() if path.is_dir()}
+        known: set[str] = set()
+        for repository in self._repositories:
+            known.update(path.name for path in repository.iterdir() if path.is_dir())
         for name in self._load_models:
             if name not in (_ALL_MODELS, *known):
                 # Triton would only report that not all models could be loaded.

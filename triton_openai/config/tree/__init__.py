@@ -117,7 +117,10 @@ class Settings(SettingsGroup, frozen=True):
 
     def aliases(self) -> dict[str, str]:
         """Return every alias with its model."""
-        return {alias: name for name, model in self.models.items() for alias in model.aliases}
+        aliases = {}
+        for name, model in self.models.items():
+            aliases.update(dict.fromkeys(model.aliases, name))
+        return aliases
 
     def with_triton(self, *urls: str, metrics_url: str | None = None) -> Settings:
         """Return these settings for a Triton that was started here."""
@@ -135,5 +138,9 @@ class Settings(SettingsGroup, frozen=True):
     @property
     def triton_metrics_url(self) -> str:
         """The address of Triton's metrics: the one that is configured, else the usual port of its host."""
+        if self.metrics.triton_url:
+            return self.metrics.triton_url
         host = urlsplit(self.triton.url[0]).hostname or "localhost"
-        return self.metrics.triton_url or f"http://{f'[{host}]' if ':' in host else host}:8002/metrics"
+        if ":" in host:
+            host = f"[{host}]"
+        return f"http://{host}:8002/metrics"

@@ -102,7 +102,8 @@ class LoraDeliveries:
             if len(self._by_endpoint) >= _MAX_ENDPOINTS:
                 # Addresses come and go; what is forgotten is sent once more.
                 del self._by_endpoint[next(iter(self._by_endpoint))]
-            delivery = self._by_endpoint[endpoint] = LoraDelivery(self._load)
+            delivery = LoraDelivery(self._load)
+            self._by_endpoint[endpoint] = delivery
         return delivery
 
 
@@ -149,8 +150,9 @@ class LoraAnswers:
 
     async def _open(self) -> None:
         try:
-            # By the second miss in a row others' weights came and went in between: then this request brings its own.
-            self._lease = lease = await self._delivery.lease(send=self._misses > 1)
+            # At the second miss in a row, the weights of another request came and went: this request sends its own.
+            lease = await self._delivery.lease(send=self._misses > 1)
+            self._lease = lease
             if lease.lora.weights is not None:
                 size = len(lease.lora.weights.data)
                 _log.info("LoRA weights are sent", lora=lease.lora.name, number=lease.lora.number, bytes=size)

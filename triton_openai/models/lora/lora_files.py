@@ -221,10 +221,10 @@ def number_of(weights: Matrix, config: Matrix) -> int:
     An engine keeps what it was sent first under a number: one that is made from the contents never names other weights,
     whichever process sends them and however the list of adapters changes.
     """
-    matrices = (weights, config)
-    return _number(
-        *[part for matrix in matrices for part in (f"{matrix.datatype} {matrix.shape}".encode(), matrix.data)]
-    )
+    parts = []
+    for matrix in (weights, config):
+        parts += [f"{matrix.datatype} {matrix.shape}".encode(), matrix.data]
+    return _number(*parts)
 
 
 def _number(*parts: bytes) -> int:
