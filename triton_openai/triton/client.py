@@ -1,5 +1,5 @@
 """
-The interface of both transports: everything that the service asks of a Triton.
+The interface of both transports: all calls that the service makes to a Triton.
 
 Every method raises errors of :mod:`triton_openai.errors` only; what a transport's own library raises is translated in
 :mod:`triton_openai.triton.status`.
@@ -58,7 +58,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     #: ``triton`` unless it was started with another ``--id``.
     name: str
     version: str
-    #: Whether it answers at its gRPC address too, if it has one beside that of HTTP and this is known.
+    #: Whether it also answers at its gRPC address; ``None`` if it has only one address, or this is not known.
     grpc_answers: bool | None = None
 
 
@@ -66,21 +66,21 @@ class Receiver(Protocol):
     """
     Takes the answers to one request as soon as their bytes arrive.
 
-    It neither blocks nor raises. It is called in any context, so it reads no context variable.
+    It does not block or raise. It is called in any context, so it must not read context variables.
     """
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
         """Take the responses that arrived together, at least one."""
 
     def end(self, error: Exception | None) -> None:
-        """Take the end, the last call. *error* is what the backend or the transport reported, if it did."""
+        """Take the end, as the last call. *error* is what the backend or the transport reported, if it did."""
 
 
 class ResponseStream(Protocol):
     """
-    The sender's side of a request whose answers come one by one.
+    The control of a request whose answers come one by one.
 
-    The sender must call :meth:`close`. Each method may be called twice, at any time, also by the receiver.
+    Its owner must call :meth:`close`. Each method may be called twice, at any time, also by the receiver.
     """
 
     def pause(self) -> None:
@@ -91,9 +91,9 @@ class ResponseStream(Protocol):
 
     def close(self, *, silent: bool = False) -> None:
         """
-        Cancel the work unless it has ended. The receiver gets nothing more. Never raises.
+        Cancel the work unless it has ended. The receiver gets no further calls. Never raises.
 
-        *silent* is whether the backend sent nothing for too long. Its connection is then not reused.
+        *silent* means that the backend sent nothing for too long: its connection is not reused then.
         """
 
 
@@ -104,7 +104,7 @@ class TritonClient(Protocol):
         """Return the server's name and version."""
 
     async def repository_index(self) -> Sequence[IndexEntry]:
-        """Return all models that the server knows, ready or not."""
+        """Return all models in the repository, ready or not."""
 
     async def model_config(self, model: str) -> ModelConfig:
         """Return the configuration of a ready model."""
@@ -116,7 +116,7 @@ class TritonClient(Protocol):
         """
         Begin to unload a model, with *dependents* also the models that it is an ensemble of.
 
-        Triton answers at once, also for a model that it does not know: the repository index shows when it is unloaded.
+        Triton answers at once, also for an unknown model. The repository index shows when the model is unloaded.
         """
 
     async def infer(self, request: InferRequest) -> InferResponse:

@@ -25,13 +25,13 @@ Header = tuple[str, str]
 #: What a gRPC channel is made with: the authorities, its key and its certificate, all PEM.
 GrpcFiles = tuple[bytes | None, bytes | None, bytes | None]
 
-#: For a Triton that needs no credentials.
+#: The access to a Triton that needs no credentials.
 OPEN_ACCESS = TritonAccess()
 
 # RFC 9110, 5.6.2. Values are printable ASCII, as gRPC's metadata requires.
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(r"[ -~]+")
-# Set by the transports themselves; "grpc-…" and ":…" belong to gRPC.
+# Headers that the transports set; "grpc-…" and ":…" belong to gRPC.
 _RESERVED = frozenset(
     {"connection", "content-length", "content-type", "expect", "host", "inference-header-content-length", "te",
      "trailer", "transfer-encoding", "upgrade"}
@@ -59,14 +59,16 @@ class ConnectionSettings:
         self.access = access
         if access.key is not None and access.certificate is None:
             raise ConfigurationError("--triton-key needs --triton-certificate.")
-        self._fixed = tuple(_parse(text, place) for place, text in enumerate(access.headers, 1))
+        self._fixed = tuple(_parse(text, number) for number, text in enumerate(access.headers, 1))
         self._token: FromFiles[tuple[Header, ...]] | None = None
-        if (path := access.token_file) is not None:
+        path = access.token_file
+        if path is not None:
+            token_file = path
             if any(name == "authorization" for name, _ in self._fixed):
                 raise ConfigurationError("Use either --triton-token-file or --triton-header Authorization, not both.")
             self._token = FromFiles(
-                lambda: (*self._fixed, ("authorization", f"Bearer {_token(path)}")),
-                (path,),
+                lambda: (*self._fixed, ("authorization", f"Bearer {_token(token_file)}")),
+                (token_file,),
                 what="the token for Triton",
             )
 
@@ -110,9 +112,9 @@ class ConnectionSettings:
         def read() -> GrpcFiles:
             # gRPC would report wrong files only as a failed connection.
             self._read_context()
-            names = ("--triton-ca", "--triton-certificate", "--triton-key")
-            files = zip(self._tls_files, names, strict=True)
-            roots, certificate, key = (None if path is None else read_file(path, name) for path, name in files)
+            roots = _read(self.access.ca, "--triton-ca")
+            certificate = _read(self.access.certificate, "--triton-certificate")
+            key = _read(self.access.key, "--triton-key")
             return roots, key or certificate, certificate
 
         return FromFiles(read, self._tls_files, what="certificates for Triton over gRPC")
@@ -125,11 +127,11 @@ class ConnectionSettings:
                 _log.warning("the token for Triton is sent without encryption", triton=url)
 
 
-def _parse(text: str, place: int) -> Header:
+def _parse(text: str, number: int) -> Header:
     name, colon, value = text.partition(":")
     name = name.strip()
     value = value.strip()
-    which = f"--triton-header number {place}"
+    which = f"--triton-header number {number}"
     if not colon or not _NAME.fullmatch(name):
         raise ConfigurationError(f"{which} is not accepted: write NAME:VALUE.")
     lowered = name.lower()
@@ -142,6 +144,12 @@ def _parse(text: str, place: int) -> Header:
             f"{which} is not accepted: the value of '{name}' must be printable ASCII, and not empty."
         )
     return lowered, value
+
+
+def _read(path: Path | None, option: str) -> bytes | None:
+    if path is None:
+        return None
+    return read_file(path, option)
 
 
 def _token(path: Path) -> str:
@@ -157,12 +165,12 @@ _TCP_OPTIONS = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_U
 
 
 def detect_dead_peer(transport: asyncio.BaseTransport) -> None:
-    """Let *transport* fail within half a minute after its peer disappears, if the system supports that."""
+    """Make *transport* fail within half a minute after its peer disappears, if the system supports that."""
     # uvloop's object is not a socket, but has its methods.
     connection: socket.socket | None = transport.get_extra_info("socket")
     if connection is None:
         return
-    # The connection works without it.
+    # The connection works without these options.
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _TCP_OPTIONS.items():

@@ -1,4 +1,4 @@
-"""Keeps a fleet's list of Tritons: what the settings name, a file that changes, and the addresses of names."""
+"""The list of Tritons: those in the settings, those in a file that may change, and the addresses of names."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ Lookup = Callable[[str], Awaitable[Collection[str]]]
 
 async def lookup(host: str) -> Collection[str]:
     """
-    Return the addresses of *host*, as the system finds them, of the family that it prefers. Raises ``OSError``.
+    Return the addresses of *host* that the system returns, of its preferred family alone. Raises ``OSError``.
 
-    A name with addresses of IPv4 and of IPv6 has each Triton twice.
+    A name with IPv4 and IPv6 addresses would name each Triton twice.
     """
-    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return {str(address[0]) for family, *_, address in found if family == found[0][0]}
+    entries = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    preferred = entries[0][0]
+    return {str(address[0]) for family, *_, address in entries if family == preferred}
 
 
 class Discovery:
-    """Calls *apply* with the Tritons whenever they are others."""
+    """Calls *apply* with the list of Tritons whenever it has changed."""
 
     def __init__(
         self,
@@ -50,14 +51,14 @@ class Discovery:
         self._lookup = lookup
         self._on_failure = on_failure
         self._watch = FileWatch([triton.endpoints_file], problem="the file of endpoints is not used, the old ones stay")
-        #: As the settings have them; raises :class:`ConfigurationError`.
+        #: The endpoints in the settings and the file; raises :class:`ConfigurationError`.
         self.listed: Sequence[EndpointSettings] = endpoints(triton)
         self._addresses: dict[str, frozenset[str]] = {}
         self._failing: set[str] = set()
         self._applied: Sequence[EndpointSettings] | None = None
 
     async def replace(self, triton: TritonSettings, listed: Sequence[EndpointSettings]) -> None:
-        """Take other settings, which name the Tritons *listed*."""
+        """Use other settings, which list the endpoints *listed*."""
         self._triton = triton
         self.listed = listed
         await self.look()
@@ -79,19 +80,21 @@ class Discovery:
             next_lookup = loop.time() + self._triton.dns_interval
             try:
                 await self.look()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the next change has to be noticed
+            except Exception as error:  # noqa: BLE001 - the next change must still be noticed
                 unforeseen = not isinstance(error, ConfigurationError)
                 _log.error("endpoints cannot be used", reason=str(error), exc_info=unforeseen)
 
     async def look(self) -> None:
-        """Look the names up, and apply what has changed."""
-        found = [one for parts in await asyncio.gather(*map(self._expanded, self.listed)) for one in parts]
-        if found != self._applied:
-            await self._apply(found)
-            self._applied = found
+        """Look up the names, and apply a list that has changed."""
+        listed: list[EndpointSettings] = []
+        for endpoints_of_name in await asyncio.gather(*map(self._expanded, self.listed)):
+            listed += endpoints_of_name
+        if listed != self._applied:
+            await self._apply(listed)
+            self._applied = listed
 
     async def _expanded(self, endpoint: EndpointSettings) -> Sequence[EndpointSettings]:
-        """Return a Triton for each address of a name. A lookup that fails, or finds none, leaves those that were."""
+        """Return an endpoint for each address of a name. If a lookup fails, or finds none, the old addresses stay."""
         if not endpoint.dns:
             return [endpoint]
         host = urlsplit(endpoint.url[0]).hostname or ""
@@ -135,4 +138,6 @@ def _at(url: str, address: str) -> str:
         host = f"[{address}]"
     else:
         host = address
-    return parts._replace(netloc=host if parts.port is None else f"{host}:{parts.port}").geturl()
+    if parts.port is not None:
+        host = f"{host}:{parts.port}"
+    return parts._replace(netloc=host).geturl()

@@ -39,16 +39,16 @@ from triton_openai.triton.status import classify, cut_off_error, foreign_error, 
 from triton_openai.triton.tensors import LARGE, MAX_OPEN_ANSWER, Buffer, InferRequest, InferResponse, ModelConfig
 
 _SERVICE = "/inference.GRPCInferenceService"
-# The longest time that calls on a replaced channel may go on.
+# The time limit of calls on a replaced channel.
 _OLD_CHANNEL_SECONDS = 24 * 3600.0
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", -1),
-    # A dead peer behind a live route is noticed although nothing is being sent. Servers end a connection for pings that
+    # A dead peer behind a live route is detected although nothing is sent. Servers end a connection for pings that
     # follow closer than 5 minutes, and loading a model may take longer.
     ("grpc.keepalive_time_ms", 310_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 0),
-    # A Triton that comes back is found within a second, not after minutes of back-off.
+    # A restarted Triton is used within a second, not after minutes of back-off.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Two clients in one process must not share a connection: their Tritons may be restarted on the same port.
@@ -59,7 +59,7 @@ _HTTP_STATUS = re.compile(r"Received http2 header with status: (\d+)")
 _RECEIVED = "Received message larger than max"
 # The bytes of an answer besides the contents of its outputs.
 _ENVELOPE = 64 * 1024
-# The limits of answers, in bytes: of nearly all, and of the few that may be larger. gRPC has one for each channel.
+# The limits of answers in bytes: for nearly all, and for the few that may be larger. gRPC has one for each channel.
 _MAX_ANSWER = MAX_OPEN_ANSWER + 4 * LARGE
 _MAX_LARGE_ANSWER = 2**31 - 1
 _STREAM_METHOD = f"{_SERVICE}/ModelStreamInfer"
@@ -67,7 +67,7 @@ _Response = service_pb2.ModelInferResponse
 _RESPONSE = service_pb2.ModelStreamInferResponse.DESCRIPTOR.fields_by_name["infer_response"].number
 _RAW = _Response.DESCRIPTOR.fields_by_name["raw_output_contents"].number
 _PIECE = 1 << 20
-# Longest time for which an abandoned call is read to its end.
+# The longest time for which an abandoned call is read to its end.
 _READ_OUT_SECONDS = 60.0
 
 
@@ -88,7 +88,7 @@ def _description(
     priority: int,
     classification: int,
 ) -> bytes:
-    """Return the bytes of a ``ModelInferRequest`` but for its id and contents: most requests to a model share them."""
+    """Return the bytes of a ``ModelInferRequest`` without id and contents. Most requests to a model share them."""
     message = service_pb2.ModelInferRequest(model_name=model)
     for name, datatype, shape in inputs:
         message.inputs.add(name=name, datatype=datatype, shape=shape)
@@ -102,8 +102,8 @@ def _description(
 
 
 def _parts(request: InferRequest) -> Iterator[bytes]:
-    """Yield the parts of a ``ModelInferRequest``: its fields may come in any order. All contents are raw."""
-    # Adapters of other packages may give lists, which have no hash.
+    """Yield the parts of a ``ModelInferRequest``, whose fields may have any order. All contents are raw."""
+    # Adapters of other packages may use lists, which have no hash.
     inputs = tuple([(tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in request.inputs])
     yield _description(request.model, inputs, tuple(request.outputs), request.priority, request.classification)
     request_id = request.id.encode()
@@ -131,7 +131,7 @@ def encode_request(request: InferRequest) -> bytes:
 
 
 def encode_large(request: InferRequest) -> bytes:
-    """Return the same. Runs in a thread: contents are copied in pieces, between which others run."""
+    """Return the same. It runs in a thread: contents are copied in pieces, so that other threads run in between."""
     buffer = io.BytesIO()
     for part in _parts(request):
         view = memoryview(part)
@@ -150,7 +150,10 @@ def serialize(message: Any) -> bytes:
 async def message_of(request: InferRequest) -> bytes:
     """Return the message of *request*, made in a thread if it is large."""
     cost = request.cost
-    return await offload.run(encode_large if cost > offload.INLINE else encode_request, request, cost=cost)
+    encode = encode_request
+    if cost > offload.INLINE:
+        encode = encode_large
+    return await offload.run(encode, request, cost=cost)
 
 
 def decode_response(message: Any, model: str = "") -> BinaryResponse:
@@ -185,15 +188,15 @@ def _without(message: memoryview, number: int) -> tuple[bytes, list[memoryview]]
     while end < len(message):
         begin = end
         size = 0
-        place = end
+        index = end
         more = True
         while more:
-            place += 1
-            size |= (message[place] & 0x7F) << 7 * (place - begin - 1)
-            more = message[place] > 0x7F
-        end = place + 1 + size
+            index += 1
+            size |= (message[index] & 0x7F) << 7 * (index - begin - 1)
+            more = message[index] > 0x7F
+        end = index + 1 + size
         if message[begin] == number << 3 | 2:
-            values.append(message[place + 1 : end])
+            values.append(message[index + 1 : end])
         else:
             rest += message[begin:end]
     return rest, values
@@ -215,15 +218,16 @@ def _contents(data: Any, head: bytes) -> list[bytes] | None:
 
 
 def translate(code: str, details: str, model: str) -> ServiceError:
-    """Return our error for a call that ended with *code*: by the text if it is known, else by the status."""
+    """Return the error for a call that ended with *code*: by the text if it is known, else by the code."""
     if code == UNREACHABLE:
         return unreachable(details)
     if code == LOST:
         return cut_off_error(details)
     if code.startswith(FOREIGN):
         return foreign_error(code.removeprefix(FOREIGN), details)
-    # The words of grpc.aio: what answers is no gRPC server, with a status of HTTP or with none.
-    if (status := _HTTP_STATUS.fullmatch(details)) is not None:
+    # The texts of grpc.aio for a server that does not speak gRPC, with an HTTP status or without.
+    status = _HTTP_STATUS.fullmatch(details)
+    if status is not None:
         return foreign_error(status[1], details)
     if code == "UNKNOWN" and details.startswith(("No status received", "Stream removed")):
         return cut_off_error(details)
@@ -254,7 +258,7 @@ class GrpcStream(Call):
         self._model = request.model
         self._cancellable = request.cancellable
         self._reconnect = reconnect
-        # What the responses have in common: their outputs, and the bytes before the contents
+        # The common part of the responses: their outputs, and the bytes before the contents.
         self._layout = Layout(())
         self._head = b""
         self._encoding: asyncio.Task[None] | None = None
@@ -320,11 +324,17 @@ class GrpcStream(Call):
         layout, contents = _outputs(message.infer_response, self._model, contents)
         if not responses and isinstance(data, bytes):
             tail = _Response(raw_output_contents=contents).SerializeToString()
-            self._layout, self._head = layout, data[3 : -len(tail)] if data.endswith(tail) else b""
+            self._layout = layout
+            self._head = b""
+            if data.endswith(tail):
+                self._head = data[3 : -len(tail)]
         return (BinaryResponse(layout, contents),)
 
     def call_ended(self, code: str, details: str) -> None:
-        self._end(None if code == "OK" else translate(code, details, self._model))
+        error = None
+        if code != "OK":
+            error = translate(code, details, self._model)
+        self._end(error)
 
     def close(self, *, silent: bool = False) -> None:
         """
@@ -362,7 +372,9 @@ class GrpcClient:
         else:
             self._target = f"{parts.netloc}:8001"
         self._settings = settings
-        self._files = settings.grpc_files() if parts.scheme == "grpcs" else None
+        self._files = None
+        if parts.scheme == "grpcs":
+            self._files = settings.grpc_files()
         self._used: GrpcFiles | None = None
         # By the most bytes of an answer.
         self._channels: dict[int, grpc.aio.Channel] = {}
@@ -371,7 +383,7 @@ class GrpcClient:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def channel(self, max_answer: int) -> grpc.aio.Channel:
-        """Return the channel to begin calls on whose answers have *max_answer* bytes at most."""
+        """Return the channel for calls whose answers have at most *max_answer* bytes."""
         files = None
         if self._files is not None:
             files = self._files.current()
@@ -388,7 +400,7 @@ class GrpcClient:
         return self._channels[limit]
 
     def _replace_channels(self) -> None:
-        """Let calls in flight end on their channels, and further ones begin on new channels."""
+        """Use new channels for further calls. Running calls end on their channels."""
         for channel in self._channels.values():
             spawn(channel.close(_OLD_CHANNEL_SECONDS), self._tasks)
         self._channels.clear()
@@ -433,7 +445,7 @@ class GrpcClient:
         except DecodeError as error:
             raise InvalidAnswer("it cannot be read", model=model, detail=str(error)) from error
         except asyncio.CancelledError:
-            # The caller gave up on a silent connection. Further calls must not wait for it too.
+            # The caller has given up a silent connection. Further calls must not use it.
             if loop.time() - began >= self._settings.connect_timeout:
                 self.reconnect()
             raise

@@ -29,10 +29,10 @@ from triton_openai.triton.http_stream import MAX_HEAD_BYTES, ConnectionPool, Htt
 from triton_openai.triton.status import foreign_error, no_answer_error
 from triton_openai.triton.tensors import LARGE, Buffer, InferRequest, InferResponse, ModelConfig
 
-# An index of ten thousand models has a few megabytes, and so has a configuration with long parameters.
+# An index of ten thousand models has a few megabytes, as has a configuration with long parameters.
 MAX_CONTROL_BYTES = 64 * 1024 * 1024
-# The digits of any length of a body.
-_LONGEST_LENGTH = 15
+# The most digits of the length of a body.
+_MAX_LENGTH_DIGITS = 15
 _quoted = lru_cache(256)(partial(quote, safe=""))
 _Decoded = TypeVar("_Decoded")
 
@@ -52,7 +52,7 @@ class _InferHeader(msgspec.Struct, frozen=True):
     outputs: list[_Tensor] = []
 
 
-# What begins the JSON of every answer to an infer call.
+# The beginning of the JSON of every answer to an infer call, and where it is searched.
 _NAME_OR_OUTPUTS = re.compile(rb'\A\s*\{.*"(?:model_name|outputs)"', re.DOTALL)
 _START = 4096
 _header_decoder = msgspec.json.Decoder(_InferHeader)
@@ -70,7 +70,7 @@ def generate_body(request: InferRequest) -> bytes:
         if len(values) == 1:
             body[tensor.name] = values[0]
         elif tensor.datatype == "BYTES":
-            # One by one: they may be images of many megabytes, and encoding keeps the interpreter lock.
+            # One by one: they may be images of many megabytes, and the encoder holds the interpreter lock.
             body[tensor.name] = msgspec.Raw(b"[%b]" % b",".join(map(msgspec.json.encode, values)))
         elif isinstance(values, list | tuple):
             body[tensor.name] = values
@@ -87,9 +87,13 @@ def infer_body(request: InferRequest) -> tuple[bytes, int]:
         for tensor, raw in zip(request.inputs, contents, strict=True)
     ]
     header: dict[str, Any] = {"id": request.id, "inputs": inputs}
-    parameters: dict[str, Any] = {**request.parameters, **({"priority": request.priority} if request.priority else {})}
+    parameters: dict[str, Any] = {**request.parameters}
+    if request.priority:
+        parameters["priority"] = request.priority
     if request.outputs:
-        form = {"binary_data": True, **({"classification": request.classification} if request.classification else {})}
+        form: dict[str, Any] = {"binary_data": True}
+        if request.classification:
+            form["classification"] = request.classification
         header["outputs"] = [{"name": name, "parameters": form} for name in request.outputs]
     else:
         parameters["binary_data_output"] = True
@@ -113,8 +117,11 @@ def parse_infer(body: bytes, header_length: int, model: str) -> BinaryResponse:
         end = offset + output.parameters.binary_data_size
         if end > len(body):
             raise InvalidAnswer("it has fewer bytes than it says", model=model)
-        # Hundreds of megabytes are not copied: that would hold the event loop.
-        contents.append(body[offset:end] if end - offset <= LARGE else memoryview(body)[offset:end])
+        if end - offset <= LARGE:
+            contents.append(body[offset:end])
+        else:
+            # Not copied: that would block the event loop.
+            contents.append(memoryview(body)[offset:end])
         offset = end
     outputs = [(output.name, output.datatype, output.shape) for output in header.outputs]
     return BinaryResponse(Layout(outputs, model), contents)
@@ -145,14 +152,17 @@ class HttpClient:
         Raises :class:`ServiceError`, also for an answer of more than *max_size* bytes.
         """
         began = monotonic()
+        timeout = None
+        if limited:
+            timeout = self._settings.control_timeout
         try:
-            async with asyncio.timeout(self._settings.control_timeout if limited else None):
+            async with asyncio.timeout(timeout):
                 answer = await HttpCall.send(self._pool, message, too_long("body", model), max_size=max_size)
         except TimeoutError as error:
             self._pool.close_idle()
             raise UpstreamTimeout("Triton did not answer in time.") from error
         except asyncio.CancelledError:
-            # The caller gave up on a silent connection. Further calls must not wait for it too.
+            # The caller has given up a silent connection. Further calls must not use it.
             if monotonic() - began >= self._settings.connect_timeout:
                 self._pool.close_idle()
             raise
@@ -183,7 +193,7 @@ class HttpClient:
     async def _control(self, model: str, action: str, body: bytes, *, limited: bool = True) -> None:
         path = f"/v2/repository/models/{quote(model, safe='')}/{action}"
         answer = await self._call(self._request("POST", path, body), model=model, limited=limited)
-        # Triton's own has no body.
+        # Triton's own answer has no body.
         if b"".join(answer.parts).strip():
             _decoded(Any, answer)
 
@@ -199,10 +209,10 @@ class HttpClient:
         answer = await self._call(made, model=request.model, limited=False, max_size=max_size)
         length = answer.json_length
         content = await offload.run(b"".join, answer.parts, cost=offload.COPY * sum(map(len, answer.parts)))
-        if length.isdigit() and len(length) <= _LONGEST_LENGTH:
+        if length.isdigit() and len(length) <= _MAX_LENGTH_DIGITS:
             return parse_infer(content, int(length), request.model)
         if not length and _NAME_OR_OUTPUTS.search(content[:_START]) is None:
-            # A Triton's answer without tensors is JSON with these.
+            # Not from a Triton: its JSON has one of these keys.
             raise _foreign(content)
         return parse_infer(content, len(content), request.model)
 

@@ -30,7 +30,7 @@ _PRIVATE = re.compile(
 # TensorRT-LLM's LLM API model and the vLLM backend put this before every error. Rules recognise those that are the
 # request's fault.
 _WRAPPING = re.compile(r".*Error generating (?:request|stream):", re.DOTALL)
-# What vLLM speaks of when it refuses a request: parameters, prompts, grammars and files; and when its engine fails.
+# The words in vLLM's errors: when it refuses a request (parameters, prompts, grammars, files), and of its engine.
 _OF_REQUESTS = (
     r"(?i:\b(?:temperature|seed|top_[pk]|min_p|n must|(?:max|min)_tokens|best_of|(?:prompt_)?logprobs|logit_bias"
     r"|\w+_penalty|stop (?:cannot|strings?)|stop_token_ids|bad_words|allowed_token_ids|detokenize|priority|prompts?"
@@ -42,8 +42,8 @@ _OF_ENGINES = (
     r"CUDA|cuBLAS|cuDNN|NCCL|HIP error|out of memory|No space left|device-side|KV cache|Engine[A-Z]|[Bb]ackground loop"
     r"|[Tt]imed out|[Cc]onnection (?:refused|reset|closed)|[Bb]roken pipe|object (?:has no|is not)|index out of range"
 )
-_LONGEST_TEXT = 4000
-_LONGEST_DETAIL = 256 * 1024
+_MAX_TEXT = 4000
+_MAX_DETAIL = 256 * 1024
 _MAX_REASON = 500
 
 
@@ -53,9 +53,11 @@ def public_reason(text: str) -> str | None:
 
     Request ids, ensemble prefixes and stack traces are dropped. Paths and addresses become ``…``. ``None`` if empty.
     """
-    text = _ENSEMBLE.sub("", _REQUEST_ID.sub("", text[:_LONGEST_TEXT]))
+    text = _ENSEMBLE.sub("", _REQUEST_ID.sub("", text[:_MAX_TEXT]))
     stack = _STACK.search(text)
-    text = " ".join(text[: stack.start() if stack else None].split())
+    if stack is not None:
+        text = text[: stack.start()]
+    text = " ".join(text.split())
     text = _PRIVATE.sub("…", _PLACE.sub("", text)).strip()
     if re.search(r"\w", text):
         return text[:_MAX_REASON]
@@ -213,8 +215,7 @@ _BY_STATUS = {
 
 
 _CUT_OFF = "The connection to Triton was lost before the answer was complete."
-# Of a server that is no Triton: it has refused the request itself, whose fault that is. Others may take it, but nothing
-# says so.
+# The statuses by which another server refuses the request itself.
 _REFUSALS = frozenset({"400", "408", "411", "413", "414", "415", "417", "431"})
 
 
@@ -222,13 +223,14 @@ def foreign_error(status: str, body: str = "") -> ServiceError:
     """
     Return the error for an answer that is not from a Triton, such as the page of a proxy, an ingress or a login.
 
-    *status* is that of HTTP, *body* the beginning of the answer. A Triton answers with its own JSON, tensors or events,
-    and with JSON of an ``error`` where it fails (http_server.cc). So the request has not reached a model; but a proxy
-    that fails with it may have lost the connection in mid-work.
+    *status* is the HTTP status, *body* the beginning of the answer. A Triton answers with its own JSON, tensors or
+    events, and with JSON of an ``error`` where it fails (http_server.cc). So the request has not reached a model; but a
+    proxy that fails may have lost the connection while the model worked.
     """
     detail = f"HTTP status {status}: {body[:500]}"
-    if (known := _BY_STATUS.get(status)) is not None:
-        return known.error(known.message, detail=detail, **known.options)
+    rule = _BY_STATUS.get(status)
+    if rule is not None:
+        return rule.error(rule.message, detail=detail, **rule.options)
     if status == "429":
         return errors.Overloaded("A server in front of Triton takes no requests now.", detail=detail, retry_after=1)
     if status == "504":
@@ -241,38 +243,45 @@ def foreign_error(status: str, body: str = "") -> ServiceError:
 
 
 def classify(text: str, model: str, status: str = "") -> ServiceError:
-    """Return the error for a failure of *model* by its *text*, or by the transport's *status* if no rule knows that."""
-    detail = text[:_LONGEST_DETAIL]
-    if len(text) > _LONGEST_TEXT:
-        # It may repeat what a client sent, and the time that a pattern takes grows faster than the text.
-        text = f"{text[: _LONGEST_TEXT - 1000]} … {text[-1000:]}"
-    matches = ((rule, match) for rule in RULES for pattern in rule.patterns if (match := pattern.search(text)))
-    if found := next(matches, None):
-        rule, match = found
-        groups = match.groupdict()
-        said = public_reason(groups.pop("reason", match[0]) or "")
-        if said is None and "{said}" in rule.message:
-            message = rule.unsaid
-        else:
-            message = rule.message
-        if message is not None:
-            message = message.format(model=model, said=said, **groups)
-        options = rule.options
-        if "prompt" in groups:
-            # What the answer needs is no room for the prompt.
-            room = int(groups["limit"]) - int(groups.get("answer") or 0)
-            options = {**options, "tokens": int(groups["prompt"]), "limit": room}
-        return rule.error(message, detail=detail, **options)
+    """Return the error for a failure of *model* by its *text*, or by the transport's *status* without a rule for it."""
+    detail = text[:_MAX_DETAIL]
+    if len(text) > _MAX_TEXT:
+        # It may repeat what a client sent, and the time of a pattern grows faster than the text.
+        text = f"{text[: _MAX_TEXT - 1000]} … {text[-1000:]}"
+    for rule in RULES:
+        for pattern in rule.patterns:
+            match = pattern.search(text)
+            if match is not None:
+                return _error_of(rule, match, model, detail)
     by_status = _BY_STATUS.get(status)
     if by_status is not None:
         return by_status.error(by_status.message, detail=detail, **by_status.options)
-    # A text that no rule knows is shown to clients only if nothing has to be removed from it.
-    if wrapping := _WRAPPING.match(text):
+    said = text
+    wrapping = _WRAPPING.match(text)
+    if wrapping is not None:
         said = text[wrapping.end() :]
-    else:
-        said = text
-    private = "\n" in said.strip() or _STACK.search(said) or _PRIVATE.search(said)
-    return model_failed_error(None if private else public_reason(said), detail=detail)
+    reason = None
+    if not ("\n" in said.strip() or _STACK.search(said) or _PRIVATE.search(said)):
+        # A text that no rule has is shown to clients only if nothing has to be removed from it.
+        reason = public_reason(said)
+    return model_failed_error(reason, detail=detail)
+
+
+def _error_of(rule: Rule, match: re.Match[str], model: str, detail: str) -> ServiceError:
+    """Return the error for a failure of *model* whose text is a *match* of *rule*."""
+    groups = match.groupdict()
+    said = public_reason(groups.pop("reason", match[0]) or "")
+    message: str | None = rule.message
+    if said is None and "{said}" in rule.message:
+        message = rule.unsaid
+    if message is not None:
+        message = message.format(model=model, said=said, **groups)
+    options = rule.options
+    if "prompt" in groups:
+        # The tokens of the answer are not available for the prompt.
+        limit = int(groups["limit"]) - int(groups.get("answer") or 0)
+        options = {**options, "tokens": int(groups["prompt"]), "limit": limit}
+    return rule.error(message, detail=detail, **options)
 
 
 def model_failed_error(said: str | None, *, detail: str | None) -> UpstreamError:
