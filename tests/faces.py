@@ -250,7 +250,7 @@ async def running(**settings: Any) -> AsyncIterator[Faces]:
     await app.startup()
     try:
         service = app[SERVICE]
-        await asyncio.wait_for(service.fleet.first.wait(), 10)
+        await asyncio.wait_for(service.fleet.first.wait(), 120)
         yield Faces(service, triton)
     finally:
         await app.shutdown()
