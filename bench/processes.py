@@ -61,7 +61,7 @@ def running(command: Sequence[str], log: Path, environment: dict[str, str] | Non
             process.wait()
 
 
-def wait_until_answers(port: int, path: str, log: Path, seconds: float = 30.0) -> None:
+def wait_until_answers(port: int, path: str, log: Path, seconds: float = 120.0) -> None:
     """Wait for a 200 to a GET of *path*. Raises `BenchError` with the end of *log*."""
     deadline = time.monotonic() + seconds
     request = f"GET {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n\r\n".encode()

@@ -8,6 +8,8 @@ itself run over both. A test that is left out for another reason has the mark it
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
 _FOLDERS = ("tests/clients/",)
@@ -17,13 +19,23 @@ _STORES = frozenset({"postgresql", "several machines"})
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the mark known."""
+    """Make the marks known."""
     config.addinivalue_line("markers", "extended: left to `make test-all`")
+    config.addinivalue_line("markers", "face: about what an API reads and renders; one transport is enough")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests before pytest selects by marks."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """
+    Mark tests before pytest selects by marks.
+
+    A face is asked over one transport: `tests/conformance/test_answers.py` compares the bytes of both.
+    """
+    repeated = [item for item in items if item.get_closest_marker("face") and _has(item, _TRANSPORTS)]
+    if repeated:
+        config.hook.pytest_deselected(items=repeated)
+        left_out = set(repeated)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if _is_extended(item):
             item.add_marker(pytest.mark.extended)
@@ -34,9 +46,13 @@ def _is_extended(item: pytest.Item) -> bool:
         return True
     if not _FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
         return True
-    variants = _STORES
-    if not item.nodeid.startswith("tests/unit/"):
-        variants = _STORES | _TRANSPORTS
+    if item.nodeid.startswith("tests/unit/"):
+        return _has(item, _STORES)
+    return _has(item, _STORES | _TRANSPORTS)
+
+
+def _has(item: pytest.Item, variants: Collection[str]) -> bool:
+    """Return whether a parameter of the test is one of *variants*."""
     callspec = getattr(item, "callspec", None)
     if callspec is None:
         return False

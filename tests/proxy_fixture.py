@@ -134,7 +134,7 @@ class Proxy:
 
     async def ready(self) -> None:
         """Wait until the models have been looked up for the first time."""
-        await asyncio.wait_for(self.models.fleet.first.wait(), 10)
+        await asyncio.wait_for(self.models.fleet.first.wait(), 120)
 
     async def finds_triton(self) -> bool:
         """Return whether Triton can be reached now."""
@@ -189,7 +189,7 @@ async def triton_found_again() -> None:
         while not all([await proxy.finds_triton() for proxy in _RUNNING]):  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
 
-    await asyncio.wait_for(find(), 30)
+    await asyncio.wait_for(find(), 120)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -97,12 +97,18 @@ class Service:
         """The port that it listens on."""
         return int(urlsplit(self.address).port or 0)
 
-    def connect(self, timeout: float = 30) -> http.client.HTTPConnection:
+    def connect(self, timeout: float = 120) -> http.client.HTTPConnection:
         """Return a connection."""
         return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
 
     def send(
-        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, *, timeout: float = 30
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        timeout: float = 120,
     ) -> Reply:
         """Send one request over a connection of its own; a *body* that is no ``bytes`` is sent as JSON."""
         with contextlib.closing(self.connect(timeout)) as connection:
@@ -206,7 +212,7 @@ def serving(
         process.communicate()
 
 
-def until(condition: Callable[[], Any], seconds: float = 30) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 120) -> Any:
     """Wait until *condition* gives something true, and return that."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):

@@ -135,7 +135,7 @@ async def recorded(
     found = triton.record.events(**narrowed)
     if condition(found) if condition is not None else found:
         return found
-    return await asyncio.to_thread(lambda: triton.record.wait_for(condition, 30.0, **narrowed))
+    return await asyncio.to_thread(lambda: triton.record.wait_for(condition, 120.0, **narrowed))
 
 
 async def inputs_of(triton: TestTriton, model: str, request_id: str) -> Mapping[str, dict[str, Any]]:

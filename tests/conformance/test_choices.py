@@ -29,7 +29,7 @@ from tests.proxy_fixture import serving
 from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.prompts.tokenizer import Tokenizer
 
-pytestmark = in_session_loop
+pytestmark = [in_session_loop, pytest.mark.face]
 ENSEMBLES = ("ensemble", "ensemble_legacy")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 

@@ -11,7 +11,7 @@ from tests.cases import every_case
 from tests.conformance.calls import in_session_loop
 from tests.proxy_fixture import Answer, Proxy
 
-pytestmark = in_session_loop
+pytestmark = [in_session_loop, pytest.mark.face]
 HEADER = "x-triton-openai-ignored"
 THREAD = [{"role": "user", "content": "Hello"}]
 

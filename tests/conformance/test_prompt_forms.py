@@ -14,7 +14,7 @@ from tests.proxy_fixture import TRANSPORTS, Proxy, changed, proxy_settings, serv
 from tests.triton_fixture import TestTriton
 from triton_openai.prompts.tokenizer import Tokenizer
 
-pytestmark = in_session_loop
+pytestmark = [in_session_loop, pytest.mark.face]
 
 HISTORY = "{% for item in items %}{{ item.identity }}: {{ item.content }}\n{% endfor %}ASSISTANT:"
 FORM = "<PRE>{prefix}<SUF>{suffix}<MID>"

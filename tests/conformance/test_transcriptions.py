@@ -313,7 +313,7 @@ async def test_sequences_are_ended(services: dict[str, Proxy], recognizers: Test
             form.add_field("file", io.BytesIO(file), filename="speech.wav")
             async with proxy.client.post(PATH, data=form) as response:
                 await response.content.readuntil(b"transcript.text.delta")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not all(found[-1][1] for step in steps for found in parts(recognizers, step).values()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert 4 == len(parts(recognizers, "dictating").keys() - known)

@@ -28,7 +28,7 @@ from tests.conformance.calls import (
 )
 from tests.proxy_fixture import TRANSPORTS, proxy_settings, serving
 
-pytestmark = in_session_loop
+pytestmark = [in_session_loop, pytest.mark.face]
 
 PROMPT = steered("Say it", text="one two three")
 PIECES = ["one", " two", " three"]

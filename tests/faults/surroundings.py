@@ -76,7 +76,7 @@ class Own:
         found: Event = until(find)
         return found
 
-    def end(self, model: str, id: str, timeout: float = 20) -> str:
+    def end(self, model: str, id: str, timeout: float = 120) -> str:
         """Wait until *model* is done with the request *id* and return how it ended."""
         (event,) = self.record.wait_for(
             lambda events: any(event["event"] in ENDS for event in events), timeout, id=id, model=model

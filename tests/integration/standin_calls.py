@@ -75,11 +75,11 @@ class Stream:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def take(self, timeout: float = 20.0) -> Answer:
+    def take(self, timeout: float = 120.0) -> Answer:
         """Return the next response."""
         return self.answers.get(timeout=timeout)
 
-    def rest(self, timeout: float = 20.0) -> list[Answer]:
+    def rest(self, timeout: float = 120.0) -> list[Answer]:
         """Return all responses up to the one with the final flag."""
         found = [self.take(timeout)]
         while not found[-1].final:

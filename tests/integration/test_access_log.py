@@ -37,7 +37,7 @@ async def test_the_line_of_an_answer(proxies: dict[str, Proxy], endpoint: str, s
         answer = await ask(proxies["http"], endpoint, "ensemble", steered("a secret", text="one two"), stream=stream)
         # A stream's line is written when its last byte has left, and the client may have read it by then.
         name = answer.headers["x-request-id"]
-        await asyncio.wait_for(until(lambda: bool(lines(captured, request_id=name))), 10)
+        await asyncio.wait_for(until(lambda: bool(lines(captured, request_id=name))), 120)
     assert 200 == answer.status
 
     (line,) = lines(captured, request_id=answer.headers["x-request-id"])
@@ -70,7 +70,7 @@ async def test_the_line_of_a_refusal(proxies: dict[str, Proxy]) -> None:
             proxies["http"], "chat", "vllm_model", steered(text="a b c", fail_at=2, delay_ms=50), stream=True
         )
         name = failed.headers["x-request-id"]
-        await asyncio.wait_for(until(lambda: bool(lines(captured, request_id=name))), 10)
+        await asyncio.wait_for(until(lambda: bool(lines(captured, request_id=name))), 120)
 
     def line_of(answer: Any) -> Any:
         (line,) = lines(captured, request_id=answer.headers["x-request-id"])
@@ -130,7 +130,7 @@ async def test_the_line_of_a_client_that_left(proxies: dict[str, Proxy]) -> None
             await response.content.readany()
             name = response.headers["x-request-id"]
             response.close()
-        await asyncio.wait_for(until(lambda: bool(lines(captured, request_id=name))), 10)
+        await asyncio.wait_for(until(lambda: bool(lines(captured, request_id=name))), 120)
 
     (line,) = lines(captured, request_id=name)
     assert (True, 499, "info") == (line["client_left"], line["status"], line["log_level"])

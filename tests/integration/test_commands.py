@@ -75,7 +75,7 @@ def _status(url: str) -> int:
         return error.code
 
 
-def _until(condition, seconds: float = 30) -> None:
+def _until(condition, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

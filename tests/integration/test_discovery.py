@@ -90,7 +90,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
         while not await condition():  # noqa: ASYNC110 - what happens elsewhere sets no event here
             await asyncio.sleep(0.01)
 
-    await asyncio.wait_for(wait(), 20)
+    await asyncio.wait_for(wait(), 120)
 
 
 async def listed(proxy: Proxy) -> list[str]:

@@ -23,7 +23,7 @@ from triton_openai.tritonserver import embedded
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 
-def until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
+def until(condition: Callable[[], bool], timeout: float = 120.0) -> None:
     """Wait for *condition*; the deadline only ends a test that has failed already."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -51,7 +51,7 @@ def shared_memory(prefix: str) -> set[str]:
     return {path.name for path in Path("/dev/shm").glob(f"{prefix}*")}
 
 
-def is_ready(server: EmbeddedTriton, timeout: float = 20.0) -> bool:
+def is_ready(server: EmbeddedTriton, timeout: float = 120.0) -> bool:
     """Return whether the server answers within *timeout* seconds that it is ready."""
     try:
         with urllib.request.urlopen(f"{server.http_url}/v2/health/ready", timeout=timeout) as answer:

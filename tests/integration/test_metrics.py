@@ -82,7 +82,7 @@ async def test_mixed_traffic(fresh: Proxy) -> None:
     failed = await ask(fresh, "chat", "vllm_model", steered(text="a b c", fail_at=2, delay_ms=20), stream=True)
     assert (200, 400, 404, 200) == tuple(answer.status for answer in (embedded, refused, nobody, failed))
     await leave(fresh)
-    found = await asyncio.wait_for(settled(fresh), 30)
+    found = await asyncio.wait_for(settled(fresh), 120)
 
     def requests(**labels: str) -> float:
         return found.sum("triton_openai_requests_total", **labels)

@@ -40,7 +40,7 @@ def test_what_still_runs_is_told(triton: TestTriton, tmp_path: Path, transport: 
             response = streaming.getresponse()
             first = response.readline()
             # The other one is at work when its engine's request is on record.
-            triton.record.wait_for(lambda events: len(asked(events)) >= before + 2, 30)
+            triton.record.wait_for(lambda events: len(asked(events)) >= before + 2, 120)
             service.process.send_signal(signal.SIGTERM)
             with pytest.raises(http.client.IncompleteRead) as broken:
                 response.read()
@@ -73,7 +73,7 @@ def test_balancers_can_notice(triton: TestTriton, tmp_path: Path, workers: str) 
     with serving(tmp_path, "--triton-url", triton.http_url, *several, XDG_RUNTIME_DIR=str(tmp_path)) as service:
         thread = threading.Thread(target=lambda: replies.append(service.post("/v1/completions", body)))
         thread.start()
-        triton.record.wait_for(lambda events: len(asked(events, 71)) > before, 30)
+        triton.record.wait_for(lambda events: len(asked(events, 71)) > before, 120)
         assert "Connection" not in service.send("GET", "/health/live").headers
         service.process.send_signal(signal.SIGTERM)
         until(lambda: service.status("/health/ready") == 503)
@@ -111,7 +111,7 @@ def test_a_second_signal_cuts_it_short(triton: TestTriton, tmp_path: Path) -> No
         stream = {**BODY, "stream": True}
         thread = threading.Thread(target=lambda: replies.append(service.post("/v1/completions", stream)))
         thread.start()
-        triton.record.wait_for(lambda events: len(asked(events)) > before, 30)
+        triton.record.wait_for(lambda events: len(asked(events)) > before, 120)
         service.process.send_signal(signal.SIGTERM)
         until(lambda: service.status("/health/ready") == 503)
         service.process.send_signal(signal.SIGTERM)
@@ -134,7 +134,7 @@ def test_idle_connections_are_closed(triton: TestTriton, tmp_path: Path) -> None
         with contextlib.ExitStack() as closing:
             running, kept, new = (closing.enter_context(contextlib.closing(service.connect())) for _ in range(3))
             running.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
-            triton.record.wait_for(lambda events: len(asked(events)) > before, 30)
+            triton.record.wait_for(lambda events: len(asked(events)) > before, 120)
             kept.request("GET", "/health/live")
             kept.getresponse().read()
             new.connect()
@@ -174,7 +174,7 @@ def test_who_waits_is_told_too(triton: TestTriton, tmp_path: Path) -> None:
     with serving(tmp_path, "--triton-url", triton.http_url, *limits) as service:
         with contextlib.closing(service.connect()) as running, ThreadPoolExecutor(2) as threads:
             running.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
-            triton.record.wait_for(lambda events: len(asked(events)) > before, 30)
+            triton.record.wait_for(lambda events: len(asked(events)) > before, 120)
             first = threads.submit(service.post, "/v1/completions", {**BODY, "stream": True})
             until(lambda: _queued(_metrics(service)) == 1)
             second = threads.submit(service.post, "/v1/completions", BODY)
@@ -182,7 +182,7 @@ def test_who_waits_is_told_too(triton: TestTriton, tmp_path: Path) -> None:
             service.process.send_signal(signal.SIGINT)
             # The one that runs leaves, the next one takes its place, and then there is no time for the last.
             running.close()
-            triton.record.wait_for(lambda events: len(asked(events)) > before + 1, 30)
+            triton.record.wait_for(lambda events: len(asked(events)) > before + 1, 120)
             service.process.send_signal(signal.SIGINT)
             told = first.result(30), second.result(30)
         assert 0 == service.process.wait(30)

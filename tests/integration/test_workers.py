@@ -113,7 +113,7 @@ def test_a_worker_that_dies_is_replaced(triton: TestTriton, tmp_path: Path) -> N
                 clients.submit(_whole, connection, body)
                 for (_, connection), body in zip(connections, streams, strict=True)
             ]
-            triton.record.wait_for(lambda events: engine_requests(events, 61) == len(connections), 60)
+            triton.record.wait_for(lambda events: engine_requests(events, 61) == len(connections), 120)
             os.kill(before[0], signal.SIGKILL)
             statuses = {service.post("/v1/completions", _BODY).status for _ in range(10)}
             until(lambda: pids(service)[0] != before[0])
@@ -195,12 +195,12 @@ def test_workers_divide_the_limits(triton: TestTriton, tmp_path: Path) -> None:
         for worker in (0, 1):
             refused = exchange(connect(worker), "POST", "/v1/completions", body)
             assert (503, "overloaded") == (refused.status, refused.error["code"])
-        triton.record.wait_for(lambda events: engine_requests(events, 63) == 3, 20)
+        triton.record.wait_for(lambda events: engine_requests(events, 63) == 3, 120)
 
         for number, left in enumerate((running[0], running[2])):
             left.close()
             opened.enter_context(contextlib.closing(waiting[number].getresponse()))
-            triton.record.wait_for(lambda events: engine_requests(events, 63) == 4 + number, 20)  # noqa: B023
+            triton.record.wait_for(lambda events: engine_requests(events, 63) == 4 + number, 120)  # noqa: B023
         assert (3, 0) == (count("running"), count("queued"))
 
         service.process.terminate()
@@ -290,7 +290,7 @@ def test_a_signal_to_the_whole_group_counts_once(triton: TestTriton, tmp_path: P
     stream = _stream(62, repeat=5, delay_ms=50)
     with workers(tmp_path, triton, 2, "--shutdown-grace", "60") as service, ThreadPoolExecutor(8) as clients:
         endings = [clients.submit(_whole, service.connect(), stream) for _ in range(8)]
-        triton.record.wait_for(lambda events: engine_requests(events, 62) == 8, 20)
+        triton.record.wait_for(lambda events: engine_requests(events, 62) == 8, 120)
         for pid in (service.process.pid, *pids(service).values()):
             os.kill(pid, signal.SIGTERM)
         assert [True] * 8 == [ending.result(60) for ending in endings]

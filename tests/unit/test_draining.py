@@ -79,7 +79,7 @@ async def until(condition: Callable[[], bool]) -> None:
         while not condition():  # noqa: ASYNC110 - what happens in tasks sets no event here
             await asyncio.sleep(0.005)
 
-    await asyncio.wait_for(wait(), 10)
+    await asyncio.wait_for(wait(), 120)
 
 
 async def unload(process: Process, *models: str, grace: float) -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-@pytest.mark.parametrize("target", ["demo", "test"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-all"])
 def test_a_python_that_has_no_triton(target: str, tmp_path: Path) -> None:
     """A Python that has no Triton is named, with those that have one, and no environment is made."""
     python = tmp_path / "python"

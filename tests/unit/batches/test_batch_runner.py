@@ -229,7 +229,7 @@ class Process:
 
     async def until(self, batch: Batch, condition: Callable[[Batch], object]) -> Batch:
         """Return *batch* when *condition* holds for it."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not condition(found := await self.seen(batch)):  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.002)
         return found
@@ -246,7 +246,7 @@ class Process:
 
     async def leaves(self, *expected: str | None) -> None:
         """Wait until *expected* are the names of all files; the last are deleted when the batch has ended."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while set(expected) != self.left():  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.002)
 
@@ -619,7 +619,7 @@ async def test_lines_wait_for_the_limits_of_their_key(limit: RateLimit, at_once:
             await one.ended(yours)
             per_minute = limit.concurrent_requests is None
             if per_minute:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(120):
                     while OWNER not in one.runner._due:  # noqa: ASYNC110 - nothing tells of it
                         await asyncio.sleep(0)
                 assert 3 <= sum(name.startswith("mine") for _, name in one.host.order) <= at_once + 1
@@ -671,7 +671,7 @@ async def test_a_process_that_dies_before_it_commits(
     batch = await one.batch(NAMES)
     monkeypatch.setattr(one.files.store, step, never)
     one.host.may_answer.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await reached.wait()
     written = [path for path in one.files.folder.iterdir() if path.suffix == ".part" and path.stat().st_size]
     assert written
@@ -807,7 +807,7 @@ async def test_a_line_that_waits_for_another_attempt(place: Place, monkeypatch: 
             one.host.answers = {"id-0": [errors.ServiceOverloaded("no")]}
             one.start()
             batch = batch or await one.batch(NAMES[:1])
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while not one.host.calls or (await one.files.store.never_ran(batch, 0, 1))[0].deaths:  # noqa: ASYNC110
                     await asyncio.sleep(0.002)
             await one.die()
@@ -823,7 +823,7 @@ async def test_a_service_that_stops_while_a_line_waits(tmp_path: Path, monkeypat
     one.host.answers = {"id-0": [errors.ServiceOverloaded("no")]}
     one.start()
     batch = await one.batch(NAMES[:1])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not one.host.calls or (await one.files.store.never_ran(batch, 0, 1))[0].deaths:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     await one.stop()
@@ -1009,7 +1009,7 @@ async def counted(one: Process, **expected: float) -> None:
         ]
         return {name: sample.value for name, sample in zip(names, samples, strict=True)}
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not expected.items() <= found().items():  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.002)
 

@@ -92,7 +92,7 @@ async def until(condition) -> None:
         while not condition():  # noqa: ASYNC110 - what it waits for is not announced
             await asyncio.sleep(0.002)
 
-    await asyncio.wait_for(look(), 10)
+    await asyncio.wait_for(look(), 120)
 
 
 async def test_nothing_to_watch_takes_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
