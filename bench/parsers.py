@@ -31,6 +31,22 @@ _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 #: For each parser, what stands before and behind the one long argument of a call.
 CALLS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
+        "apertus": ('<|tools_prefix|>[{"f": {"city": "', '"}}]<|tools_suffix|>'),
+        "gigachat3": ('function call<|role_sep|>\n{"name": "f", "arguments": {"city": "', '"}}'),
+        "hy_v3": (
+            "<tool_calls><tool_call>f<tool_sep><arg_key>city</arg_key><arg_value>",
+            "</arg_value></tool_call></tool_calls>",
+        ),
+        "kimi_k3": (
+            '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
+            '<|open|>argument key="city" type="string"<|sep|>',
+            "<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+        ),
+        "minimax_m3": (
+            ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">\n]<]minimax[>[<city>',
+            "]<]minimax[>[</city>\n]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
+        ),
+        "dots": ('<dots_function_call>{"name": "f", "arguments": {"city": "', '"}}</dots_function_call>'),
         "hermes": ('<tool_call>{"name": "f", "arguments": {"city": "', '"}}</tool_call>'),
         "llama3_json": ('{"name": "f", "parameters": {"city": "', '"}}'),
         "mistral": ('[TOOL_CALLS]f[ARGS]{"city": "', '"}'),

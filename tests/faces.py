@@ -38,7 +38,8 @@ from triton_openai.generation import Delta
 from triton_openai.operations import STREAMED, Call, Operation, Renderer, Streamed, Whole
 from triton_openai.telemetry.request_record import RequestRecord, request_id
 from triton_openai.triton.client import IndexEntry, Receiver, ServerInfo
-from triton_openai.triton.tensors import InferRequest, InferResponse, JsonOutputs, ModelConfig, read_model_config
+from triton_openai.triton.config_reader import read_model_config
+from triton_openai.triton.tensors import InferRequest, InferResponse, JsonOutputs, ModelConfig
 
 TOKENIZER = Path(demo.__file__).parent / "tokenizer"
 #: The model's name. It takes all orders in prompts but those of time.
@@ -219,7 +220,7 @@ class Faces:
     ) -> Answer:
         output = _Output()
         body = await decode_json(content, operation, record, self.service.settings)
-        reply = await operation.handler(self.service, Call(operation, body, NO_KEY, record, output, headers=headers))
+        reply = await operation.function(self.service, Call(operation, body, NO_KEY, record, output, headers=headers))
         if reply is STREAMED:
             record.status = 200
             return Answer(200, _headers(record, "text/event-stream"), bytes(output.body))

@@ -26,7 +26,7 @@ from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.batches.file_folder import Files
 from triton_openai.batches.line_limits import FirstTokens
 from triton_openai.config.sources import SDK_REFUSES
-from triton_openai.config.tree import AUTO, NONE, AccessSettings, ServerSettings, Settings
+from triton_openai.config.tree import AUTO, NONE, AccessSettings, ModelSettings, ServerSettings, Settings
 from triton_openai.config.worker import Worker
 from triton_openai.draining import DRAINING, Draining, ModelDraining
 from triton_openai.errors import ConfigurationError, ServiceError
@@ -37,6 +37,7 @@ from triton_openai.models.control import ModelControl
 from triton_openai.models.lookup import Models, keep_loaded
 from triton_openai.models.served import ServedModel
 from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS
+from triton_openai.parsers.tools.format import read_format
 from triton_openai.prompts import infill
 from triton_openai.prompts.history import HistoryTemplate
 from triton_openai.serving.admission import Admission
@@ -322,6 +323,8 @@ def _check_names(settings: Settings) -> None:
             HistoryTemplate(entry.history_template)
         if entry.fim_template is not None:
             infill.parse(entry.fim_template)
+        if isinstance(entry, ModelSettings) and entry.tool_format:
+            read_format(entry.tool_format, "tool_format").parser("tool_format")
         if entry.tool_call_parser not in (None, AUTO, NONE):
             TOOL_PARSERS.load(entry.tool_call_parser)
         if entry.reasoning_parser not in (None, AUTO, NONE):

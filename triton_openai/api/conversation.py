@@ -27,9 +27,8 @@ from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParame
 from triton_openai.media.audio import AudioReference, load, loaded_size, loading_size
 from triton_openai.media.images import ImageReference, images_size
 from triton_openai.parsers.answer_parser import AnswerParser
-from triton_openai.parsers.parser_registry import Parsers
+from triton_openai.parsers.parser_registry import TOOL_PARSERS, Parsers
 from triton_openai.parsers.tools.guided import ConstrainedCalls, ForcedCall, GuidedCalls
-from triton_openai.parsers.tools.json_calls import Llama3Json
 from triton_openai.parsers.tools.tool_parser import ToolParser
 from triton_openai.prompts.messages import AssistantMessage, Message
 from triton_openai.prompts.origins import CHAT_ORIGINS, Origins
@@ -270,7 +269,7 @@ def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str, *, streams: bool 
         forced: ToolParser = GuidedCalls(plan.schemas, new_id=new_id)
         if plan.name is not None:
             forced = ForcedCall(plan.name, plan.schemas, new_id=new_id)
-        own = (parsers.tools or Llama3Json)(plan.schemas)
+        own = (parsers.tools or TOOL_PARSERS.load("llama3_json"))(plan.schemas)
         forced.may_wait = own.may_wait = not streams
         return AnswerParser(None, ConstrainedCalls(forced, own), parallel=plan.parallel)
     tools = None

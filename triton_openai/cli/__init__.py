@@ -1,4 +1,4 @@
-"""The command ``triton-openai``: serve, demo and inspect."""
+"""The command ``triton-openai``: serve, demo, inspect and parse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import structlog
 
 from triton_openai.cli.aliases import translate
-from triton_openai.cli.arguments import DEFAULTS, parse
+from triton_openai.cli.arguments import DEFAULTS, PARSE, parse
 from triton_openai.cli.terminal import shows_colours
 from triton_openai.config.reload import Source
 from triton_openai.config.sources import config_file, load_settings
@@ -32,6 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         written, environ, warnings = translate(sys.argv[1:] if arguments is None else arguments, os.environ)
         parsed = parse(written)
+        if parsed.command == PARSE:
+            from triton_openai.cli.parse import run
+
+            return run(parsed.options)
         if parsed.command == "serve":
             # Ignored until the service can reload its settings: the default action would end the process.
             signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -25,6 +25,10 @@ _COMMANDS = {
     "inspect": "Show how each model of a Triton would be served: adapter, parameters, tokenizer, template.",
 }
 
+#: A command without settings, and its purpose.
+PARSE = "parse"
+_PARSE_PURPOSE = "Show what a format of tool calls makes of an answer on standard input."
+
 _EPILOG = (
     "Every option can also be set in the environment (--triton-url as TRITON_OPENAI_TRITON_URL) and, after that, in "
     "the YAML file (as triton.url)."
@@ -96,6 +100,8 @@ class Parsed(msgspec.Struct, frozen=True, kw_only=True):
     all: bool = False
     model: str | None = None
     weights: Path | None = None
+    #: The options of ``parse``.
+    options: Mapping[str, Any] = {}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -113,6 +119,9 @@ def parse(arguments: Sequence[str]) -> Parsed:
     values = vars(namespace)
     if unknown:
         raise ConfigurationError(_unknown(unknown[0], values["command"]))
+    if values["command"] == PARSE:
+        options_of_parse = {name: value for name, value in values.items() if name != "command"}
+        return Parsed(command=PARSE, settings={}, options=options_of_parse)
     settings = {"config", *(option.name for option in options())}
     return Parsed(
         command=values["command"],
@@ -122,14 +131,15 @@ def parse(arguments: Sequence[str]) -> Parsed:
 
 
 def _check_command(first: str) -> None:
-    if first in (*_COMMANDS, "-h", "--help", "--version"):
+    if first in (*_COMMANDS, PARSE, "-h", "--help", "--version"):
         return
     if first[:1] in ("", "-"):
         problem = "The command is missing."
     else:
         problem = f"There is no command {first!r}."
+    commands = [*_COMMANDS, PARSE]
     raise ConfigurationError(
-        f"{problem}{did_you_mean(first, _COMMANDS)} The commands are {', '.join(_COMMANDS)}. See triton-openai --help."
+        f"{problem}{did_you_mean(first, commands)} The commands are {', '.join(commands)}. See triton-openai --help."
     )
 
 
@@ -169,7 +179,19 @@ def build_parser(*, everything: bool) -> argparse.ArgumentParser:
             for switch, (help_text, keywords) in _DEMO_SWITCHES.items():
                 command.add_argument(f"--{switch}", help=help_text, **keywords)
         _add_settings(command, name, everything=everything)
+    _add_parse_options(commands.add_parser(PARSE, description=_PARSE_PURPOSE, help=_PARSE_PURPOSE, allow_abbrev=False))
     return parser
+
+
+def _add_parse_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command ``parse`` to its *parser*."""
+    parser.add_argument(
+        "--format", required=True, metavar="NAME|FILE", help="A built-in format, or a YAML file that describes one."
+    )
+    parser.add_argument("--reasoning", metavar="NAME", help="A built-in format of reasoning.")
+    parser.add_argument("--tools", metavar="FILE", type=Path, help="JSON file with the request's tools.")
+    parser.add_argument("--prompt", metavar="TEXT", default="", help="The end of the prompt, which may open thinking.")
+    parser.add_argument("--cut", action="store_true", help="A limit of tokens ended the answer.")
 
 
 def _usable(command: str) -> list[Option]:

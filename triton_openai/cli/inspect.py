@@ -232,8 +232,8 @@ def _prompt_details(model: ServedModel, prompter: Prompter) -> dict[str, Any]:
     parsers = model.lazy_prompter.parsers
     details = {
         "tokenizer": origins.tokenizer,
-        "tool_calls": parsers.tools and parsers.tools.__name__,
-        "reasoning": parsers.reasoning and parsers.reasoning.__name__,
+        "tool_calls": _format(parsers.tools, parsers.tools_reason),
+        "reasoning": _format(parsers.reasoning, parsers.reasoning_reason),
         "images": _images(model, prompter),
         "sampling": _sampling(model, model.default_parameters(prompter), origins.generation_config),
     }
@@ -298,6 +298,13 @@ def _parameter(row: Parameter) -> ParameterReport:
     else:
         note = row.note
     return ParameterReport(row.name, row.rule.value, row.target, row.datatype, note)
+
+
+def _format(parser: type | None, reason: str) -> str | None:
+    """Return the name of a format, and why it was chosen."""
+    if parser is None:
+        return None
+    return f"{parser.__name__} ({reason})"
 
 
 def _images(model: ServedModel, prompter: Prompter) -> str:

@@ -14,6 +14,7 @@ import structlog
 from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError
 from triton_openai.parsers.parser_registry import Parsers, choose
+from triton_openai.parsers.tools.format import ToolFormat, read_format, read_format_file
 from triton_openai.prompts.prompter import Prompter
 
 _log = structlog.get_logger(__name__)
@@ -86,7 +87,13 @@ class LazyPrompter:
         prompter = await asyncio.to_thread(Prompter.resolve, settings, self.hint, self.named)
         tools = settings.tool_call_parser
         reasoning = settings.reasoning_parser
-        self.parsers = await asyncio.to_thread(choose, prompter.tools_source, tools=tools, reasoning=reasoning)
+        self.parsers = await asyncio.to_thread(
+            choose,
+            prompter.tools_source,
+            tools=tools,
+            reasoning=reasoning,
+            tool_format=await asyncio.to_thread(_tool_format, settings, prompter),
+        )
         self.resolved = prompter
         return prompter
 
@@ -139,8 +146,18 @@ class LazyPrompter:
 
 
 _prompting = attrgetter(
-    *("tokenizer", "generation_config", "chat_template", "history_template", "tool_call_parser", "reasoning_parser")
+    *("tokenizer", "generation_config", "chat_template", "history_template", "tool_call_parser", "reasoning_parser"),
+    "tool_format",
 )
+
+
+def _tool_format(settings: ModelSettings, prompter: Prompter) -> ToolFormat | None:
+    """Return the format of tool calls that the settings, or a file beside the tokenizer, describe. Blocks."""
+    if settings.tool_format:
+        return read_format(settings.tool_format, "tool_format")
+    if prompter.tokenizer is not None and prompter.tokenizer.tool_format is not None:
+        return read_format_file(prompter.tokenizer.tool_format)
+    return None
 
 
 class Prompters:

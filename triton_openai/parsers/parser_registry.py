@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 
 from triton_openai.config.tree import AUTO, NONE
 from triton_openai.errors import ConfigurationError
 from triton_openai.parsers.reasoning import ReasoningParser
+from triton_openai.parsers.tools.format import ToolFormat, built_in_formats, built_in_parser
 from triton_openai.parsers.tools.tool_parser import ToolParser
 
 _Parser = TypeVar("_Parser")
@@ -35,7 +36,7 @@ class Registry(Generic[_Parser]):
     group: str
     #: Where the built-in ones are.
     package: str
-    #: For each built-in one its class, as "module:Class" in the package, and then aliases.
+    #: For each built-in one its class, as "module:Class" in the package, or that it is data; and then aliases.
     table: Mapping[str, Sequence[str]]
     #: What a third party's class is derived from.
     base: type
@@ -52,9 +53,9 @@ class Registry(Generic[_Parser]):
 
         Raises :class:`ConfigurationError`, listing the known names, and where a third party's class is no parser.
         """
-        if (built_in := self._built_in(name)) is not None:
-            found: type[_Parser] = built_in.load()
-            return found
+        own = self._own_name(name)
+        if own is not None:
+            return self._built_in(own)
         if (point := self._third_party().get(name)) is None:
             raise ConfigurationError(f"There is no {self.kind} '{name}'. Known names: {', '.join(self.names())}.")
         subject = f"The {self.kind} '{name}' ({point.value})"
@@ -71,18 +72,26 @@ class Registry(Generic[_Parser]):
             raise ConfigurationError(f"{subject} cannot be made: {type(error).__name__}: {error}.") from error
         return loaded
 
-    def _built_in(self, name: str) -> EntryPoint | None:
+    def _own_name(self, name: str) -> str | None:
+        """Return the name of the built-in parser that *name* means; ``None`` if it means none."""
         plain = name.lower().replace("-", "_")
-        places = (place for own, (place, *aliases) in self.table.items() if plain in (own, *aliases))
-        place = next(places, None)
-        if place is None:
-            return None
-        return EntryPoint(name, f"{self.package}.{place}", self.group)
+        for own, (_, *aliases) in self.table.items():
+            if plain in (own, *aliases):
+                return own
+        return None
+
+    def _built_in(self, name: str) -> type[_Parser]:
+        """Return the class of the built-in parser *name*."""
+        place = self.table[name][0]
+        if place == _DATA:
+            return cast("type[_Parser]", built_in_parser(name))
+        loaded: type[_Parser] = EntryPoint(name, f"{self.package}.{place}", self.group).load()
+        return loaded
 
     def _third_party(self) -> dict[str, EntryPoint]:
         found: dict[str, EntryPoint] = {}
         for point in entry_points(group=self.group):
-            if self._built_in(point.name) is not None or found.get(point.name, point).value != point.value:
+            if self._own_name(point.name) is not None or found.get(point.name, point).value != point.value:
                 raise ConfigurationError(
                     f"The name '{point.name}' of a {self.kind} is taken twice ({point.value}). "
                     f"Known names: {', '.join(self.names())}."
@@ -91,35 +100,15 @@ class Registry(Generic[_Parser]):
         return found
 
 
-# Each with its class and the names that other servers have for the same format.
+#: The place of a format that data describes, in place of a class.
+_DATA = "formats.yaml"
+# The formats with the names that other servers have for them. Those that data cannot describe have a class.
 _TOOLS: Mapping[str, Sequence[str]] = {
-    "hermes": ("json_calls:Hermes", "qwen", "qwen25", "qwen3", "qwen3_json", "ernie45"),
-    "llama3_json": ("json_calls:Llama3Json", "llama", "llama3", "llama4_json"),
+    **{name: (_DATA, *format.aliases) for name, format in built_in_formats().items()},
     "mistral": ("json_calls:Mistral",),
-    "qwen3_coder": ("tagged_calls:Qwen3Coder", "qwen3_xml", "qwen_xml", "step3p5", "nemotron_nano"),
     "openai": ("harmony:Harmony", "gpt_oss", "harmony"),
     "deepseek_v3": ("sections:DeepSeekV3", "deepseekv3", "deepseek_v31", "deepseekv31", "deepseek_v3_1"),
-    "deepseek_v32": ("sections:DeepSeekV32", "deepseekv32", "deepseek_v3_2", "deepseek_v4", "deepseekv4"),
-    "glm45": ("tagged_calls:Glm45", "glm", "glm4", "glm47"),
     "kimi_k2": ("sections:KimiK2", "kimik2"),
-    "minimax_m2": ("sections:MiniMaxM2",),
-    "pythonic": ("pythonic:Pythonic", "llama4_pythonic"),
-    "lfm2": ("pythonic:Lfm2",),
-    "olmo3": ("pythonic:Olmo3",),
-    "nemotron_json": ("json_calls:Nemotron", "nemotron", "nemotron_deci"),
-    "granite": ("json_calls:Granite",),
-    "granite4": ("json_calls:Granite4",),
-    "granite_20b_fc": ("json_calls:Granite20bFunctionCalling",),
-    "phi4_mini_json": ("json_calls:Phi4Mini", "phi4", "phi4_mini"),
-    "gemma4": ("gemma4:Gemma4",),
-    "functiongemma": ("gemma4:FunctionGemma",),
-    "seed_oss": ("tagged_calls:SeedOss",),
-    "cohere_command3": ("json_calls:Cohere", "cohere"),
-    "jamba": ("json_calls:Jamba", "hunyuan", "hunyuan_a13b", "minimax", "minimax_m1"),
-    "step3": ("sections:Step3",),
-    "internlm": ("json_calls:InternLM",),
-    "longcat": ("json_calls:LongCat",),
-    "xlam": ("json_calls:Xlam",),
 }
 _REASONING: Mapping[str, Sequence[str]] = {
     "qwen3": ("reasoning:Think", "think", "basic", "mimo", "step3p5", "olmo3"),
@@ -138,6 +127,10 @@ _REASONING: Mapping[str, Sequence[str]] = {
     "cohere_command3": ("reasoning:Cohere", "cohere"),
     "hunyuan_a13b": ("reasoning:Hunyuan", "hunyuan"),
     "ernie45": ("reasoning:Ernie45",),
+    "kimi_k3": ("reasoning:KimiK3", "kimik3"),
+    "minimax_m3": ("reasoning:MiniMaxM3",),
+    "apertus": ("reasoning:Apertus", "apertus2509"),
+    "apriel": ("reasoning:Apriel",),
 }
 
 TOOL_PARSERS: Registry[ToolParser] = Registry(
@@ -184,6 +177,13 @@ _TOOL_RULES = (
     # Kimi K2's first template writes no calls back, but declares tools in its own way.
     DetectionRule("kimi_k2", ("<|im_middle|>", "tool_declare")),
     DetectionRule("minimax_m2", ("<minimax:tool_call>",)),
+    DetectionRule("kimi_k3", ("<|open|>", "<|close|>", "<|sep|>")),
+    DetectionRule("minimax_m3", ("]<]minimax[>[",)),
+    DetectionRule("apertus", ("<|tools_prefix|>",)),
+    DetectionRule("gigachat3", ("function call", "<|role_sep|>")),
+    DetectionRule("gigachat3", ("<|function_call|>",)),
+    DetectionRule("dots", ("<dots_function_call>",)),
+    DetectionRule("hy_v3", ("<tool_sep>", "<arg_key>")),
     DetectionRule("glm45", ("<arg_key>", "<arg_value>")),
     DetectionRule("seed_oss", ("<seed:tool_call>",)),
     DetectionRule("qwen3_coder", ("<function=", "<parameter=")),
@@ -208,8 +208,7 @@ _TOOL_RULES = (
     DetectionRule("granite4", ("<|start_of_role|>", "<tool_call>")),
     DetectionRule("olmo3", ("<function_calls>",)),
     DetectionRule("jamba", ("<tool_calls>",)),
-    # MiniMax M3 writes a nested markup of its own inside of that tag.
-    DetectionRule("hermes", ("<tool_call>",), lacks=("]<]minimax[>[",)),
+    DetectionRule("hermes", ("<tool_call>",)),
     DetectionRule("pythonic", ("[func_name1(",)),
     # Functionary, which has Llama's marker too, writes ``<function=f>{…}</function>``.
     DetectionRule("llama3_json", ("<|python_tag|>",), lacks=("<function=",)),
@@ -219,6 +218,10 @@ _TOOL_RULES = (
 
 _REASONING_RULES = (
     DetectionRule("openai_gptoss", ("<|channel|>", "<|message|>")),
+    DetectionRule("kimi_k3", ("<|open|>", "<|close|>", "<|sep|>")),
+    DetectionRule("minimax_m3", ("<mm:think>",)),
+    DetectionRule("apertus", ("<|inner_prefix|>",)),
+    DetectionRule("apriel", ("[BEGIN FINAL RESPONSE]",)),
     DetectionRule("mistral", ("[THINK]",)),
     DetectionRule("seed_oss", ("<seed:think>",)),
     DetectionRule("gemma4", ("<|channel>thought",)),
@@ -239,7 +242,8 @@ _REASONING_RULES = (
 
 def detect(template: str) -> tuple[str | None, str | None]:
     """Return the names of the tool parser and the reasoning parser for a chat template's source, where it shows any."""
-    tools, reasoning = (detected(rules, template.__contains__) for rules in (_TOOL_RULES, _REASONING_RULES))
+    tools = detected(_TOOL_RULES, template.__contains__)
+    reasoning = detected(_REASONING_RULES, template.__contains__)
     return tools and tools.name, reasoning and reasoning.name
 
 
@@ -248,6 +252,9 @@ class Parsers(msgspec.Struct, frozen=True, kw_only=True):
 
     tools: type[ToolParser] | None = None
     reasoning: type[ReasoningParser] | None = None
+    #: Why each was chosen, for operators.
+    tools_reason: str = ""
+    reasoning_reason: str = ""
 
     @property
     def special_tokens(self) -> bool:
@@ -255,23 +262,38 @@ class Parsers(msgspec.Struct, frozen=True, kw_only=True):
         return any(parser is not None and parser.special_tokens for parser in (self.tools, self.reasoning))
 
 
-def choose(template: str, *, tools: str | None, reasoning: str | None) -> Parsers:
+def choose(
+    template: str, *, tools: str | None, reasoning: str | None, tool_format: ToolFormat | None = None
+) -> Parsers:
     """
     Return the parsers called *tools* and *reasoning* (``auto`` or ``None``: by the text of the chat *template*;
-    ``none``: no parser).
+    ``none``: no parser). *tool_format* describes the format of tool calls in place of a name.
 
     Raises :class:`ConfigurationError` for names that do not exist.
     """
-    found_tools, found_reasoning = detect(template)
-    if tools in (None, AUTO):
-        tool_name = found_tools
-    else:
-        tool_name = tools
-    if reasoning in (None, AUTO):
-        reasoning_name = found_reasoning
-    else:
-        reasoning_name = reasoning
+    tool_parser = None
+    tool_name, tools_reason = _chosen(tools, _TOOL_RULES, template)
+    if tool_format is not None and tools in (None, AUTO):
+        tools_reason = "tool_format"
+        tool_parser = tool_format.parser("tool_format")
+    elif tool_name is not None:
+        tool_parser = TOOL_PARSERS.load(tool_name)
+    reasoning_parser = None
+    reasoning_name, reasoning_reason = _chosen(reasoning, _REASONING_RULES, template)
+    if reasoning_name is not None:
+        reasoning_parser = REASONING_PARSERS.load(reasoning_name)
     return Parsers(
-        tools=None if tool_name in (None, NONE) else TOOL_PARSERS.load(tool_name),
-        reasoning=None if reasoning_name in (None, NONE) else REASONING_PARSERS.load(reasoning_name),
+        tools=tool_parser, reasoning=reasoning_parser, tools_reason=tools_reason, reasoning_reason=reasoning_reason
     )
+
+
+def _chosen(setting: str | None, rules: Sequence[DetectionRule], template: str) -> tuple[str | None, str]:
+    """Return the name of the parser that *setting*, or the text of the chat *template*, names; and why."""
+    if setting == NONE:
+        return None, "setting"
+    if setting not in (None, AUTO):
+        return setting, "setting"
+    rule = detected(rules, template.__contains__)
+    if rule is None:
+        return None, ""
+    return rule.name, f"the chat template has {' and '.join(rule.has)}"

@@ -71,6 +71,8 @@ class Delimited(Grammar, ReasoningParser):
     begins_inside: ClassVar[bool] = False
     #: What some families put around the answer after the thinking; it is dropped.
     frame: ClassVar[tuple[str, str] | None] = None
+    #: Markers around the parts of an answer after the thinking; they are dropped.
+    dropped: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *, inside: bool | None = None) -> None:
         super().__init__()
@@ -116,12 +118,14 @@ class Delimited(Grammar, ReasoningParser):
                 self._skippable = None
             elif not self._is_skipped():
                 self._release()
-            if end in self.implied:
+            if end in self.implied and end not in self.dropped:
                 self._output.content(end)
             elif end:
                 yield from reader.space()
         if self.frame is not None:
             yield from self._framed(*self.frame)
+        while self.dropped and (yield from reader.until(markers(*self.dropped), self._output.content)):
+            pass
         yield from reader.run(_ANYTHING, self._output.content)
 
     def _is_skipped(self) -> bool:
@@ -287,3 +291,40 @@ class Ernie45(Delimited):
 
     begins_inside = True
     frame = ("<response>", "</response>")
+
+
+class KimiK3(Delimited):
+    """Kimi K3, whose answer has parts: the thinking, the response, and the calls."""
+
+    special_tokens = True
+    openings = ("<|open|>think<|sep|>",)
+    closings = ("<|close|>think<|sep|>",)
+    implied = ("<|open|>response<|sep|>", "<|open|>tools<|sep|>")
+    dropped = (
+        "<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>", "<|end_of_msg|>",
+    )  # fmt: skip
+
+
+class MiniMaxM3(Delimited):
+    """MiniMax M3."""
+
+    openings = ("<mm:think>",)
+    closings = ("</mm:think>",)
+
+
+class Apertus(Delimited):
+    """Apertus."""
+
+    special_tokens = True
+    openings = ("<|inner_prefix|>",)
+    closings = ("<|inner_suffix|>",)
+
+
+class Apriel(Delimited):
+    """ServiceNow's Apriel 1.5 and 1.6: the prompt ends with "Here are my reasoning steps:"."""
+
+    openings = ("Here are my reasoning steps:",)
+    closings = ("[BEGIN FINAL RESPONSE]",)
+    implied = ("<tool_calls>",)
+    begins_inside = True
+    dropped = ("[END FINAL RESPONSE]", "<|end|>")

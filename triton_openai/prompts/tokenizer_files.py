@@ -44,6 +44,10 @@ _VALUES = msgspec.json.Decoder(DefaultParameters).type
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9_][\w.-]*)?)(?:@([A-Za-z0-9_][\w./-]*))?", re.ASCII)
 
 
+#: The name of the file that describes the model's format of tool calls.
+TOOL_FORMAT = "tool_format.yaml"
+
+
 class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
     """What a tokenizer's folder says, read but not yet understood."""
 
@@ -53,6 +57,8 @@ class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
     generation_config: Mapping[str, Any]
     model_config: Mapping[str, Any]
     chat_templates: Mapping[str, str]
+    #: The file that describes the model's format of tool calls, if there is one.
+    tool_format: Path | None = None
 
 
 def locate(source: str) -> TokenizerFiles:
@@ -96,7 +102,14 @@ def locate(source: str) -> TokenizerFiles:
         generation_config=_read_json(folder / _GENERATION_CONFIG, origin),
         model_config=_read_json(folder / "config.json", origin),
         chat_templates=_templates_of(config) | _template_files(folder, origin),
+        tool_format=_existing(folder / TOOL_FORMAT),
     )
+
+
+def _existing(path: Path) -> Path | None:
+    if path.is_file():
+        return path
+    return None
 
 
 def may_be_on_hub(source: str) -> bool:

@@ -17,10 +17,12 @@ from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.parsers.parser_registry import TOOL_PARSERS, Parsers
 from triton_openai.parsers.reasoning import Hunyuan, Think
-from triton_openai.parsers.tools.json_calls import Hermes, Llama3Json, Mistral
-from triton_openai.parsers.tools.pythonic import Pythonic
+from triton_openai.parsers.tools.json_calls import Mistral
 from triton_openai.parsers.tools.tool_parser import ToolParser
 
+Hermes = TOOL_PARSERS.load("hermes")
+Llama3Json = TOOL_PARSERS.load("llama3_json")
+Pythonic = TOOL_PARSERS.load("pythonic")
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
 NAMED = NamedTool(function=NamedFunction(name="now"))
 CALL = '<tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call>'

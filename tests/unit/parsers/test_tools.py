@@ -18,12 +18,12 @@ from tests.unit.parsers.tool_parser_cases import ALL, CASES, LOOKS, TOOLS, Case
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.parsers.grammar import Grammar
 from triton_openai.parsers.parser_registry import TOOL_PARSERS
-from triton_openai.parsers.tools.gemma4 import Gemma4
+from triton_openai.parsers.tools.brace_calls import BraceCalls
 from triton_openai.parsers.tools.tagged_calls import TaggedCalls
 from triton_openai.parsers.tools.tool_parser import CallGrammar, ToolParser, Tools
 
 #: What of a closing tag came before the end of a text counts as text of the parameter.
-TAGGED = (TaggedCalls, Gemma4)
+TAGGED = (TaggedCalls, BraceCalls)
 
 
 class Merged(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from triton_openai.parsers.events import Event
 from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, Registry, detect
 from triton_openai.parsers.reader import Ended, Malformed, Markers, Reader
 from triton_openai.parsers.tools import json_text
-from triton_openai.parsers.tools.json_calls import Hermes
+from triton_openai.parsers.tools.json_calls import Mistral
 from triton_openai.parsers.tools.literals import to_json
 from triton_openai.parsers.tools.schema import Parameters
 from triton_openai.parsers.tools.tool_parser import ToolParser, Tools
@@ -59,9 +59,9 @@ def _points(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
 
 def test_a_third_party(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry point's class loads as a built-in one does."""
-    _points(monkeypatch, mine="triton_openai.parsers.tools.json_calls:Hermes")
+    _points(monkeypatch, mine="triton_openai.parsers.tools.json_calls:Mistral")
 
-    assert Hermes is TOOL_PARSERS.load("mine")
+    assert Mistral is TOOL_PARSERS.load("mine")
     assert TOOL_PARSERS.names()[-1] == "mine"
 
 
@@ -169,7 +169,7 @@ def test_the_built_in_templates(name: str, expected: tuple[str | None, str | Non
         ("Command R7B", "<|START_ACTION|>[ <|START_THINKING|>", ("cohere_command3", "cohere_command3")),
         ("Apriel 1.5", "<tool_calls>[ <tool_call>", ("jamba", None)),
         ("LFM2.5", "<|im_start|>system List of tools: [ <think>", ("lfm2", "qwen3")),
-        ("MiniMax M3", "]<]minimax[>[ <tool_call> <mm:think>", (None, None)),
+        ("MiniMax M3", "]<]minimax[>[ <tool_call> <mm:think>", ("minimax_m3", "minimax_m3")),
         ("Functionary 3.1", "<|python_tag|> <function=f>{}</function>", (None, None)),
         ("Granite 3.3", "<|start_of_role|>available_tools <|tool_call|> <think> <response>", ("granite", "granite")),
     ],

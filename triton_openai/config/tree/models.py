@@ -205,5 +205,7 @@ class ModelSettings(ModelDefaults, frozen=True):
     outputs: Mapping[str, Text] = msgspec.field(default_factory=dict)
     #: What a response holds: the new text, all of it so far, or only the last one has it.
     text: Literal["delta", "cumulative", "final"] | None = None
+    #: The format of the model's tool calls, if it is none of the built-in ones: see "Describe a format".
+    tool_format: Mapping[str, Any] = msgspec.field(default_factory=dict)
     moderation: ModerationSettings = ModerationSettings()
     audio: AudioSettings = AudioSettings()

@@ -85,12 +85,11 @@ def _default_answer(prompt: str, options: Options) -> str:
 
 def last_words(prompt: str) -> str:
     """Return the user's last message in *prompt*, which may be a rendered chat or plain text."""
+    words: str = re.sub(r"<\|[a-z_]+\|>", "", prompt)
     for pattern in _TURNS:
         if turns := pattern.findall(prompt):
             words = turns[-1]
             break
-    else:
-        words = re.sub(r"<\|[a-z_]+\|>", "", prompt)
     words = words.strip()
     if len(words) <= _QUOTE_LENGTH:
         return words

@@ -1,10 +1,10 @@
-"""Calls written as JSON objects, ``{"name": "f", "arguments": {…}}``, alone or in an array: the families that do so."""
+"""Calls written as JSON objects, ``{"name": "f", "arguments": {…}}``, alone or in an array."""
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from triton_openai.parsers.reader import Malformed, Markers, Sink, Step, discard
@@ -28,10 +28,41 @@ class JsonCalls(ListedCalls):
     """
 
     begins = re.compile(r"\{")
-    #: The keys under which a function's name stands.
+    #: The keys of a function's name.
     name_keys: ClassVar[frozenset[str]] = frozenset({"name"})
+    #: Whether the name is the key of the arguments.
+    name_is_key: ClassVar[bool] = False
+    #: Whether the marker contains the bracket of the array.
+    opens_list: ClassVar[bool] = False
+    #: What may follow, by the opening marker; ``*`` stands for any.
+    optional_closings: ClassVar[Mapping[str, str]] = {}
+
+    def _block(self, marker: str) -> Step[None]:
+        if self.opens_list and marker:
+            yield from self._list()
+            return
+        yield from super()._block(marker)
+        closing = self.optional_closings.get(marker, self.optional_closings.get("*"))
+        if closing is not None and marker:
+            yield from self._reader.space()
+            if (yield from self._reader.peek()) == closing[0]:
+                yield from self._close(closing)
+
+    def _keyed_call(self) -> Step[None]:
+        """Read a call whose name is the key of its arguments."""
+        reader = self._reader
+        yield from reader.literal("{")
+        yield from reader.space()
+        name = yield from json_text.decoded_string(reader)
+        yield from reader.token(":")
+        yield from self._json_call(name)
+        yield from reader.token("}")
+        self._end_call()
 
     def _call(self) -> Step[None]:
+        if self.name_is_key:
+            yield from self._keyed_call()
+            return
         reader = self._reader
         name: str | None = None
         early: list[str] = []
@@ -97,29 +128,6 @@ class JsonCalls(ListedCalls):
             begin()[1]("{}")
 
 
-class Hermes(JsonCalls):
-    """
-    As the chat templates of Nous Hermes 2 Pro and 3, Qwen 2.5, Qwen 3, QwQ and Granite 4 ask for calls:
-    ``<tool_call>\\n{"name": "f", "arguments": {…}}\\n</tool_call>``, repeated for each call.
-    """
-
-    markers = Markers("<tool_call>")
-    closing = "</tool_call>"
-
-
-class Llama3Json(JsonCalls):
-    """
-    As Meta's chat templates for Llama 3.1, 3.2, 3.3 and 4 ask for calls: the answer is a bare
-    ``{"name": "f", "parameters": {…}}``, or several joined by ``;``, and nothing else, in front of which
-    ``<|python_tag|>`` may stand. JSON further on in an answer is the answer's own.
-    """
-
-    special_tokens = True
-    markers = Markers("<|python_tag|>")
-    bare = "{"
-    separators = re.compile(r"[\s;,]*")
-
-
 class Mistral(JsonCalls):
     """
     Mistral's ``[TOOL_CALLS][{"name": "f", "arguments": {…}}]``, and from tokenizer version 11 on
@@ -154,97 +162,3 @@ class Mistral(JsonCalls):
                 call_id = yield from reader.collect(_ID, 64)
                 yield from reader.literal("[ARGS]")
         yield from self._json_call(name, call_id)
-
-
-class Granite(JsonCalls):
-    """
-    As IBM's Granite 3 writes calls: ``<|tool_call|>[{"name": "f", "arguments": {…}}, …]`` (3.0) or ``<tool_call>[…]``
-    (3.1 and later). Some releases write the array with no marker, or the marker is a special token that was skipped: an
-    array of calls of known tools is taken at the beginning of the text too.
-    """
-
-    special_tokens = True
-    markers = Markers("<|tool_call|>", "<tool_call>")
-    bare = "["
-
-    def _block(self, marker: str) -> Step[None]:
-        yield from super()._block(marker)
-        if marker == "<tool_call>":
-            # Granite 4 closes it, the third generation does not.
-            yield from self._reader.space()
-            if (yield from self._reader.peek()) == "<":
-                yield from self._close("</tool_call>")
-
-
-class Granite4(Hermes):
-    """As the chat template of IBM's Granite 4 asks for calls; its markers are special tokens."""
-
-    special_tokens = True
-
-
-class Granite20bFunctionCalling(JsonCalls):
-    """As IBM's Granite 20B Function Calling writes calls: ``<function_call>{…}`` for each."""
-
-    markers = Markers("<function_call>")
-
-
-class Nemotron(JsonCalls):
-    """As the chat templates of NVIDIA's Llama 3.3 Nemotron Super 1.5 and Nemotron Nano 9B v2 ask for calls."""
-
-    markers = Markers("<TOOLCALL>")
-    closing = "</TOOLCALL>"
-
-
-class Phi4Mini(JsonCalls):
-    """As vLLM's chat template for Phi 4 mini asks for calls: ``functools[{…}, …]``, with nothing after it."""
-
-    markers = Markers("functools[")
-
-    def _block(self, marker: str) -> Step[None]:
-        yield from self._list()
-
-
-class Cohere(JsonCalls):
-    """
-    As Cohere's chat templates for Command R7B, Command A and later write calls:
-    ``<|START_ACTION|>[{"tool_name": "f", "parameters": {…}}, …]<|END_ACTION|>``. The ``tool_call_id`` that the model
-    gives is a count, which the template makes anew from the order of the calls; so the ids are ours.
-    """
-
-    special_tokens = True
-    markers = Markers("<|START_ACTION|>")
-    closing = "<|END_ACTION|>"
-    name_keys = frozenset({"tool_name", "name"})
-
-
-class Jamba(JsonCalls):
-    """AI21's Jamba 1.5 and later, Hunyuan A13B and Apriel; MiniMax M1 writes an object a line instead of an array."""
-
-    special_tokens = True
-    markers = Markers("<tool_calls>")
-    closing = "</tool_calls>"
-
-
-class InternLM(JsonCalls):
-    """As InternLM 2 and 2.5 write calls; code for their ``<|interpreter|>`` is none."""
-
-    special_tokens = True
-    markers = Markers("<|action_start|><|plugin|>")
-    closing = "<|action_end|>"
-
-
-class LongCat(JsonCalls):
-    """As Meituan's chat template for LongCat Flash asks for calls."""
-
-    markers = Markers("<longcat_tool_call>")
-    closing = "</longcat_tool_call>"
-
-
-class Xlam(JsonCalls):
-    """
-    As Salesforce's xLAM 2 writes calls: the answer is an array of them. Only the name of a tool shows that it is no
-    other array. What is tuned from models with a marker of their own may write that.
-    """
-
-    markers = Markers("<tool_call>")
-    bare = "["

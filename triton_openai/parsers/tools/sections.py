@@ -14,6 +14,7 @@ from triton_openai.parsers.tools.tool_parser import MarkedCalls
 
 _ATTRIBUTE_NAME = re.compile(r"[a-z]*")
 _ATTRIBUTE = re.compile(r'[^"<>\n]*')
+_TAG_NAME = re.compile(r"[^<>/\s]*")
 _LONGEST = 1_000
 
 
@@ -104,40 +105,98 @@ class DeepSeekV3(SectionCalls):
         yield from self._close("<｜tool▁call▁end｜>")
 
 
+class NamedJson(SectionCalls):
+    """A name, a separator, the arguments as a JSON object, and a closing marker."""
+
+    call_end: ClassVar[str]
+    separator: ClassVar[str]
+
+    def _call(self) -> Step[None]:
+        yield from self._reader.space()
+        name = yield from self._name()
+        yield from self._reader.token(self.separator)
+        yield from self._json_call(name)
+        yield from self._close(self.call_end)
+
+
 class Invokes(SectionCalls, TaggedCalls):
-    """``<invoke name="f">`` with ``<parameter name="k">`` in it; between tags stands white space."""
+    """
+    Tags with attributes for calls and parameters, with white space between the tags::
+
+        <invoke name="f">
+        <parameter name="k">value</parameter>
+        </invoke>
+    """
 
     #: What closes a call.
     call_end: ClassVar[str]
-    #: Opening tag (without attributes) and closing tag.
+    #: What follows the opening of a call before its attributes, and what follows its closing tag.
+    call_head: ClassVar[tuple[str, ...]] = ()
+    call_tail: ClassVar[str] = ""
+    #: The opening tag, without attributes, and the closing tag of a parameter.
     parameter: ClassVar[tuple[str, str]]
+    #: The end of an opening tag.
+    tag_end: ClassVar[str] = ">"
+    #: The attributes with the names of the call and of a parameter.
+    name_attribute: ClassVar[str] = "name"
+    key_attribute: ClassVar[str] = "name"
+    #: The attribute that says that a value is a text, and its value.
+    text_attribute: ClassVar[tuple[str, str]] = ("string", "true")
     #: Whether one line break on either side of a value is markup.
     trims_lines: ClassVar[bool] = False
+    #: The tags of arguments that are one JSON object.
+    json_block: ClassVar[tuple[str, str] | None] = None
 
     def _call(self) -> Step[None]:
+        for text in self.call_head:
+            yield from self._reader.token(text)
         attributes = yield from self._attributes()
-        self._open(attributes.get("name", ""))
-        ends = (self.parameter[0], self.call_end)
+        name = attributes.get(self.name_attribute, "")
+        parts = [self.parameter[0], self.call_end]
+        if self.json_block is not None:
+            parts.append(self.json_block[0])
+        part = yield from self._reader.token(*parts)
+        if self.json_block is not None and part == self.json_block[0]:
+            yield from self._json_arguments(name, self.json_block[1])
+        else:
+            self._open(name)
+            while part == self.parameter[0]:
+                yield from self._parameter()
+                part = yield from self._reader.token(*parts[:2])
+            self._finish()
+        if self.call_tail:
+            yield from self._close(self.call_tail)
+
+    def _json_arguments(self, name: str, closing: str) -> Step[None]:
+        """Read the arguments as a JSON object, and the end of the call."""
+        yield from self._attributes()
+        yield from self._json_call(name)
+        yield from self._reader.token(closing)
+        yield from self._close(self.call_end)
+
+    def _parameter(self) -> Step[None]:
+        """Read a parameter after the beginning of its opening tag."""
+        attributes = yield from self._attributes()
+        key = attributes.get(self.key_attribute)
+        if not key:
+            raise Malformed
+        self._begin_parameter(key)
+        closings = [self.parameter[1]]
+        if self.trims_lines:
+            closings.insert(0, f"\n{self.parameter[1]}")
+            yield from self._reader.optional("\n")
         doubts = [text for tag in (self.call_end, *self.closings) for text in (f"\n{tag}", tag)]
-        value_ends = markers(*((f"\n{self.parameter[1]}",) if self.trims_lines else ()), self.parameter[1])
-        while (yield from self._reader.token(*ends)) == self.parameter[0]:
-            attributes = yield from self._attributes()
-            if not attributes.get("name"):
-                raise Malformed
-            self._begin_parameter(attributes["name"])
-            if self.trims_lines:
-                yield from self._reader.optional("\n")
-            yield from self._value(attributes["name"], value_ends, doubts, is_text=attributes.get("string") == "true")
-        self._finish()
+        is_text = attributes.get(self.text_attribute[0]) == self.text_attribute[1]
+        yield from self._value(key, markers(*closings), doubts, is_text=is_text)
 
     def _attributes(self) -> Step[dict[str, str]]:
-        """Read ``a="b"`` as often as it stands there, and ``>``."""
+        """Read ``a="b"`` as often as it stands there, and the end of the tag."""
         reader = self._reader
         attributes: dict[str, str] = {}
         while True:
             yield from reader.run(SPACE, discard)
-            if (yield from reader.next()) == ">":
-                reader.take()
+            if (yield from reader.next()) == self.tag_end[0]:
+                yield from reader.literal(self.tag_end)
                 return attributes
             name = yield from reader.collect(_ATTRIBUTE_NAME, 32)
             yield from reader.literal('="')
@@ -145,71 +204,42 @@ class Invokes(SectionCalls, TaggedCalls):
             yield from reader.literal('"')
 
 
-class MiniMaxM2(Invokes):
+class TagNames(SectionCalls, TaggedCalls):
     """
-    As MiniMax's chat template for M2 asks for calls::
+    Calls in tags with a name, whose parameters are tags of their own names::
 
-        <minimax:tool_call>
         <invoke name="f">
-        <parameter name="k">value</parameter>
+        <k>value</k>
         </invoke>
-        </minimax:tool_call>
-
-    Parameters carry no type: the tool's schema has it.
     """
 
-    call = "<invoke"
-    markers = Markers("<minimax:tool_call>", call)
-    closings = ("</minimax:tool_call>",)
-    call_end = "</invoke>"
-    parameter = ("<parameter", "</parameter>")
-    # The template puts values between the tags as they are; the model at times on lines of their own.
-    trims_lines = True
-
-
-class DeepSeekV32(Invokes):
-    """
-    As DeepSeek's encoding of V3.2 ("DSML") writes calls: ``string`` says whether a value is a string or JSON::
-
-        <｜DSML｜function_calls>
-        <｜DSML｜invoke name="f">
-        <｜DSML｜parameter name="k" string="true">value</｜DSML｜parameter>
-        </｜DSML｜invoke>
-        </｜DSML｜function_calls>
-
-    V4 calls the outer tag ``tool_calls``.
-    """
-
-    special_tokens = True
-    call = "<｜DSML｜invoke"
-    markers = Markers("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", call)
-    closings = ("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")
-    call_end = "</｜DSML｜invoke>"
-    parameter = ("<｜DSML｜parameter", "</｜DSML｜parameter>")
-
-
-class Step3(Invokes):
-    """
-    As StepFun's Step 3 writes calls::
-
-        <｜tool_calls_begin｜>
-        <｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">
-        <steptml:parameter name="k">value</steptml:parameter>
-        </steptml:invoke><｜tool_call_end｜>
-        <｜tool_calls_end｜>
-
-    Parameters carry no type: the tool's schema has it.
-    """
-
-    special_tokens = True
-    call = "<｜tool_call_begin｜>"
-    markers = Markers("<｜tool_calls_begin｜>", call)
-    call_end = "</steptml:invoke>"
-    closings = ("<｜tool_calls_end｜>",)
-    parameter = ("<steptml:parameter", "</steptml:parameter>")
+    call_end: ClassVar[str]
+    #: The beginnings of a parameter's opening and closing tags.
+    parameter: ClassVar[tuple[str, str]]
 
     def _call(self) -> Step[None]:
-        yield from self._reader.token("function<｜tool_sep｜>")
-        yield from self._reader.token("<steptml:invoke")
-        yield from super()._call()
-        yield from self._close("<｜tool_call_end｜>")
+        reader = self._reader
+        yield from reader.token('name="')
+        name = yield from reader.collect(_ATTRIBUTE, _LONGEST)
+        yield from reader.literal('">')
+        self._open(name)
+        while not (yield from self._ends()):
+            key = yield from self._key(_TAG_NAME)
+            yield from reader.literal(">")
+            self._begin_parameter(key)
+            doubts = [text for tag in (self.call_end, *self.closings) for text in (f"\n{tag}", tag)]
+            yield from self._value(key, markers(f"{self.parameter[1]}{key}>"), doubts)
+        self._finish()
+
+    def _ends(self) -> Step[bool]:
+        """Read up to the name of the next parameter, or past the end of the call. Return whether the call has ended."""
+        opening = self.parameter[0]
+        rest = self.call_end.removeprefix(opening)
+        if rest == self.call_end:
+            return (yield from self._reader.token(opening, self.call_end)) == self.call_end
+        # The closing tag begins as an opening tag does.
+        yield from self._reader.token(opening)
+        if (yield from self._reader.next()) != rest[0]:
+            return False
+        yield from self._reader.literal(rest)
+        return True

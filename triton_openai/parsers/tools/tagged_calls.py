@@ -14,10 +14,7 @@ from triton_openai.parsers.tools.tool_parser import MarkedCalls
 #: A parameter's name is held back until its end.
 _LONGEST_KEY = 1_000
 
-_GLM_KEY = re.compile(r"[^<]*")
-_GLM_VALUE_END = Markers("</arg_value>")
-#: The beginning of the last tag is enough: a longer one would wait longer.
-_GLM_DOUBTS = ("\n<arg_key>", "<arg_key>", "\n</tool_c", "</tool_c")
+_KEY = re.compile(r"[^<]*")
 _QWEN_KEY = re.compile(r"[^<>\n]*")
 #: The template puts each value on lines of its own. The model at times forgets to close a parameter: a tag that begins
 #: a line then ends it.
@@ -91,9 +88,9 @@ class TaggedCalls(MarkedCalls):
         return end
 
 
-class Glm45(TaggedCalls):
+class KeyTags(TaggedCalls):
     """
-    As the chat templates of Z.ai's GLM 4.5, 4.6 and, without the line breaks, 4.7 and 5 ask for calls::
+    A name, then keys and values in tags of their own::
 
         <tool_call>f
         <arg_key>k</arg_key>
@@ -103,28 +100,45 @@ class Glm45(TaggedCalls):
     Strings stand as they are, all else as JSON.
     """
 
-    markers = Markers("<tool_call>")
     bare_names = True
+    #: What opens a call, and what closes it.
+    call: ClassVar[str]
+    call_end: ClassVar[str]
+    #: The tags around a key, and those around a value.
+    key: ClassVar[tuple[str, str]]
+    value: ClassVar[tuple[str, str]]
+    #: What may follow the name.
+    name_end: ClassVar[str] = ""
+    #: What in a value shows that its end tag is missing.
+    doubts: ClassVar[Sequence[str]]
 
     def _block(self, marker: str) -> Step[None]:
         reader = self._reader
+        if marker != self.call:
+            yield from reader.token(self.call)
         yield from reader.space()
         name = yield from self._name()
-        part = yield from reader.token("<arg_key>", "</tool_call>")
+        parts = (self.key[0], self.call_end)
+        if self.name_end:
+            part = yield from reader.token(self.name_end, *parts)
+        else:
+            part = yield from reader.token(*parts)
         self._open(name)
-        while part == "<arg_key>":
-            key = yield from self._key(_GLM_KEY)
-            yield from reader.literal("</arg_key>")
-            yield from reader.token("<arg_value>")
+        if part == self.name_end:
+            part = yield from reader.token(*parts)
+        while part == self.key[0]:
+            key = yield from self._key(_KEY)
+            yield from reader.literal(self.key[1])
+            yield from reader.token(self.value[0])
             self._begin_parameter(key)
-            yield from self._value(key, _GLM_VALUE_END, _GLM_DOUBTS)
-            part = yield from reader.token("<arg_key>", "</tool_call>")
+            yield from self._value(key, markers(self.value[1]), self.doubts)
+            part = yield from reader.token(*parts)
         self._finish()
 
 
-class Qwen3Coder(TaggedCalls):
+class FunctionTags(TaggedCalls):
     """
-    As the chat template of Qwen 3 Coder, Qwen 3 Next and later, Nemotron 3 and Step 3.5 ask for calls::
+    Functions and parameters in tags, between two markers::
 
         <tool_call>
         <function=f>
@@ -134,15 +148,15 @@ class Qwen3Coder(TaggedCalls):
         </function>
         </tool_call>
 
-    Parameters carry no type: the tool's schema has it. The model at times leaves out ``<tool_call>``, so ``<function=``
+    Parameters carry no type: the tool's schema has it. Models at times leave out the first marker, so ``<function=``
     opens a call too.
     """
 
     #: The markers around one call or several.
-    opening: ClassVar[str] = "<tool_call>"
-    closing: ClassVar[str] = "</tool_call>"
-    markers = Markers("<tool_call>", "<function=")
-    _doubts: ClassVar[Sequence[str]] = ("\n<parameter=", "\n</function>", "\n</tool_call>")
+    opening: ClassVar[str]
+    closing: ClassVar[str]
+    #: What in a value shows that its end tag is missing.
+    doubts: ClassVar[Sequence[str]]
 
     def _block(self, marker: str) -> Step[None]:
         if marker == self.opening:
@@ -173,19 +187,10 @@ class Qwen3Coder(TaggedCalls):
         yield from self._reader.literal(">")
         self._begin_parameter(key)
         yield from self._reader.optional("\n")
-        end = yield from self._value(key, _QWEN_VALUE_ENDS, self._doubts)
+        end = yield from self._value(key, _QWEN_VALUE_ENDS, self.doubts)
         if end.endswith("</parameter>"):
             return (yield from self._next_part())
         return end.lstrip()
 
     def _next_part(self) -> Step[str]:
         return (yield from self._reader.token("<parameter=", "</function>", self.closing))
-
-
-class SeedOss(Qwen3Coder):
-    """As the chat template of ByteDance's Seed OSS asks for calls."""
-
-    opening = "<seed:tool_call>"
-    closing = "</seed:tool_call>"
-    markers = Markers(opening, "<function=")
-    _doubts = ("\n<parameter=", "\n</function>", f"\n{closing}")

@@ -108,6 +108,10 @@ class CallGrammar(Grammar, ToolParser):
     _is_bare = False
     # The function that every call means
     _only: str | None = None
+    #: Opening markers that the tolerant reader does not know: it begins behind them.
+    own_openings: ClassVar[frozenset[str]] = frozenset()
+    # How long the one is with which the text begins that is kept
+    _opening_size = 0
     # Characters that were read tolerantly, and that no repaired call has
     _spent = 0
 
@@ -125,6 +129,9 @@ class CallGrammar(Grammar, ToolParser):
     def _attempt(self, block: Step[_Result], already: str) -> Step[_Result | None]:
         """Read a *block* that began with the text *already*. What turns out not to be a call becomes content."""
         self._before_call(already)
+        self._opening_size = 0
+        if already in self.own_openings:
+            self._opening_size = len(already)
         try:
             result = yield from block
             self._finish_block()
@@ -243,6 +250,7 @@ class CallGrammar(Grammar, ToolParser):
                 bare=self._is_bare,
                 name=self._only,
                 keeps_types=keeps_types,
+                start=self._opening_size,
             )
             if not begun:
                 self._pass_on(calls.calls)
@@ -274,6 +282,7 @@ class CallGrammar(Grammar, ToolParser):
         self._output.confirm()
         self._reader.keep(already)
         self._is_after_call = False
+        self._opening_size = 0
         self._call_end = 0
         self._named = None
 

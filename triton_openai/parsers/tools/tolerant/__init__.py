@@ -29,7 +29,7 @@ __all__ = ["Call", "Calls", "Incomplete", "Unreadable", "completion", "read"]
 
 def read(
     text: str, tools: Mapping[str, Mapping[str, Any]], *, ended: bool, cut: bool, bare: bool = False,
-    name: str | None = None, keeps_types: bool = False,
+    name: str | None = None, keeps_types: bool = False, start: int = 0,
 ) -> Calls:  # fmt: skip
     """
     Return the calls that *text* begins with.
@@ -37,7 +37,7 @@ def read(
     *ended* is whether no more text follows, and *cut* whether a limit ended the text: then nothing that is missing at
     its end is added. *bare* is whether no marker shows that the text is a call: then nothing but calls may follow. With
     *name*, the text is the arguments of that tool. With *keeps_types*, a string stays a string where the schema has
-    another type. Raises :class:`Unreadable` or :class:`Incomplete`.
+    another type. The calls begin at *start*. Raises :class:`Unreadable` or :class:`Incomplete`.
     """
     if not tools:
         raise Unreadable
@@ -52,6 +52,6 @@ def read(
     try:
         if name is not None:
             return reader.arguments_of(name)
-        return reader.calls()
+        return reader.calls(start)
     except RecursionError as error:
         raise Unreadable from error

@@ -61,11 +61,11 @@ class CallReader:
         self._values = ValueReader(context)
         self._tags = TagReader(context, self._values)
 
-    def calls(self) -> Calls:
-        """Read calls up to what is no call. Raises :class:`Unreadable` if there are none."""
+    def calls(self, start: int) -> Calls:
+        """Read calls from *start* up to what is no call. Raises :class:`Unreadable` if there are none."""
         scanner = self._scanner
         calls: list[Call] = []
-        at = self._after_openings(0)
+        at = self._after_openings(start)
         end = at
         while True:
             try:

@@ -1,16 +1,11 @@
-"""
-Gemma 4: ``<|tool_call>call:f{k:<|"|>text<|"|>,n:1}<tool_call|>``, repeated for each call.
-
-FunctionGemma writes the same between ``<start_function_call>`` and ``<end_function_call>``, with ``<escape>`` for
-quotes.
-"""
+"""Calls with braces: ``call:f{k:<|"|>text<|"|>,n:1}``, as Gemma 4 and FunctionGemma write them."""
 
 from __future__ import annotations
 
 import re
 from typing import ClassVar
 
-from triton_openai.parsers.reader import Ended, Malformed, Markers, Reader, Sink, Step, markers
+from triton_openai.parsers.reader import Ended, Malformed, Reader, Sink, Step, markers
 from triton_openai.parsers.tools import json_text
 from triton_openai.parsers.tools.json_text import quote
 from triton_openai.parsers.tools.literals import Literals
@@ -22,27 +17,29 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 _LONGEST = 1_000
 
 
-class Gemma4(MarkedCalls):
+class BraceCalls(MarkedCalls):
     """
-    As the chat templates of Google's Gemma 4 write calls: keys without quotes, strings between quotes of their own, and
-    objects, arrays, numbers and words as in JSON.
+    Keys without quotes, strings between quotes of their own, and objects, arrays, numbers and words as in JSON.
     """
 
-    special_tokens = True
-    markers = Markers("<|tool_call>")
     bare_names = True
-    closing: ClassVar[str] = "<tool_call|>"
-    quotes: ClassVar[str] = '<|"|>'
+    quotes: ClassVar[str]
+    #: What stands before the name.
+    name_start: ClassVar[str] = "call:"
 
     def _block(self, marker: str) -> Step[None]:
         reader = self._reader
-        yield from reader.token("call:")
+        if self.name_start:
+            yield from reader.token(self.name_start)
+        else:
+            yield from reader.space()
         name = yield from self._name()
         yield from reader.literal("{")
         self._start_call(name)
         yield from _Values(reader, self.quotes).members(self._output.arguments, self._output.ending)
         self._end_call()
-        yield from self._close(self.closing)
+        if self.closing:
+            yield from self._close(self.closing)
 
 
 class _Values(Literals):
@@ -75,11 +72,3 @@ class _Values(Literals):
         if not word:
             raise Malformed
         sink(word if json_text.is_scalar(word) else _WORDS.get(word) or quote(word))
-
-
-class FunctionGemma(Gemma4):
-    """As Google's FunctionGemma writes calls."""
-
-    markers = Markers("<start_function_call>")
-    closing = "<end_function_call>"
-    quotes = "<escape>"
