@@ -302,7 +302,8 @@ class Adapter:
     splits_characters: bool = False
     #: Whether :attr:`token_level` tells more than the text, such as times.
     tokens_tell_more: bool = False
-    #: Whether the backend notices over gRPC alone, or there first, that a client has left.
+    #: Whether the backend notices over gRPC alone, or there first, that a client has left; if only for some requests,
+    #: :meth:`request` takes the same argument.
     prefers_grpc: bool = False
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
@@ -450,6 +451,7 @@ class Adapter:
         *,
         cancellable: bool = True,
         classification: int = 0,
+        prefers_grpc: bool = False,
     ) -> InferRequest:
         """Return the request to the adapter's own model, asking for those of *outputs* that it declares."""
         config = self.config
@@ -472,7 +474,7 @@ class Adapter:
             stream=config.decoupled,
             cancellable=cancellable,
             classification=classification,
-            prefers_grpc=self.prefers_grpc,
+            prefers_grpc=prefers_grpc or self.prefers_grpc,
             json_expressible=not [
                 one for one in inputs if one.datatype in ("FP16", "BF16") or type(one.values) is bytes
             ],

@@ -61,6 +61,11 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, first_token=first_token, total=total)
 
 
+def times_tokens(headers: Mapping[str, str]) -> bool:
+    """Return whether a client limits the time to the first token, or between two, in its *headers*."""
+    return _HEADERS["first_token"] in headers or _HEADERS["idle"] in headers
+
+
 def _seconds(header: str, given: str, allowed: float | None) -> float:
     """Return the seconds that a client has *given* in *header*, *allowed* at most. Raises :class:`InvalidRequest`."""
     try:
