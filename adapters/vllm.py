@@ -35,7 +35,7 @@ from triton_openai.adapters._common.decoding import (
 from triton_openai.errors import InvalidValue
 from triton_openai.generation import Alternative, Delta, Generation, Guide, TokenLogprob
 from triton_openai.jobs import EmbeddingJob, EmbeddingResult, JobType
-from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
+from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
 
 _log = structlog.get_logger(__name__)
 
@@ -101,6 +101,12 @@ class Vllm(Adapter):
         self._optional = frozenset(
             name for name in _OPTIONAL if f"return_{name}" in config.inputs and name in config.outputs
         )
+        self._always = self.declared_tensors(exclude_input_in_output=True)
+        self._stream = {value: self.declared_tensors(stream=value) for value in (True, False)}
+        self._flags = {name: self.tensor(f"return_{name}", True) for name in self._optional}
+        # A flag that the model's own config does not call optional is sent in any case.
+        required = [name for name in _OPTIONAL if _is_required(config, f"return_{name}")]
+        self._required = {name: self.tensor(f"return_{name}", False) for name in required}
         finish = _FINISH in self._optional
         logprobs = _LOGPROBS in self._optional
         # Before 24.12 only the number of responses says how long an answer is, and why it ended.
@@ -186,14 +192,19 @@ class Vllm(Adapter):
         """Return the request of a generation, or those of embeddings."""
         if isinstance(job, EmbeddingJob):
             return self._embeddings(job)
+        config = self.config
         whole = self.returns_whole(job)
-        outputs = self._outputs(job, whole=whole)
+        outputs = self._outputs(job)
         inputs = [
             self.tensor("text_input", job.prompt),
-            self.tensor(_KEYS, msgspec.json.encode(self._sampling(job)).decode()),
-            *self.declared_tensors(exclude_input_in_output=True, stream=self.config.decoupled and not whole),
-            *self._return_flags(outputs),
+            self.tensor(_KEYS, msgspec.json.encode(self._sampling(job, outputs)).decode()),
+            *self._always,
+            *self._stream[config.decoupled and not whole],
+            # The text comes in any case.
+            *map(self._flags.__getitem__, outputs[1:]),
         ]
+        if self._required:
+            inputs += [flag for name, flag in self._required.items() if name not in outputs]
         if job.images:
             inputs.append(self.tensor("image", *(image.base64 for image in job.images)))
         if job.audio:
@@ -201,7 +212,7 @@ class Vllm(Adapter):
         # A whole answer costs each transport the same, and over gRPC it can be cancelled.
         return [self.request(job.id, inputs, outputs, prefers_grpc=whole)]
 
-    def _outputs(self, generation: Generation, *, whole: bool) -> tuple[str, ...]:
+    def _outputs(self, generation: Generation) -> tuple[str, ...]:
         """
         Return the outputs that are needed.
 
@@ -209,30 +220,23 @@ class Vllm(Adapter):
         what is known here is not asked for: the length of a prompt that was counted, and that of an answer whose log
         probabilities come.
         """
-        wanted = [_FINISH]
-        scored = self._reads_logprobs(generation)
-        if whole or _counted_prompt(generation) is None:
-            wanted.append(_PROMPT_COUNT)
-        if whole or not scored:
-            wanted.append(_TOKEN_COUNT)
-        if scored:
-            wanted.append(_LOGPROBS)
+        optional = self._optional
+        outputs = [_TEXT]
+        if _FINISH in optional:
+            outputs.append(_FINISH)
+        if _PROMPT_COUNT in optional and _counted_prompt(generation) is None:
+            outputs.append(_PROMPT_COUNT)
+        if self._reads_logprobs(generation):
+            outputs.append(_LOGPROBS)
+        elif _TOKEN_COUNT in optional:
+            outputs.append(_TOKEN_COUNT)
         if generation.cumulative_logprob:
-            wanted.append(_CUMULATIVE)
-        return (_TEXT, *(name for name in wanted if name in self._optional))
+            outputs.append(_CUMULATIVE)
+        return tuple(outputs)
 
-    def _return_flags(self, outputs: Sequence[str]) -> list[Tensor]:
-        """Return the inputs that ask for *outputs*, with those that the model's config requires."""
-        flags = []
-        for name in _OPTIONAL:
-            spec = self.config.inputs.get(f"return_{name}")
-            if spec is not None and (name in outputs or not spec.optional):
-                flags.append(self.tensor(spec.name, name in outputs))
-        return flags
-
-    def _sampling(self, generation: Generation) -> dict[str, Any]:
+    def _sampling(self, generation: Generation, outputs: Sequence[str]) -> dict[str, Any]:
         """
-        Return the sampling parameters, which go as JSON text.
+        Return the sampling parameters, which go as JSON text. *outputs* are those that are asked for.
 
         That tensor is always sent: without it the backend takes the request's parameters for sampling parameters.
         Keys that are not asked for are left out, because an explicit null fails the request.
@@ -250,7 +254,7 @@ class Vllm(Adapter):
             # vLLM takes no 0, which means the likeliest token alone.
             del sampling["top_p"]
             sampling["top_k"] = 1
-        if self._wants_ids(generation) or generation.cumulative_logprob:
+        if _LOGPROBS in outputs or _CUMULATIVE in outputs:
             # The ids come with the log probabilities, and nothing is scored without them.
             sampling.setdefault("logprobs", 0)
         guide = generation.guide
@@ -262,32 +266,35 @@ class Vllm(Adapter):
         return sampling
 
     def decoder(self, generation: Generation) -> TextDecoder:
-        outputs = self._outputs(generation, whole=self.returns_whole(generation))
         readers: list[Reader] = []
-        if _LOGPROBS in outputs:
-            readers.append(token_logprobs(generation.sampling.logprobs, ids=self._wants_ids(generation)))
-        if _CUMULATIVE in outputs:
+        if self._reads_logprobs(generation):
+            ids = generation.token_ids or bool(generation.sampling.stop_token_ids)
+            readers.append(token_logprobs(generation.sampling.logprobs, ids=ids))
+        if generation.cumulative_logprob:
             readers.append(cumulative_logprob(_CUMULATIVE))
         stage = None
         if self._repeats:
             stage = CumulativeText(skip=len(generation.prompt))
-        returned = {name: name for name in outputs}
+        finish = prompt_count = None
+        if _FINISH in self._optional:
+            finish = _FINISH
+        if _PROMPT_COUNT in self._optional:
+            prompt_count = _PROMPT_COUNT
         return TextDecoder(
             stage,
-            prompt_count=returned.get(_PROMPT_COUNT),
+            prompt_count=prompt_count,
             prompt_tokens=_counted_prompt(generation),
-            token_count=returned.get(_TOKEN_COUNT),
-            finish=returned.get(_FINISH),
+            token_count=_TOKEN_COUNT,
+            finish=finish,
             readers=readers,
         )
 
     def _reads_logprobs(self, generation: Generation) -> bool:
-        """Return whether the log probabilities of the answer's tokens, which come with their ids, are needed."""
-        return generation.sampling.logprobs is not None or self._wants_ids(generation)
-
-    def _wants_ids(self, generation: Generation) -> bool:
-        """Return whether token ids are wanted: also to see which of the request's stop tokens has ended the answer."""
-        return generation.token_ids or (_LOGPROBS in self._optional and bool(generation.sampling.stop_token_ids))
+        """Return whether log probabilities are wanted, or the token ids that come with them."""
+        if generation.sampling.logprobs is not None or generation.token_ids:
+            return True
+        # The ids show which of the request's stop tokens has ended the answer.
+        return bool(generation.sampling.stop_token_ids) and _LOGPROBS in self._optional
 
     def _embeddings(self, job: EmbeddingJob) -> Sequence[InferRequest]:
         """Return one request per input: the backend takes one text, or one list of token ids, at a time."""
@@ -326,6 +333,11 @@ class Vllm(Adapter):
             vectors=checked_vectors(vectors, len(job.inputs), self.config.name),
             prompt_tokens=sum(counts) if len(counts) == len(responses) else None,
         )
+
+
+def _is_required(config: ModelConfig, name: str) -> bool:
+    spec = config.inputs.get(name)
+    return spec is not None and not spec.optional
 
 
 def _counted_prompt(generation: Generation) -> int | None:

@@ -339,7 +339,7 @@ class AnswerState:
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
-        #: Whether the answer comes in one response. It has no first token that can be seen.
+        #: Whether the answer comes in one response, and its client wants it so. It has no first token that can be seen.
         self.whole = False
         # Counts: None once the backend omits one; silent is a last step without text
         self.prompt_tokens: int | None = None

@@ -34,8 +34,8 @@ class TextDecoder:
     *stage* is for backends whose responses are not simply the new text. The others are names of outputs: that of the
     text, that with the count of the prompt's tokens and that with the count of a step's (``None`` where there are
     none), and that of the finish reason, which is "stop" or "length" in the last response of every answer and absent or
-    "None" before that. *prompt_tokens* is the count of the prompt's tokens where no output has it. *readers* add the
-    rest.
+    "None" before that. *prompt_tokens* is the count of the prompt's tokens where it is known without an output.
+    *readers* add the rest.
     """
 
     def __init__(
@@ -52,12 +52,11 @@ class TextDecoder:
         self._stage = stage
         # An output without a name is absent.
         self._outputs = (text, token_count or "", finish or "")
-        # None once the count is known.
-        self._prompt_count = prompt_count
-        if prompt_count is None:
-            self._prompt_tokens = prompt_tokens
-        else:
-            self._prompt_tokens = None
+        # Each is None once the count is known.
+        self._prompt_tokens = prompt_tokens
+        self._prompt_count = None
+        if prompt_tokens is None:
+            self._prompt_count = prompt_count
         self._ended = finish is None
         self._readers = readers
 

@@ -85,10 +85,9 @@ async def test_a_client_that_leaves_before_the_answer(proxy, triton, model):
 async def test_a_client_that_leaves_a_short_whole_answer(proxy, triton):
     """vLLM's answer is asked for whole. Over gRPC it ends with its client; over HTTP Triton does not pass that on."""
     if proxy.transport == "grpc":
-        pace = {"delay_ms": 20}
+        prompt = steered(text="word ", repeat=900, delay_ms=20)
     else:
-        pace = {"first_delay_ms": 300}
-    prompt = steered(text="word ", repeat=900, **pace)
+        prompt = steered(text="word ", repeat=900, first_delay_ms=300)
     limit = next(_short_limits)
     asking = asyncio.create_task(proxy.post(PATHS["chat"], request("chat", "vllm_model", prompt, max_tokens=limit)))
     request_id = await inner_id(triton, limit, "vllm_model")

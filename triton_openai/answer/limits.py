@@ -27,6 +27,8 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
     first_token: float
     idle: float
     total: float | None
+    #: Whether the client limits the time to the first token, or between two.
+    times_tokens: bool = False
 
     @classmethod
     def of(cls, settings: TritonSettings, headers: Mapping[str, str], *, stream: bool) -> TimeLimits:
@@ -39,7 +41,8 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
         for name, header in _HEADERS.items():
             if header in headers:
                 seconds = _seconds(header, headers[header], getattr(limits, name))
-                limits = msgspec.structs.replace(limits, **{name: seconds})
+                times_tokens = limits.times_tokens or name != "total"
+                limits = msgspec.structs.replace(limits, times_tokens=times_tokens, **{name: seconds})
         return limits
 
     @property
@@ -59,11 +62,6 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
             total = max(self.total - seconds, _LEAST_SECONDS)
         first_token = max(self.first_token - seconds, _LEAST_SECONDS)
         return msgspec.structs.replace(self, first_token=first_token, total=total)
-
-
-def times_tokens(headers: Mapping[str, str]) -> bool:
-    """Return whether a client limits the time to the first token, or between two, in its *headers*."""
-    return _HEADERS["first_token"] in headers or _HEADERS["idle"] in headers
 
 
 def _seconds(header: str, given: str, allowed: float | None) -> float:

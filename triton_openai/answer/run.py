@@ -144,7 +144,7 @@ class Run:
         self.generation = generation
         self.prompt_logprobs: Sequence[TokenLogprob] = ()
         self.progress = AnswerState(generation)
-        self.progress.whole = adapter.returns_whole(generation)
+        self.progress.whole = not generation.stream and adapter.returns_whole(generation)
         #: Whether the run has ended, and with which error, if any. :meth:`conclude` sets usage and reason.
         self.over = False
         self.failure: Exception | None = None
@@ -205,7 +205,8 @@ class Run:
         receiver: Receiver = self
         if self._pipeline.reads_logits:
             receiver = self._decoder = self._logits = LogitsReader(self, self._decoder, self.generation)
-        if self._limits.total is None or not self.progress.whole:
+        whole = self._limits.total is not None and (self.progress.whole or self._adapter.returns_whole(self.generation))
+        if not whole:
             # An answer that comes as a whole has no first token: only the limit for the whole answer applies.
             self._last_response = monotonic()
             self._silence_limit = self._limits.first_token

@@ -15,7 +15,7 @@ from triton_openai.access.authorizer import Authorizer, gateway_header
 from triton_openai.access.keys import ApiKey
 from triton_openai.access.rate_limits import RateLimit
 from triton_openai.answer.job_run import run_job
-from triton_openai.answer.limits import TimeLimits, times_tokens
+from triton_openai.answer.limits import TimeLimits
 from triton_openai.answer.logits_reader import score_prompts
 from triton_openai.answer.prepare import GenerationSpec, Prompt, prepare
 from triton_openai.answer.run import Run, Sender
@@ -505,7 +505,7 @@ def spec_of(
         prompt="",
         sampling=parameters.sampling(body, limit=limit, defaults=defaults, adapter=adapter),
         stream=bool(body.stream),
-        times_tokens=times_tokens(context.call.headers),
+        times_tokens=context.limits.times_tokens,
         guide=parameters.guide_of(body, adapter.capabilities.guides),
         priority=parameters.priority(body, model.priorities, objective),
         cumulative_logprob=cumulative_logprob,

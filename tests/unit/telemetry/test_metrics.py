@@ -134,7 +134,7 @@ def test_several_answers(metrics: Metrics) -> None:
 
 
 def test_a_whole_answer_has_no_first_token(metrics: Metrics) -> None:
-    """What comes in one response does not show when its first token came: neither metrics nor batches take it as one."""
+    """What comes in one response does not show its first token: neither metrics nor batches take its end for one."""
     usage = Usage(prompt_tokens=5, completion_tokens=3)
     answer = FakeAnswer(first=9.0, ended=9.0, usage=usage, steps=1, whole=True)
     record = observed(metrics, answer)
