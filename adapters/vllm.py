@@ -54,10 +54,22 @@ PARAMETERS: tuple[Parameter, ...] = (
     # JSON makes text of the token ids, which fails the request.
     Parameter("logit_bias", why="Triton's vLLM backend cannot read it"),
 )
-_FLAGS = ("exclude_input_in_output", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
-_SUPPLIED = frozenset({"text_input", "stream", _KEYS, *_FLAGS})
-_OUTPUTS = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
+_TEXT = "text_output"
+_FINISH = "finish_reason"
+_PROMPT_COUNT = "num_input_tokens"
+_TOKEN_COUNT = "num_output_tokens"
+_LOGPROBS = "logprobs"
 _CUMULATIVE = "cumulative_logprob"
+# The outputs that come where their flags ask for them.
+_OPTIONAL = (_FINISH, _PROMPT_COUNT, _TOKEN_COUNT, _LOGPROBS, _CUMULATIVE)
+_SUPPLIED = frozenset(
+    {"text_input", "stream", _KEYS, "exclude_input_in_output", *(f"return_{name}" for name in _OPTIONAL)}
+)
+# The event loop reads all log probabilities of a whole answer at once: 2 to 4 microseconds for each token that is
+# named in them.
+_MAX_WHOLE_LOGPROBS = 4096
+# The tokens that the engine may generate for nobody, because Triton does not pass on over HTTP that a client has left.
+_MAX_WHOLE_OVER_HTTP = 1024
 _GUIDE_FIELDS: Mapping[str, str] = {
     "json": "json_object",
     "json_schema": "json",
@@ -86,15 +98,22 @@ class Vllm(Adapter):
         # Before 24.03 every response holds the prompt and all text so far, and nothing can be done about it.
         self._repeats = "exclude_input_in_output" not in config.inputs
         self._guide_key = _guide_key(config)
-        self._flags = self.declared_tensors(**dict.fromkeys(_FLAGS, True), stream=config.decoupled)
-        finish, counts, logprobs, scores = (
-            f"return_{name}" in config.inputs and name in config.outputs
-            for name in ("finish_reason", "num_output_tokens", "logprobs", _CUMULATIVE)
+        self._optional = frozenset(
+            name for name in _OPTIONAL if f"return_{name}" in config.inputs and name in config.outputs
         )
+        self._always = self.declared_tensors(exclude_input_in_output=True)
+        self._stream = {value: self.declared_tensors(stream=value) for value in (True, False)}
+        self._flags = {name: self.tensor(f"return_{name}", True) for name in self._optional}
+        # A flag that the model's own config does not call optional is sent in any case.
+        required = [name for name in _OPTIONAL if _is_required(config, f"return_{name}")]
+        self._required = {name: self.tensor(f"return_{name}", False) for name in required}
+        finish = _FINISH in self._optional
+        logprobs = _LOGPROBS in self._optional
+        # Before 24.12 only the number of responses says how long an answer is, and why it ended.
+        self._can_be_whole = {_FINISH, _TOKEN_COUNT} <= self._optional and "stream" in config.inputs
         self.parameters = tuple(
             Parameter("logprobs") if row.name == "logprobs" and not logprobs else row for row in PARAMETERS
         )
-        self._logprobs = logprobs
         if "embedding_request" in config.inputs:
             self.jobs = (Generation, EmbeddingJob)
         else:
@@ -102,12 +121,12 @@ class Vllm(Adapter):
         self.capabilities = Capabilities(
             streaming=config.decoupled,
             stop="shown" if finish else "hidden",
-            usage=counts,
+            usage=_TOKEN_COUNT in self._optional,
             finish_reason=finish,
             token_inputs=True,
             guides=frozenset(_GUIDE_FIELDS) if self._guide_key is not None else frozenset(),
             top_logprobs=_MOST_ALTERNATIVES if logprobs else 0,
-            cumulative_logprob=scores,
+            cumulative_logprob=_CUMULATIVE in self._optional,
             token_ids=logprobs,
             lora="name",
             # Declared for every model, also for those that see nothing: their chat templates take no images.
@@ -150,17 +169,79 @@ class Vllm(Adapter):
             )
         return self.metadata
 
-    def encode(self, job: Generation | EmbeddingJob, /) -> Sequence[InferRequest]:
+    def returns_whole(self, generation: Generation) -> bool:
         """
-        Return the request of a generation, whose sampling goes as JSON text, or those of embeddings.
+        Return whether the answer comes in one response, which costs a fraction of a stream for each token.
+
+        It does unless the client wants a stream or limits the time between tokens. Log probabilities come whole only
+        if the event loop can read them all at once. Without gRPC the answer may not be long: over HTTP Triton does not
+        pass on that a client has left, and the engine works on an answer that nobody reads up to its end.
+        """
+        if not self.config.decoupled:
+            return True
+        if not self._can_be_whole or generation.stream or generation.times_tokens:
+            return False
+        tokens = generation.sampling.max_tokens
+        if not generation.over_grpc and tokens > _MAX_WHOLE_OVER_HTTP:
+            return False
+        if self._reads_logprobs(generation):
+            return tokens * (1 + (generation.sampling.logprobs or 0)) <= _MAX_WHOLE_LOGPROBS
+        return True
+
+    def encode(self, job: Generation | EmbeddingJob, /) -> Sequence[InferRequest]:
+        """Return the request of a generation, or those of embeddings."""
+        if isinstance(job, EmbeddingJob):
+            return self._embeddings(job)
+        config = self.config
+        whole = self.returns_whole(job)
+        outputs = self._outputs(job)
+        inputs = [
+            self.tensor("text_input", job.prompt),
+            self.tensor(_KEYS, msgspec.json.encode(self._sampling(job, outputs)).decode()),
+            *self._always,
+            *self._stream[config.decoupled and not whole],
+            # The text comes in any case.
+            *map(self._flags.__getitem__, outputs[1:]),
+        ]
+        if self._required:
+            inputs += [flag for name, flag in self._required.items() if name not in outputs]
+        if job.images:
+            inputs.append(self.tensor("image", *(image.base64 for image in job.images)))
+        if job.audio:
+            inputs.append(self.tensor("audio", *job.audio))
+        # A whole answer costs each transport the same, and over gRPC it can be cancelled.
+        return [self.request(job.id, inputs, outputs, prefers_grpc=whole)]
+
+    def _outputs(self, generation: Generation) -> tuple[str, ...]:
+        """
+        Return the outputs that are needed.
+
+        Each is a further tensor with every token of a stream, which the process of the model makes in one thread. So
+        what is known here is not asked for: the length of a prompt that was counted, and that of an answer whose log
+        probabilities come.
+        """
+        optional = self._optional
+        outputs = [_TEXT]
+        if _FINISH in optional:
+            outputs.append(_FINISH)
+        if _PROMPT_COUNT in optional and _counted_prompt(generation) is None:
+            outputs.append(_PROMPT_COUNT)
+        if self._reads_logprobs(generation):
+            outputs.append(_LOGPROBS)
+        elif _TOKEN_COUNT in optional:
+            outputs.append(_TOKEN_COUNT)
+        if generation.cumulative_logprob:
+            outputs.append(_CUMULATIVE)
+        return tuple(outputs)
+
+    def _sampling(self, generation: Generation, outputs: Sequence[str]) -> dict[str, Any]:
+        """
+        Return the sampling parameters, which go as JSON text. *outputs* are those that are asked for.
 
         That tensor is always sent: without it the backend takes the request's parameters for sampling parameters.
         Keys that are not asked for are left out, because an explicit null fails the request.
         """
-        if isinstance(job, EmbeddingJob):
-            return self._embeddings(job)
-        generation = job
-        asked = job.sampling
+        asked = generation.sampling
         sampling = {}
         for name, value in asked.explicit.items():
             if (row := self.parameters_by_name.get(name)) is not None and row.target is not None:
@@ -173,8 +254,7 @@ class Vllm(Adapter):
             # vLLM takes no 0, which means the likeliest token alone.
             del sampling["top_p"]
             sampling["top_k"] = 1
-        ids = self._wants_ids(generation)
-        if ids or generation.cumulative_logprob:
+        if _LOGPROBS in outputs or _CUMULATIVE in outputs:
             # The ids come with the log probabilities, and nothing is scored without them.
             sampling.setdefault("logprobs", 0)
         guide = generation.guide
@@ -183,44 +263,38 @@ class Vllm(Adapter):
             sampling[self._guide_key] = msgspec.json.encode(_guide_fields(guide)).decode()
         if generation.lora is not None:
             sampling["lora_name"] = generation.lora.name
-        inputs = [
-            self.tensor("text_input", generation.prompt),
-            self.tensor(_KEYS, msgspec.json.encode(sampling).decode()),
-            *self._flags,
-        ]
-        if generation.images:
-            inputs.append(self.tensor("image", *(image.base64 for image in generation.images)))
-        if generation.audio:
-            inputs.append(self.tensor("audio", *generation.audio))
-        outputs: tuple[str, ...] = _OUTPUTS
-        if asked.logprobs is not None or ids:
-            outputs += ("logprobs",)
-        if generation.cumulative_logprob:
-            outputs += (_CUMULATIVE,)
-        if outputs != _OUTPUTS:
-            inputs += [self.tensor(f"return_{name}", True) for name in outputs[len(_OUTPUTS) :]]
-        return [self.request(generation.id, inputs, outputs)]
+        return sampling
 
     def decoder(self, generation: Generation) -> TextDecoder:
-        can = self.capabilities
-        count = generation.sampling.logprobs
-        ids = self._wants_ids(generation)
         readers: list[Reader] = []
-        if count is not None or ids:
-            readers.append(token_logprobs(count, ids=ids))
+        if self._reads_logprobs(generation):
+            ids = generation.token_ids or bool(generation.sampling.stop_token_ids)
+            readers.append(token_logprobs(generation.sampling.logprobs, ids=ids))
         if generation.cumulative_logprob:
             readers.append(cumulative_logprob(_CUMULATIVE))
+        stage = None
+        if self._repeats:
+            stage = CumulativeText(skip=len(generation.prompt))
+        finish = prompt_count = None
+        if _FINISH in self._optional:
+            finish = _FINISH
+        if _PROMPT_COUNT in self._optional:
+            prompt_count = _PROMPT_COUNT
         return TextDecoder(
-            CumulativeText(skip=len(generation.prompt)) if self._repeats else None,
-            prompt_count="num_input_tokens" if can.usage else None,
-            token_count="num_output_tokens" if can.usage else None,
-            finish="finish_reason" if can.finish_reason else None,
+            stage,
+            prompt_count=prompt_count,
+            prompt_tokens=_counted_prompt(generation),
+            token_count=_TOKEN_COUNT,
+            finish=finish,
             readers=readers,
         )
 
-    def _wants_ids(self, generation: Generation) -> bool:
-        """Return whether token ids are wanted: also to see which of the request's stop tokens has ended the answer."""
-        return generation.token_ids or bool(self._logprobs and generation.sampling.stop_token_ids)
+    def _reads_logprobs(self, generation: Generation) -> bool:
+        """Return whether log probabilities are wanted, or the token ids that come with them."""
+        if generation.sampling.logprobs is not None or generation.token_ids:
+            return True
+        # The ids show which of the request's stop tokens has ended the answer.
+        return bool(generation.sampling.stop_token_ids) and _LOGPROBS in self._optional
 
     def _embeddings(self, job: EmbeddingJob) -> Sequence[InferRequest]:
         """Return one request per input: the backend takes one text, or one list of token ids, at a time."""
@@ -259,6 +333,20 @@ class Vllm(Adapter):
             vectors=checked_vectors(vectors, len(job.inputs), self.config.name),
             prompt_tokens=sum(counts) if len(counts) == len(responses) else None,
         )
+
+
+def _is_required(config: ModelConfig, name: str) -> bool:
+    spec = config.inputs.get(name)
+    return spec is not None and not spec.optional
+
+
+def _counted_prompt(generation: Generation) -> int | None:
+    """Return the tokens of the prompt where they were counted here; the engine alone knows those of images."""
+    if generation.images or generation.audio:
+        return None
+    if generation.prompt_ids is not None:
+        return len(generation.prompt_ids)
+    return generation.prompt_tokens
 
 
 def _lacking(runner: Any, task: Any) -> Iterator[JobType]:
@@ -319,6 +407,8 @@ def token_logprobs(count: int | None, *, ids: bool = False) -> Reader:
             positions = _read(texts[0])
         except (ValueError, RecursionError) as error:
             raise response.invalid("its log probabilities cannot be read", detail=str(error)) from error
+        if positions is not None and delta.tokens is None:
+            delta.tokens = len(positions)
         entries = [_entry(position, count or 0) for position in positions or () if position]
         if ids:
             delta.token_ids = [entry.id for entry in entries if entry.id is not None]

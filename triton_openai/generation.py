@@ -225,6 +225,10 @@ class Generation(Job[Any], frozen=True, kw_only=True):
     sampling: Sampling
     #: Whether the client asks for a stream.
     stream: bool = False
+    #: Whether the client limits the time to the first token, or between two tokens: only parts show those.
+    times_tokens: bool = False
+    #: Whether it can go over gRPC, where Triton passes a cancellation on in any case.
+    over_grpc: bool = False
     #: The prompt as the model's tokenizer gives it back, for backends that repeat it.
     prompt_echo: str | None = None
     #: The prompt as the client wrote it, where another text is sent.
@@ -335,6 +339,8 @@ class AnswerState:
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
+        #: Whether the answer comes in one response, and its client wants it so. It has no first token that can be seen.
+        self.whole = False
         # Counts: None once the backend omits one; silent is a last step without text
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None

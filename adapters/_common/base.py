@@ -309,7 +309,8 @@ class Adapter:
     splits_characters: bool = False
     #: Whether :attr:`token_level` returns more than the text, such as times.
     token_level_adds_times: bool = False
-    #: Whether the backend detects only over gRPC, or there earlier, that a client has disconnected.
+    #: Whether the backend detects only over gRPC, or there earlier, that a client has disconnected; if only for some
+    #: requests, :meth:`request` takes the same argument.
     prefers_grpc: bool = False
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
@@ -459,6 +460,7 @@ class Adapter:
         *,
         cancellable: bool = True,
         classification: int = 0,
+        prefers_grpc: bool = False,
     ) -> InferRequest:
         """Return the request to the adapter's own model, asking for those of *outputs* that it declares."""
         config = self.config
@@ -481,7 +483,7 @@ class Adapter:
             stream=config.decoupled,
             cancellable=cancellable,
             classification=classification,
-            prefers_grpc=self.prefers_grpc,
+            prefers_grpc=prefers_grpc or self.prefers_grpc,
             json_expressible=not [
                 tensor for tensor in inputs if tensor.datatype in ("FP16", "BF16") or type(tensor.values) is bytes
             ],

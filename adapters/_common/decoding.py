@@ -34,7 +34,8 @@ class TextDecoder:
     *stage* is for backends whose responses are not simply the new text. The others are names of outputs: that of the
     text, that with the count of the prompt's tokens and that with the count of a step's (``None`` where there are
     none), and that of the finish reason, which is "stop" or "length" in the last response of every answer and absent or
-    "None" before that. *readers* add the rest.
+    "None" before that. *prompt_tokens* is the count of the prompt's tokens where it is known without an output.
+    *readers* add the rest.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class TextDecoder:
         *,
         text: str = "text_output",
         prompt_count: str | None = None,
+        prompt_tokens: int | None = None,
         token_count: str | None = None,
         finish: str | None = None,
         readers: Sequence[Reader] = (),
@@ -50,8 +52,11 @@ class TextDecoder:
         self._stage = stage
         # An output without a name is absent.
         self._outputs = (text, token_count or "", finish or "")
-        # None once it is known.
-        self._prompt_count = prompt_count
+        # Each is None once the count is known.
+        self._prompt_tokens = prompt_tokens
+        self._prompt_count = None
+        if prompt_tokens is None:
+            self._prompt_count = prompt_count
         self._ended = finish is None
         self._readers = readers
 
@@ -69,6 +74,9 @@ class TextDecoder:
         if self._prompt_count is not None and (counts := response.integers(self._prompt_count)):
             delta.prompt_tokens = counts[0]
             self._prompt_count = None
+        elif self._prompt_tokens is not None:
+            delta.prompt_tokens = self._prompt_tokens
+            self._prompt_tokens = None
         if reason is not None and reason != "None":
             delta.finish_reason = _finish_reason(reason)
             self._ended = True

@@ -24,6 +24,7 @@ from tests.conformance.calls import (
     id_of,
     in_session_loop,
     inner_id,
+    inputs_of,
     recorded,
     request,
     steered,
@@ -41,6 +42,8 @@ ENDLESS: dict[str, Any] = {"text": "word ", "repeat": 5000, "delay_ms": 20}
 ENDED_AS = {model: "stopped" if model.startswith("ensemble") else "cancelled" for model in MODELS if model not in BLS}
 # A limit that nobody else asks for marks the engine's request behind a BLS, whose id is its own.
 _limits = itertools.count(3000)
+# The same, of answers that come whole over HTTP too.
+_short_limits = itertools.count(700)
 
 
 async def first_event(response):
@@ -78,6 +81,35 @@ async def test_a_client_that_leaves_before_the_answer(proxy, triton, model):
     how, tokens = await end_of(triton, ENGINES[model], request_id)
     assert ENDED_AS[model] == how
     assert tokens < 4000
+
+
+async def test_a_client_that_leaves_a_short_whole_answer(proxy, triton):
+    """vLLM's answer is asked for whole. Over gRPC it ends with its client; over HTTP Triton does not pass that on."""
+    if proxy.transport == "grpc":
+        prompt = steered(text="word ", repeat=900, delay_ms=20)
+    else:
+        prompt = steered(text="word ", repeat=900, first_delay_ms=300)
+    limit = next(_short_limits)
+    asking = asyncio.create_task(proxy.post(PATHS["chat"], request("chat", "vllm_model", prompt, max_tokens=limit)))
+    request_id = await inner_id(triton, limit, "vllm_model")
+    asking.cancel()
+
+    assert not (await inputs_of(triton, "vllm_model", request_id))["stream"]["value"][0]
+    how, tokens = await end_of(triton, "vllm_model", request_id)
+    if proxy.transport == "grpc":
+        assert "cancelled" == how
+        assert tokens < limit
+    else:
+        assert ("finished", limit) == (how, tokens)
+
+
+async def test_a_limit_between_two_tokens_of_a_whole_answer(proxy, triton):
+    """A client may limit the silence of an answer that it wants whole: the backend is asked for a stream then."""
+    body = request("chat", "vllm_model", steered(text="one", hang_at=1), max_tokens=9)
+    answer = await proxy.post(PATHS["chat"], body, **{"x-idle-timeout": "0.2"})
+
+    assert 504 == answer.status
+    assert "upstream_silent" == answer.error["code"]
 
 
 @pytest.mark.parametrize("model", BLS)
@@ -208,7 +240,7 @@ async def test_a_backend_that_never_begins(hasty, model, streamed):
     Without a first token in time the answer is a 504, streamed or not, and the work is stopped. An answer that comes at
     once has no first token: the time for the whole holds.
     """
-    returns_whole = model in ANSWERS_AT_ONCE and not streamed
+    returns_whole = model in (*ANSWERS_AT_ONCE, "vllm_model") and not streamed
     prompt = steered(text="w w w", hang_at=0)
     answer = await ask(hasty[returns_whole], "completions", model, prompt, max_tokens=9, stream=streamed)
 

@@ -27,6 +27,8 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
     first_token: float
     idle: float
     total: float | None
+    #: Whether the client limits the time to the first token, or between two.
+    times_tokens: bool = False
 
     @classmethod
     def of(cls, settings: TritonSettings, headers: Mapping[str, str], *, stream: bool) -> TimeLimits:
@@ -39,7 +41,8 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
         for name, header in _HEADERS.items():
             if header in headers:
                 seconds = _seconds(header, headers[header], getattr(limits, name))
-                limits = msgspec.structs.replace(limits, **{name: seconds})
+                times_tokens = limits.times_tokens or name != "total"
+                limits = msgspec.structs.replace(limits, times_tokens=times_tokens, **{name: seconds})
         return limits
 
     @property

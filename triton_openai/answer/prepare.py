@@ -131,7 +131,11 @@ async def generation_of(
     else:
         raise no_tokenizer_error(model)
     generation = msgspec.structs.replace(
-        spec.template, lora=model.lora, kv_cache_block_size=model.settings.kv_cache_block_size, **fields
+        spec.template,
+        lora=model.lora,
+        kv_cache_block_size=model.settings.kv_cache_block_size,
+        over_grpc=model.over_grpc,
+        **fields,
     )
     if tokenizer is None:
         return generation

@@ -67,6 +67,7 @@ class Run(UpstreamCall):
             lora_deliveries=lora_deliveries,
         )
         self.generation = generation
+        progress.whole = not generation.stream and adapter.returns_whole(generation)
         self.prompt_logprobs: Sequence[TokenLogprob] = ()
         #: Whether the run has ended, and with which error, if any. :meth:`finalize` sets usage and reason.
         self.over = False
@@ -108,7 +109,8 @@ class Run(UpstreamCall):
 
     def _receiver(self) -> Receiver | None:
         """Return the reader of logits, if their log probabilities are wanted; start the time limit of the answer."""
-        if self._limits.total is None or not self._adapter.returns_whole(self.generation):
+        whole = self._limits.total is not None and (self.progress.whole or self._adapter.returns_whole(self.generation))
+        if not whole:
             # An answer that comes as a whole has no first token: only the limit for the whole answer applies.
             self._last_response = monotonic()
             self._silence_limit = self._limits.first_token

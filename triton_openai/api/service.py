@@ -543,6 +543,7 @@ def spec_of(
         prompt="",
         sampling=parameters.sampling(options, limit=limit, defaults=defaults, adapter=adapter, origins=origins),
         stream=bool(options.stream),
+        times_tokens=context.limits.times_tokens,
         guide=parameters.guide_of(options, adapter.capabilities.guides, origins),
         priority=parameters.priority(options, model.priorities, objective),
         cumulative_logprob=cumulative_logprob,

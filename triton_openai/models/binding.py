@@ -37,16 +37,21 @@ class Binder:
         self._registry = Registry()
         self._files = partial(_read_file, settings.triton.readable_repositories)
 
-    def bind_all(self, name: str, snapshot: Snapshot) -> ServedModel | Unserved:
+    def bind_all(self, name: str, snapshot: Snapshot, *, over_grpc: bool = False) -> ServedModel | Unserved:
         """
         Return the model *name* of *snapshot*, with its variants on other Tritons. Blocks: it reads files.
+
+        *over_grpc* is whether every Triton has a gRPC address.
 
         Where the context lengths differ, the smallest counts: the same request may go to any of them.
         """
         variants = snapshot.variants.get(name)
         if not variants:
-            return self.bind(snapshot.configs[name], snapshot.configs)
-        every = [(variant, self.bind(variant.repository[name], variant.repository)) for variant in variants]
+            return self.bind(snapshot.configs[name], snapshot.configs, over_grpc=over_grpc)
+        every = [
+            (variant, self.bind(variant.repository[name], variant.repository, over_grpc=over_grpc))
+            for variant in variants
+        ]
         served = [
             replace(bound, endpoints=variant.endpoints) for variant, bound in every if isinstance(bound, ServedModel)
         ]
@@ -56,7 +61,9 @@ class Binder:
         served = [replace(variant, settings=replace(variant.settings, max_model_len=limit)) for variant in served]
         return replace(served[0], variants=tuple(served[1:]))
 
-    def bind(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> ServedModel | Unserved:
+    def bind(
+        self, config: ModelConfig, repository: Mapping[str, ModelConfig], *, over_grpc: bool = False
+    ) -> ServedModel | Unserved:
         """Return the model with this *config* among those of *repository*. Blocks: it reads files."""
         name = config.name
         settings = self.settings.model(config.name)
@@ -116,6 +123,7 @@ class Binder:
             fingerprint=config.fingerprint,
             metadata=metadata,
             voices=voices,
+            over_grpc=over_grpc,
         )
 
     def _token_level(

@@ -226,7 +226,10 @@ class Models:
             self._binder = binder
             return
         configs = snapshot.configs
-        every = await asyncio.to_thread(lambda: [binder.bind_all(name, snapshot) for name in configs])
+        over_grpc = self.fleet.over_grpc
+        every = await asyncio.to_thread(
+            lambda: [binder.bind_all(name, snapshot, over_grpc=over_grpc) for name in configs]
+        )
         served = {bound.name: bound for bound in every if isinstance(bound, ServedModel)}
         unserved = [bound for bound in every if isinstance(bound, Unserved)]
         lost = [bound for bound in unserved if bound.failed and bound.name in self.served]
@@ -237,7 +240,7 @@ class Models:
                 _log.warning("alias is hidden by a model of that name", alias=alias, model=name)
             elif name in served and "*" not in alias:
                 served[alias] = msgspec.structs.replace(served[name], name=alias)
-        await self.loras.add(served, snapshot, binder.settings, over_grpc=self.fleet.over_grpc)
+        await self.loras.add(served, snapshot, binder.settings, over_grpc=over_grpc)
         for name in served.keys() - self.served.keys():
             _log.info("model is served", model=name, adapter=served[name].adapter.name)
         for name in self.served.keys() - served.keys():

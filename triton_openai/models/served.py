@@ -53,6 +53,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     voices: Voices | None = None
     #: Whether it is among the models; else its client made up the name.
     listed: bool = True
+    #: Whether every Triton has a gRPC address.
+    over_grpc: bool = False
 
     @property
     def answers_as(self) -> str:

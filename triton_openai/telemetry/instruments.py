@@ -90,7 +90,7 @@ DURATION = Instrument(
 )  # fmt: skip
 FIRST_TOKEN = Instrument(
     "gen_ai_server_time_to_first_token_seconds", _GEN_AI,
-    "From a request's head to the first token from Triton, queues included; only requests that got a token.",
+    "From a request's head to the first token from Triton, queues included; not of answers that come whole.",
     _FIRST_TOKEN,
 )  # fmt: skip
 PER_TOKEN = Instrument(

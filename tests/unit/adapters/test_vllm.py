@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from tests.cases import every_case
 from tests.unit.adapters.encoding import request_of
 from triton_openai.adapters.vllm import Vllm, token_logprobs
 from triton_openai.errors import InvalidRequest
-from triton_openai.generation import Delta, Generation, Guide, Lora, Sampling
+from triton_openai.generation import Delta, Generation, Guide, Image, Lora, Sampling
 from triton_openai.jobs import EmbeddingJob
 from triton_openai.triton.tensors import JsonResponse, ModelConfig, TensorSpec
 
@@ -129,3 +131,122 @@ def test_embeddings_that_are_not_all_counted() -> None:
     counted = JsonResponse({"text_output": "[1.0]", "num_input_tokens": 2})
     for answers, tokens in (([counted, counted], 4), ([counted, uncounted], None)):
         assert tokens == Vllm(NEWEST, {}).decode(job, answers).prompt_tokens
+
+
+OPTIONAL_OUTPUTS = ("finish_reason", "num_input_tokens", "num_output_tokens", "logprobs", "cumulative_logprob")
+RELEASE = ModelConfig(
+    name="m",
+    decoupled=True,
+    inputs={
+        name: TensorSpec(name=name, datatype=datatype, dims=(1,), optional=name != "text_input")
+        for name, datatype in (
+            ("text_input", "BYTES"),
+            ("sampling_parameters", "BYTES"),
+            ("image", "BYTES"),
+            *((f"return_{output}", "BOOL") for output in OPTIONAL_OUTPUTS),
+            ("stream", "BOOL"),
+            ("exclude_input_in_output", "BOOL"),
+        )
+    },
+    outputs={name: TensorSpec(name=name, datatype="BYTES", dims=(-1,)) for name in ("text_output", *OPTIONAL_OUTPUTS)},
+)
+LONG = 100_000
+PICTURE = Image(media_type="image/png", base64="", size=0, digest=0)
+
+
+def asked(*, max_tokens: int = 16, **fields: Any) -> Generation:
+    """Return a generation; fields of its sampling are passed as such."""
+    own = {name: fields.pop(name) for name in list(fields) if name in Sampling.__struct_fields__}
+    return Generation(id="1", prompt="a", sampling=Sampling(max_tokens=max_tokens, **own), **fields)
+
+
+@every_case(
+    "fields, whole",
+    [
+        ({}, True),
+        ({"stream": True}, False),
+        ({"stream": True, "over_grpc": True}, False),
+        # A client that sets a limit between two tokens would wait for the whole answer.
+        ({"times_tokens": True, "over_grpc": True}, False),
+        # Without gRPC a cancellation does not reach the engine: only what ends soon.
+        ({"max_tokens": 1024}, True),
+        ({"max_tokens": 1025}, False),
+        ({"max_tokens": LONG, "over_grpc": True}, True),
+        ({"stop": ("x",), "min_tokens": 3, "over_grpc": True}, True),
+        ({"guide": Guide(kind="json"), "cumulative_logprob": True}, True),
+        # The event loop reads log probabilities of a whole answer at once.
+        ({"max_tokens": 195, "logprobs": 20}, True),
+        ({"max_tokens": 196, "logprobs": 20, "over_grpc": True}, False),
+        ({"max_tokens": 4096, "token_ids": True, "over_grpc": True}, True),
+        ({"max_tokens": 4097, "token_ids": True, "over_grpc": True}, False),
+        ({"max_tokens": 4097, "stop_token_ids": (5,), "over_grpc": True}, False),
+    ],
+)
+def test_which_answers_come_whole(fields: Mapping[str, Any], whole: bool) -> None:
+    """An answer comes in one response where that costs nobody anything, and over gRPC, where it can be cancelled."""
+    adapter = Vllm(RELEASE, {})
+    generation = asked(**fields)
+    request = request_of(adapter, generation)
+    (stream,) = next(tensor.values for tensor in request.inputs if tensor.name == "stream")
+
+    assert whole == adapter.returns_whole(generation)
+    assert (not whole, whole) == (stream, request.prefers_grpc)
+
+
+@every_case("lacking", ["stream", "return_finish_reason", "return_num_output_tokens"])
+def test_releases_whose_answers_do_not_come_whole(lacking: str) -> None:
+    """Where the backend does not say how long an answer is and why it ended, the number of its responses does."""
+    inputs = {name: spec for name, spec in RELEASE.inputs.items() if name != lacking}
+    adapter = Vllm(msgspec.structs.replace(RELEASE, inputs=inputs), {})
+
+    assert not adapter.returns_whole(asked())
+    assert Vllm(msgspec.structs.replace(RELEASE, decoupled=False), {}).returns_whole(asked(stream=True))
+
+
+COUNTS = {"num_input_tokens", "num_output_tokens"}
+
+
+@every_case(
+    "fields, outputs",
+    [
+        ({"stream": True}, COUNTS),
+        ({"stream": True, "prompt_tokens": 7}, {"num_output_tokens"}),
+        ({"stream": True, "prompt_ids": (1, 2)}, {"num_output_tokens"}),
+        # The engine alone knows how many tokens an image has.
+        ({"stream": True, "prompt_tokens": 7, "images": (PICTURE,)}, COUNTS),
+        ({"stream": True, "prompt_tokens": 7, "logprobs": 1}, {"logprobs"}),
+        ({"stream": True, "prompt_tokens": 7, "token_ids": True}, {"logprobs"}),
+        ({"stream": True, "cumulative_logprob": True}, {*COUNTS, "cumulative_logprob"}),
+        ({}, COUNTS),
+    ],
+)
+def test_outputs_that_are_known_here_are_not_asked_for(fields: Mapping[str, Any], outputs: Set[str]) -> None:
+    """Each output is a tensor with every token, so a stream has no count that is known without it."""
+    request = request_of(Vllm(RELEASE, {}), asked(**fields))
+    flags = {tensor.name for tensor in request.inputs if tensor.name.startswith("return_")}
+
+    assert {"text_output", "finish_reason", *outputs} == set(request.outputs)
+    assert {f"return_{name}" for name in {"finish_reason", *outputs}} == flags
+
+
+def test_counts_that_no_output_has() -> None:
+    """The prompt's count is reported once, and log probabilities count the tokens: they say what a step has."""
+    decoder = Vllm(RELEASE, {}).decoder(asked(stream=True, prompt_tokens=7, logprobs=0))
+    text = '[{"5": {"logprob": -0.5}}, {"6": {"logprob": -0.5}}]'
+    steps = [
+        decoder.feed(JsonResponse({"text_output": "a", "finish_reason": "None", "logprobs": text})),
+        decoder.feed(JsonResponse({"text_output": "", "finish_reason": "stop", "logprobs": "[]"})),
+    ]
+
+    assert [(7, 2), (None, 0)] == [(step.prompt_tokens, step.tokens) for step in steps]
+
+
+def test_flags_that_a_config_requires() -> None:
+    """A flag that the model's own config does not call optional is always sent."""
+    name = "return_num_input_tokens"
+    required = msgspec.structs.replace(RELEASE.inputs[name], optional=False)
+    config = msgspec.structs.replace(RELEASE, inputs={**RELEASE.inputs, name: required})
+    request = request_of(Vllm(config, {}), asked(stream=True, prompt_tokens=7))
+
+    assert Vllm.matches(config) is not None
+    assert [False] == [value for tensor in request.inputs if tensor.name == name for value in tensor.values]

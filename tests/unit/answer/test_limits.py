@@ -18,7 +18,7 @@ def test_time_limits() -> None:
     assert 6 == whole.patience
     assert TimeLimits(first_token=5, idle=7, total=3) == whole.after(3)
     asked = TimeLimits.of(settings, {"x-first-token-timeout": "2", "x-request-timeout": "100"}, stream=True)
-    assert TimeLimits(first_token=2, idle=7, total=100) == asked
+    assert TimeLimits(first_token=2, idle=7, total=100, times_tokens=True) == asked
     assert 2 == asked.patience
     for header, value in (("x-idle-timeout", "7.5"), ("x-request-timeout", "0"), ("x-first-token-timeout", "nan")):
         with pytest.raises(InvalidRequest) as refused:

@@ -18,6 +18,7 @@ from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
 from tests.scrape import Scrape, scrape
 from tests.unit.telemetry.fake_answer import FakeAnswer
+from triton_openai.batches.line_limits import FirstTokens
 from triton_openai.config.tree import MetricsSettings, ModelSettings, Settings, TritonSettings
 from triton_openai.config.worker import Worker
 from triton_openai.errors import (
@@ -130,6 +131,20 @@ def test_several_answers(metrics: Metrics) -> None:
         found.sum(f"gen_ai_server_time_to_first_token_seconds_{what}") for what in ("count", "sum")
     )
     assert 4 == found.sum("gen_ai_server_time_per_output_token_seconds_count")
+
+
+def test_a_whole_answer_has_no_first_token(metrics: Metrics) -> None:
+    """What comes in one response does not show its first token: neither metrics nor batches take its end for one."""
+    usage = Usage(prompt_tokens=5, completion_tokens=3)
+    answer = FakeAnswer(first=9.0, ended=9.0, usage=usage, steps=1, whole=True)
+    record = observed(metrics, answer)
+
+    assert 0 == shown(metrics).sum("gen_ai_server_time_to_first_token_seconds_count")
+    assert 3 == shown(metrics).sum("triton_openai_tokens_total", type="output")
+    assert (None, True) == (record.time_to_first_token, record.answered)
+    waits = FirstTokens()
+    waits.ended(record)
+    assert 0 == waits.slowest()
 
 
 def test_preparation(metrics: Metrics) -> None:
