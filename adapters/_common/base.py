@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import msgspec
 
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.generation import Delta, Generation, Logits, LoraFormat, Sampling, TensorMapping
+from triton_openai.generation import Delta, Generation, Logits, LoraFormat, Sampling, TensorMapping, TokenLogprob
 from triton_openai.jobs import JobType
 from triton_openai.triton.tensors import (
     INTEGER_RANGES,
@@ -189,6 +189,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: bool = False
     #: The model takes all texts as token ids, and generates in token ids: the text is made here.
     tokens: bool = False
+    #: With :attr:`tokens`: the engine ends an answer by itself, and its tokens have the one that ended it. Log
+    #: probabilities come with the tokens, not as logits.
+    ends_itself: bool = False
     #: Inputs of a job may be token ids, where the model takes texts too.
     token_inputs: bool = False
     #: The kinds of :class:`Guide` that it follows.
@@ -393,6 +396,14 @@ class Adapter:
     def decode_prompt_logits(self, response: InferResponse) -> Logits | None:
         """Return the scores that *response* to that request brings: row *i* is of the token after token *i*."""
         raise NotImplementedError
+
+    def decode_prompt_logprobs(self, response: InferResponse, count: int) -> Sequence[TokenLogprob] | None:
+        """
+        Return the scores of the prompt's tokens but the first, with *count* alternatives each.
+
+        For backends that send them in place of logits; ``None`` where *response* has none.
+        """
+        return None
 
     def cancel(self, generation: Generation) -> InferRequest | None:
         """Return a request that makes the engine stop *generation*, ``None`` where closing the stream is enough."""

@@ -27,7 +27,7 @@ TRTLLM = (
 )
 TRTLLM_AND_VLLM = (*TRTLLM, "vllm_model")
 # All that take part in most tests.
-MODELS = (*TRTLLM_AND_VLLM,)
+MODELS = (*TRTLLM_AND_VLLM, "companion")
 # What the adapters' tables call the limit of an answer.
 LIMITS = {
     name

@@ -123,6 +123,26 @@ class TokenText:
         return ids
 
 
+class EndedTokenText(TokenText):
+    """
+    Sets the text of deltas from their token ids, where the engine ends the answer by itself.
+
+    As in vLLM's server, the token that ended it is counted and has its log probability, but shows in no text.
+    """
+
+    def __init__(self, pieces: TokenPieces, generation: Generation, vocabulary: Vocabulary) -> None:
+        super().__init__(pieces, generation, vocabulary)
+        self._shows_end = bool(generation.sampling.include_stop_str_in_output)
+
+    def feed(self, delta: Delta) -> None:
+        """Set the text of *delta*."""
+        ids = delta.token_ids
+        if delta.finish_reason is FinishReason.STOP and not self._shows_end:
+            ids = ids[:-1]
+        delta.text = self._text.feed(ids)
+        self._names.feed(delta)
+
+
 class StopStrings:
     """
     Cuts a text before the first stop string, or after it with *include*.
@@ -329,7 +349,10 @@ class Pipeline:
         stages: list[Callable[[Delta], None]] = []
         # The backend answers in token ids.
         if capabilities.tokens and tokenizer is not None and generation.vocabulary is not None:
-            self._token_text = TokenText(tokenizer.pieces, generation, generation.vocabulary)
+            if capabilities.ends_itself:
+                self._token_text = EndedTokenText(tokenizer.pieces, generation, generation.vocabulary)
+            else:
+                self._token_text = TokenText(tokenizer.pieces, generation, generation.vocabulary)
             stages.append(self._token_text.feed)
         stages.append(progress.add)
         # The backend does not cut stop strings, or was asked to show them.
@@ -352,7 +375,7 @@ class Pipeline:
             self.feed = progress.add
         self.may_end = self._token_text is not None or self._stop is not None
         self.token_ids = generation.token_ids
-        self.reads_logits = capabilities.tokens and sampling.logprobs is not None
+        self.reads_logits = capabilities.tokens and not capabilities.ends_itself and sampling.logprobs is not None
 
     @property
     def ended(self) -> bool:
