@@ -256,7 +256,8 @@ class Companion(Adapter):
             body["media"] = [{"type": kind, "at": at, "encoding": "base64"} for at, (kind, _) in enumerate(media)]
             inputs.append(self.tensor(_MEDIA, *(data for _, data in media)))
         request = self.request(generation.id, [self._body(body), *inputs], (_RESPONSE,))
-        return msgspec.structs.replace(request, carried=True)
+        # A stop string ends the answer behind the token that completes it.
+        return msgspec.structs.replace(request, carried=True, token_by_token=bool(generation.sampling.stop))
 
     def _sampling(self, generation: Generation) -> dict[str, Any]:
         """Return the sampling parameters as vLLM calls them. Raises :class:`InvalidRequest` for what no type holds."""

@@ -60,7 +60,7 @@ IDS = ("stop_token_ids", "allowed_token_ids")
 
 
 class Refused(Exception):
-    """A request that is not run. *kind* is ``invalid``, ``unsupported``, ``overloaded`` or ``engine``."""
+    """A request that is not run. *kind* is ``invalid``, ``unsupported``, ``lora``, ``overloaded``, ``engine`` or ``dead``."""
 
     def __init__(self, message, param=None, kind="invalid"):
         super().__init__(message)
@@ -75,7 +75,7 @@ def error_fields(error):
     if client or isinstance(error, (ValueError, TypeError, NotImplementedError)):
         # vLLM's own validation: its error may name the parameter.
         return {"kind": "invalid", "message": str(error), "param": getattr(error, "parameter", None)}
-    return {"kind": "engine", "message": f"{type(error).__name__}: {error}", "param": None}
+    return {"kind": "engine", "message": str(error) or type(error).__name__, "param": None}
 
 
 def compact(value):
@@ -91,7 +91,7 @@ def log(text):
 class Stream:
     """One generation of a carrier."""
 
-    __slots__ = ("cached", "carrier", "completion", "logprobs", "name", "number", "prompt")
+    __slots__ = ("carrier", "completion", "logprobs", "name", "number")
 
     def __init__(self, carrier, number, name, logprobs):
         self.carrier = carrier
@@ -100,9 +100,7 @@ class Stream:
         self.name = name
         #: How many alternatives each token has, None without log probabilities.
         self.logprobs = logprobs
-        # Tokens
-        self.prompt = 0
-        self.cached = 0
+        #: The tokens of its answer so far.
         self.completion = 0
 
 
@@ -161,12 +159,16 @@ class Carrier:
         self._turn = []
         with self._changed:
             for event in turn:
-                waiting = self._waiting.get(event[0])
-                if waiting is None:
-                    self._waiting[event[0]] = event
-                else:
-                    join(waiting, event)
+                self._add(event)
             self._changed.notify()
+
+    def _add(self, event):
+        """Keep *event* for the next response, joined with what its stream waits to send."""
+        waiting = self._waiting.get(event[0])
+        if waiting is None:
+            self._waiting[event[0]] = event
+        else:
+            join(waiting, event)
 
     def _run(self):
         try:
@@ -281,7 +283,7 @@ class TritonPythonModel:
         log("the engine is dead: the process ends")
         for carrier in self.carriers.values():
             for stream in list(carrier.streams.values()):
-                carrier.fail(stream, Refused("The model's engine has died.", kind="engine"))
+                carrier.fail(stream, Refused("The model's engine has died.", kind="dead"))
         # The carriers' threads send these errors before the process ends.
         self.loop.call_later(PULSE, os._exit, 1)
 
@@ -306,7 +308,7 @@ class TritonPythonModel:
         kind = message.get("kind")
         try:
             if self._ended:
-                raise Refused("The model's engine has died.", kind="engine")
+                raise Refused("The model's engine has died.", kind="dead")
             if kind in ("embed", "classify", "info"):
                 self.loop.create_task(self._answer(sender, message, media, request_id))
                 return
@@ -371,8 +373,8 @@ class TritonPythonModel:
         finish = choice.finish_reason
         if finish is not None:
             del carrier.streams[stream.number]
-            cached = output.num_cached_tokens or 0
-            event += [finish, choice.stop_reason, [len(output.prompt_token_ids or ()), cached, stream.completion]]
+            usage = [len(output.prompt_token_ids or ()), output.num_cached_tokens, stream.completion]
+            event += [finish, choice.stop_reason, usage]
         if stream.logprobs is not None and choice.logprobs:
             padded(event, 5)[5] = [position(entry, token, stream.logprobs) for entry, token in zip(choice.logprobs, ids)]
         if output.prompt_logprobs:

@@ -29,7 +29,7 @@ from triton_openai.errors import (
     UpstreamError,
 )
 from triton_openai.triton.client import Receiver, ResponseStream, TritonClient
-from triton_openai.triton.status import classify, cut_off_error
+from triton_openai.triton.status import classify, cut_off_error, public_reason
 from triton_openai.triton.tensors import CarriedResponse, Delivery, InferRequest, InferResponse, Tensor
 
 # A response is acknowledged after so many: a quarter of those that the model sends ahead.
@@ -81,15 +81,31 @@ def fault_error(fault: Any, model: str) -> ServiceError:
         return UnsupportedParameter(said.message, param=said.param)
     if said.kind == "overloaded":
         return Overloaded(said.message)
-    if said.kind == "engine":
-        return ModelCrashed(f"The model '{model}' failed: its engine has an error.", detail=said.message)
-    # The table knows what the engine says of prompts that are too long.
-    error = classify(f"Error generating stream: {said.message}", model, "INVALID_ARGUMENT")
-    if not isinstance(error, InvalidRequest):
-        error = RequestRefused(said.message)
+    if said.kind == "dead":
+        return ModelCrashed(said.message)
+    # The table recognizes what the engine says of prompts that are too long.
+    error = classify(f"Error generating stream: {said.message}", model)
+    if said.kind == "invalid" and not isinstance(error, InvalidRequest):
+        error = RequestRefused(public_reason(said.message), detail=said.message)
     if error.param is None:
         error.param = said.param
     return error
+
+
+def _single_tokens(delivery: Delivery) -> list[Delivery]:
+    """Return *delivery* as one for each of its tokens; the last has what is there once."""
+    scores = delivery.logprobs
+    parts = []
+    for place, number in enumerate(delivery.ids):
+        part = Delivery(delivery.stream, [number])
+        if scores is not None:
+            part.logprobs = scores[place : place + 1]
+        parts.append(part)
+    parts[0].prompt_logprobs = delivery.prompt_logprobs
+    parts[-1].finish = delivery.finish
+    parts[-1].stop = delivery.stop
+    parts[-1].usage = delivery.usage
+    return parts
 
 
 class Carriers:
@@ -278,7 +294,11 @@ class CarriedStream:
         if delivery.finish == "abort":
             receiver.end(UpstreamError("The model stopped before the end of its answer."))
             return
-        receiver.receive((CarriedResponse(delivery, self._request.model),))
+        deliveries = [delivery]
+        if self._request.token_by_token and len(delivery.ids) > 1:
+            deliveries = _single_tokens(delivery)
+        model = self._request.model
+        receiver.receive([CarriedResponse(one, model) for one in deliveries])
         if ended:
             receiver.end(None)
 
@@ -292,9 +312,6 @@ class CarriedStream:
         self._forget()
         if receiver is not None:
             receiver.end(error)
-
-    def accepted(self) -> None:
-        """Take it that the model has begun."""
 
     def _forget(self) -> None:
         self._receiver = None

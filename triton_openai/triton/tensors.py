@@ -228,6 +228,8 @@ class InferRequest(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     following: tuple[InferRequest, ...] = ()
     #: Whether its answers come over a carrier, with those of other requests; see ``triton/carrier.py``.
     carried: bool = False
+    #: Of a carried request: whether tokens that come together are taken one by one.
+    token_by_token: bool = False
     #: The parameter that JSON cannot express, if one prevents it.
     needed_for: str | None = None
     #: The bytes that an answer, or each of several, may have; a longer one is not read.
@@ -427,7 +429,7 @@ class Delivery(msgspec.Struct, gc=False, array_like=True):
     #: The stop token that ended the answer.
     stop: int | str | None = None
     #: Tokens: of the prompt, those of them that came from the cache, of the answer.
-    usage: tuple[int, int, int] | None = None
+    usage: tuple[int, int | None, int] | None = None
     logprobs: list[Scored] | None = None
     #: Why there is no answer.
     error: Any = None

@@ -15,11 +15,13 @@ import types
 from dataclasses import dataclass, field
 from typing import Any
 
+import triton_python_backend_utils as pb
+
 from . import settings
 from .engine import EngineFailure, Options
 from .generation import Generation
 from .scripted import engine_for
-from .tensors import Recorder
+from .tensors import Recorder, as_text
 from .text import Vocabulary
 
 _MAX_LOGPROBS = 20
@@ -179,7 +181,6 @@ class _Job:
     params: SamplingParams
     generation: Generation
     collector: RequestOutputCollector
-    cached: int
     task: Any = None
     sent: int = 0
     scored: bool = False
@@ -194,7 +195,6 @@ class AsyncLLM:
         self._engine = engine_for(_Site.settings, self._vocabulary)
         self._limit = int(arguments["max_model_len"])
         self._jobs: dict[str, _Job] = {}
-        self._seen: set[tuple[int, ...]] = set()
         self.errored = False
         model = types.SimpleNamespace(
             model=arguments["model"],
@@ -229,10 +229,7 @@ class AsyncLLM:
             max_tokens=params.max_tokens if answer.steering.scripted else room,
             stops=lambda made: made[-1] in (params.stop_token_ids or ()) and len(made) > params.min_tokens,
         )
-        key = tuple(ids)
-        cached = len(ids) if key in self._seen else 0
-        self._seen.add(key)
-        job = _Job(name, ids, params, generation, RequestOutputCollector(), cached)
+        job = _Job(name, ids, params, generation, RequestOutputCollector())
         self._jobs[name] = job
         job.task = asyncio.get_running_loop().create_task(self._run(job))
         return job.collector
@@ -288,7 +285,7 @@ class AsyncLLM:
             job.scored = True
         job.sent += len(ids)
         return RequestOutput(
-            [CompletionOutput(ids, step.finish, reason, logprobs)], job.prompt, job.cached, scored
+            [CompletionOutput(ids, step.finish, reason, logprobs)], job.prompt, None, scored
         )
 
     def _scores(self, job: _Job, place: int, token: int) -> dict[int, Logprob]:
@@ -357,6 +354,16 @@ _install()
 from . import shipped_companion as shipped  # noqa: E402 - it imports the stand-in
 
 
+class _Carrier(shipped.Carrier):
+    """A carrier that does not join tokens: the tests say in which steps they come."""
+
+    def _add(self, event: Any) -> None:
+        self._waiting[len(self._waiting), event[0]] = event
+
+
+shipped.Carrier = _Carrier
+
+
 class TritonPythonModel(shipped.TritonPythonModel):
     """The shipped model, whose requests are recorded."""
 
@@ -367,7 +374,8 @@ class TritonPythonModel(shipped.TritonPythonModel):
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            # Not what only keeps a carrier going.
-            if not request.request_id().startswith("carrier-"):
+            # Not what keeps a carrier going, and cancels.
+            text = as_text(pb.get_input_tensor_by_name(request, "request").as_numpy()[0])
+            if json.loads(text).get("kind") not in ("carrier", "credit", "cancel"):
                 _Site.recorder.request(request, but=("carrier",))
         super().execute(requests)
