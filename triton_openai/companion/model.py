@@ -26,7 +26,6 @@ import gc
 import inspect
 import io
 import json
-import os
 import sys
 import threading
 import time
@@ -67,14 +66,23 @@ class Refused(Exception):
         self.fields = {"kind": kind, "message": message, "param": param}
 
 
+def died():
+    """Return the error for a request that an engine that has died cannot answer."""
+    return Refused("The model's engine has died, and starts again.", kind="dead")
+
+
 def error_fields(error):
     """Return *error* as the contract writes it."""
     if isinstance(error, Refused):
         return error.fields
     client = any(kind.__name__ == "VLLMClientError" for kind in type(error).__mro__)
     if client or isinstance(error, (ValueError, TypeError, NotImplementedError)):
-        # vLLM's own validation: its error may name the parameter.
-        return {"kind": "invalid", "message": str(error), "param": getattr(error, "parameter", None)}
+        # vLLM's own validation: its error may name the parameter, and then says so in its text again.
+        param = getattr(error, "parameter", None)
+        message = str(error)
+        if param is not None and error.args:
+            message = str(error.args[0])
+        return {"kind": "invalid", "message": message, "param": param}
     return {"kind": "engine", "message": str(error) or type(error).__name__, "param": None}
 
 
@@ -234,7 +242,8 @@ class TritonPythonModel:
         self.name = args["model_name"]
         #: By name; used in the engine's loop only.
         self.carriers = {}
-        self._ended = False
+        #: None until the engine has started, and while it starts again.
+        self.engine = None
         started = []
         ready = threading.Event()
         threading.Thread(target=self._run, args=(folder, started, ready), daemon=True, name="engine").start()
@@ -264,28 +273,40 @@ class TritonPythonModel:
         gc.collect()
         gc.freeze()
         ready.set()
-        watching = asyncio.create_task(self._watch())
+        watching = asyncio.create_task(self._watch(folder))
         await self._stop.wait()
         watching.cancel()
-        self.engine.shutdown()
+        if self.engine is not None:
+            self.engine.shutdown()
 
-    async def _watch(self):
+    async def _watch(self, folder):
         while True:
             await asyncio.sleep(HEALTH)
             if self.engine.dead:
-                self.die()
+                await self._start_again(folder)
 
-    def die(self):
-        """End the process: its engine is dead, and Triton starts a new one."""
-        if self._ended:
-            return
-        self._ended = True
-        log("the engine is dead: the process ends")
+    async def _start_again(self, folder):
+        """
+        Replace an engine that has died; until then requests are refused.
+
+        Triton does not start a model's process again that has ended, so this one stays.
+        """
+        log("the engine has died, and starts again")
+        dead = self.engine
+        self.engine = None
         for carrier in self.carriers.values():
             for stream in list(carrier.streams.values()):
-                carrier.fail(stream, Refused("The model's engine has died.", kind="dead"))
-        # The carriers' threads send these errors before the process ends.
-        self.loop.call_later(PULSE, os._exit, 1)
+                carrier.fail(stream, died())
+        # What the streams are told goes out first: the engine's start holds this loop.
+        await asyncio.sleep(PULSE)
+        with contextlib.suppress(Exception):
+            dead.shutdown()
+        while self.engine is None:
+            try:
+                self.engine = Engine(folder)
+            except Exception as error:
+                log(f"the engine does not start: {error}")
+                await asyncio.sleep(10 * HEALTH)
 
     def finalize(self):
         """Stop the engine."""
@@ -298,6 +319,8 @@ class TritonPythonModel:
             try:
                 message, carrier = read(request)
                 media = media_of(request)
+                if self.engine is None:
+                    raise died()
             except Exception as error:
                 answer(sender, {"e": error_fields(error)})
                 continue
@@ -307,8 +330,8 @@ class TritonPythonModel:
         """Begin what *message* asks for; runs in the engine's loop."""
         kind = message.get("kind")
         try:
-            if self._ended:
-                raise Refused("The model's engine has died.", kind="dead")
+            if self.engine is None:
+                raise died()
             if kind in ("embed", "classify", "info"):
                 self.loop.create_task(self._answer(sender, message, media, request_id))
                 return
@@ -351,9 +374,13 @@ class TritonPythonModel:
                 # Cancelled meanwhile, or done: then this does nothing.
                 await self.engine.abort([stream.name])
         except Exception as error:
-            carrier.fail(stream, error)
-            if self.engine.dead:
-                self.die()
+            carrier.fail(stream, self._explained(error))
+
+    def _explained(self, error):
+        """Return *error*, or that the engine has died if it has."""
+        if self.engine is None or self.engine.dead:
+            return died()
+        return error
 
     def _output(self, stream, output):
         """Pass on an output of the engine, or its error; runs in the engine's loop."""
@@ -362,9 +389,7 @@ class TritonPythonModel:
             # An abort has a last output too.
             return
         if isinstance(output, Exception):
-            carrier.fail(stream, output)
-            if self.engine.dead:
-                self.die()
+            carrier.fail(stream, self._explained(output))
             return
         choice = output.outputs[0]
         ids = list(choice.token_ids)
@@ -385,7 +410,11 @@ class TritonPythonModel:
     def _cancel(self, carrier, number):
         stream = carrier.streams.pop(number, None)
         if stream is not None:
-            self.loop.create_task(self.engine.abort([stream.name]))
+            self._abort([stream.name])
+
+    def _abort(self, names):
+        if self.engine is not None and names:
+            self.loop.create_task(self.engine.abort(names))
 
     def lost(self, carrier):
         """Forget *carrier*, and end its streams."""
@@ -395,7 +424,7 @@ class TritonPythonModel:
         carrier.streams = {}
         if names:
             log(f"carrier {carrier.name} has gone: {len(names)} streams end")
-            self.loop.create_task(self.engine.abort(names))
+        self._abort(names)
 
     async def _answer(self, sender, message, media, request_id):
         """Answer a request that has one response."""

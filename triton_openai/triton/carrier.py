@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from triton_openai.errors import (
     UpstreamError,
 )
 from triton_openai.triton.client import Receiver, ResponseStream, TritonClient
+from triton_openai.triton.revival import Revivals
 from triton_openai.triton.status import classify, cut_off_error, public_reason
 from triton_openai.triton.tensors import CarriedResponse, Delivery, InferRequest, InferResponse, Tensor
 
@@ -36,6 +38,11 @@ from triton_openai.triton.tensors import CarriedResponse, Delivery, InferRequest
 _ACKNOWLEDGED_AFTER = 8
 # Seconds after which a carrier without streams is closed: an open request keeps Triton from unloading the model.
 _IDLE_SECONDS = 5.0
+# Seconds without a response after which the model's process is taken for dead: an idle carrier gets one each second.
+# Triton says nothing of a process that was killed, and does not start another one.
+SILENCE = 10.0
+# Seconds between two looks at the silence.
+_LOOK = 1.0
 # Bytes of what a paused stream has received, before it ends: its client reads too slowly.
 _MAX_WAITING = 1024 * 1024
 # About the bytes of a token with its log probabilities.
@@ -44,9 +51,10 @@ _SCORES_SIZE = 200
 
 
 class _Deliveries(msgspec.Struct, gc=False):
-    """A response of a carrier."""
+    """A response of a carrier; with a fault, it is the only one."""
 
-    number: int = msgspec.field(name="n")
+    number: int = msgspec.field(name="n", default=0)
+    fault: Any = msgspec.field(name="e", default=None)
     deliveries: list[Delivery] = msgspec.field(name="d", default_factory=list)
 
 
@@ -113,13 +121,14 @@ class Carriers:
 
     def __init__(self) -> None:
         self._carriers: dict[tuple[TritonClient, str], Carrier] = {}
+        self._revivals = Revivals()
 
     def stream(self, client: TritonClient, request: InferRequest, receiver: Receiver) -> ResponseStream:
         """Send a carried request over *client*; what it produces reaches *receiver*."""
         key = (client, request.model)
         carrier = self._carriers.get(key)
         if carrier is None or carrier.closed:
-            carrier = self._carriers[key] = Carrier(client, request)
+            carrier = self._carriers[key] = Carrier(client, request, self._revivals.start)
         return CarriedStream(carrier, request, receiver)
 
     def close(self) -> None:
@@ -127,16 +136,21 @@ class Carriers:
         for carrier in self._carriers.values():
             carrier.close()
         self._carriers.clear()
+        self._revivals.close()
 
 
 class Carrier:
     """
     A carrier to one model, as the receiver of its responses.
 
-    It is opened by the first stream, which waits with the others until the model has answered.
+    It is opened by the first stream, which waits with the others until the model has answered. *silent* is called with
+    client and model when the model's process does not answer.
     """
 
-    def __init__(self, client: TritonClient, request: InferRequest) -> None:
+    def __init__(
+        self, client: TritonClient, request: InferRequest, silent: Callable[[TritonClient, str], None]
+    ) -> None:
+        self._silent = silent
         self.client = client
         self.model = request.model
         self.closed = False
@@ -148,6 +162,9 @@ class Carrier:
         self._read = 0
         self._acknowledged = 0
         self._idle: asyncio.TimerHandle | None = None
+        # When the model was heard last.
+        self._heard = monotonic()
+        self._looking = asyncio.get_running_loop().call_later(_LOOK, self._look)
         opening = self._message("carrier", 0, f"carrier-{self._name}", request)
         self._stream = client.stream(opening, self)
 
@@ -211,6 +228,9 @@ class Carrier:
             answer = _decode(text)
         except _UNREADABLE as error:
             raise InvalidAnswer("it cannot be read", model=self.model, detail=str(error)) from error
+        self._heard = monotonic()
+        if answer.fault is not None:
+            raise fault_error(answer.fault, self.model)
         if self._open and answer.number != self._read + 1:
             raise InvalidAnswer("a response of a carrier is missing", model=self.model)
         self._read = answer.number
@@ -225,6 +245,16 @@ class Carrier:
             if stream is not None:
                 stream.take(delivery)
 
+    def _look(self) -> None:
+        """Take it that the model's process has died, if nothing has come for too long."""
+        silent = monotonic() - self._heard
+        if silent < SILENCE:
+            self._looking = asyncio.get_running_loop().call_later(_LOOK, self._look)
+            return
+        error = ModelCrashed(f"The model's process has not answered for {SILENCE:g} seconds.", retry_after=SILENCE)
+        self._lose(error)
+        self._silent(self.client, self.model)
+
     def end(self, error: Exception | None) -> None:
         """Take the end of the carrier: that of all its streams."""
         self._lose(error or cut_off_error("the carrier of its streams has ended"))
@@ -232,6 +262,7 @@ class Carrier:
     def close(self) -> None:
         """Close the carrier; the model ends what streams there are."""
         self.closed = True
+        self._looking.cancel()
         if self._idle is not None:
             self._idle.cancel()
         self._stream.close()
