@@ -1,4 +1,4 @@
-"""The command ``triton-openai``: serve, demo and inspect."""
+"""The command ``triton-openai``: serve, demo, inspect and model-repository."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import structlog
 
 from triton_openai.cli.aliases import translate
 from triton_openai.cli.arguments import DEFAULTS, parse
+from triton_openai.cli.model_repository import COMMAND, run
 from triton_openai.config.reload import Source
 from triton_openai.config.sources import config_file, load_settings
 from triton_openai.errors import ConfigurationError, ServiceError
@@ -28,8 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 after a clean end, 1 when the command failed, 2 with one sentence on stderr for wrong arguments or settings.
     """
+    given = list(arguments or ())
+    if arguments is None:
+        given = sys.argv[1:]
     try:
-        written, environ, warnings = translate(sys.argv[1:] if arguments is None else arguments, os.environ)
+        if given[:1] == [COMMAND]:
+            return run(given[1:])
+        written, environ, warnings = translate(given, os.environ)
         parsed = parse(written)
         if parsed.command == "serve":
             # Ignored until the service can reload its settings: the default action would end the process.

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from triton_openai import __version__
+from triton_openai.cli.model_repository import COMMAND, PURPOSE
 from triton_openai.config.options import Option, bare_type, options
 from triton_openai.config.sources import refuse_if_file_only
 from triton_openai.config.tree import Settings
@@ -121,12 +122,13 @@ def parse(arguments: Sequence[str]) -> Parsed:
 def _check_command(first: str) -> None:
     if first in (*_COMMANDS, "-h", "--help", "--version"):
         return
+    known = (*_COMMANDS, COMMAND)
     if first[:1] in ("", "-"):
         problem = "The command is missing."
     else:
         problem = f"There is no command {first!r}."
     raise ConfigurationError(
-        f"{problem}{closest(first, _COMMANDS)} The commands are {', '.join(_COMMANDS)}. See triton-openai --help."
+        f"{problem}{closest(first, known)} The commands are {', '.join(known)}. See triton-openai --help."
     )
 
 
@@ -166,6 +168,8 @@ def build_parser(*, everything: bool) -> argparse.ArgumentParser:
             for switch, (help_text, keywords) in _DEMO_SWITCHES.items():
                 command.add_argument(f"--{switch}", help=help_text, **keywords)
         _add_settings(command, name, everything=everything)
+    # It has flags of its own, and reads them itself.
+    commands.add_parser(COMMAND, help=PURPOSE, add_help=False)
     return parser
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -16,9 +17,11 @@ CONFIG_FILE = "config.pbtxt"
 ENGINE_FILE = "engine.json"
 BACKEND_FILE = "model.json"
 MODEL_FILE = "model.py"
+LORA_FILE = "multi_lora.json"
 #: What is kept of a model of the vLLM backend, to convert it back.
 KEPT_CONFIG = "config.pbtxt.vllm-backend"
 
+_NONE: Mapping[str, str] = MappingProxyType({})
 _CONFIG = """\
 # Written by triton-openai: vLLM inside Triton's Python backend.
 backend: "python"
@@ -55,9 +58,11 @@ def runner_of(arguments: Mapping[str, Any]) -> str:
     return "generate"
 
 
-def write(to: Path, name: str, arguments: Mapping[str, Any]) -> Path:
+def write(to: Path, name: str, arguments: Mapping[str, Any], loras: Mapping[str, str] = _NONE) -> Path:
     """
     Write the model *name* with the engine's *arguments* into the repository *to*, and return its folder.
+
+    *loras* has the folders of LoRA adapters by their names.
 
     Raises :class:`ConfigurationError` if the repository has such a model.
     """
@@ -69,6 +74,8 @@ def write(to: Path, name: str, arguments: Mapping[str, Any]) -> Path:
     (folder / CONFIG_FILE).write_text(config_text(arguments), encoding="utf-8")
     (version / MODEL_FILE).write_text(model_code(), encoding="utf-8")
     (version / ENGINE_FILE).write_text(json.dumps(arguments, indent=2) + "\n", encoding="utf-8")
+    if loras:
+        (version / LORA_FILE).write_text(json.dumps(loras, indent=2) + "\n", encoding="utf-8")
     return folder
 
 
