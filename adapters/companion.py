@@ -35,8 +35,12 @@ _log = structlog.get_logger(__name__)
 #: The parameter of the model's configuration that names the contract, and the versions that are known.
 CONTRACT = "triton_openai_contract"
 VERSIONS = ("1",)
-#: The parameter that says what the engine is loaded for.
+#: The parameter that says what the engine is loaded for: ``generate``, ``embed`` or ``classify``.
 RUNNER = "triton_openai_runner"
+#: The parameter that says by what the engine orders its queue.
+SCHEDULING = "triton_openai_scheduling"
+#: The levels of priority of an engine that orders its queue by them.
+LEVELS = 10
 
 _REQUEST = "request"
 _CARRIER = "carrier"
@@ -48,8 +52,9 @@ _SAMPLING = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_tokens", "seed"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("stop_token_ids", "ignore_eos", "min_p", "bad_words", "allowed_token_ids", "logit_bias"),
+    "thinking_token_budget",
 )
-_INTEGERS = {**dict.fromkeys(("max_tokens", "top_k", "min_tokens"), "INT32"), "seed": "INT64"}
+_INTEGERS = {**dict.fromkeys(("max_tokens", "top_k", "min_tokens", "thinking_token_budget"), "INT32"), "seed": "INT64"}
 PARAMETERS: tuple[Parameter, ...] = (
     *(Parameter(name, target=f"sampling.{name}", datatype=_INTEGERS.get(name)) for name in _SAMPLING),
     Parameter("logprobs", target="return.logprobs", datatype="INT32"),
@@ -87,6 +92,7 @@ class _Vector(msgspec.Struct):
     error: Any = msgspec.field(name="e", default=None)
 
 
+_JOBS: Mapping[str, Sequence[JobType]] = {"embed": (EmbeddingJob,), "classify": (ClassificationJob,)}
 _arguments = msgspec.json.Decoder(dict[str, Any])
 _vector = msgspec.json.Decoder(_Vector)
 
@@ -100,10 +106,10 @@ class Companion(Adapter):
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
-        if config.parameter(RUNNER) == "pooling":
-            self.jobs: Sequence[JobType] = (EmbeddingJob, ClassificationJob)
-        else:
-            self.jobs = (Generation,)
+        self.jobs = _JOBS.get(config.parameter(RUNNER) or "", (Generation,))
+        levels = 0
+        if config.parameter(SCHEDULING) == "priority":
+            levels = LEVELS
         self.capabilities = Capabilities(
             streaming=True,
             usage=True,
@@ -116,6 +122,7 @@ class Companion(Adapter):
             cumulative_logprob=True,
             prompt_logprobs=True,
             token_ids=True,
+            priority_levels=levels,
             lora="name",
             images=math.inf if _MEDIA in config.inputs else 0,
             audio=_MEDIA in config.inputs,
@@ -247,6 +254,9 @@ class Companion(Adapter):
         }
         if returns:
             body["return"] = returns
+        if generation.priority:
+            # Of vLLM's priorities the lowest comes first, and 0 is that of requests that bring none.
+            body["priority"] = generation.priority - LEVELS
         if generation.lora is not None:
             body["lora"] = {"name": generation.lora.name, "path": generation.lora.path}
         inputs = []

@@ -51,6 +51,7 @@ _INTEGERS = {**dict.fromkeys(("max_tokens", "top_k", "min_tokens", "logprobs"), 
 PARAMETERS: tuple[Parameter, ...] = (
     *(Parameter(name, target=f"{_KEYS}.{name}", datatype=_INTEGERS.get(name)) for name in _SAMPLING),
     Parameter("length_penalty"),
+    Parameter("thinking_token_budget"),
     # JSON makes text of the token ids, which fails the request.
     Parameter("logit_bias", why="Triton's vLLM backend cannot read it"),
 )

@@ -206,6 +206,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: bool = False
     #: A logit bias is sent as texts, each of which the backend tokenizes with its special tokens.
     bias_words: bool = False
+    #: The levels of priority that the engine itself has; 1 comes first.
+    priority_levels: int = 0
     #: How a request names a LoRA adapter: by its name, by the path from which the backend reads the weights, or with
     #: the weights in this format.
     lora: LoraFormat | Literal["name", "path"] | None = None

@@ -12,10 +12,15 @@ class Kind(Enum):
     """Why answers differ; the value is the heading in the document."""
 
     BACKEND = "Limits of Triton's vLLM backend"
+    COMPANION = "Limits of the companion model"
     STANDARD = "As OpenAI and Anthropic document it"
     DESIGN = "By design"
     EXTENSION = "Parameters and fields of vLLM's own"
     FAULT = "Faults of vLLM's server"
+
+
+#: The name of the service in front of the companion model, among those that are compared.
+COMPANION = "companion"
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,12 @@ class Reason:
     why: str
     requests: str
     places: str = "status"
+
+    def concerns(self, server: str) -> bool:
+        """Return whether it can be the reason of what the service named *server* answers."""
+        if server == COMPANION:
+            return self.kind is not Kind.BACKEND
+        return self.kind is not Kind.COMPANION
 
 
 #: What readers are told of each, and what it holds for (see :class:`Reason`).
@@ -161,6 +172,9 @@ _ROWS: Mapping[Kind, Sequence[tuple[str, ...]]] = {
 REASONS: Sequence[Reason] = [Reason(kind, *row) for kind, rows in _ROWS.items() for row in rows]
 
 
-def reason_of(request: str, place: str) -> Reason | None:
-    """Return why the answers to *request* differ at *place*, where that is known: the first reason that holds."""
-    return next((one for one in REASONS if re.search(one.requests, request) and re.fullmatch(one.places, place)), None)
+def reason_of(request: str, place: str, server: str) -> Reason | None:
+    """Return why *server* answers *request* otherwise at *place*, if that is known: the first reason that holds."""
+    for one in REASONS:
+        if one.concerns(server) and re.search(one.requests, request) and re.fullmatch(one.places, place):
+            return one
+    return None

@@ -394,7 +394,7 @@ class Run:
         if lora is not generation.lora:
             generation = replace(generation, lora=lora)
         (request,) = self._adapter.encode(generation)
-        if generation.priority:
+        if generation.priority and not request.carried:
             # Of a line of a batch nobody asked for it: without gRPC it goes without.
             expressible = request.json_expressible and self._sender.priority > 0
             request = replace(request, priority=generation.priority, json_expressible=expressible)

@@ -197,6 +197,13 @@ class StopStrings:
             return text
         return text.removesuffix(self.matched)
 
+    def skip(self, piece: str) -> str:
+        """Return the text that can be shown now where no stop string may end in *piece* yet."""
+        text = self._held + piece
+        keep = self._could_begin(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
     def flush(self) -> str:
         """Return the delayed text, which cannot become a stop string any more."""
         held = self._held
@@ -293,17 +300,26 @@ class StopStage:
     """
     Cuts the answer at a stop string. *backend_stops* is whether the backend finds stop strings and ends the answer.
 
-    ``cut`` is whether the answer ends although the backend continues.
+    As in vLLM, a stop string that ends within the first *min_tokens* tokens does not count. ``cut`` is whether the
+    answer ends although the backend continues.
     """
 
-    def __init__(self, stops: StopStrings, progress: AnswerState, *, backend_stops: bool) -> None:
+    def __init__(
+        self, stops: StopStrings, progress: AnswerState, *, backend_stops: bool, min_tokens: int = 0
+    ) -> None:
         self.stops = stops
         self.cut = False
+        self._skipped = min_tokens
         self._progress = progress
         self._backend_stops = backend_stops
 
     def feed(self, delta: Delta) -> None:
         """Set the text of *delta* to what can be shown."""
+        if self._skipped > 0:
+            self._skipped -= delta.tokens or 0
+            if self._skipped >= 0:
+                delta.text = self.stops.skip(delta.text)
+                return
         reported = self._backend_stops and delta.finish_reason is FinishReason.STOP
         if reported:
             delta.text = self.stops.end(delta.text)
@@ -358,7 +374,12 @@ class Pipeline:
         # The backend does not cut stop strings, or was asked to show them.
         if sampling.stop and (capabilities.stop is None or (capabilities.stop == "shown" and sampling.stop_showable)):
             stops = StopStrings(sampling.stop, include=include)
-            self._stop = StopStage(stops, progress, backend_stops=capabilities.stop is not None)
+            min_tokens = 0
+            if capabilities.ends_itself:
+                min_tokens = sampling.min_tokens or 0
+            self._stop = StopStage(
+                stops, progress, backend_stops=capabilities.stop is not None, min_tokens=min_tokens
+            )
             stages.append(self._stop.feed)
         if sampling.logprobs is not None:
             # The backend sends token ids in addition to the text.

@@ -437,9 +437,10 @@ class Delivery(msgspec.Struct, gc=False, array_like=True):
 
 
 class CarriedResponse(JsonOutputs, msgspec.Struct, gc=False):
-    """What a carrier brings for one of its streams, as a response of *model*."""
+    """What a carrier brings for one of its streams, as a response of a model."""
 
     delivery: Delivery
+    #: The model that answered.
     model: str = ""
 
     def value(self, name: str) -> Any:
