@@ -185,7 +185,6 @@ CASES: Mapping[str, Case] = {
     "use_beam_search": Case(True, **REFUSED),
     "spaces_between_special_tokens": Case(False, **REFUSED),
     "return_tokens_as_token_ids": Case(True, **REFUSED),
-    "thinking_token_budget": Case(5, **REFUSED),
     "include_reasoning": Case(False, **CHAT, **HARMLESS),
     "priority": Case(1, **REFUSED),
     "modalities": Case(["text", "audio"], **CHAT, **REFUSED),
