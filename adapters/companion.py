@@ -25,7 +25,14 @@ from triton_openai.adapters._common.base import (
     check_range,
     with_engine_arguments,
 )
-from triton_openai.errors import ConfigurationError, InvalidAnswer, RequestRefused, ServiceError, UpstreamError
+from triton_openai.errors import (
+    ConfigurationError,
+    InvalidAnswer,
+    PromptRefused,
+    RequestRefused,
+    ServiceError,
+    UpstreamError,
+)
 from triton_openai.generation import Alternative, Delta, FinishReason, Generation, Guide, Sampling, TokenLogprob
 from triton_openai.jobs import ClassificationJob, ClassificationResult, EmbeddingJob, EmbeddingResult, JobType
 from triton_openai.triton.tensors import CarriedResponse, InferRequest, InferResponse, ModelConfig, Scored
@@ -37,9 +44,7 @@ CONTRACT = "triton_openai_contract"
 VERSIONS = ("1",)
 #: The parameter that says what the engine is loaded for: ``generate``, ``embed`` or ``classify``.
 RUNNER = "triton_openai_runner"
-#: The parameter that says by what the engine orders its queue.
-SCHEDULING = "triton_openai_scheduling"
-#: The levels of priority of an engine that orders its queue by them.
+#: The levels of priority. An engine whose ``scheduling_policy`` is another one takes them, and does as without.
 LEVELS = 10
 
 _REQUEST = "request"
@@ -107,9 +112,6 @@ class Companion(Adapter):
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
         self.jobs = _JOBS.get(config.parameter(RUNNER) or "", (Generation,))
-        levels = 0
-        if config.parameter(SCHEDULING) == "priority":
-            levels = LEVELS
         self.capabilities = Capabilities(
             streaming=True,
             usage=True,
@@ -122,7 +124,7 @@ class Companion(Adapter):
             cumulative_logprob=True,
             prompt_logprobs=True,
             token_ids=True,
-            priority_levels=levels,
+            priority_levels=LEVELS,
             lora="name",
             images=math.inf if _MEDIA in config.inputs else 0,
             audio=_MEDIA in config.inputs,
@@ -208,7 +210,9 @@ class Companion(Adapter):
             raise InvalidAnswer("it has another number of vectors than inputs", model=self.config.name)
         if isinstance(job, EmbeddingJob):
             return EmbeddingResult(vectors=vectors, prompt_tokens=tokens)
-        return ClassificationResult(values=[memoryview(one).cast("f").tolist() for one in vectors], prompt_tokens=tokens)
+        return ClassificationResult(
+            values=[memoryview(one).cast("f").tolist() for one in vectors], prompt_tokens=tokens
+        )
 
     def _vector(self, response: InferResponse, text: str) -> _Vector:
         try:
@@ -238,6 +242,9 @@ class Companion(Adapter):
             raise ConfigurationError(
                 f"The model '{self.config.name}' takes token ids: give its tokenizer with --tokenizer."
             )
+        if not generation.prompt:
+            # As in vLLM's server: the special token in front of it could be continued.
+            raise PromptRefused("The prompt is empty: there is nothing to continue.")
         returns = {}
         count = generation.sampling.logprobs
         if count is None and generation.cumulative_logprob:

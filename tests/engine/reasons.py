@@ -66,7 +66,16 @@ _ROWS: Mapping[Kind, Sequence[tuple[str, ...]]] = {
         ("`stop_reason` with `min_tokens`", "Null: the backend does not say which stop string has ended the answer.",
          ": min_tokens", r"choices\[\]\.stop_reason"),
     ],
+    Kind.COMPANION: [
+        ("`use_beam_search`, `add_special_tokens` in chats", "Refused: the service does neither.",
+         "beam search|^chat: special tokens added"),
+    ],
     Kind.STANDARD: [
+        ("`usage`: cached tokens",
+         "The companion model counts them, as OpenAI and Anthropic document it; the latter's `input_tokens` are without"
+         " them. vLLM's server counts them with `--enable-prompt-tokens-details`.", "",
+         r".*usage\.(prompt_tokens_details|cache_read_input_tokens)|message.*usage\.input_tokens|usage\.input_tokens"),
+        ("`GET /v1/chat/completions`", "The chats that were stored. vLLM's server stores none.", "^bad: a GET"),
         ("errors: `type`, `code`",
          "OpenAI's names. vLLM's `type` is the name of a class or of the status, and its `code` the status.", "",
          r"error\.(type|code)"),
@@ -149,8 +158,11 @@ _ROWS: Mapping[Kind, Sequence[tuple[str, ...]]] = {
         ("`/v1/messages/count_tokens`", "Without `context_management`.", "^count_tokens: ", "context_management"),
     ],
     Kind.FAULT: [
+        ("`echo` with `logprobs`", "vLLM sends `prompt_logprobs` too, asked for or not.", "^completion: echo with log",
+         r"choices\[\]\.prompt_logprobs"),
         ("log probabilities of half a character",
          "A token that is a part of a character is shown as U+FFFD, with its bytes. vLLM shows an empty text.", "",
+         r"choices\[\]\.prompt_logprobs\[\]\.\d+\.decoded_token|"
          r"choices\[\]\.logprobs\.((tokens|text_offset)\[\]|top_logprobs\[\]\.(.*\ufffd.*)?)|"
          r"choices\[\]\.logprobs\.content\[\](\.top_logprobs\[\])?\.(bytes|token)"),
         ("streams with `echo`", "vLLM shows the ids of the prompt, asked for or not.", "echo",

@@ -304,9 +304,7 @@ class StopStage:
     answer ends although the backend continues.
     """
 
-    def __init__(
-        self, stops: StopStrings, progress: AnswerState, *, backend_stops: bool, min_tokens: int = 0
-    ) -> None:
+    def __init__(self, stops: StopStrings, progress: AnswerState, *, backend_stops: bool, min_tokens: int = 0) -> None:
         self.stops = stops
         self.cut = False
         self._skipped = min_tokens
@@ -377,9 +375,7 @@ class Pipeline:
             min_tokens = 0
             if capabilities.ends_itself:
                 min_tokens = sampling.min_tokens or 0
-            self._stop = StopStage(
-                stops, progress, backend_stops=capabilities.stop is not None, min_tokens=min_tokens
-            )
+            self._stop = StopStage(stops, progress, backend_stops=capabilities.stop is not None, min_tokens=min_tokens)
             stages.append(self._stop.feed)
         if sampling.logprobs is not None:
             # The backend sends token ids in addition to the text.

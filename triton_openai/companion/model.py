@@ -401,7 +401,9 @@ class TritonPythonModel:
             usage = [len(output.prompt_token_ids or ()), output.num_cached_tokens, stream.completion]
             event += [finish, choice.stop_reason, usage]
         if stream.logprobs is not None and choice.logprobs:
-            padded(event, 5)[5] = [position(entry, token, stream.logprobs) for entry, token in zip(choice.logprobs, ids)]
+            padded(event, 5)[5] = [
+                position(entry, token, stream.logprobs) for entry, token in zip(choice.logprobs, ids)
+            ]
         if output.prompt_logprobs:
             padded(event, 7)[7] = prompt_positions(output)
         if ids or len(event) > 2:
@@ -691,7 +693,9 @@ class Engine:
         params = self.PoolingParams(task=message["kind"], **values)
         prompt = self._prompt(message, [])
         result = None
-        async for output in self._engine.encode(prompt, params, request_id, lora_request=self._lora(message.get("lora"))):
+        async for output in self._engine.encode(
+            prompt, params, request_id, lora_request=self._lora(message.get("lora"))
+        ):
             result = output
         if result is None:
             raise Refused("The engine gave no answer.", kind="engine")
@@ -703,8 +707,13 @@ def multi_modal_data(described, media):
     """Return the files of a request as vLLM takes them. Raises Refused for what cannot be read."""
     data = {}
     for one in described:
-        kind = one["type"]
-        raw = media[one["at"]]
+        kind = one.get("type")
+        place = one.get("at")
+        if kind not in READERS:
+            raise Refused(f"There is no medium {kind!r}.", "media", "unsupported")
+        if type(place) is not int or not 0 <= place < len(media):
+            raise Refused(f"The request has no file {place}.", "media")
+        raw = media[place]
         if one.get("encoding") == "base64":
             try:
                 raw = base64.b64decode(raw, validate=True)

@@ -36,7 +36,6 @@ output [ {{ name: "response" data_type: TYPE_STRING dims: [ 1 ] }} ]
 instance_group [ {{ count: 1 kind: KIND_MODEL }} ]
 parameters {{ key: "triton_openai_contract" value: {{ string_value: "1" }} }}
 parameters {{ key: "triton_openai_runner" value: {{ string_value: "{runner}" }} }}
-parameters {{ key: "triton_openai_scheduling" value: {{ string_value: "{scheduling}" }} }}
 parameters {{ key: "FORCE_CPU_ONLY_INPUT_TENSORS" value: {{ string_value: "yes" }} }}
 """
 
@@ -48,7 +47,7 @@ def model_code() -> str:
 
 def config_text(arguments: Mapping[str, Any]) -> str:
     """Return the text of the model's configuration for an engine with these *arguments*."""
-    return _CONFIG.format(runner=runner_of(arguments), scheduling=arguments.get("scheduling_policy", "fcfs"))
+    return _CONFIG.format(runner=runner_of(arguments))
 
 
 def runner_of(arguments: Mapping[str, Any]) -> str:

@@ -24,6 +24,8 @@ from .scripted import engine_for
 from .tensors import Recorder, as_text
 from .text import Vocabulary
 
+#: The error with which a test has the engine die.
+DEATH = "the engine dies"
 _MAX_LOGPROBS = 20
 _GUIDES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -263,6 +265,8 @@ class AsyncLLM:
             event = "finished"
         except EngineFailure as failure:
             event = "failed"
+            # As when vLLM's engine process has ended.
+            self.errored = str(failure) == DEATH
             job.collector.put(RuntimeError(str(failure)))
         finally:
             generation.close()
@@ -284,9 +288,7 @@ class AsyncLLM:
             scored = [None, *(self._prompt_scores(job, place) for place in range(1, len(job.prompt)))]
             job.scored = True
         job.sent += len(ids)
-        return RequestOutput(
-            [CompletionOutput(ids, step.finish, reason, logprobs)], job.prompt, None, scored
-        )
+        return RequestOutput([CompletionOutput(ids, step.finish, reason, logprobs)], job.prompt, None, scored)
 
     def _scores(self, job: _Job, place: int, token: int) -> dict[int, Logprob]:
         top = job.generation.scores.top(place, token, job.params.logprobs or 0, len(self._vocabulary))
