@@ -82,7 +82,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``max_tokens`` counts new tokens; with 0 the model is not asked for any. ``stop`` strings never appear in the
     answer, unless ``include_stop_str_in_output``. ``logprobs`` is how many alternatives to report beside each chosen
-    token. ``logit_bias`` holds token ids and what is added to their logits. ``thinking_token_budget`` is the most tokens
+    token. ``logit_bias`` holds token ids and what is added to their logits. ``thinking_token_budget`` limits the tokens
     of a model's reasoning, -1 for no limit.
     """
 

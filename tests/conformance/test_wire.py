@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 from tests.conformance.calls import (
     ADDS_BOS,
     BREAKS_CHARACTERS,
+    COUNTS_END,
     ENGINES,
     MODELS,
     PATHS,
-    COUNTS_END,
     STREAMING,
     ask,
     id_of,

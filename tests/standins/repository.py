@@ -244,7 +244,8 @@ SYNTHESIZERS: Mapping[str, tuple[list[str], str, dict[str, Any]]] = {
 }  # fmt: skip
 #: Models that need a tokenizer, and whose configuration names none: the tests' settings do.
 WITHOUT_TOKENIZER = (
-    "tensorrt_llm_llmapi", "vllm_model", "companion", "text_model", "text_embedding", "text_rerank_ids", "text_classification_ids",
+    "tensorrt_llm_llmapi", "vllm_model", "companion", "text_model", "text_embedding", "text_rerank_ids",
+    "text_classification_ids",
 )  # fmt: skip
 #: The models that the demo does not serve.
 FURTHER: Mapping[str, Builder] = {

@@ -1,8 +1,9 @@
 """
 vLLM inside Triton's Python backend: token ids in, token ids out. This file is the model's ``1/model.py``.
 
-It needs the standard library, NumPy and vLLM, and nothing of triton-openai. Beside it lies ``engine.json`` with the
-arguments of vLLM's engine, and ``multi_lora.json`` where the model has LoRA adapters.
+It is one file, however long, so that it can be copied into any model repository. It needs the standard library, NumPy
+and vLLM, and nothing of triton-openai. Beside it lies ``engine.json`` with the arguments of vLLM's engine, and
+``multi_lora.json`` where the model has LoRA adapters.
 
 Contract 1. A client opens a *carrier*, a request that stays open. Its generations are small requests that end at once;
 their tokens come over the carrier, those of all its streams in one response per turn of the engine::
@@ -59,7 +60,11 @@ IDS = ("stop_token_ids", "allowed_token_ids")
 
 
 class Refused(Exception):
-    """A request that is not run. *kind* is ``invalid``, ``unsupported``, ``lora``, ``overloaded``, ``engine`` or ``dead``."""
+    """
+    A request that is not run.
+
+    *kind* is ``invalid``, ``unsupported``, ``lora``, ``overloaded``, ``engine`` or ``dead``.
+    """
 
     def __init__(self, message, param=None, kind="invalid"):
         super().__init__(message)
@@ -187,7 +192,7 @@ class Carrier:
                     break
                 self._sent += 1
                 self._send({"n": self._sent, "d": events})
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - Triton's errors have no class of their own
             log(f"carrier {self.name} is lost: {error}")
         with contextlib.suppress(Exception):
             self._sender.send(flags=FINAL)
@@ -265,7 +270,7 @@ class TritonPythonModel:
         self._stop = asyncio.Event()
         try:
             self.engine = Engine(folder)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the engine may fail in any way
             started.append(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             ready.set()
             return
@@ -304,7 +309,7 @@ class TritonPythonModel:
         while self.engine is None:
             try:
                 self.engine = Engine(folder)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the engine may fail in any way
                 log(f"the engine does not start: {error}")
                 await asyncio.sleep(10 * HEALTH)
 
@@ -321,7 +326,7 @@ class TritonPythonModel:
                 media = media_of(request)
                 if self.engine is None:
                     raise died()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - each request has its answer
                 answer(sender, {"e": error_fields(error)})
                 continue
             self.loop.call_soon_threadsafe(self._take, sender, message, carrier, media, request.request_id())
@@ -351,7 +356,7 @@ class TritonPythonModel:
                 self._begin(carrier, number, message, media, request_id)
             elif kind == "cancel":
                 self._cancel(carrier, number)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - each request has its answer
             answer(sender, {"e": error_fields(error)})
             return
         sender.send(flags=FINAL)
@@ -373,7 +378,7 @@ class TritonPythonModel:
             if carrier.streams.get(stream.number) is not stream:
                 # Cancelled meanwhile, or done: then this does nothing.
                 await self.engine.abort([stream.name])
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the engine may fail in any way
             carrier.fail(stream, self._explained(error))
 
     def _explained(self, error):
@@ -402,7 +407,7 @@ class TritonPythonModel:
             event += [finish, choice.stop_reason, usage]
         if stream.logprobs is not None and choice.logprobs:
             padded(event, 5)[5] = [
-                position(entry, token, stream.logprobs) for entry, token in zip(choice.logprobs, ids)
+                position(entry, token, stream.logprobs) for entry, token in zip(choice.logprobs, ids, strict=False)
             ]
         if output.prompt_logprobs:
             padded(event, 7)[7] = prompt_positions(output)
@@ -436,7 +441,7 @@ class TritonPythonModel:
             else:
                 check_keys(message, KEYS, "")
                 body = await self.engine.pool(message, request_id)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the engine may fail in any way
             body = {"e": error_fields(error)}
         answer(sender, body)
 
@@ -503,7 +508,7 @@ def position(entries, token, count):
 def prompt_positions(output):
     """Return the log probabilities of the prompt's tokens; the first has none."""
     positions = []
-    for token, entries in zip(output.prompt_token_ids, output.prompt_logprobs):
+    for token, entries in zip(output.prompt_token_ids, output.prompt_logprobs, strict=False):
         if not entries:
             positions.append(None)
         else:
@@ -730,7 +735,7 @@ def read_image(raw):
     try:
         image = Image.open(io.BytesIO(raw))
         return image.convert("RGB")
-    except Exception:
+    except Exception:  # noqa: BLE001 - decoders fail in many ways
         raise Refused("An image cannot be read.", "messages") from None
 
 
@@ -745,7 +750,7 @@ def read_audio(raw):
             samples = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
             channels = samples.reshape(-1, file.getnchannels())
             return channels.mean(axis=1).astype(np.float32) / 32768.0, file.getframerate()
-    except Exception:
+    except Exception:  # noqa: BLE001 - decoders fail in many ways
         raise Refused("An audio file cannot be read.", "messages") from None
 
 

@@ -81,8 +81,8 @@ def fault_error(fault: Any, model: str) -> ServiceError:
     """Return our error for what the model says of a request that it does not answer."""
     try:
         said = msgspec.convert(fault, _Fault)
-    except msgspec.ValidationError as error:
-        return InvalidAnswer("its error cannot be read", model=model, detail=str(error))
+    except msgspec.ValidationError as problem:
+        return InvalidAnswer("its error cannot be read", model=model, detail=str(problem))
     if said.kind == "lora":
         return LoraNotLoaded(said.message, param=said.param)
     if said.kind == "unsupported":
@@ -240,10 +240,10 @@ class Carrier:
                 stream.start()
         streams = self._streams
         for delivery in answer.deliveries:
-            stream = streams.get(delivery.stream)
+            receiving = streams.get(delivery.stream)
             # One that was cancelled may have been on its way.
-            if stream is not None:
-                stream.take(delivery)
+            if receiving is not None:
+                receiving.take(delivery)
 
     def _look(self) -> None:
         """Take it that the model's process has died, if nothing has come for too long."""

@@ -8,7 +8,6 @@ import queue
 import sys
 import threading
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ class Owner:
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The model file as a module."""
     backend = types.ModuleType("triton_python_backend_utils")
     backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1  # type: ignore[attr-defined]
@@ -76,7 +75,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    yield module
+    return module
 
 
 def turn(carrier: Any, owner: Owner, *events: list[Any]) -> None:
