@@ -93,12 +93,15 @@ def _compare(chosen: Sequence[Case], answers: Recorded, *, whole: bool) -> int:
                 said = over[names[0]] if reason is None else reason.why
                 verdict = "FAILS" if reason is None else "known"
                 print(f"{verdict} {case.name} over {' and '.join(names)}: {place}: {said}")
-    stale = [reason for reason in REASONS if reason not in differing] if whole else []
+    servers = {name for case in chosen for name in answers[case.name]} - {"vllm"}
+    concerning = [reason for reason in REASONS if any(map(reason.concerns, servers))]
+    stale = [reason for reason in concerning if reason not in differing] if whole else []
     for reason in stale:
         print(f"STALE {reason}")
     counts = {reason: len(names) for reason, names in differing.items()}
     equal = len(chosen) - len(set().union(*differing.values()))
-    if whole:
+    # The page tells of all servers.
+    if whole and {"http", "grpc", COMPANION} <= servers:
         PAGE.write_text(written(len(chosen), equal, counts), encoding="utf-8")
     print(f"{len(chosen)} requests, {equal} with equal answers, {counts.get(None, 0)} with unknown differences")
     return 1 if None in counts or stale else 0

@@ -67,8 +67,9 @@ _ROWS: Mapping[Kind, Sequence[tuple[str, ...]]] = {
          ": min_tokens", r"choices\[\]\.stop_reason"),
     ],
     Kind.COMPANION: [
-        ("`use_beam_search`, `add_special_tokens` in chats", "Refused: the service does neither.",
-         "beam search|^chat: special tokens added"),
+        ("`use_beam_search`, `add_special_tokens` in chats, `use_activation` of embeddings",
+         "Refused: the service does none of them.",
+         "beam search|^chat: special tokens added|^embedding: not normalized"),
     ],
     Kind.STANDARD: [
         ("`usage`: cached tokens",
