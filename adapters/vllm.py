@@ -79,6 +79,10 @@ class Vllm(Adapter):
     """Text deltas with finish reason and counts; embeddings where the release has ``embedding_request``."""
 
     name = "vllm"
+    advice = (
+        "the companion model serves vLLM faster and takes all of its parameters: triton-openai model-repository vllm"
+        " --from FOLDER converts the model (docs/guides/vllm.md)"
+    )
     # Those of a tokenizer that the config does not name.
     metadata = ModelMetadata(adds_bos=True)
 

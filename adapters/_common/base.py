@@ -303,6 +303,8 @@ class Adapter:
     metadata: ModelMetadata = ModelMetadata()
     #: Sentences for the operator, which ``inspect`` shows.
     notes: Sequence[str] = ()
+    #: One sentence for the operator on how to serve the model better, in the log and in ``inspect``.
+    advice: str = ""
     #: Whether a stream loses the characters that span several tokens; :attr:`token_level` may not.
     splits_characters: bool = False
     #: Whether :attr:`token_level` tells more than the text, such as times.

@@ -56,8 +56,8 @@ def differences(ours: Answer, theirs: Answer) -> Iterator[tuple[str, str]]:
     """
     Yield the place of each difference with what stands there in both.
 
-    A null is what a missing field is, and so is a count of no cached tokens; the messages of errors may differ, and numbers are equal within a tolerance. Of
-    the items of a list, the first that differs stands for all.
+    A null is what a missing field is, and so is a count of no cached tokens; the messages of errors may differ, and
+    numbers are equal within a tolerance. Of the items of a list, the first that differs stands for all.
     """
     if ours.status != theirs.status:
         yield "status", f"{ours.status} {_short(ours.body)} | {theirs.status} {_short(theirs.body)}"

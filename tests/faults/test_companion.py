@@ -1,4 +1,4 @@
-"""The companion model over a real Triton: its process or its engine dies, its clients go, and nothing is left behind."""
+"""The companion model over a real Triton: its process or its engine dies, its clients go, and nothing stays behind."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ async def asking(request: pytest.FixtureRequest, own: TestTriton) -> AsyncIterat
 
 def processes_of(repository: Path) -> list[int]:
     """Return the processes in which Triton runs the models of *repository*."""
-    listed = subprocess.run(["pgrep", "-f", f"python_backend_stub.*{repository}"], capture_output=True, text=True)
+    command = ["pgrep", "-f", f"python_backend_stub.*{repository}"]
+    listed = subprocess.run(command, check=False, capture_output=True, text=True)
     return [int(line) for line in listed.stdout.split()]
 
 
@@ -147,5 +148,5 @@ async def test_a_client_that_goes(asking: Asking, own: TestTriton) -> None:
     await asking.endpoint.close()
 
     for name in names:
-        events = own.record.wait_for(lambda found: bool(found), 30.0, id=name, event="cancelled")
+        events = own.record.wait_for(bool, 30.0, id=name, event="cancelled")
         assert events

@@ -198,6 +198,8 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
     if model.adapter.splits_characters:
         notes.append(_LOSES)
     notes += model.adapter.notes
+    if model.adapter.advice:
+        notes.append(model.adapter.advice)
     if model.adapter.prefers_grpc and not models.fleet.over_grpc:
         notes.append(_NO_GRPC)
     if not generates:
