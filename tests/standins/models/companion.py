@@ -364,6 +364,8 @@ class _Carrier(shipped.Carrier):
 
 
 shipped.Carrier = _Carrier
+# Triton's Python has no library for images here.
+shipped.READERS = {"image": bytes, "audio": bytes}
 
 
 class TritonPythonModel(shipped.TritonPythonModel):
