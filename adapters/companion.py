@@ -7,6 +7,7 @@ Source of the facts: contract 1 in ``triton_openai/companion/model.py``.
 from __future__ import annotations
 
 import base64
+import binascii
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from triton_openai.adapters._common.base import (
     check_range,
     with_engine_arguments,
 )
+from triton_openai.adapters._common.decoding import checked_vectors
 from triton_openai.errors import (
     ConfigurationError,
     InvalidAnswer,
@@ -78,6 +80,8 @@ _GUIDE_FIELDS: Mapping[str, str] = {
 }
 # vLLM's ``max_logprobs`` where the engine's arguments do not set it, and as much as OpenAI allows.
 _MOST_ALTERNATIVES = 20
+# The bytes of a number in a vector.
+_FLOAT = 4
 _FINISHES: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -204,10 +208,9 @@ class Companion(Adapter):
         for response in responses:
             for text in response.texts(_RESPONSE):
                 vector = self._vector(response, text)
-                vectors.append(base64.b64decode(vector.vector))
+                vectors.append(_raw(response, vector.vector))
                 tokens += vector.prompt or 0
-        if len(vectors) != len(job.inputs):
-            raise InvalidAnswer("it has another number of vectors than inputs", model=self.config.name)
+        checked_vectors(vectors, len(job.inputs), self.config.name)
         if isinstance(job, EmbeddingJob):
             return EmbeddingResult(vectors=vectors, prompt_tokens=tokens)
         return ClassificationResult(
@@ -335,6 +338,17 @@ class DeliveryDecoder:
     def flush(self) -> str:
         """Return nothing: ids are never held back."""
         return ""
+
+
+def _raw(response: InferResponse, text: str) -> bytes:
+    """Return the numbers of a vector. Raises :class:`InvalidAnswer`."""
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise response.invalid("its vector is no base64") from error
+    if not raw or len(raw) % _FLOAT:
+        raise response.invalid("its vector ends within a number")
+    return raw
 
 
 def _entry(scored: Scored, count: int) -> TokenLogprob:
