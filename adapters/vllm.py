@@ -51,6 +51,7 @@ _INTEGERS = {**dict.fromkeys(("max_tokens", "top_k", "min_tokens", "logprobs"), 
 PARAMETERS: tuple[Parameter, ...] = (
     *(Parameter(name, target=f"{_KEYS}.{name}", datatype=_INTEGERS.get(name)) for name in _SAMPLING),
     Parameter("length_penalty"),
+    Parameter("thinking_token_budget"),
     # JSON makes text of the token ids, which fails the request.
     Parameter("logit_bias", why="Triton's vLLM backend cannot read it"),
 )
@@ -90,6 +91,10 @@ class Vllm(Adapter):
     """Text deltas with finish reason and counts; embeddings where the release has ``embedding_request``."""
 
     name = "vllm"
+    advice = (
+        "the companion model serves vLLM faster and takes all of its parameters: triton-openai model-repository vllm"
+        " --from FOLDER converts the model (docs/guides/vllm.md)"
+    )
     # Those of a tokenizer that the config does not name.
     metadata = ModelMetadata(adds_bos=True)
 

@@ -82,7 +82,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``max_tokens`` counts new tokens; with 0 the model is not asked for any. ``stop`` strings never appear in the
     answer, unless ``include_stop_str_in_output``. ``logprobs`` is how many alternatives to report beside each chosen
-    token. ``logit_bias`` holds token ids and what is added to their logits.
+    token. ``logit_bias`` holds token ids and what is added to their logits. ``thinking_token_budget`` limits the tokens
+    of a model's reasoning, -1 for no limit.
     """
 
     max_tokens: int
@@ -103,6 +104,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool | None = None
+    thinking_token_budget: int | None = None
     logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
 

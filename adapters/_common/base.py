@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import msgspec
 
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.generation import Delta, Generation, Logits, LoraFormat, Sampling, TensorMapping
+from triton_openai.generation import Delta, Generation, Logits, LoraFormat, Sampling, TensorMapping, TokenLogprob
 from triton_openai.jobs import JobType
 from triton_openai.triton.tensors import (
     INTEGER_RANGES,
@@ -191,6 +191,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: bool = False
     #: The model takes all texts as token ids, and generates in token ids: the text is made here.
     tokens: bool = False
+    #: With :attr:`tokens`: the engine ends an answer by itself, and its tokens have the one that ended it. Log
+    #: probabilities come with the tokens, not as logits.
+    ends_itself: bool = False
     #: Inputs of a job may be token ids, where the model takes texts too.
     token_inputs: bool = False
     #: The kinds of :class:`Guide` that it follows.
@@ -205,6 +208,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: bool = False
     #: A logit bias is sent as texts, each of which the backend tokenizes with its special tokens.
     bias_words: bool = False
+    #: The levels of priority that the engine itself has; 1 comes first.
+    priority_levels: int = 0
     #: How a request names a LoRA adapter: by its name, by the path from which the backend reads the weights, or with
     #: the weights in this format.
     lora: LoraFormat | Literal["name", "path"] | None = None
@@ -305,6 +310,8 @@ class Adapter:
     metadata: ModelMetadata = ModelMetadata()
     #: Sentences for the operator, which ``inspect`` shows.
     notes: Sequence[str] = ()
+    #: One sentence for the operator on how to serve the model better, in the log and in ``inspect``.
+    advice: str = ""
     #: Whether a stream loses the characters that span several tokens; :attr:`token_level` may not.
     splits_characters: bool = False
     #: Whether :attr:`token_level` returns more than the text, such as times.
@@ -402,6 +409,14 @@ class Adapter:
     def decode_prompt_logits(self, response: InferResponse) -> Logits | None:
         """Return the scores that *response* to that request brings: row *i* is of the token after token *i*."""
         raise NotImplementedError
+
+    def decode_prompt_logprobs(self, response: InferResponse, count: int) -> Sequence[TokenLogprob] | None:
+        """
+        Return the scores of the prompt's tokens but the first, with *count* alternatives each.
+
+        For backends that send them in place of logits; ``None`` where *response* has none.
+        """
+        return None
 
     def cancel(self, generation: Generation) -> InferRequest | None:
         """Return a request that makes the engine stop *generation*, ``None`` where closing the stream is enough."""

@@ -20,6 +20,7 @@ ENTRY_POINT_GROUP = "triton_openai.adapters"
 
 # In the order in which they are asked.
 BUILT_IN: Mapping[str, str] = {
+    "companion": "triton_openai.adapters.companion:Companion",
     "vllm": "triton_openai.adapters.vllm:Vllm",
     "trtllm-ensemble": "triton_openai.adapters.trtllm_ensemble:TrtllmEnsemble",
     "trtllm": "triton_openai.adapters.trtllm:Trtllm",

@@ -28,7 +28,7 @@ TRTLLM = (
 )
 TRTLLM_AND_VLLM = (*TRTLLM, "vllm_model")
 # All that take part in most tests.
-MODELS = (*TRTLLM_AND_VLLM,)
+MODELS = (*TRTLLM_AND_VLLM, "companion")
 
 
 def inputs_for(parameter: str) -> set[str]:
@@ -50,7 +50,9 @@ BREAKS_CHARACTERS = ("ensemble", "ensemble_legacy", "tensorrt_llm_bls_delta")
 # Those that are asked for the whole answer where the client wants no stream.
 ANSWERS_AT_ONCE = ("ensemble", "ensemble_legacy", "ensemble_nonstreaming", "tensorrt_llm_bls", "tensorrt_llm_bls_delta")
 # Those whose backend puts a special token in front of every text.
-ADDS_BOS = ("tensorrt_llm_llmapi", "vllm_model")
+ADDS_BOS = ("tensorrt_llm_llmapi", "vllm_model", "companion")
+# vLLM counts the token that ends an answer.
+COUNTS_END = ("vllm_model", "companion")
 # What runs the tokens behind a model, under the client's request id; behind a BLS it has an id of its own.
 ENGINES = {
     **dict(zip(MODELS, MODELS, strict=True)),
@@ -190,6 +192,8 @@ async def inner_id(triton: TestTriton, limit: int, engine: str = "tensorrt_llm")
             with contextlib.suppress(ValueError):
                 return bool(json.loads(sampling["value"][0]).get("max_tokens") == limit)
             return False
+        if companion := inputs.get("request"):
+            return bool(json.loads(companion["value"][0]).get("sampling", {}).get("max_tokens") == limit)
         return any(inputs[name]["value"] == [limit] for name in LIMITS if name in inputs)
 
     events = await recorded(triton, lambda found: any(map(is_it, found)), model=engine, event="request")

@@ -113,6 +113,7 @@ CASES: Mapping[str, Case] = {
     "stop_token_ids": Case([848], sent={"return_logprobs": True, "sampling_parameters.logprobs": 0}, text="one"),
     "ignore_eos": Case(True, beside={"max_tokens": 5}, order={"text": "one two"}, text="one twoone twoone", sent={"end_id": -1}),
     "min_p": Case(0.1),
+    "thinking_token_budget": Case(3),
     "length_penalty": Case(0.5),
     # As token ids (" two" is one, "two" at the start of a text is two of them), then the offsets of their ends.
     "bad_words": Case(["two"], sent={"bad_words_list": [87, 672, 848, 2, 3, -1]}, grpc="trtllm"),
@@ -187,7 +188,6 @@ CASES: Mapping[str, Case] = {
     "use_beam_search": Case(True, **REFUSED),
     "spaces_between_special_tokens": Case(False, **REFUSED),
     "return_tokens_as_token_ids": Case(True, **REFUSED),
-    "thinking_token_budget": Case(5, **REFUSED),
     "include_reasoning": Case(False, **CHAT, **HARMLESS),
     "priority": Case(1, **REFUSED),
     "modalities": Case(["text", "audio"], **CHAT, **REFUSED),

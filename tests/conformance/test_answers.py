@@ -16,7 +16,16 @@ from typing import Any
 import pytest
 
 from tests.cases import every_case
-from tests.conformance.calls import ANSWERS_AT_ONCE, BREAKS_CHARACTERS, MODELS, ask, in_session_loop, outcome, steered
+from tests.conformance.calls import (
+    ANSWERS_AT_ONCE,
+    BREAKS_CHARACTERS,
+    COUNTS_END,
+    MODELS,
+    ask,
+    in_session_loop,
+    outcome,
+    steered,
+)
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy
 
 pytestmark = in_session_loop
@@ -61,7 +70,7 @@ def on(*models: str, **what: Any) -> dict[str, dict[str, Any]]:
 
 def eos(tokens: int) -> dict[str, dict[str, Any]]:
     """Return the count of vLLM, which counts the end of sequence as a token."""
-    return on("vllm_model", tokens=tokens)
+    return on(*COUNTS_END, tokens=tokens)
 
 
 THREE = {"text": "one two three"}
@@ -92,7 +101,7 @@ CASES = (
     Case("stop that begins twice", {"text": "aab aac"}, {"max_tokens": 99, "stop": "aac"}, "aab ", "stop", 0),
     Case("stop among tokens that came together", {**FOUR, "tokens_per_response": 4}, {"max_tokens": 9, "stop": "wo"}, "one t", "stop", 4,
          # Where nobody counts, the text up to the stop string is tokenized.
-         on("vllm_model", "tensorrt_llm_llmapi", "ensemble_legacy", tokens=2)),
+         on(*COUNTS_END, "tensorrt_llm_llmapi", "ensemble_legacy", tokens=2)),
     # Characters that are split over tokens: é is two, the emoji is four.
     Case("split characters", {"text": "a😀b é!"}, {"max_tokens": 99}, "a😀b é!", "stop", 10,
          eos(11), in_parts={"text": f"a{BROKEN * 4}b {BROKEN * 2}!"}),

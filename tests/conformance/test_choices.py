@@ -42,6 +42,8 @@ async def seeds_of(triton, model, answer, count):
         inputs = event["inputs"]
         if "sampling_parameters" in inputs:
             seeds.append(json.loads(inputs["sampling_parameters"]["value"][0])["seed"])
+        elif "request" in inputs:
+            seeds.append(json.loads(inputs["request"]["value"][0])["sampling"]["seed"])
         else:
             seeds += [value["value"][0] for name, value in inputs.items() if name in SEEDS]
     return seeds

@@ -26,7 +26,7 @@ pytestmark = in_session_loop
 
 TEMPLATE = Path(__file__).parents[1] / "fixtures" / "images.jinja"
 PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
-SEEING = {"vllm_model": "image", "tensorrt_llm_bls_multimodal": "image_url_input"}
+SEEING = {"vllm_model": "image", "tensorrt_llm_bls_multimodal": "image_url_input", "companion": "media"}
 JPEG_PREFIX = "data:image/jpeg;base64,"
 #: A file whose bytes are no image.
 TEXT = b"<html>no image, and long enough to be recognised as none</html>"
@@ -84,7 +84,7 @@ async def test_one_image(triton: TestTriton, proxy: Proxy, model: str) -> None:
 
     assert "a red dot" == answer.json["choices"][0]["message"]["content"]
     inputs = await inputs_of(triton, model, id_of(answer))
-    vllm = model == "vllm_model"
+    vllm = model in ("vllm_model", "companion")
     expected = {"dtype": "BYTES", "shape": [1] if vllm else [1, 1]}
     assert {**expected, "value": seen(file, prefix="" if vllm else JPEG_PREFIX)} == inputs[SEEING[model]]
 
@@ -296,7 +296,7 @@ async def test_fetched_images(triton: TestTriton, transport: str, model: str) ->
 
             assert 200 == answer.status, answer.body
             inputs = await inputs_of(triton, model, id_of(answer))
-            prefix = "" if model == "vllm_model" else JPEG_PREFIX
+            prefix = "" if model in ("vllm_model", "companion") else JPEG_PREFIX
             assert seen(png(9), prefix=prefix) == inputs[SEEING[model]]["value"]
 
 

@@ -98,6 +98,8 @@ async def received(triton: TestTriton, tokenizer: Tokenizer, adapter: Adapter, r
         inputs = of_config(adapter, {model: await inputs_of(triton, model, request_id) for model in models})
     else:
         inputs = dict(await inputs_of(triton, config.name, request_id))
+    if adapter.name == "companion":
+        return _companion_received(tokenizer, json.loads(inputs["request"]["value"][0]))
     sent: Sent = {name: (tensor["dtype"], tensor["value"]) for name, tensor in inputs.items()}
     if "input_ids" in sent:
         del sent["input_lengths"]
@@ -108,6 +110,29 @@ async def received(triton: TestTriton, tokenizer: Tokenizer, adapter: Adapter, r
         keys = json.loads(sent.pop(JSON)[1][0])
         sent |= {f"{JSON}.{name}": value for name, value in keys.items()}
     return sent
+
+
+def _companion_received(tokenizer: Tokenizer, body: Mapping[str, Any]) -> Sent:
+    """Return what the companion model got: the values of its JSON, and the prompt as text."""
+    sent: Sent = {"prompt": tokenizer.decode(body["ids"], skip_special_tokens=False)}
+    for part in ("sampling", "return"):
+        sent |= {f"{part}.{name}": value for name, value in body.get(part, {}).items()}
+    return sent
+
+
+def _companion_expected(name: str, wanted: Sent) -> Sent:
+    """Return *wanted*, in the words of vLLM's backend where the case has those, in the companion's."""
+    expected: Sent = {}
+    for target, value in wanted.items():
+        if target.startswith(("sampling.", "return.")):
+            expected[target] = value
+        elif target == f"{JSON}.logprobs" and name not in ("stop_token_ids", "return_token_ids"):
+            expected["return.logprobs"] = value
+        elif target == f"{JSON}.structured_outputs":
+            expected["sampling.structured_outputs"] = json.loads(value)
+        elif target == f"{JSON}.max_tokens":
+            expected["sampling.max_tokens"] = value
+    return expected
 
 
 def as_sent(adapter: Adapter, target: str, value: Any) -> Any:
@@ -129,8 +154,10 @@ def expected_of(name: str, case: Case, adapter: Adapter) -> Sent | None:
     if row is not None and row.rule is Rule.MAPPED:
         assert row.target is not None
         wanted.setdefault(row.target, case.value)
-        if row.datatype is not None and not row.target.startswith(JSON):
+        if row.datatype is not None and not row.target.startswith((JSON, "sampling.", "return.")):
             assert row.datatype == adapter.config.inputs[row.target].datatype
+    if adapter.name == "companion":
+        return _companion_expected(name, wanted)
     has_json = JSON in adapter.config.inputs
     if name == "logprobs" and adapter.name.startswith("trtllm-"):
         # Only a stream says which text is which token's, so that the model is asked for one.

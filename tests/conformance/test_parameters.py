@@ -97,6 +97,10 @@ ROWS = (
 )  # fmt: skip
 
 
+# Those that get vLLM's sampling parameters as JSON.
+JSON = ("vllm_model", "companion")
+
+
 async def sampling_of(triton: TestTriton, model: str, request_id: str) -> dict[str, Any]:
     """Return the sampling with which a model was asked, in the words of the table; shapes are checked on the way."""
     if model == "vllm_model":
@@ -105,6 +109,9 @@ async def sampling_of(triton: TestTriton, model: str, request_id: str) -> dict[s
             (inputs[name]["dtype"], tuple(inputs[name]["shape"])) for name in ("text_input", "sampling_parameters")
         }
         return dict(json.loads(inputs["sampling_parameters"]["value"][0]))
+    if model == "companion":
+        inputs = await inputs_of(triton, model, request_id)
+        return dict(json.loads(inputs["request"]["value"][0])["sampling"])
     inputs = await inputs_of(triton, model if model in BLS else ENGINES[model], request_id)
     found = {}
     for name, tensor in inputs.items():
@@ -118,29 +125,29 @@ async def sampling_of(triton: TestTriton, model: str, request_id: str) -> dict[s
 
 def expected_of(row: Row, model: str) -> dict[str, Any]:
     """Return what *model* shall get."""
-    if model == "vllm_model":
+    if model in JSON:
         return dict(row.keys)
     wanted = {"max_tokens": ("INT32", 512), **SAMPLED, **row.tensors}
     return {name: tensor for name, tensor in wanted.items() if tensor is not None}
 
 
 @every_case("row", ROWS, ids=lambda row: row.name)
-@pytest.mark.parametrize("model", TRTLLM_AND_VLLM)
+@pytest.mark.parametrize("model", [*TRTLLM_AND_VLLM, "companion"])
 async def test_parameters_arrive(proxy, triton, model, row):
     """Parameters reach the model under their names, with their dtypes and ranks, and nothing else does."""
     answer = await ask(proxy, "completions", model, PROMPT, **row.fields)
 
     assert 200 == answer.status, answer.body
-    expected = {"max_tokens": 512, **row.keys} if model == "vllm_model" else expected_of(row, model)
+    expected = {"max_tokens": 512, **row.keys} if model in JSON else expected_of(row, model)
     found = await sampling_of(triton, model, id_of(answer))
     if row.fields.get("seed") is None:
         # Drawn for engines that would use the same one every time.
-        assert (model != "vllm_model") == (found.pop("seed", None) is not None)
+        assert (model not in JSON) == (found.pop("seed", None) is not None)
     assert expected == found
 
 
 @every_case("streamed", [False, True])
-@pytest.mark.parametrize("model", TRTLLM_AND_VLLM)
+@pytest.mark.parametrize("model", [*TRTLLM_AND_VLLM, "companion"])
 async def test_both_transports_send_the_same_tensors(proxies, triton, model, streamed):
     """A request with everything in it gives the model the same tensors over HTTP and over gRPC: all of them."""
     everything = {
@@ -206,7 +213,7 @@ async def test_stop_strings_arrive(proxy, triton, model, stop):
     assert {"dtype": "BYTES", "shape": [1, len(words)], "value": words} == tensor
 
 
-@pytest.mark.parametrize("model", TRTLLM_AND_VLLM)
+@pytest.mark.parametrize("model", [*TRTLLM_AND_VLLM, "companion"])
 async def test_max_completion_tokens_wins(proxy, triton, model):
     """In chat the newer name counts, alone or beside the older one."""
     answers = await asyncio.gather(
@@ -219,7 +226,7 @@ async def test_max_completion_tokens_wins(proxy, triton, model):
         assert sampling["max_tokens"] in (5, ("INT32", 5))
 
 
-@pytest.mark.parametrize("model", TRTLLM_AND_VLLM)
+@pytest.mark.parametrize("model", [*TRTLLM_AND_VLLM, "companion"])
 async def test_defaults_of_the_settings(triton, model):
     """What a client leaves out comes from the settings; what it sends wins."""
     settings = proxy_settings(triton, "http")
@@ -233,6 +240,10 @@ async def test_defaults_of_the_settings(triton, model):
     if model == "vllm_model":
         # The backend leaves the stop string in, so that the one that ended the answer can be told.
         common = {"temperature": 0.5, "top_p": 0.5, "stop": ["zz"], "include_stop_str_in_output": True}
+        expected = {**common, "max_tokens": 33, "seed": 3}, {**common, "max_tokens": 2, "seed": 4}
+    elif model == "companion":
+        # Stop strings are looked for here.
+        common = {"temperature": 0.5, "top_p": 0.5}
         expected = {**common, "max_tokens": 33, "seed": 3}, {**common, "max_tokens": 2, "seed": 4}
     else:
         floats = {**SAMPLED, "temperature": ("FP32", 0.5), "top_p": ("FP32", 0.5)}
@@ -255,7 +266,7 @@ async def test_what_the_models_authors_recommend(triton, tmp_path, room):
         proxy_settings(triton, "http"), defaults={"generation_config": str(tmp_path), "max_model_len": room}
     )
     async with serving(settings) as proxy:
-        for model in ("ensemble", "ensemble_legacy", "tensorrt_llm", "tensorrt_llm_llmapi", "vllm_model"):
+        for model in ("ensemble", "ensemble_legacy", "tensorrt_llm", "tensorrt_llm_llmapi", *JSON):
             await check_recommended(proxy, triton, model, room)
 
 
@@ -268,7 +279,7 @@ async def check_recommended(proxy: Proxy, triton: TestTriton, model: str, room: 
     assert [200, 200] == [left_out.status, sent.status], model
     found, other = [await sampling_of(triton, model, id_of(answer)) for answer in (left_out, sent)]
     limit = 90 if room != 60 else 60 - left_out.json["usage"]["prompt_tokens"]
-    if model == "vllm_model":
+    if model in JSON:
         keys = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.5, "min_p": 0.25}
         assert ({**keys, "max_tokens": limit}, 1.5, -1, 9) == (
             found,

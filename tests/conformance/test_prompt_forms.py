@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -37,9 +38,15 @@ async def prompt_at(triton: TestTriton, model: str, request_id: str) -> str:
     name = {"ensemble_legacy": "preprocessing_legacy"}.get(model, model)
     name = "preprocessing" if model.startswith("ensemble") and name == model else name
     inputs = await inputs_of(triton, name, request_id)
+    ids = None
     if "input_ids" in inputs:
+        ids = inputs["input_ids"]["value"]
+    elif "request" in inputs:
+        # It puts a special token in front of every text, as vLLM does.
+        ids = json.loads(inputs["request"]["value"][0])["ids"][1:]
+    if ids is not None:
         tokenizer = Tokenizer.load(str(triton.tokenizer))
-        return tokenizer.decode(inputs["input_ids"]["value"], skip_special_tokens=False)
+        return tokenizer.decode(ids, skip_special_tokens=False)
     return str(inputs[prompt_input(inputs)]["value"][0])
 
 

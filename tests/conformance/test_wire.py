@@ -15,6 +15,7 @@ from tests.cases import every_case
 from tests.conformance.calls import (
     ADDS_BOS,
     BREAKS_CHARACTERS,
+    COUNTS_END,
     ENGINES,
     MODELS,
     PATHS,
@@ -45,7 +46,7 @@ def usage(tokenizer: Tokenizer, endpoint: str, model: str) -> dict[str, int]:
     # The template writes a BOS; only some backends put one in front of a bare prompt.
     bos = endpoint == "chat" or model in ADDS_BOS
     prompt = len(tokenizer.encode(rendered, add_special_tokens=False).ids) + bos
-    completion = 4 if model == "vllm_model" else 3
+    completion = 4 if model in COUNTS_END else 3
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
@@ -267,7 +268,7 @@ async def test_several_prompts(proxy, model, streamed, tokenizer):
     bos = model in ADDS_BOS
     asked = sum(len(tokenizer.encode(prompt, add_special_tokens=False).ids) + bos for prompt in prompts)
     # The first and the third fill the limit; vLLM counts the ends of the others, too.
-    made = 2 + 1 + 2 + 0 + (2 if model == "vllm_model" else 0)
+    made = 2 + 1 + 2 + 0 + (2 if model in COUNTS_END else 0)
     if streamed:
         *chunks, last = answer.chunks
         choices = [choice for chunk in chunks for choice in chunk["choices"]]

@@ -19,10 +19,11 @@ from tests.engine.answers import Answer, ask, differences
 from tests.engine.cases import Case, cases
 from tests.engine.installation import install
 from tests.engine.page import PAGE, written
-from tests.engine.reasons import REASONS, Reason, reason_of
+from tests.engine.reasons import COMPANION, REASONS, Reason, reason_of
 from tests.engine.servers import Servers, started
 
-#: By the request's name and the server's: ``vllm``, and the service by the protocol that it speaks to Triton.
+#: By the request's name and the server's: ``vllm``, and the service by the protocol that it speaks to Triton, or by the
+#: model behind it.
 Recorded = Mapping[str, Mapping[str, Answer]]
 
 
@@ -37,6 +38,13 @@ def main() -> int:
         help="URL or folder of the vLLM backend's git repository (%(default)s)",
     )
     parser.add_argument("--only", default="", metavar="PATTERN", help="the requests whose name matches this alone")
+    parser.add_argument(
+        "--behind",
+        nargs="+",
+        choices=["backend", COMPANION],
+        default=["backend", COMPANION],
+        help="what the service is in front of (%(default)s)",
+    )
     parser.add_argument("--hold", action="store_true", help="keep the servers until Enter is pressed")
     parser.add_argument("--again", action="store_true", help="compare the answers of the last run, without servers")
     arguments = parser.parse_args()
@@ -51,8 +59,9 @@ def main() -> int:
         found = install(arguments.folder, python=arguments.python, backend=arguments.backend)
         logs = found.folder / "run"
         logs.mkdir(exist_ok=True)
-        with started(found, logs) as servers:
-            answers = {**answers, **{case.name: _asked(case, servers) for case in chosen}}
+        with started(found, logs, arguments.behind) as servers:
+            asked = {case.name: _asked(case, servers) for case in chosen}
+            answers = {**answers, **{name: {**answers.get(name, {}), **each} for name, each in asked.items()}}
             kept.write_bytes(msgspec.json.encode(answers))
             if arguments.hold:
                 input(f"{servers}\nPress Enter to end.")
@@ -77,17 +86,22 @@ def _compare(chosen: Sequence[Case], answers: Recorded, *, whole: bool) -> int:
             for place, both in differences(answer, theirs):
                 found.setdefault(place, {})[protocol] = both
         for place, over in found.items():
-            reason = reason_of(case.name, place)
-            differing.setdefault(reason, set()).add(case.name)
-            where = case.name if len(over) == len(ours) else f"{case.name} over {' and '.join(over)}"
-            said = next(iter(over.values())) if reason is None else reason.why
-            print(f"{'FAILS' if reason is None else 'known'} {where}: {place}: {said}")
-    stale = [reason for reason in REASONS if reason not in differing] if whole else []
+            reasons = {name: reason_of(case.name, place, name) for name in over}
+            for reason in dict.fromkeys(reasons.values()):
+                names = [name for name, own in reasons.items() if own is reason]
+                differing.setdefault(reason, set()).add(case.name)
+                said = over[names[0]] if reason is None else reason.why
+                verdict = "FAILS" if reason is None else "known"
+                print(f"{verdict} {case.name} over {' and '.join(names)}: {place}: {said}")
+    servers = {name for case in chosen for name in answers[case.name]} - {"vllm"}
+    concerning = [reason for reason in REASONS if any(map(reason.concerns, servers))]
+    stale = [reason for reason in concerning if reason not in differing] if whole else []
     for reason in stale:
         print(f"STALE {reason}")
     counts = {reason: len(names) for reason, names in differing.items()}
     equal = len(chosen) - len(set().union(*differing.values()))
-    if whole:
+    # The page tells of all servers.
+    if whole and {"http", "grpc", COMPANION} <= servers:
         PAGE.write_text(written(len(chosen), equal, counts), encoding="utf-8")
     print(f"{len(chosen)} requests, {equal} with equal answers, {counts.get(None, 0)} with unknown differences")
     return 1 if None in counts or stale else 0

@@ -22,6 +22,7 @@ _OWN = frozenset({
     "id", "created", "created_at", "completed_at", "system_fingerprint", "call_id", "item_id", "request_id",
     "sequence_number",
 })  # fmt: skip
+_CACHED = frozenset({"prompt_tokens_details", "cache_read_input_tokens"})
 _JOINED = frozenset({"content", "text", "arguments", "delta", "partial_json", "thinking"})
 
 
@@ -55,8 +56,8 @@ def differences(ours: Answer, theirs: Answer) -> Iterator[tuple[str, str]]:
     """
     Yield the place of each difference with what stands there in both.
 
-    A null is what a missing field is, the messages of errors may differ, and numbers are equal within a tolerance. Of
-    the items of a list, the first that differs stands for all.
+    A null is what a missing field is, and so is a count of no cached tokens; the messages of errors may differ, and
+    numbers are equal within a tolerance. Of the items of a list, the first that differs stands for all.
     """
     if ours.status != theirs.status:
         yield "status", f"{ours.status} {_short(ours.body)} | {theirs.status} {_short(theirs.body)}"
@@ -72,7 +73,7 @@ def differences(ours: Answer, theirs: Answer) -> Iterator[tuple[str, str]]:
 def _compared(place: str, ours: Any, theirs: Any) -> Iterator[tuple[str, str]]:
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for name in sorted((ours.keys() | theirs.keys()) - _OWN):
-            yield from _compared(f"{place}.{name}".lstrip("."), ours.get(name), theirs.get(name))
+            yield from _compared(f"{place}.{name}".lstrip("."), _counted(name, ours), _counted(name, theirs))
     elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
         for index, pair in enumerate(zip(ours, theirs, strict=True)):
             yield from _compared(f"{place}[{index}]", *pair)
@@ -81,6 +82,14 @@ def _compared(place: str, ours: Any, theirs: Any) -> Iterator[tuple[str, str]]:
         yield from _compared(f"{place} as JSON", _read(ours), _read(theirs))
     elif not _same(ours, theirs):
         yield place, f"{_short(ours)} | {_short(theirs)}"
+
+
+def _counted(name: str, values: Mapping[str, Any]) -> Any:
+    """Return the value *name*, None for a count of no tokens from a cache: vLLM's server leaves that out."""
+    value = values.get(name)
+    if name in _CACHED and value in (0, {"cached_tokens": 0}):
+        return None
+    return value
 
 
 def _read(text: str) -> Any:

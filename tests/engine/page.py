@@ -14,10 +14,10 @@ _HEAD = """# Differences from vLLM's server
 <!-- Written by `make engine`. -->
 
 `make engine` sends the same {requests} requests to vLLM {version}'s own server and to this service in front of Triton's
-vLLM backend, with the same weights, over HTTP and over gRPC. It compares the status and every field of the answers,
-streams included. Ids, times and the messages of errors may differ, and a null counts as a missing field. Of these
-requests, {equal} have equal answers, and {unknown} differ in something that has no known reason. The others differ only
-in what follows.
+vLLM backend, over HTTP and over gRPC, and in front of the companion model, with the same weights. It compares the
+status and every field of the answers, streams included. Ids, times and the messages of errors may differ, and a null
+counts as a missing field. Of these requests, {equal} have equal answers, and {unknown} differ in something that has no
+known reason. The others differ only in what follows.
 """
 
 

@@ -12,10 +12,15 @@ class Kind(Enum):
     """Why answers differ; the value is the heading in the document."""
 
     BACKEND = "Limits of Triton's vLLM backend"
+    COMPANION = "Limits of the companion model"
     STANDARD = "As OpenAI and Anthropic document it"
     DESIGN = "By design"
     EXTENSION = "Parameters and fields of vLLM's own"
     FAULT = "Faults of vLLM's server"
+
+
+#: The name of the service in front of the companion model, among those that are compared.
+COMPANION = "companion"
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,12 @@ class Reason:
     why: str
     requests: str
     places: str = "status"
+
+    def concerns(self, server: str) -> bool:
+        """Return whether it can be the reason of what the service named *server* answers."""
+        if server == COMPANION:
+            return self.kind is not Kind.BACKEND
+        return self.kind is not Kind.COMPANION
 
 
 #: What readers are told of each, and what it holds for (see :class:`Reason`).
@@ -55,7 +66,17 @@ _ROWS: Mapping[Kind, Sequence[tuple[str, ...]]] = {
         ("`stop_reason` with `min_tokens`", "Null: the backend does not say which stop string has ended the answer.",
          ": min_tokens", r"choices\[\]\.stop_reason"),
     ],
+    Kind.COMPANION: [
+        ("`use_beam_search`, `add_special_tokens` in chats, `use_activation` of embeddings",
+         "Refused: the service does none of them.",
+         "beam search|^chat: special tokens added|^embedding: not normalized"),
+    ],
     Kind.STANDARD: [
+        ("`usage`: cached tokens",
+         "The companion model counts them, as OpenAI and Anthropic document it; the latter's `input_tokens` are without"
+         " them. vLLM's server counts them with `--enable-prompt-tokens-details`.", "",
+         r".*usage\.(prompt_tokens_details|cache_read_input_tokens)|message.*usage\.input_tokens|usage\.input_tokens"),
+        ("`GET /v1/chat/completions`", "The chats that were stored. vLLM's server stores none.", "^bad: a GET"),
         ("errors: `type`, `code`",
          "OpenAI's names. vLLM's `type` is the name of a class or of the status, and its `code` the status.", "",
          r"error\.(type|code)"),
@@ -138,8 +159,11 @@ _ROWS: Mapping[Kind, Sequence[tuple[str, ...]]] = {
         ("`/v1/messages/count_tokens`", "Without `context_management`.", "^count_tokens: ", "context_management"),
     ],
     Kind.FAULT: [
+        ("`echo` with `logprobs`", "vLLM sends `prompt_logprobs` too, asked for or not.", "^completion: echo with log",
+         r"choices\[\]\.prompt_logprobs"),
         ("log probabilities of half a character",
          "A token that is a part of a character is shown as U+FFFD, with its bytes. vLLM shows an empty text.", "",
+         r"choices\[\]\.prompt_logprobs\[\]\.\d+\.decoded_token|"
          r"choices\[\]\.logprobs\.((tokens|text_offset)\[\]|top_logprobs\[\]\.(.*\ufffd.*)?)|"
          r"choices\[\]\.logprobs\.content\[\](\.top_logprobs\[\])?\.(bytes|token)"),
         ("streams with `echo`", "vLLM shows the ids of the prompt, asked for or not.", "echo",
@@ -161,6 +185,9 @@ _ROWS: Mapping[Kind, Sequence[tuple[str, ...]]] = {
 REASONS: Sequence[Reason] = [Reason(kind, *row) for kind, rows in _ROWS.items() for row in rows]
 
 
-def reason_of(request: str, place: str) -> Reason | None:
-    """Return why the answers to *request* differ at *place*, where that is known: the first reason that holds."""
-    return next((one for one in REASONS if re.search(one.requests, request) and re.fullmatch(one.places, place)), None)
+def reason_of(request: str, place: str, server: str) -> Reason | None:
+    """Return why *server* answers *request* otherwise at *place*, if that is known: the first reason that holds."""
+    for one in REASONS:
+        if one.concerns(server) and re.search(one.requests, request) and re.fullmatch(one.places, place):
+            return one
+    return None

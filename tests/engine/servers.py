@@ -1,4 +1,8 @@
-"""Starts Triton with the vLLM backend, vLLM's own servers, and the service; ends them and all that they started."""
+"""
+Starts Triton with the vLLM backend, another with the companion model, vLLM's own servers, and a service for each.
+
+Ends them and all that they started.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine.installation import Installation
+from tests.engine.reasons import COMPANION
+from triton_openai.companion.repository import write
 
 _START_SECONDS = 900.0
 _END_SECONDS = 60.0
@@ -53,32 +59,42 @@ class Servers:
 
 
 @contextlib.contextmanager
-def started(found: Installation, logs: Path) -> Iterator[Servers]:
-    """Start all servers one after the other, and end them at last; what they write goes to files in *logs*."""
+def started(found: Installation, logs: Path, behind: Sequence[str]) -> Iterator[Servers]:
+    """
+    Start all servers one after the other, and end them at last; what they write goes to files in *logs*.
+
+    *behind* is what the service is in front of: ``backend``, asked over each protocol, or ``companion``, or both.
+    """
     with contextlib.ExitStack() as stack:
-        http, grpc = _start_triton(found, logs, stack)
         vllm = {name: _start_vllm(found, name, logs, stack) for name in ("tiny", "embed")}
-        ours = {
-            url.partition(":")[0]: _start_service(found, url, logs, stack)
-            for url in (f"http://127.0.0.1:{http}", f"grpc://127.0.0.1:{grpc}")
-        }
+        ours = {}
+        if "backend" in behind:
+            http, grpc = _start_triton(found, logs, stack, "backend")
+            ours["http"] = _start_service(found, "http", f"http://127.0.0.1:{http}", logs, stack)
+            ours["grpc"] = _start_service(found, "grpc", f"grpc://127.0.0.1:{grpc}", logs, stack)
+        if COMPANION in behind:
+            http, _ = _start_triton(found, logs, stack, COMPANION)
+            ours[COMPANION] = _start_service(found, COMPANION, f"http://127.0.0.1:{http}", logs, stack)
         yield Servers(ours=ours, vllm=vllm)
 
 
-def _start_triton(found: Installation, logs: Path, stack: contextlib.ExitStack) -> tuple[int, int]:
-    repository = logs / "repository"
+def _start_triton(found: Installation, logs: Path, stack: contextlib.ExitStack, behind: str) -> tuple[int, int]:
+    repository = logs / f"repository-{behind}"
     shutil.rmtree(repository, ignore_errors=True)
+    loras = {name: str(found.models / name) for name in _LORAS}
     shared: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "distributed_executor_backend": "uni"}
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     pooling = {"runner": "pooling", "hf_overrides": {"is_matryoshka": True}}
     for name, more in (("tiny", {"max_model_len": 2048, **lora}), ("embed", {"max_model_len": 512, **pooling})):
+        model = {"model": str(found.models / name), "max_num_seqs": 32, **shared, **more}
+        if behind == COMPANION:
+            write(repository, name, model, loras if name == "tiny" else {})
+            continue
         version = repository / name / "1"
         version.mkdir(parents=True)
         version.with_name("config.pbtxt").write_text(_CONFIG)
-        model = {"model": str(found.models / name), "max_num_seqs": 32, **shared, **more}
         (version / "model.json").write_text(json.dumps(model))
-    loras = {name: str(found.models / name) for name in _LORAS}
-    (repository / "tiny" / "1" / "multi_lora.json").write_text(json.dumps(loras))
+        (version / "multi_lora.json").write_text(json.dumps(loras))
     http, grpc = _free_ports(2)
     # The stub has to take the standard library of the environment's own Python, and not of another 3.11.
     library = subprocess.run(
@@ -104,7 +120,7 @@ def _start_triton(found: Installation, logs: Path, stack: contextlib.ExitStack) 
         "--allow-metrics=false",
         f"--backend-config=python,stub-timeout-seconds={int(_START_SECONDS)}",
     ]
-    _start(command, logs / "triton.log", f"http://127.0.0.1:{http}/v2/health/ready", stack, variables)
+    _start(command, logs / f"triton-{behind}.log", f"http://127.0.0.1:{http}/v2/health/ready", stack, variables)
     return http, grpc
 
 
@@ -125,10 +141,10 @@ def _start_vllm(found: Installation, name: str, logs: Path, stack: contextlib.Ex
     return url
 
 
-def _start_service(found: Installation, triton: str, logs: Path, stack: contextlib.ExitStack) -> str:
+def _start_service(found: Installation, name: str, triton: str, logs: Path, stack: contextlib.ExitStack) -> str:
     (port,) = _free_ports(1)
     config = logs / "triton-openai.yaml"
-    models: dict[str, dict[str, Any]] = {name: {"tokenizer": str(found.models / name)} for name in ("tiny", "embed")}
+    models: dict[str, dict[str, Any]] = {each: {"tokenizer": str(found.models / each)} for each in ("tiny", "embed")}
     models["tiny"] |= {"loras": list(_LORAS), "max_model_len": 2048, "tool_call_parser": "hermes"}
     models["embed"]["max_model_len"] = 512
     config.write_text(json.dumps({"models": models}))
@@ -136,7 +152,7 @@ def _start_service(found: Installation, triton: str, logs: Path, stack: contextl
     command += ["--host", "127.0.0.1", "--port", str(port), "--triton-url", triton]
     command += ["--responses-store", "memory"]
     url = f"http://127.0.0.1:{port}"
-    log = logs / f"triton-openai-{triton.partition(':')[0]}.log"
+    log = logs / f"triton-openai-{name}.log"
     _start(command, log, f"{url}/health/ready", stack, {})
     return url
 

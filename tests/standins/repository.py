@@ -8,10 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from triton_openai.companion.repository import config_text, model_code
 from triton_openai.demo import repository
 from triton_openai.demo.configs import Contract, render
 from triton_openai.demo.repository import (
     BUILDERS,
+    CONTEXT_LENGTH,
     LEGACY_PIPELINE,
     PIPELINE,
     Builder,
@@ -89,6 +91,15 @@ def _classifier(site: Site, name: str, contract: Contract, batch: int = 0) -> No
         name, "text_classification", contract=contract, max_batch_size=batch, dynamic_batching=batch > 0
     )
     (folder.parent / "labels.txt").write_text("\n".join(CLASSES) + "\n")
+
+
+def companion(site: Site, name: str) -> None:
+    """Build the companion model over the stand-in for vLLM."""
+    engine = {"model": str(site.repository.tokenizer), "max_model_len": CONTEXT_LENGTH, "enable_lora": True}
+    folder = site.write(name, config_text(engine).replace("KIND_MODEL", "KIND_CPU"), "companion")
+    (folder / "engine.json").write_text(json.dumps(engine))
+    (folder / "multi_lora.json").write_text(json.dumps({lora: f"/loras/{lora}" for lora in ("alpha", "beta")}))
+    (site.repository.path.parent / "standins" / "shipped_companion.py").write_text(model_code())
 
 
 def _text_model(site: Site, name: str) -> None:
@@ -233,7 +244,8 @@ SYNTHESIZERS: Mapping[str, tuple[list[str], str, dict[str, Any]]] = {
 }  # fmt: skip
 #: Models that need a tokenizer, and whose configuration names none: the tests' settings do.
 WITHOUT_TOKENIZER = (
-    "tensorrt_llm_llmapi", "vllm_model", "text_model", "text_embedding", "text_rerank_ids", "text_classification_ids",
+    "tensorrt_llm_llmapi", "vllm_model", "companion", "text_model", "text_embedding", "text_rerank_ids",
+    "text_classification_ids",
 )  # fmt: skip
 #: The models that the demo does not serve.
 FURTHER: Mapping[str, Builder] = {
@@ -247,6 +259,7 @@ FURTHER: Mapping[str, Builder] = {
     "text_classification": (partial(_classifier, contract=_CLASSES_OF_TEXT, batch=16), ()),
     "text_classification_ids": (partial(_classifier, contract=_CLASSES_OF_IDS), ()),
     "text_model": (_text_model, ()),
+    "companion": (companion, ()),
     **dict.fromkeys(SYNTHESIZERS, (_synthesizer, ())),
 }
 #: Other releases of what the fixture `triton` serves: tests serve them where they need them.

@@ -20,8 +20,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "triton_openai"
 
-# Runs inside Triton's Python processes, as if it were somebody's model repository: no part of the service.
-STANDINS = "triton_openai/demo/standins/"
+# Run inside Triton's Python processes, as if they were somebody's model repository: no part of the service.
+STANDINS = ("triton_openai/demo/standins/", "triton_openai/companion/model.py")
 
 # Programs of their own, with a command line of their own: nothing of the service imports them to run in its process.
 PROGRAMS = {
@@ -51,7 +51,7 @@ def _modules() -> dict[str, ast.Module]:
         path
         for folder in (PACKAGE, ROOT / "adapters", ROOT / "templates")
         for path in sorted(folder.rglob("*.py"))
-        if not _name(path).startswith((STANDINS, "triton_openai/adapters/", "triton_openai/templates/"))
+        if not _name(path).startswith((*STANDINS, "triton_openai/adapters/", "triton_openai/templates/"))
     ]
     return {_name(path): ast.parse(path.read_text(encoding="utf-8"), str(path)) for path in paths}
 
@@ -311,10 +311,10 @@ def _identifiers(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def test_no_backend_is_named_in_the_core() -> None:
-    """A backend has a name in the adapters, the demo and the command line, nowhere else."""
+    """A backend has a name in the adapters, the companion model, the demo and the command line, nowhere else."""
 
     def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
-        if not name.startswith(("adapters/", "triton_openai/demo/", "triton_openai/cli/")):
+        if not name.startswith(("adapters/", "triton_openai/companion/", "triton_openai/demo/", "triton_openai/cli/")):
             for text, line in (*_strings(tree), *_identifiers(tree)):
                 if BACKENDS.search(VOCABULARY.sub("", text)):
                     yield repr(text), line
@@ -518,6 +518,6 @@ def test_every_package_is_distributed() -> None:
     settings.read(ROOT / "setup.cfg", encoding="utf-8")
     listed = settings["options"]["packages"].split()
     linked = {f"triton_openai.{part}" for part in ("adapters", "adapters._common", "templates")}
-    found = {_name(path.parent) for path in PACKAGE.rglob("__init__.py")} - {STANDINS.rstrip("/")}
+    found = {_name(path.parent) for path in PACKAGE.rglob("__init__.py")} - {STANDINS[0].rstrip("/")}
 
     assert sorted({name.replace("/", ".") for name in found} | linked) == listed

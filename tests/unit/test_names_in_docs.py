@@ -11,7 +11,9 @@ from pathlib import Path
 from docs import generate
 from tests import deploy_files as files
 from tests.cases import every_case
+from triton_openai.adapters import companion
 from triton_openai.app import create_app
+from triton_openai.cli import model_repository
 from triton_openai.cli.aliases import ALIASES, REFUSED, WITHOUT_EFFECT
 from triton_openai.cli.arguments import parse
 from triton_openai.config.options import ENVIRONMENT_PREFIX, options
@@ -35,6 +37,7 @@ PRESENT = [name for name in TEXTS if name != "CHANGELOG.md"]
 COMMANDS = {
     *("--config", "--json", "--once", "--help", "--help-all", "--version"),
     *("--all", "--model", "--scripted", "--speech", "--weights"),
+    *("--from", "--lora-modules", "--name", "--to"),
 }
 # Of the programs that the documents call, by the document.
 _DOCKER = {
@@ -43,6 +46,11 @@ _DOCKER = {
 }
 _KUBERNETES = {
     *("--create-namespace", "--namespace", "--set", "--values", "--from-file", "--from-literal", "--wait", "--timeout"),
+}
+# Of vLLM's engine, and of the Triton that it runs in.
+_ENGINE = {
+    *("--backend-config", "--dtype", "--enable-lora", "--gpu-memory-utilization", "--hf-overrides", "--name"),
+    *("--no-enable-prefix-caching", "--scheduling-policy", "--tensor-parallel-size"),
 }
 FOREIGN = {
     "docs/guides/clients.md": {"--key", "--no-deps", "--schema"},
@@ -57,13 +65,14 @@ FOREIGN = {
     "docs/explanation/reliability.md": {
         *("--clients", "--faults", "--lines", "--only", "--poison", "--requests", "--seconds", "--seed", "--tritons"),
     },
+    "docs/guides/vllm.md": {*_DOCKER, *_ENGINE},
     "docs/guides/tracing.md": {"--cases", "--trace-config"},
     "docs/tutorials/tracing-on-kubernetes.md": _KUBERNETES,
     "examples/embeddings-onnx/README.md": {"--source"},
     "examples/kubernetes/README.md": _KUBERNETES,
     "examples/langchain/README.md": {"--base-url", "--model", "--embedding-model"},
     "examples/tensorrt-llm-llmapi/README.md": {*_DOCKER, "--depth", "--branch", "--model_repo"},
-    "examples/vllm/README.md": _DOCKER,
+    "examples/vllm/README.md": {*_DOCKER, *_ENGINE},
 }
 # Triton's own.
 TRITON = {
@@ -130,7 +139,8 @@ def test_metrics(document: str) -> None:
     known |= {rule["name"]["as"]}
     named = re.findall(r"(?<![\w./:-])(?:triton_openai|gen_ai_server)_[a-z_]*[a-z]", TEXTS[document])
 
-    assert [] == unknown(set(named) - {"gen_ai_server"}, known)
+    # The second is a parameter in a model's configuration.
+    assert [] == unknown(set(named) - {"gen_ai_server", companion.CONTRACT}, known)
 
 
 @every_case("document", TEXTS)
@@ -188,6 +198,11 @@ def commands() -> list[str]:
 @every_case("line", dict.fromkeys(commands()))
 def test_commands(line: str, tmp_path: Path) -> None:
     """Commands are read as the service would read them."""
+    command, *arguments = shlex.split(line)[1:]
+    if command == model_repository.COMMAND:
+        _, further = model_repository.build_parser().parse_known_args(arguments)
+        model_repository.engine_arguments(further)
+        return
     parsed = parse(shlex.split(line)[1:])
 
     assert parsed.command in ("serve", "inspect", "demo")

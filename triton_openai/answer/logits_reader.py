@@ -208,6 +208,10 @@ async def score_prompts(
         async with gate:
             request = adapter.encode_prompt_logits(generation)
             responses = await ask(msgspec.structs.replace(request, needed_for=scoring.param))
+            for response in responses:
+                entries = adapter.decode_prompt_logprobs(response, scoring.count)
+                if entries is not None:
+                    return _named(tokenizer, generation, tuple(entries))
             logits = next(filter(None, map(adapter.decode_prompt_logits, responses)), None)
             if logits is None:
                 raise InvalidAnswer("it has no log probabilities of the prompt", model=request.model)

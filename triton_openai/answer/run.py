@@ -132,7 +132,7 @@ class Run(UpstreamCall):
             # With the weights of the LoRA adapter.
             generation = replace(generation, lora=lora)
         (request,) = self._adapter.encode(generation)
-        if generation.priority:
+        if generation.priority and not request.carried:
             # The client of a batch has not asked for a priority: where JSON cannot express it, it is left out.
             expressible = request.json_expressible and self._upstream.priority > 0
             request = replace(request, priority=generation.priority, json_expressible=expressible)

@@ -123,6 +123,26 @@ class TokenText:
         return ids
 
 
+class EndedTokenText(TokenText):
+    """
+    Sets the text of deltas from their token ids, where the engine ends the answer by itself.
+
+    As in vLLM's server, the token that ended it is counted and has its log probability, but shows in no text.
+    """
+
+    def __init__(self, pieces: TokenPieces, generation: Generation, vocabulary: Vocabulary) -> None:
+        super().__init__(pieces, generation, vocabulary)
+        self._shows_end = bool(generation.sampling.include_stop_str_in_output)
+
+    def feed(self, delta: Delta) -> None:
+        """Set the text of *delta*."""
+        ids = delta.token_ids
+        if delta.finish_reason is FinishReason.STOP and not self._shows_end:
+            ids = ids[:-1]
+        delta.text = self._text.feed(ids)
+        self._names.feed(delta)
+
+
 class StopStrings:
     """
     Cuts a text before the first stop string, or after it with *include*.
@@ -176,6 +196,13 @@ class StopStrings:
         if self._include or self.matched is None:
             return text
         return text.removesuffix(self.matched)
+
+    def skip(self, piece: str) -> str:
+        """Return the text that can be shown now where no stop string may end in *piece* yet."""
+        text = self._held + piece
+        keep = self._could_begin(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
 
     def flush(self) -> str:
         """Return the delayed text, which cannot become a stop string any more."""
@@ -273,17 +300,24 @@ class StopStage:
     """
     Cuts the answer at a stop string. *backend_stops* is whether the backend finds stop strings and ends the answer.
 
-    ``cut`` is whether the answer ends although the backend continues.
+    As in vLLM, a stop string that ends within the first *min_tokens* tokens does not count. ``cut`` is whether the
+    answer ends although the backend continues.
     """
 
-    def __init__(self, stops: StopStrings, progress: AnswerState, *, backend_stops: bool) -> None:
+    def __init__(self, stops: StopStrings, progress: AnswerState, *, backend_stops: bool, min_tokens: int = 0) -> None:
         self.stops = stops
         self.cut = False
+        self._skipped = min_tokens
         self._progress = progress
         self._backend_stops = backend_stops
 
     def feed(self, delta: Delta) -> None:
         """Set the text of *delta* to what can be shown."""
+        if self._skipped > 0:
+            self._skipped -= delta.tokens or 0
+            if self._skipped >= 0:
+                delta.text = self.stops.skip(delta.text)
+                return
         reported = self._backend_stops and delta.finish_reason is FinishReason.STOP
         if reported:
             delta.text = self.stops.end(delta.text)
@@ -329,13 +363,19 @@ class Pipeline:
         stages: list[Callable[[Delta], None]] = []
         # The backend answers in token ids.
         if capabilities.tokens and tokenizer is not None and generation.vocabulary is not None:
-            self._token_text = TokenText(tokenizer.pieces, generation, generation.vocabulary)
+            if capabilities.ends_itself:
+                self._token_text = EndedTokenText(tokenizer.pieces, generation, generation.vocabulary)
+            else:
+                self._token_text = TokenText(tokenizer.pieces, generation, generation.vocabulary)
             stages.append(self._token_text.feed)
         stages.append(progress.add)
         # The backend does not cut stop strings, or was asked to show them.
         if sampling.stop and (capabilities.stop is None or (capabilities.stop == "shown" and sampling.stop_showable)):
             stops = StopStrings(sampling.stop, include=include)
-            self._stop = StopStage(stops, progress, backend_stops=capabilities.stop is not None)
+            min_tokens = 0
+            if capabilities.ends_itself:
+                min_tokens = sampling.min_tokens or 0
+            self._stop = StopStage(stops, progress, backend_stops=capabilities.stop is not None, min_tokens=min_tokens)
             stages.append(self._stop.feed)
         if sampling.logprobs is not None:
             # The backend sends token ids in addition to the text.
@@ -352,7 +392,7 @@ class Pipeline:
             self.feed = progress.add
         self.may_end = self._token_text is not None or self._stop is not None
         self.token_ids = generation.token_ids
-        self.reads_logits = capabilities.tokens and sampling.logprobs is not None
+        self.reads_logits = capabilities.tokens and not capabilities.ends_itself and sampling.logprobs is not None
 
     @property
     def ended(self) -> bool:

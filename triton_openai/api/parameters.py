@@ -220,6 +220,7 @@ class GenerationOptions(TruncatedRequest, kw_only=True):
     include_stop_str_in_output: bool | None = None
     stop_token_ids: list[_TokenId] | None = None
     ignore_eos: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[_TokenId] | None = None
     skip_special_tokens: bool | None = None
@@ -266,7 +267,7 @@ def completing(kind: type[_Request]) -> type[_Request]:
         "kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "vllm_xargs",
     )  # fmt: skip
     refused = refusing(
-        logits_processors=[], logprob_token_ids=[], prompt_embeds=[], structural_tag=None, thinking_token_budget=None,
+        logits_processors=[], logprob_token_ids=[], prompt_embeds=[], structural_tag=None,
         repetition_detection=False, watermarking=False, use_beam_search=False, return_prompt_text=False,
         return_token_offsets=False, return_tokens_as_token_ids=False, spaces_between_special_tokens=True,
     )  # fmt: skip
@@ -278,6 +279,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,), "seed": (),
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,),
     "include_stop_str_in_output": (False,), "ignore_eos": (False,), "skip_special_tokens": (True,),
+    "thinking_token_budget": (-1,),
 }  # fmt: skip
 _plain = attrgetter(*_PLAIN)
 _given = lru_cache(128)(DefaultParameters.explicit)

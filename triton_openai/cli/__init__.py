@@ -1,4 +1,4 @@
-"""The command ``triton-openai``: serve, demo, inspect and parse."""
+"""The command ``triton-openai``: serve, demo, inspect, parse and model-repository."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import structlog
 
 from triton_openai.cli.aliases import translate
 from triton_openai.cli.arguments import DEFAULTS, PARSE, parse
+from triton_openai.cli.model_repository import COMMAND, run
 from triton_openai.cli.terminal import shows_colours
 from triton_openai.config.reload import Source
 from triton_openai.config.sources import config_file, load_settings
@@ -29,13 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 after a clean end, 1 when the command failed, 2 with one sentence on stderr for wrong arguments or settings.
     """
+    given = list(arguments or ())
+    if arguments is None:
+        given = sys.argv[1:]
     try:
-        written, environ, warnings = translate(sys.argv[1:] if arguments is None else arguments, os.environ)
+        if given[:1] == [COMMAND]:
+            return run(given[1:])
+        written, environ, warnings = translate(given, os.environ)
         parsed = parse(written)
         if parsed.command == PARSE:
-            from triton_openai.cli.parse import run
+            from triton_openai.cli.parse import run as run_parse
 
-            return run(parsed.options)
+            return run_parse(parsed.options)
         if parsed.command == "serve":
             # Ignored until the service can reload its settings: the default action would end the process.
             signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -250,6 +250,8 @@ def _generation_notes(models: Models, model: ServedModel) -> list[str]:
     if model.adapter.splits_characters:
         notes.append(_LOSES)
     notes += model.adapter.notes
+    if model.adapter.advice:
+        notes.append(model.adapter.advice)
     if model.adapter.prefers_grpc and not models.fleet.over_grpc:
         notes.append(_NO_GRPC)
     return notes

@@ -116,9 +116,7 @@ class Binder:
             lazy_prompter=self.prompters.of(name, settings, metadata.tokenizer_dir, metadata.tokenizer),
             text_level=text_level,
             priorities=max(
-                _priorities(candidate.config, repository)
-                for candidate in (adapter, text_level)
-                if candidate is not None
+                _priorities(candidate, repository) for candidate in (adapter, text_level) if candidate is not None
             ),
             fingerprint=config.fingerprint,
             metadata=metadata,
@@ -165,10 +163,16 @@ def _mapping(settings: ModelSettings) -> TensorMapping | None:
     return None
 
 
-def _priorities(config: ModelConfig, repository: Mapping[str, ModelConfig]) -> int:
-    """Return the levels of priority of a model's queue; an ensemble hands a request's priority to each of its steps."""
+def _priorities(adapter: Adapter, repository: Mapping[str, ModelConfig]) -> int:
+    """
+    Return the levels of priority of a model's queue, or of its engine's.
+
+    An ensemble hands a request's priority to each of its steps.
+    """
+    config = adapter.config
     steps = [step for step in (repository.get(step.model) for step in config.steps) if step is not None]
-    return max([config.priority_levels, *(step.priority_levels for step in steps)])
+    own = max(config.priority_levels, adapter.capabilities.priority_levels)
+    return max([own, *(step.priority_levels for step in steps)])
 
 
 def _why_unclaimed(config: ModelConfig) -> str:

@@ -242,7 +242,11 @@ class Models:
                 served[alias] = msgspec.structs.replace(served[name], name=alias)
         await self.loras.add(served, snapshot, binder.settings, over_grpc=over_grpc)
         for name in served.keys() - self.served.keys():
-            _log.info("model is served", model=name, adapter=served[name].adapter.name)
+            adapter = served[name].adapter
+            advice = {}
+            if adapter.advice:
+                advice["advice"] = adapter.advice
+            _log.info("model is served", model=name, adapter=adapter.name, **advice)
         for name in self.served.keys() - served.keys():
             _log.info("model is gone", model=name)
         differences = {}

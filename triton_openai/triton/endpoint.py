@@ -18,6 +18,7 @@ import structlog
 from triton_openai.config.tree import TritonAccess
 from triton_openai.errors import ConfigurationError, ServiceError, UnsupportedParameter
 from triton_openai.tasks import cancel
+from triton_openai.triton.carrier import Carriers
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo, TritonClient
 from triton_openai.triton.connection import OPEN_ACCESS, ConnectionSettings
 from triton_openai.triton.http import HttpClient
@@ -53,6 +54,7 @@ class Endpoint:
         #: Whether the gRPC address answered last time. With an HTTP address, discovery does not use it.
         self.grpc_answers: bool | None = None
         self._checking: asyncio.Task[None] | None = None
+        self._carriers = Carriers()
 
     def _for(self, request: InferRequest) -> TritonClient:
         preferred = (request.prefers_grpc or request.priority) and self.grpc_answers is not False
@@ -115,11 +117,15 @@ class Endpoint:
         return await (self._grpc or self._control).infer(request)
 
     def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
-        return self._for(request).stream(request, receiver)
+        client = self._for(request)
+        if request.carried:
+            return self._carriers.stream(client, request, receiver)
+        return client.stream(request, receiver)
 
     async def close(self) -> None:
         if self._checking is not None:
             await cancel(self._checking)
+        self._carriers.close()
         for client in self._addresses:
             await client.close()
 

@@ -234,6 +234,10 @@ class InferRequest(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     parameters: Mapping[str, bool | int | str] = {}
     #: The rest of its sequence, for the same Triton. Each is sent when the one before is answered; the last ends it.
     following: tuple[InferRequest, ...] = ()
+    #: Whether its answers come over a carrier, with those of other requests; see ``triton/carrier.py``.
+    carried: bool = False
+    #: Of a carried request: whether tokens that come together are taken one by one.
+    token_by_token: bool = False
     #: The parameter that JSON cannot express, if there is one.
     needed_for: str | None = None
     #: The most bytes of an answer, or of each of several; a longer one is refused.
@@ -425,6 +429,41 @@ class JsonResponse(JsonOutputs, msgspec.Struct, frozen=True):
     @property
     def size(self) -> int:
         return json_size(self.values.values())
+
+
+#: A token with its log probability: id, value, rank, and the likeliest ids there with their values.
+Scored: TypeAlias = tuple[int, float, int | None, list[tuple[int, float]]]
+
+
+class Delivery(msgspec.Struct, gc=False, array_like=True):
+    """What a carrier brings for one of its streams. All but the tokens comes with the last one."""
+
+    stream: int
+    ids: list[int]
+    finish: str | None = None
+    #: The stop token that ended the answer.
+    stop: int | str | None = None
+    #: Tokens: of the prompt, those of them that came from the cache, of the answer.
+    usage: tuple[int, int | None, int] | None = None
+    logprobs: list[Scored] | None = None
+    #: Why there is no answer.
+    error: Any = None
+    prompt_logprobs: list[Scored | None] | None = None
+
+
+class CarriedResponse(JsonOutputs, msgspec.Struct, gc=False):
+    """What a carrier brings for one of its streams, as a response of a model."""
+
+    delivery: Delivery
+    #: The model that answered.
+    model: str = ""
+
+    def value(self, name: str) -> Any:
+        return getattr(self.delivery, name, None)
+
+    @property
+    def size(self) -> int:
+        return _NUMBER_SIZE * len(self.delivery.ids)
 
 
 def json_size(values: Iterable[Any]) -> int:

@@ -8,7 +8,7 @@ import io
 from typing import Any
 
 #: The inputs that hold images, of vLLM and of TensorRT-LLM.
-INPUTS = ("image", "image_url_input", "image_url")
+INPUTS = ("image", "image_url_input", "image_url", "media")
 # The only data URL that TensorRT-LLM's preprocessing knows; it fetches everything else.
 _PREFIX = "data:image/jpeg;base64,"
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"BM", b"II*\x00", b"MM\x00*")

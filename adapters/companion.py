@@ -1,0 +1,367 @@
+"""
+The companion model: vLLM's own library inside Triton's Python backend, token ids in and out.
+
+Source of the facts: contract 1 in ``triton_openai/companion/model.py``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import structlog
+
+from triton_openai.adapters._common.base import (
+    Adapter,
+    Capabilities,
+    Decoder,
+    ModelFiles,
+    ModelMetadata,
+    Parameter,
+    Rule,
+    check_range,
+    with_engine_arguments,
+)
+from triton_openai.adapters._common.decoding import checked_vectors
+from triton_openai.errors import (
+    ConfigurationError,
+    InvalidAnswer,
+    PromptRefused,
+    RequestRefused,
+    ServiceError,
+    UpstreamError,
+)
+from triton_openai.generation import Alternative, Delta, FinishReason, Generation, Guide, Sampling, TokenLogprob
+from triton_openai.jobs import ClassificationJob, ClassificationResult, EmbeddingJob, EmbeddingResult, JobType
+from triton_openai.triton.tensors import CarriedResponse, InferRequest, InferResponse, ModelConfig, Scored
+
+_log = structlog.get_logger(__name__)
+
+#: The parameter of the model's configuration that names the contract, and the versions that are known.
+CONTRACT = "triton_openai_contract"
+VERSIONS = ("1",)
+#: The parameter that says what the engine is loaded for: ``generate``, ``embed`` or ``classify``.
+RUNNER = "triton_openai_runner"
+#: The levels of priority. An engine whose ``scheduling_policy`` is another one takes them, and does as without.
+LEVELS = 10
+
+_REQUEST = "request"
+_CARRIER = "carrier"
+_MEDIA = "media"
+_RESPONSE = "response"
+_SUPPLIED = frozenset({_REQUEST, _CARRIER, _MEDIA})
+# Fields of Sampling that vLLM's SamplingParams calls the same. Unknown keys fail the request.
+_SAMPLING = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_tokens", "seed"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("stop_token_ids", "ignore_eos", "min_p", "bad_words", "allowed_token_ids", "logit_bias"),
+    "thinking_token_budget",
+)
+_INTEGERS = {**dict.fromkeys(("max_tokens", "top_k", "min_tokens", "thinking_token_budget"), "INT32"), "seed": "INT64"}
+PARAMETERS: tuple[Parameter, ...] = (
+    *(Parameter(name, target=f"sampling.{name}", datatype=_INTEGERS.get(name)) for name in _SAMPLING),
+    Parameter("logprobs", target="return.logprobs", datatype="INT32"),
+    Parameter("stop", otherwise=Rule.SERVICE),
+    Parameter("include_stop_str_in_output", otherwise=Rule.SERVICE),
+    Parameter("skip_special_tokens", otherwise=Rule.SERVICE),
+    Parameter("length_penalty"),
+)
+_GUIDE_FIELDS: Mapping[str, str] = {
+    "json": "json_object",
+    "json_schema": "json",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+# vLLM's ``max_logprobs`` where the engine's arguments do not set it, and as much as OpenAI allows.
+_MOST_ALTERNATIVES = 20
+# The bytes of a number in a vector.
+_FLOAT = 4
+_FINISHES: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+class _Fault(msgspec.Struct):
+    """Why a job was not done."""
+
+    kind: str = "engine"
+    message: str = ""
+    param: str | None = None
+
+
+class _Vector(msgspec.Struct):
+    """The answer to a job."""
+
+    vector: str = ""
+    prompt: int | None = None
+    error: Any = msgspec.field(name="e", default=None)
+
+
+_JOBS: Mapping[str, Sequence[JobType]] = {"embed": (EmbeddingJob,), "classify": (ClassificationJob,)}
+_arguments = msgspec.json.Decoder(dict[str, Any])
+_vector = msgspec.json.Decoder(_Vector)
+
+
+class Companion(Adapter):
+    """Token ids; the answers of all requests come over one carrier for each process and model."""
+
+    name = "companion"
+    metadata = ModelMetadata(adds_bos=True)
+    parameters = PARAMETERS
+
+    def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
+        super().__init__(config, repository)
+        self.jobs = _JOBS.get(config.parameter(RUNNER) or "", (Generation,))
+        self.capabilities = Capabilities(
+            streaming=True,
+            usage=True,
+            finish_reason=True,
+            tokens=True,
+            ends_itself=True,
+            token_inputs=True,
+            guides=frozenset(_GUIDE_FIELDS),
+            top_logprobs=_MOST_ALTERNATIVES,
+            cumulative_logprob=True,
+            prompt_logprobs=True,
+            token_ids=True,
+            priority_levels=LEVELS,
+            lora="name",
+            images=math.inf if _MEDIA in config.inputs else 0,
+            audio=_MEDIA in config.inputs,
+        )
+
+    @classmethod
+    def matches(cls, config: ModelConfig) -> str | None:
+        """Claim models whose configuration names the contract."""
+        version = config.parameter(CONTRACT)
+        if version is None:
+            return None
+        if version not in VERSIONS:
+            _log.warning("a companion model has another contract", model=config.name, contract=version)
+            return None
+        return f"parameter {CONTRACT} {version}"
+
+    def metadata_with(self, files: ModelFiles) -> ModelMetadata:
+        """Return what ``engine.json`` says."""
+        content = files(self.config.name, "engine.json")
+        if content is None:
+            return self.metadata
+        try:
+            arguments = _arguments.decode(content)
+        except msgspec.MsgspecError as error:
+            # The model would not have been loaded; whoever edits the file now has not finished.
+            _log.warning("engine.json cannot be read", model=self.config.name, reason=str(error))
+            return self.metadata
+        most = arguments.get("max_loras", 1)
+        return msgspec.structs.replace(
+            with_engine_arguments(self.metadata, arguments, length="max_model_len"),
+            max_loras=most if type(most) is int else None,
+            loras=arguments.get("enable_lora") is True,
+        )
+
+    def encode(self, job: Generation | EmbeddingJob | ClassificationJob, /) -> Sequence[InferRequest]:
+        """Return the request of a generation, or one for each input of another job."""
+        if isinstance(job, Generation):
+            return [self._generation(job, scores_prompt=None)]
+        kind = "embed"
+        pooling: dict[str, Any] = {}
+        if isinstance(job, ClassificationJob):
+            kind = "classify"
+        elif job.dimensions is not None:
+            check_range("dimensions", job.dimensions, "INT32")
+            pooling["dimensions"] = job.dimensions
+        requests = []
+        items: Sequence[Any] = job.inputs
+        for index, item in enumerate(items):
+            body: dict[str, Any] = {"v": 1, "kind": kind, "pooling": pooling}
+            if isinstance(item, str):
+                body["prompt"] = item
+            else:
+                body["ids"] = list(item)
+            requests.append(self.request(f"{job.id}-{index}", [self._body(body)], (_RESPONSE,)))
+        return requests
+
+    def encode_prompt_logits(self, generation: Generation) -> InferRequest:
+        """Return a request that generates one token and brings the log probabilities of the prompt's."""
+        plain = Sampling(max_tokens=1, temperature=0)
+        scored = msgspec.structs.replace(
+            generation, id=f"{generation.id}-prompt", sampling=plain, guide=None, cumulative_logprob=False
+        )
+        return self._generation(scored, scores_prompt=_MOST_ALTERNATIVES)
+
+    def decode_prompt_logprobs(self, response: InferResponse, count: int) -> Sequence[TokenLogprob] | None:
+        """Return the log probabilities of the prompt's tokens."""
+        if not isinstance(response, CarriedResponse) or response.delivery.prompt_logprobs is None:
+            return None
+        return [_entry(scored, count) for scored in response.delivery.prompt_logprobs[1:] if scored is not None]
+
+    def decode(
+        self, job: EmbeddingJob | ClassificationJob, responses: Sequence[InferResponse], /
+    ) -> EmbeddingResult | ClassificationResult:
+        """Return vectors, or the values of classes."""
+        vectors: list[bytes] = []
+        tokens = 0
+        for response in responses:
+            for text in response.texts(_RESPONSE):
+                vector = self._vector(response, text)
+                vectors.append(_raw(response, vector.vector))
+                tokens += vector.prompt or 0
+        checked_vectors(vectors, len(job.inputs), self.config.name)
+        if isinstance(job, EmbeddingJob):
+            return EmbeddingResult(vectors=vectors, prompt_tokens=tokens)
+        return ClassificationResult(
+            values=[memoryview(one).cast("f").tolist() for one in vectors], prompt_tokens=tokens
+        )
+
+    def _vector(self, response: InferResponse, text: str) -> _Vector:
+        try:
+            vector = _vector.decode(text)
+        except msgspec.MsgspecError as error:
+            raise response.invalid("its vector cannot be read", detail=str(error)) from error
+        if vector.error is not None:
+            raise self._fault(vector.error)
+        return vector
+
+    def _fault(self, fault: Any) -> ServiceError:
+        """Return the error for a job that the model refuses, or fails to do."""
+        try:
+            said = msgspec.convert(fault, _Fault)
+        except msgspec.ValidationError as error:
+            return InvalidAnswer("its error cannot be read", model=self.config.name, detail=str(error))
+        if said.kind == "engine":
+            return UpstreamError(f"The model '{self.config.name}' failed.", detail=said.message)
+        return RequestRefused(said.message, param=said.param)
+
+    def _body(self, body: Mapping[str, Any]) -> Any:
+        return self.tensor(_REQUEST, msgspec.json.encode(body).decode())
+
+    def _generation(self, generation: Generation, *, scores_prompt: int | None) -> InferRequest:
+        ids = generation.prompt_ids
+        if ids is None:
+            raise ConfigurationError(
+                f"The model '{self.config.name}' takes token ids: give its tokenizer with --tokenizer."
+            )
+        if not generation.prompt:
+            # As in vLLM's server: the special token in front of it could be continued.
+            raise PromptRefused("The prompt is empty: there is nothing to continue.")
+        returns = {}
+        count = generation.sampling.logprobs
+        if count is None and generation.cumulative_logprob:
+            count = 0
+        if count is not None:
+            returns["logprobs"] = count
+        if scores_prompt is not None:
+            returns["prompt_logprobs"] = scores_prompt
+        body: dict[str, Any] = {
+            "v": 1,
+            "kind": "generate",
+            "ids": ids,
+            "sampling": self._sampling(generation),
+        }
+        if returns:
+            body["return"] = returns
+        if generation.priority:
+            # Of vLLM's priorities the lowest comes first, and 0 is that of requests that bring none.
+            body["priority"] = generation.priority - LEVELS
+        if generation.lora is not None:
+            body["lora"] = {"name": generation.lora.name, "path": generation.lora.path}
+        inputs = []
+        media = [("image", image.base64) for image in generation.images]
+        media += [("audio", audio) for audio in generation.audio]
+        if media:
+            body["media"] = [{"type": kind, "at": at, "encoding": "base64"} for at, (kind, _) in enumerate(media)]
+            inputs.append(self.tensor(_MEDIA, *(data for _, data in media)))
+        request = self.request(generation.id, [self._body(body), *inputs], (_RESPONSE,))
+        # A stop string ends the answer behind the token that completes it.
+        return msgspec.structs.replace(request, carried=True, token_by_token=bool(generation.sampling.stop))
+
+    def _sampling(self, generation: Generation) -> dict[str, Any]:
+        """Return the sampling parameters as vLLM calls them. Raises :class:`InvalidRequest` for what no type holds."""
+        sampling: dict[str, Any] = {}
+        rows = self.parameters_by_name
+        for name, value in generation.sampling.explicit.items():
+            if name not in _SAMPLING:
+                continue
+            check_range(name, value, rows[name].datatype)
+            sampling[name] = value
+        if "logit_bias" in sampling:
+            sampling["logit_bias"] = {str(token): bias for token, bias in sampling["logit_bias"]}
+        if sampling.get("top_p") == 0:
+            # vLLM takes no 0, which means the likeliest token alone.
+            del sampling["top_p"]
+            sampling["top_k"] = 1
+        if generation.guide is not None:
+            sampling["structured_outputs"] = _guide_fields(generation.guide)
+        return sampling
+
+    def decoder(self, generation: Generation) -> Decoder:
+        return DeliveryDecoder(generation)
+
+
+class DeliveryDecoder:
+    """Reads what a carrier brings for one answer."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._logprobs = generation.sampling.logprobs
+        self._prompt: int | None = len(generation.prompt_ids or ())
+        self._total = 0.0
+        self._sums = generation.cumulative_logprob
+
+    def feed(self, response: InferResponse) -> Delta:
+        """Return what *response* adds."""
+        if not isinstance(response, CarriedResponse):
+            raise response.invalid("it did not come over a carrier")
+        delivery = response.delivery
+        ids = delivery.ids
+        delta = Delta(token_ids=ids, tokens=len(ids))
+        if self._prompt is not None:
+            delta.prompt_tokens = self._prompt
+            self._prompt = None
+        scores = delivery.logprobs
+        if scores is not None:
+            if self._logprobs is not None:
+                count = self._logprobs
+                delta.logprobs = [_entry(scored, count) for scored in scores]
+            if self._sums:
+                self._total += sum([scored[1] for scored in scores])
+                delta.cumulative_logprob = self._total
+        if delivery.finish is not None:
+            delta.finish_reason = _FINISHES.get(delivery.finish)
+            if delivery.usage is not None:
+                delta.prompt_tokens, delta.cached_tokens, _ = delivery.usage
+        return delta
+
+    def flush(self) -> str:
+        """Return nothing: ids are never held back."""
+        return ""
+
+
+def _raw(response: InferResponse, text: str) -> bytes:
+    """Return the numbers of a vector. Raises :class:`InvalidAnswer`."""
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise response.invalid("its vector is no base64") from error
+    if not raw or len(raw) % _FLOAT:
+        raise response.invalid("its vector ends within a number")
+    return raw
+
+
+def _entry(scored: Scored, count: int) -> TokenLogprob:
+    """Return a token's log probability with *count* alternatives. Names are added where the tokenizer is."""
+    number, logprob, rank, top = scored
+    alternatives = [Alternative("", value, id=token) for token, value in top[:count]]
+    return TokenLogprob("", logprob, id=number, rank=rank, top=tuple(alternatives))
+
+
+def _guide_fields(guide: Guide) -> dict[str, Any]:
+    value: Any = guide.value
+    if guide.kind == "json":
+        value = True
+    elif guide.kind in ("json_schema", "choice"):
+        value = msgspec.Raw(guide.value.encode())
+    return {_GUIDE_FIELDS[guide.kind]: value}

@@ -1,0 +1,165 @@
+"""The companion's adapter: what it asks of the model, and what it reads in the answers."""
+
+from __future__ import annotations
+
+import base64
+import json
+from array import array
+from typing import Any
+
+import pytest
+
+from tests.cases import every_case
+from triton_openai.adapters.companion import Companion
+from triton_openai.companion.repository import config_text
+from triton_openai.errors import InvalidAnswer, InvalidRequest, PromptRefused, RequestRefused, ServiceError
+from triton_openai.generation import FinishReason, Generation, Guide, Lora, Sampling
+from triton_openai.jobs import ClassificationJob, ClassificationResult, EmbeddingJob
+from triton_openai.triton.tensors import CarriedResponse, Delivery, JsonResponse, ModelConfig, TensorSpec
+
+INPUTS = {name: TensorSpec(name=name, datatype="BYTES", dims=(1,)) for name in ("request", "carrier")}
+INPUTS["media"] = TensorSpec(name="media", datatype="BYTES", dims=(-1,), optional=True)
+OUTPUTS = {"response": TensorSpec(name="response", datatype="BYTES", dims=(1,))}
+
+
+def config(**parameters: str) -> ModelConfig:
+    """Return the configuration of a companion model."""
+    return ModelConfig(name="companion", backend="python", decoupled=True, inputs=INPUTS, outputs=OUTPUTS,
+                       parameters={"triton_openai_contract": "1", **parameters})  # fmt: skip
+
+
+def generation(**fields: Any) -> Generation:
+    """Return a generation for token ids."""
+    sampling = fields.pop("sampling", {})
+    usual: dict[str, Any] = {"id": "x", "prompt": "Hi", "prompt_ids": (5, 6)}
+    return Generation(sampling=Sampling(**{"max_tokens": 9, **sampling}), **{**usual, **fields})
+
+
+def asked(job: Any, **parameters: str) -> dict[str, Any]:
+    """Return the JSON of the first request."""
+    request = Companion(config(**parameters), {}).encode(job)[0]
+    body: dict[str, Any] = json.loads(request.inputs[0].values[0])
+    return body
+
+
+@every_case("parameters,expected", [
+    ({}, "parameter triton_openai_contract 1"),
+    ({"triton_openai_contract": "2"}, None),
+    ({"triton_openai_contract": ""}, None),
+])  # fmt: skip
+def test_models_are_claimed_by_the_contract(parameters: dict[str, str], expected: str | None) -> None:
+    """And only those of a version that is known."""
+    assert expected == Companion.matches(config(**parameters))
+
+
+def test_the_written_configuration_names_the_contract() -> None:
+    """What the command writes is what the adapter claims."""
+    assert 'key: "triton_openai_contract" value: { string_value: "1" }' in config_text({})
+
+
+_ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sampling": ({"sampling": {"temperature": 0.5}}, {"sampling": {"max_tokens": 9, "temperature": 0.5}}),
+    "top_p 0": ({"sampling": {"top_p": 0}}, {"sampling": {"max_tokens": 9, "top_k": 1}}),
+    "biases": ({"sampling": {"logit_bias": ((5, 1.5),)}}, {"sampling": {"max_tokens": 9, "logit_bias": {"5": 1.5}}}),
+    "stop strings, which are found here": ({"sampling": {"stop": ("x",)}}, {"sampling": {"max_tokens": 9}}),
+    "log probabilities": ({"sampling": {"logprobs": 3}}, {"return": {"logprobs": 3}}),
+    "that of the whole": ({"cumulative_logprob": True}, {"return": {"logprobs": 0}}),
+    "a LoRA adapter": ({"lora": Lora(name="a", path="/a")}, {"lora": {"name": "a", "path": "/a"}}),
+    "a priority": ({"priority": 1}, {"priority": -9}),
+    "the last priority": ({"priority": 10}, {"priority": 0}),
+    "a schema": (
+        {"guide": Guide(kind="json_schema", value='{"type":"object"}')},
+        {"sampling": {"max_tokens": 9, "structured_outputs": {"json": {"type": "object"}}}},
+    ),
+}
+
+
+@every_case("name", list(_ASKED))
+def test_what_the_model_is_asked(name: str) -> None:
+    """The prompt's ids, and vLLM's parameters by their names."""
+    fields, expected = _ASKED[name]
+    body = asked(generation(**fields))
+
+    assert expected.items() <= body.items()
+    assert [5, 6] == body["ids"]
+
+
+@every_case("fields,error", [
+    ({"sampling": {"seed": 2**63}}, InvalidRequest),
+    ({"sampling": {"max_tokens": 2**31}}, InvalidRequest),
+    ({"prompt": ""}, PromptRefused),
+])  # fmt: skip
+def test_what_is_refused_here(fields: dict[str, Any], error: type[Exception]) -> None:
+    """Numbers that no engine holds, and nothing to continue."""
+    with pytest.raises(error):
+        asked(generation(**fields))
+
+
+def test_stop_strings_need_each_token() -> None:
+    """What comes together is taken one by one, so that the answer ends behind the right token."""
+    adapter = Companion(config(), {})
+    for stop in ((), ("x",)):
+        (request,) = adapter.encode(generation(sampling={"stop": stop}))
+        assert request.carried
+        assert bool(stop) == request.token_by_token
+
+
+def test_an_answer_is_read() -> None:
+    """Tokens, log probabilities, the finish reason and the engine's counts."""
+    decoder = Companion(config(), {}).decoder(generation(sampling={"logprobs": 1}, cumulative_logprob=True))
+    first = decoder.feed(CarriedResponse(Delivery(1, [7], logprobs=[(7, -0.5, 2, [(8, -0.25), (7, -0.5)])])))
+    last = decoder.feed(CarriedResponse(Delivery(1, [9], "stop", None, (2, 1, 2), [(9, -1.0, 1, [(9, -1.0)])])))
+
+    assert (1, 2, -0.5) == (first.tokens, first.prompt_tokens, first.cumulative_logprob)
+    (entry,) = first.logprobs
+    assert (7, -0.5, 2, [8]) == (entry.id, entry.logprob, entry.rank, [one.id for one in entry.top])
+    assert (FinishReason.STOP, 1, -1.5) == (last.finish_reason, last.cached_tokens, last.cumulative_logprob)
+
+
+def test_the_prompts_log_probabilities() -> None:
+    """Of each token but the first, with as many alternatives as were asked for."""
+    adapter = Companion(config(), {})
+    scores: list[Any] = [None, (6, -0.5, 2, [(8, -0.25), (6, -0.5)])]
+    response = CarriedResponse(Delivery(1, [7], prompt_logprobs=scores))
+
+    entries = adapter.decode_prompt_logprobs(response, 1)
+    assert entries is not None
+    assert [(6, -0.5, 1)] == [(entry.id, entry.logprob, len(entry.top)) for entry in entries]
+    assert adapter.decode_prompt_logprobs(CarriedResponse(Delivery(1, [7])), 1) is None
+
+
+def answer(body: Any) -> JsonResponse:
+    """Return a response with *body*."""
+    return JsonResponse({"response": body if isinstance(body, str) else json.dumps(body)}, "companion")
+
+
+def test_vectors() -> None:
+    """One request for each text, and its vector as the engine made it."""
+    adapter = Companion(config(triton_openai_runner="embed"), {})
+    job = EmbeddingJob(id="x", inputs=("a", "b"), dimensions=2)
+    assert [EmbeddingJob] == list(adapter.jobs)
+    assert ["a", "b"] == [json.loads(one.inputs[0].values[0])["prompt"] for one in adapter.encode(job)]
+    vector = base64.b64encode(array("f", [0.5, 0.25]).tobytes()).decode()
+
+    result = adapter.decode(job, [answer({"vector": vector, "prompt": 3})] * 2)
+    assert 6 == result.prompt_tokens
+    classes = ClassificationJob(id="x", inputs=("a",))
+    classified = adapter.decode(classes, [answer({"vector": vector})])
+    assert isinstance(classified, ClassificationResult)
+    assert ((0.5, 0.25),) == tuple(map(tuple, classified.values))
+
+
+@every_case("body,error", [
+    ("{", InvalidAnswer),
+    ({"vector": "?"}, InvalidAnswer),
+    ({"vector": "AAA="}, InvalidAnswer),
+    ({"e": {"kind": "invalid", "message": "no"}}, RequestRefused),
+    ({"e": {"kind": "engine", "message": "no"}}, ServiceError),
+    ({"e": "x"}, InvalidAnswer),
+])  # fmt: skip
+def test_answers_without_a_vector(body: Any, error: type[Exception]) -> None:
+    """A client's mistake is a 400, and what cannot be read a 502."""
+    adapter = Companion(config(triton_openai_runner="embed"), {})
+
+    with pytest.raises(error):
+        adapter.decode(EmbeddingJob(id="x", inputs=("a",)), [answer(body)])

@@ -1,0 +1,230 @@
+"""The companion's model file, run here with a stand-in for Triton's module and without vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import queue
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import triton_openai.companion
+from tests.cases import every_case
+
+MODEL = Path(triton_openai.companion.__file__).with_name("model.py")
+
+
+class Sender:
+    """Takes responses, as Triton's response sender does."""
+
+    def __init__(self) -> None:
+        self.sent: queue.Queue[Any] = queue.Queue()
+        self.cancelled = False
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        self.sent.put(None if response is None else json.loads(response))
+
+    def is_cancelled(self) -> bool:
+        return self.cancelled
+
+    def next(self) -> Any:
+        """Return the next response that is no pulse, None at the end."""
+        while True:
+            response = self.sent.get(timeout=10)
+            if response is None or response["d"] or response["n"] == 0:
+                return response
+
+
+class Loop:
+    """Runs what belongs into the engine's loop at once."""
+
+    def call_soon(self, function: Any, *arguments: Any) -> None:
+        self.waiting = function
+
+    def call_soon_threadsafe(self, function: Any, *arguments: Any) -> None:
+        function(*arguments)
+
+
+class Owner:
+    """What a carrier belongs to."""
+
+    def __init__(self) -> None:
+        self.loop = Loop()
+        self.gone = threading.Event()
+
+    def lost(self, carrier: Any) -> None:
+        self.gone.set()
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The model file as a module."""
+    backend = types.ModuleType("triton_python_backend_utils")
+    backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1  # type: ignore[attr-defined]
+    backend.Tensor = lambda name, values: values[0]  # type: ignore[attr-defined]
+    backend.InferenceResponse = lambda tensors: tensors[0]  # type: ignore[attr-defined]
+    backend.Logger = types.SimpleNamespace(log_info=lambda text: None)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
+    spec = importlib.util.spec_from_file_location("companion_model_under_test", MODEL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def turn(carrier: Any, owner: Owner, *events: list[Any]) -> None:
+    """Have the engine produce *events* in one turn of its loop."""
+    for event in events:
+        carrier.put(event)
+    owner.loop.waiting()
+
+
+def test_what_one_turn_produces_is_one_response(model: Any) -> None:
+    """The streams of a carrier share its responses, which are numbered."""
+    owner, sender = Owner(), Sender()
+    carrier = model.Carrier(owner, "front", sender)
+    assert {"n": 0, "d": [], "v": 1} == sender.next()
+
+    turn(carrier, owner, [1, [5]], [2, [6]])
+    assert {"n": 1, "d": [[1, [5]], [2, [6]]]} == sender.next()
+    carrier.close()
+    assert sender.next() is None
+    assert owner.gone.wait(10)
+
+
+def test_a_client_that_never_reads(model: Any) -> None:
+    """Without an acknowledgement no more than the window is sent; the rest is joined, one event for each stream."""
+    owner, sender = Owner(), Sender()
+    carrier = model.Carrier(owner, "front", sender)
+    sender.next()
+    for number in range(model.WINDOW):
+        turn(carrier, owner, [1, [number]])
+        assert [[1, [number]]] == sender.next()["d"]
+    for number in range(1000):
+        turn(carrier, owner, [1, [number]], [2, [number]])
+    assert sender.sent.empty()
+    assert 2 == len(carrier._waiting)
+
+    turn(carrier, owner, [1, [7], "stop", 7, [3, None, 1001]])
+    carrier.acknowledge(1)
+    (first, second) = sender.next()["d"]
+    assert [1, [*range(1000), 7], "stop", 7, [3, None, 1001]] == first
+    assert [2, list(range(1000))] == second
+    carrier.close()
+
+
+def test_a_carrier_that_nobody_acknowledges_is_lost(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that has stopped reading loses its carrier, and with it its streams."""
+    monkeypatch.setattr(model, "WINDOW", 1)
+    monkeypatch.setattr(model, "SILENCE", 0.01)
+    monkeypatch.setattr(model, "PULSE", 0.04)
+    owner, sender = Owner(), Sender()
+    carrier = model.Carrier(owner, "front", sender)
+    turn(carrier, owner, [1, [5]])
+
+    assert owner.gone.wait(10)
+
+
+def test_a_client_that_has_gone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton says that the carrier's request is cancelled: its streams end."""
+    monkeypatch.setattr(model, "PULSE", 0.04)
+    owner, sender = Owner(), Sender()
+    model.Carrier(owner, "front", sender)
+    sender.cancelled = True
+
+    assert owner.gone.wait(10)
+
+
+_JOINED = {
+    "tokens": ([1, [5]], [1, [6]], [1, [5, 6]]),
+    "the end": ([1, [5]], [1, [6], "length", None, [1, 0, 2]], [1, [5, 6], "length", None, [1, 0, 2]]),
+    "an error": (
+        [1, [5]],
+        [1, [], None, None, None, None, {"kind": "dead"}],
+        [1, [5], None, None, None, None, {"kind": "dead"}],
+    ),
+    "log probabilities": (
+        [1, [5], None, None, None, [[5, -1.0, 1, []]]],
+        [1, [6], None, None, None, [[6, -2.0, 1, []]]],
+        [1, [5, 6], None, None, None, [[5, -1.0, 1, []], [6, -2.0, 1, []]]],
+    ),
+    "the prompt's log probabilities, of the first alone": (
+        [1, [5], None, None, None, None, None, [None, [7, -1.0, 1, []]]],
+        [1, [6], "stop"],
+        [1, [5, 6], "stop", None, None, None, None, [None, [7, -1.0, 1, []]]],
+    ),
+}
+
+
+@every_case("name", list(_JOINED))
+def test_events_are_joined(model: Any, name: str) -> None:
+    """Nothing of either event is lost."""
+    first, second, expected = [json.loads(json.dumps(event)) for event in _JOINED[name]]
+    model.join(first, second)
+
+    assert expected == first
+
+
+_ENGINES = {
+    "none": (None, "needs vLLM"),
+    "too old": ("0.10.2", "needs vLLM 0.11 or newer, and this is 0.10.2"),
+    "of another interface": ("9.0.0", "vLLM 9.0.0 has another interface"),
+}
+
+
+@every_case("name", list(_ENGINES))
+def test_an_engine_that_does_not_fit(model: Any, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The model is not loaded, and Triton's log says why in a sentence."""
+    version, expected = _ENGINES[name]
+    package = None
+    if version is not None:
+        package = types.ModuleType("vllm")
+        package.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", package)
+
+    with pytest.raises(RuntimeError, match=expected):
+        model.Engine(tmp_path)
+
+
+_REFUSED = {
+    "a misspelt key": (lambda model: model.check_keys({"temprature": 1}, {"temperature"}, ""), "'temprature'"),
+    "another version": (lambda model: model.read(_request('{"v": 2}')), "version 1"),
+    "no JSON": (lambda model: model.read(_request("{")), "no JSON"),
+    "no object": (lambda model: model.read(_request("[]")), "no JSON object"),
+    "nested too deeply": (lambda model: model.read(_request("[" * 100_000)), "no JSON"),
+    "no place": (lambda model: model.read(_request("{}", '["x"]')), "'carrier'"),
+    "no base64": (
+        lambda model: model.multi_modal_data([{"type": "image", "at": 0, "encoding": "base64"}], [b"?"]),
+        "no base64",
+    ),
+    "no sound": (lambda model: model.multi_modal_data([{"type": "audio", "at": 0}], [b"?"]), "cannot be read"),
+    "another medium": (lambda model: model.multi_modal_data([{"type": "smell", "at": 0}], [b"?"]), "'smell'"),
+    "a file that is missing": (lambda model: model.multi_modal_data([{"type": "image", "at": 3}], [b"?"]), "3"),
+}
+
+
+def _request(*texts: str) -> Any:
+    return dict(zip(("request", "carrier"), texts, strict=False))
+
+
+@every_case("name", list(_REFUSED))
+def test_what_is_refused(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is wrong gets an error that says what is, and reaches no engine."""
+
+    def tensor(request: dict[str, str], name: str) -> Any:
+        if name not in request:
+            return None
+        values = types.SimpleNamespace(reshape=lambda _: [request[name].encode()])
+        return types.SimpleNamespace(as_numpy=lambda: values)
+
+    monkeypatch.setattr(model.pb, "get_input_tensor_by_name", tensor, raising=False)
+    does, expected = _REFUSED[name]
+
+    with pytest.raises(model.Refused, match=expected):
+        does(model)

@@ -1,0 +1,760 @@
+"""
+vLLM inside Triton's Python backend: token ids in, token ids out. This file is the model's ``1/model.py``.
+
+It is one file, however long, so that it can be copied into any model repository. It needs the standard library, NumPy
+and vLLM, and nothing of triton-openai. Beside it lies ``engine.json`` with the arguments of vLLM's engine, and
+``multi_lora.json`` where the model has LoRA adapters.
+
+Contract 1. A client opens a *carrier*, a request that stays open. Its generations are small requests that end at once;
+their tokens come over the carrier, those of all its streams in one response per turn of the engine::
+
+    request  {"kind": "carrier" | "generate" | "cancel" | "credit" | "embed" | "classify" | "info", ...}
+    carrier  [name, stream, number of the last response that the client has read]
+    response {"n": number, "d": [[stream, ids, finish, stop, usage, logprobs, error, prompt_logprobs], ...]}
+
+Absent fields at the end of a list are left out. A carrier sends :data:`WINDOW` responses that nobody has acknowledged
+at most. What the engine makes meanwhile is joined. A carrier is lost if its client has gone or does not acknowledge
+anything for :data:`SILENCE` seconds; then its streams end.
+
+Source of the facts: vLLM's ``AsyncLLM``, ``SamplingParams`` and ``PoolingParams``, releases 0.11 to 0.32.
+"""
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import gc
+import inspect
+import io
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import triton_python_backend_utils as pb
+
+#: The version of the contract.
+CONTRACT = 1
+#: The oldest release of vLLM whose interface this file uses.
+OLDEST = (0, 11)
+#: Responses that a carrier sends before its client has to acknowledge one.
+WINDOW = 32
+#: Seconds without an acknowledgement after which a carrier that waits for one is lost.
+SILENCE = 30.0
+#: Seconds after which an idle carrier sends an empty response, which shows whether its client is still there.
+PULSE = 1.0
+#: Seconds between two looks at the engine's health.
+HEALTH = 1.0
+
+FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+# The keys of a generation. Any other key is an error: a misspelt one would change the answer silently.
+KEYS = {"v", "kind", "ids", "prompt", "sampling", "lora", "priority", "salt", "media", "mm", "return", "pooling"}
+RETURNS = {"logprobs", "prompt_logprobs"}
+# The fields of SamplingParams that this file sets itself, or that are no parameters.
+OWN = {"output_kind", "detokenize", "n", "logprobs", "prompt_logprobs", "output_text_buffer_length", "skip_clone"}
+# Those that hold token ids.
+IDS = ("stop_token_ids", "allowed_token_ids")
+
+
+class Refused(Exception):
+    """
+    A request that is not run.
+
+    *kind* is ``invalid``, ``unsupported``, ``lora``, ``overloaded``, ``engine`` or ``dead``.
+    """
+
+    def __init__(self, message, param=None, kind="invalid"):
+        super().__init__(message)
+        self.fields = {"kind": kind, "message": message, "param": param}
+
+
+def died():
+    """Return the error for a request that an engine that has died cannot answer."""
+    return Refused("The model's engine has died, and starts again.", kind="dead")
+
+
+def error_fields(error):
+    """Return *error* as the contract writes it."""
+    if isinstance(error, Refused):
+        return error.fields
+    client = any(kind.__name__ == "VLLMClientError" for kind in type(error).__mro__)
+    if client or isinstance(error, (ValueError, TypeError, NotImplementedError)):
+        # vLLM's own validation: its error may name the parameter, and then says so in its text again.
+        param = getattr(error, "parameter", None)
+        message = str(error)
+        if param is not None and error.args:
+            message = str(error.args[0])
+        return {"kind": "invalid", "message": message, "param": param}
+    return {"kind": "engine", "message": str(error) or type(error).__name__, "param": None}
+
+
+def compact(value):
+    """Return *value* as JSON. Minus infinity becomes -9999, as vLLM's server writes it."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def log(text):
+    """Write a line to Triton's log."""
+    pb.Logger.log_info(f"companion: {text}")
+
+
+class Stream:
+    """One generation of a carrier."""
+
+    __slots__ = ("carrier", "completion", "logprobs", "name", "number")
+
+    def __init__(self, carrier, number, name, logprobs):
+        self.carrier = carrier
+        self.number = number
+        #: What the engine calls it.
+        self.name = name
+        #: How many alternatives each token has, None without log probabilities.
+        self.logprobs = logprobs
+        #: The tokens of its answer so far.
+        self.completion = 0
+
+
+class Carrier:
+    """
+    One request that stays open. A thread of its own sends what its streams produce.
+
+    While it sends, and while no response may be sent, further turns of the engine are joined. So the number of round
+    trips to Triton does not depend on the number of streams, and a client that reads nothing makes nothing grow.
+    """
+
+    def __init__(self, model, name, sender):
+        self.name = name
+        #: By number; used in the engine's loop only.
+        self.streams = {}
+        self._model = model
+        self._sender = sender
+        self._changed = threading.Condition()
+        # What the engine's turn has produced; used in the engine's loop only.
+        self._turn = []
+        # By stream; guarded, as all that follows.
+        self._waiting = {}
+        self._sent = 0
+        self._acknowledged = 0
+        self._heard = time.monotonic()
+        self._closed = False
+        threading.Thread(target=self._run, daemon=True, name=f"carrier {name}").start()
+
+    def acknowledge(self, number):
+        """Take it that the client has read the response *number*."""
+        with self._changed:
+            self._heard = time.monotonic()
+            if number > self._acknowledged:
+                self._acknowledged = number
+                self._changed.notify()
+
+    def close(self):
+        """Let the thread end the request."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def put(self, event):
+        """Add *event*; what one turn of the engine's loop adds goes to the thread together."""
+        if not self._turn:
+            self._model.loop.call_soon(self._flush)
+        self._turn.append(event)
+
+    def fail(self, stream, error):
+        """End *stream* with *error*."""
+        if self.streams.pop(stream.number, None) is not None:
+            self.put([stream.number, [], None, None, None, None, error_fields(error)])
+
+    def _flush(self):
+        turn = self._turn
+        self._turn = []
+        with self._changed:
+            for event in turn:
+                self._add(event)
+            self._changed.notify()
+
+    def _add(self, event):
+        """Keep *event* for the next response, joined with what its stream waits to send."""
+        waiting = self._waiting.get(event[0])
+        if waiting is None:
+            self._waiting[event[0]] = event
+        else:
+            join(waiting, event)
+
+    def _run(self):
+        try:
+            self._send({"n": 0, "d": [], "v": CONTRACT})
+            while True:
+                events = self._next()
+                if events is None:
+                    break
+                self._sent += 1
+                self._send({"n": self._sent, "d": events})
+        except Exception as error:  # noqa: BLE001 - Triton's errors have no class of their own
+            log(f"carrier {self.name} is lost: {error}")
+        with contextlib.suppress(Exception):
+            self._sender.send(flags=FINAL)
+        self._model.loop.call_soon_threadsafe(self._model.lost, self)
+
+    def _send(self, body):
+        self._sender.send(pb.InferenceResponse([pb.Tensor("response", np.array([compact(body)], dtype=object))]))
+
+    def _next(self):
+        """Return the events of the next response, none after a pulse, or None at the end."""
+        looked = time.monotonic()
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                room = self._sent - self._acknowledged < WINDOW
+                if self._closed:
+                    return None
+                if self._waiting and room:
+                    events = list(self._waiting.values())
+                    self._waiting = {}
+                    return events
+                if not room and now - self._heard > SILENCE:
+                    log(f"carrier {self.name} is lost: its client has read nothing for {SILENCE:g} s")
+                    return None
+                if now - looked >= PULSE:
+                    if self._sender.is_cancelled():
+                        return None
+                    looked = now
+                    if room:
+                        return []
+                self._changed.wait(PULSE / 4)
+
+
+def join(first, second):
+    """Append an event of a stream to an earlier one that has not been sent."""
+    first[1] = [*first[1], *second[1]]
+    for place, value in enumerate(second[2:], 2):
+        while len(first) <= place:
+            first.append(None)
+        if place == 5 and first[5] and value:
+            first[5] = [*first[5], *value]
+        elif value is not None:
+            first[place] = value
+
+
+class TritonPythonModel:
+    """The model. ``execute`` hands over to the loop of the engine, which has a thread of its own."""
+
+    def initialize(self, args):
+        """Start the engine. Raises RuntimeError for a release of vLLM whose interface differs."""
+        folder = Path(args["model_repository"]) / str(args["model_version"])
+        self.name = args["model_name"]
+        #: By name; used in the engine's loop only.
+        self.carriers = {}
+        #: None until the engine has started, and while it starts again.
+        self.engine = None
+        started = []
+        ready = threading.Event()
+        threading.Thread(target=self._run, args=(folder, started, ready), daemon=True, name="engine").start()
+        ready.wait()
+        if started:
+            raise started[0]
+
+    def _run(self, folder, started, ready):
+        try:
+            import uvloop
+
+            run = uvloop.run
+        except ImportError:
+            run = asyncio.run
+        run(self._main(folder, started, ready))
+
+    async def _main(self, folder, started, ready):
+        self.loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        try:
+            self.engine = Engine(folder)
+        except BaseException as error:  # noqa: BLE001 - the engine may fail in any way
+            started.append(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            ready.set()
+            return
+        # What the engine has made of its modules is never garbage.
+        gc.collect()
+        gc.freeze()
+        ready.set()
+        watching = asyncio.create_task(self._watch(folder))
+        await self._stop.wait()
+        watching.cancel()
+        if self.engine is not None:
+            self.engine.shutdown()
+
+    async def _watch(self, folder):
+        while True:
+            await asyncio.sleep(HEALTH)
+            if self.engine.dead:
+                await self._start_again(folder)
+
+    async def _start_again(self, folder):
+        """
+        Replace an engine that has died; until then requests are refused.
+
+        Triton does not start a model's process again that has ended, so this one stays.
+        """
+        log("the engine has died, and starts again")
+        dead = self.engine
+        self.engine = None
+        for carrier in self.carriers.values():
+            for stream in list(carrier.streams.values()):
+                carrier.fail(stream, died())
+        # What the streams are told goes out first: the engine's start holds this loop.
+        await asyncio.sleep(PULSE)
+        with contextlib.suppress(Exception):
+            dead.shutdown()
+        while self.engine is None:
+            try:
+                self.engine = Engine(folder)
+            except Exception as error:  # noqa: BLE001 - the engine may fail in any way
+                log(f"the engine does not start: {error}")
+                await asyncio.sleep(10 * HEALTH)
+
+    def finalize(self):
+        """Stop the engine."""
+        self.loop.call_soon_threadsafe(self._stop.set)
+
+    def execute(self, requests):
+        """Hand every request over to the engine's loop."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                message, carrier = read(request)
+                media = media_of(request)
+                if self.engine is None:
+                    raise died()
+            except Exception as error:  # noqa: BLE001 - each request has its answer
+                answer(sender, {"e": error_fields(error)})
+                continue
+            self.loop.call_soon_threadsafe(self._take, sender, message, carrier, media, request.request_id())
+
+    def _take(self, sender, message, place, media, request_id):
+        """Begin what *message* asks for; runs in the engine's loop."""
+        kind = message.get("kind")
+        try:
+            if self.engine is None:
+                raise died()
+            if kind in ("embed", "classify", "info"):
+                self.loop.create_task(self._answer(sender, message, media, request_id))
+                return
+            if kind not in ("carrier", "generate", "cancel", "credit"):
+                raise Refused(f"There is no kind {kind!r} of requests.", "kind", "unsupported")
+            if place is None:
+                raise Refused(f"The kind {kind!r} needs the input 'carrier'.", "carrier")
+            name, number, acknowledged = place
+            if kind == "carrier":
+                self.carriers[name] = Carrier(self, name, sender)
+                return
+            carrier = self.carriers.get(name)
+            if carrier is None:
+                raise Refused("The carrier is not open.", "carrier", "overloaded")
+            carrier.acknowledge(acknowledged)
+            if kind == "generate":
+                self._begin(carrier, number, message, media, request_id)
+            elif kind == "cancel":
+                self._cancel(carrier, number)
+        except Exception as error:  # noqa: BLE001 - each request has its answer
+            answer(sender, {"e": error_fields(error)})
+            return
+        sender.send(flags=FINAL)
+
+    def _begin(self, carrier, number, message, media, request_id):
+        check_keys(message, KEYS, "")
+        returns = message.get("return", {})
+        check_keys(returns, RETURNS, "return.")
+        if number in carrier.streams:
+            raise Refused(f"The stream {number} runs already.", "carrier")
+        stream = Stream(carrier, number, f"{request_id}/{carrier.name}/{number}", returns.get("logprobs"))
+        carrier.streams[number] = stream
+        self.loop.create_task(self._generate(stream, message, media))
+
+    async def _generate(self, stream, message, media):
+        carrier = stream.carrier
+        try:
+            await self.engine.generate(stream, message, media, self._output)
+            if carrier.streams.get(stream.number) is not stream:
+                # Cancelled meanwhile, or done: then this does nothing.
+                await self.engine.abort([stream.name])
+        except Exception as error:  # noqa: BLE001 - the engine may fail in any way
+            carrier.fail(stream, self._explained(error))
+
+    def _explained(self, error):
+        """Return *error*, or that the engine has died if it has."""
+        if self.engine is None or self.engine.dead:
+            return died()
+        return error
+
+    def _output(self, stream, output):
+        """Pass on an output of the engine, or its error; runs in the engine's loop."""
+        carrier = stream.carrier
+        if carrier.streams.get(stream.number) is not stream:
+            # An abort has a last output too.
+            return
+        if isinstance(output, Exception):
+            carrier.fail(stream, self._explained(output))
+            return
+        choice = output.outputs[0]
+        ids = list(choice.token_ids)
+        stream.completion += len(ids)
+        event = [stream.number, ids]
+        finish = choice.finish_reason
+        if finish is not None:
+            del carrier.streams[stream.number]
+            usage = [len(output.prompt_token_ids or ()), output.num_cached_tokens, stream.completion]
+            event += [finish, choice.stop_reason, usage]
+        if stream.logprobs is not None and choice.logprobs:
+            padded(event, 5)[5] = [
+                position(entry, token, stream.logprobs) for entry, token in zip(choice.logprobs, ids, strict=False)
+            ]
+        if output.prompt_logprobs:
+            padded(event, 7)[7] = prompt_positions(output)
+        if ids or len(event) > 2:
+            carrier.put(event)
+
+    def _cancel(self, carrier, number):
+        stream = carrier.streams.pop(number, None)
+        if stream is not None:
+            self._abort([stream.name])
+
+    def _abort(self, names):
+        if self.engine is not None and names:
+            self.loop.create_task(self.engine.abort(names))
+
+    def lost(self, carrier):
+        """Forget *carrier*, and end its streams."""
+        if self.carriers.get(carrier.name) is carrier:
+            del self.carriers[carrier.name]
+        names = [stream.name for stream in carrier.streams.values()]
+        carrier.streams = {}
+        if names:
+            log(f"carrier {carrier.name} has gone: {len(names)} streams end")
+        self._abort(names)
+
+    async def _answer(self, sender, message, media, request_id):
+        """Answer a request that has one response."""
+        try:
+            if message["kind"] == "info":
+                body = self.engine.info()
+            else:
+                check_keys(message, KEYS, "")
+                body = await self.engine.pool(message, request_id)
+        except Exception as error:  # noqa: BLE001 - the engine may fail in any way
+            body = {"e": error_fields(error)}
+        answer(sender, body)
+
+
+def read(request):
+    """Return the JSON object of *request*, and its place on a carrier. Raises Refused."""
+    texts = []
+    for name in ("request", "carrier"):
+        tensor = pb.get_input_tensor_by_name(request, name)
+        if tensor is None:
+            texts.append(None)
+        else:
+            texts.append(tensor.as_numpy().reshape(-1)[0])
+    try:
+        message = json.loads(texts[0])
+        place = json.loads(texts[1] or "null")
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"The request is no JSON: {error}.", "request") from None
+    if not isinstance(message, dict):
+        raise Refused("The request is no JSON object.", "request")
+    if message.get("v", CONTRACT) != CONTRACT:
+        raise Refused(f"This model has version {CONTRACT} of the contract.", "v", "unsupported")
+    if place is not None and (not isinstance(place, list) or len(place) != 3):
+        raise Refused("The input 'carrier' is no list of a name and two numbers.", "carrier")
+    return message, place
+
+
+def media_of(request):
+    """Return the files that came with *request*."""
+    tensor = pb.get_input_tensor_by_name(request, "media")
+    if tensor is None:
+        return []
+    return list(tensor.as_numpy().reshape(-1))
+
+
+def answer(sender, body):
+    """Send the only response of a request."""
+    sender.send(pb.InferenceResponse([pb.Tensor("response", np.array([compact(body)], dtype=object))]), flags=FINAL)
+
+
+def check_keys(values, known, prefix):
+    """Raise Refused for a key of *values* that is not *known*."""
+    if not isinstance(values, dict):
+        raise Refused(f"'{prefix.rstrip('.')}' is no JSON object.", prefix.rstrip("."))
+    for key in values:
+        if key not in known:
+            raise Refused(f"There is no parameter '{prefix}{key}'.", key, "unsupported")
+
+
+def padded(event, place):
+    """Return *event* with None for the absent fields before *place*, and there."""
+    while len(event) <= place:
+        event.append(None)
+    return event
+
+
+def position(entries, token, count):
+    """Return the log probability of *token*: its id, value, rank, and as many of the likeliest alternatives."""
+    chosen = entries[token]
+    ranked = sorted(entries.items(), key=lambda item: item[1].rank or 0)[:count]
+    return [token, finite(chosen.logprob), chosen.rank, [[number, finite(one.logprob)] for number, one in ranked]]
+
+
+def prompt_positions(output):
+    """Return the log probabilities of the prompt's tokens; the first has none."""
+    positions = []
+    for token, entries in zip(output.prompt_token_ids, output.prompt_logprobs, strict=False):
+        if not entries:
+            positions.append(None)
+        else:
+            positions.append(position(entries, token, len(entries)))
+    return positions
+
+
+def finite(value):
+    """Return *value*; for minus infinity, what vLLM's server writes."""
+    return max(float(value), -9999.0)
+
+
+class Engine:
+    """vLLM's ``AsyncLLM``, as far as the model uses it. All of vLLM's interface is in this class."""
+
+    def __init__(self, folder):
+        try:
+            import vllm
+        except ImportError as error:
+            raise RuntimeError(f"The companion model needs vLLM in Triton's Python: {error}.") from None
+        self.version = vllm.__version__
+        numbers = tuple([int(part) for part in self.version.split(".")[:2] if part.isdecimal()])
+        if numbers < OLDEST:
+            oldest = ".".join(map(str, OLDEST))
+            raise RuntimeError(f"The companion model needs vLLM {oldest} or newer, and this is {self.version}.")
+        try:
+            self._import()
+        except (ImportError, AttributeError) as error:
+            raise RuntimeError(
+                f"vLLM {self.version} has another interface than the companion model uses: {error}."
+                " A newer triton-openai may write a model that fits."
+            ) from None
+        self._arguments = json.loads((folder / "engine.json").read_text())
+        loras = folder / "multi_lora.json"
+        self._loras = {}
+        if loras.exists():
+            self._loras = json.loads(loras.read_text())
+        self._lora_numbers = {}
+        # The backend's own, which vLLM does not know.
+        arguments = {name: value for name, value in self._arguments.items() if name != "disable_log_requests"}
+        self._engine = self.AsyncLLM.from_engine_args(self.AsyncEngineArgs(**arguments))
+        config = self._engine.vllm_config
+        self._model_config = config.model_config
+        self._config = config
+        self._vocabulary = self._model_config.get_vocab_size()
+        fields = inspect.signature(self.SamplingParams).parameters
+        self._known = {name for name in fields if not name.startswith("_")} - OWN
+        log(f"vLLM {self.version} serves {self._model_config.model}")
+
+    def _import(self):
+        """Import what is used. Raises ImportError or AttributeError."""
+        from vllm import PoolingParams, SamplingParams
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        for name in ("from_engine_args", "add_request", "generate", "encode", "abort", "shutdown"):
+            getattr(AsyncLLM, name)
+        try:
+            from vllm.v1.engine.output_processor import RequestOutputCollector
+
+            self.has_collectors = callable(RequestOutputCollector.put) and callable(RequestOutputCollector.get_nowait)
+        except (ImportError, AttributeError):
+            self.has_collectors = False
+        self.AsyncLLM = AsyncLLM
+        self.AsyncEngineArgs = AsyncEngineArgs
+        self.LoRARequest = LoRARequest
+        self.PoolingParams = PoolingParams
+        self.SamplingParams = SamplingParams
+        self.StructuredOutputsParams = StructuredOutputsParams
+        self.delta = RequestOutputKind.DELTA
+
+    @property
+    def dead(self):
+        """Whether the engine has died."""
+        return bool(getattr(self._engine, "errored", False))
+
+    def shutdown(self):
+        """Stop the engine."""
+        self._engine.shutdown()
+
+    async def abort(self, names):
+        """End the requests of these *names*."""
+        await self._engine.abort(names)
+
+    def info(self):
+        """Return what the engine is."""
+        config = self._model_config
+        return {
+            "engine": "vllm",
+            "version": self.version,
+            "model": config.model,
+            "tokenizer": config.tokenizer,
+            "max_model_len": config.max_model_len,
+            "vocab_size": self._vocabulary,
+            "runner": getattr(config, "runner_type", None),
+            "multimodal": bool(getattr(config, "is_multimodal_model", False)),
+            "loras": sorted(self._loras),
+            "max_num_seqs": self._config.scheduler_config.max_num_seqs,
+            "priorities": getattr(self._config.scheduler_config, "policy", None) == "priority",
+        }
+
+    async def generate(self, stream, message, media, take):
+        """
+        Begin a generation; *take* gets the stream and each output, or its error. Raises what vLLM does not take.
+
+        The engine's own output loop calls *take*: its collector hands outputs on, so that no task wakes per token.
+        Where vLLM has no such collector any more, a task reads its public generator.
+        """
+        params = self._sampling(message)
+        prompt = self._prompt(message, media)
+        options = {"lora_request": self._lora(message.get("lora")), "priority": message.get("priority", 0)}
+        if not self.has_collectors:
+            async for output in self._engine.generate(prompt, params, stream.name, **options):
+                take(stream, output)
+            return
+        collector = await self._engine.add_request(stream.name, prompt, params, **options)
+        collector.put = lambda output: take(stream, output)
+        early = collector.get_nowait()
+        if early is not None:
+            take(stream, early)
+
+    def _prompt(self, message, media):
+        """Return the prompt as vLLM takes it."""
+        ids = message.get("ids")
+        if ids is None and isinstance(message.get("prompt"), str):
+            prompt = {"prompt": message["prompt"]}
+        elif isinstance(ids, list) and ids:
+            self._check_ids(ids, "prompt")
+            prompt = {"prompt_token_ids": ids}
+        else:
+            raise Refused("The prompt is empty: there is nothing to continue.", "prompt")
+        if message.get("media"):
+            prompt["multi_modal_data"] = multi_modal_data(message["media"], media)
+        if message.get("mm"):
+            prompt["mm_processor_kwargs"] = message["mm"]
+        if message.get("salt"):
+            prompt["cache_salt"] = message["salt"]
+        return prompt
+
+    def _check_ids(self, ids, param):
+        """Raise Refused for an id that is not in the vocabulary: in the engine it would fail other requests too."""
+        for number in ids:
+            if type(number) is not int or not 0 <= number < self._vocabulary:
+                raise Refused(f"'{param}' holds {number}, which is not a token of this model.", param)
+
+    def _sampling(self, message):
+        """Return the sampling parameters. Raises Refused for an unknown key, and for ids outside of the vocabulary."""
+        given = message.get("sampling", {})
+        check_keys(given, self._known, "")
+        values = dict(given)
+        for name in IDS:
+            if values.get(name):
+                self._check_ids(values[name], name)
+        if values.get("logit_bias"):
+            # JSON has texts for keys.
+            values["logit_bias"] = {int(key): float(value) for key, value in values["logit_bias"].items()}
+            self._check_ids(values["logit_bias"], "logit_bias")
+        if values.get("structured_outputs"):
+            values["structured_outputs"] = self.StructuredOutputsParams(**values["structured_outputs"])
+        returns = message.get("return", {})
+        return self.SamplingParams(
+            **values,
+            logprobs=returns.get("logprobs"),
+            prompt_logprobs=returns.get("prompt_logprobs"),
+            detokenize=False,
+            output_kind=self.delta,
+        )
+
+    def _lora(self, lora):
+        """Return the request for a LoRA adapter. Raises Refused for one that is not known."""
+        if not lora:
+            return None
+        if not self._arguments.get("enable_lora"):
+            raise Refused("LoRA is not enabled for this model.", "model", "unsupported")
+        name = lora["name"]
+        path = lora.get("path") or self._loras.get(name)
+        if path is None:
+            raise Refused(f"The model has no LoRA adapter {name!r}.", "model", "lora")
+        number = self._lora_numbers.setdefault((name, path), len(self._lora_numbers) + 1)
+        return self.LoRARequest(name, number, path)
+
+    async def pool(self, message, request_id):
+        """Return the vector of one input: an embedding, or the scores of its classes."""
+        values = dict(message.get("pooling", {}))
+        params = self.PoolingParams(task=message["kind"], **values)
+        prompt = self._prompt(message, [])
+        result = None
+        async for output in self._engine.encode(
+            prompt, params, request_id, lora_request=self._lora(message.get("lora"))
+        ):
+            result = output
+        if result is None:
+            raise Refused("The engine gave no answer.", kind="engine")
+        vector = np.asarray(result.outputs.data.float().cpu().numpy(), dtype="<f4").reshape(-1)
+        return {"vector": base64.b64encode(vector.tobytes()).decode(), "prompt": len(result.prompt_token_ids)}
+
+
+def multi_modal_data(described, media):
+    """Return the files of a request as vLLM takes them. Raises Refused for what cannot be read."""
+    data = {}
+    for one in described:
+        kind = one.get("type")
+        place = one.get("at")
+        if kind not in READERS:
+            raise Refused(f"There is no medium {kind!r}.", "media", "unsupported")
+        if type(place) is not int or not 0 <= place < len(media):
+            raise Refused(f"The request has no file {place}.", "media")
+        raw = media[place]
+        if one.get("encoding") == "base64":
+            try:
+                raw = base64.b64decode(raw, validate=True)
+            except (binascii.Error, ValueError):
+                raise Refused(f"An {kind} is no base64.", "messages") from None
+        data.setdefault(kind, []).append(READERS[kind](raw))
+    return data
+
+
+def read_image(raw):
+    """Return an image as PIL has it, read to its end. Raises Refused."""
+    from PIL import Image
+
+    try:
+        image = Image.open(io.BytesIO(raw))
+        return image.convert("RGB")
+    except Exception:  # noqa: BLE001 - decoders fail in many ways
+        raise Refused("An image cannot be read.", "messages") from None
+
+
+def read_audio(raw):
+    """Return the samples of a WAV file of 16 bits, and their rate. Raises Refused."""
+    import wave
+
+    try:
+        with wave.open(io.BytesIO(raw)) as file:
+            if file.getsampwidth() != 2:
+                raise ValueError("not 16 bits")
+            samples = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
+            channels = samples.reshape(-1, file.getnchannels())
+            return channels.mean(axis=1).astype(np.float32) / 32768.0, file.getframerate()
+    except Exception:  # noqa: BLE001 - decoders fail in many ways
+        raise Refused("An audio file cannot be read.", "messages") from None
+
+
+READERS = {"image": read_image, "audio": read_audio}
+
+if sys.byteorder != "little":
+    raise RuntimeError("The companion model needs a little-endian machine.")
