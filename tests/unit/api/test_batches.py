@@ -236,14 +236,14 @@ async def test_messages_of_which_nobody_knows(tmp_path: Path, is_added: bool, mo
     """If a batch may or may not have been made, its requests stay only if it was."""
     async with running(tmp_path) as client:
         store, files = client.proxy.client.app[SERVICE].files.store, tmp_path / "files"
-        add = store.add
+        add = store.batches.add
 
         async def lost(*given: Any, **options: Any) -> None:
             if is_added:
                 await add(*given, **options)
             raise StoreUnavailable("no answer")
 
-        monkeypatch.setattr(store, "add", lost)
+        monkeypatch.setattr(store.batches, "add", lost)
         params = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "Hello"}]}
         path = "/v1/messages/batches"
         status, _ = await client.call("POST", path, json={"requests": [{"custom_id": "a", "params": params}]})

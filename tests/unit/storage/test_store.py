@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import closing, suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -24,7 +24,9 @@ from triton_openai.app import SERVICE, create_app
 from triton_openai.config.tree import BatchesSettings, FilesSettings, ResponsesSettings, Settings, TritonSettings
 from triton_openai.errors import ConfigurationError, StoreUnavailable
 from triton_openai.storage import ENTRY_POINT_GROUP, open_batch_store, open_store
-from triton_openai.storage.batch_store import MIGRATIONS, Batch, BatchStore, Line
+from triton_openai.storage.batch_records import Batch, Line
+from triton_openai.storage.batch_schema import MIGRATIONS
+from triton_openai.storage.sql import Steps
 from triton_openai.storage.sqlite import SqliteStore
 from triton_openai.storage.store import Chain, EntryFull, Page, Place, Row, Store
 
@@ -496,7 +498,7 @@ async def test_a_file_that_cannot_be_used(tmp_path_factory: pytest.TempPathFacto
         if isinstance(store, Store):
             await store.put("k", "me", bytes(100_000), 0)
         else:
-            await store.add(batch_of("batch_1"), most=9, most_bytes=10**9)
+            await store.batches.add(batch_of("batch_1"), max_open=9, max_total=10**9)
         await store.verify()
         await store.close()
         change(path, table=table, column=column)
@@ -576,17 +578,17 @@ async def test_a_pooler_in_transaction_mode(pgbouncer: Callable[[], str]) -> Non
     batches = [open_batch_store(url)[0] for _ in range(2)]
     made = [batch_of(f"batch_{number}") for number in range(12)]
     added = await asyncio.gather(
-        *(batches[place % 2].add(batch, most=99, most_bytes=10**9) for place, batch in enumerate(made))
+        *(batches[place % 2].batches.add(batch, max_open=99, max_total=10**9) for place, batch in enumerate(made))
     )
     assert ["added"] * 12 == added
     claimed = await asyncio.gather(
-        *(batches[place % 2].claim(f"holder-{place}", 60.0, max_running=99) for place in range(12))
+        *(batches[place % 2].leases.claim(f"holder-{place}", 60.0, max_running=99) for place in range(12))
     )
     assert 12 == len({batch.id for batch in claimed if batch is not None})
     first = claimed[0]
     assert first is not None
-    await batches[0].add_lines(first, [Line(number, 0, 1, "m", 0) for number in range(300)])
-    assert 300 == len(await batches[1].waiting(first, -1, 1000))
+    await batches[0].lines.add(first, [Line(number, 0, 1, "m", 0) for number in range(300)])
+    assert 300 == len(await batches[1].lines.waiting(first, -1, 1000))
     for batch_store in batches:
         await batch_store.verify()
         await batch_store.close()
@@ -607,7 +609,7 @@ async def test_a_batch_store_that_hangs(
     """What a client asks of a frozen database, or of a file that another process has, fails after five seconds."""
     server: Server = request.getfixturevalue(kind)
     batches = open_batch_store(server.url())[0]
-    assert "added" == await batches.add(batch_of("batch_1"), most=9, most_bytes=10**9)
+    assert "added" == await batches.batches.add(batch_of("batch_1"), max_open=9, max_total=10**9)
     writer: sqlite3.Connection | None = None
     if kind == "file":
         writer = sqlite3.connect(tmp_path / "state" / "file", isolation_level=None)
@@ -615,7 +617,7 @@ async def test_a_batch_store_that_hangs(
     else:
         server.freeze()
     try:
-        waiting = asyncio.create_task(batches.add(batch_of("batch_2"), most=9, most_bytes=10**9))
+        waiting = asyncio.create_task(batches.batches.add(batch_of("batch_2"), max_open=9, max_total=10**9))
         await clock.elapse(4.0)
         assert not waiting.done()
         await clock.elapse(2.0)
@@ -627,8 +629,8 @@ async def test_a_batch_store_that_hangs(
         else:
             writer.execute("COMMIT")
             writer.close()
-    assert await batches.batch("batch_1", "me", "openai") is not None
-    assert await batches.batch("batch_2", "me", "openai") is None
+    assert await batches.batches.find("batch_1", "me", "openai") is not None
+    assert await batches.batches.find("batch_2", "me", "openai") is None
     await batches.close()
 
 
@@ -654,45 +656,88 @@ async def test_tables_of_an_older_release(tmp_path: Path) -> None:
     assert 10 == changes
 
 
-class Migrating:
-    """A database whose tables take 20 seconds to change, at the first operation."""
+async def test_a_migration_may_take_longer_than_an_operation(postgresql: Server) -> None:
+    """Operations fail in their time, the migration continues without them, and it runs once."""
+    import asyncpg
 
-    def __init__(self) -> None:
-        self.migrated = False
-        self.migrations = 0
+    from triton_openai.storage.postgresql import PostgresDatabase
 
-    async def run(self, steps: Any, *, timeout: float, write: bool = False) -> Any:
-        async with asyncio.timeout(timeout):
-            if not self.migrated:
-                self.migrations += 1
-                await asyncio.sleep(20.0)
-                self.migrated = True
-        return None
+    migrations: list[int] = []
 
-    async def verify(self, tables: Any, *, timeout: float) -> None:
-        await self.run(None, timeout=timeout)
+    def lacking(version: int) -> Sequence[tuple[int, Sequence[str]]]:
+        migrations.append(version)
+        return [(1, ("CREATE TABLE slow (id TEXT)",))]
 
-    async def close(self) -> None:
-        pass
+    def count() -> Steps[int]:
+        rows = yield ("SELECT COUNT(*) FROM slow",)
+        return int(rows[0][0])
 
-
-async def test_a_migration_may_take_longer_than_an_operation(clock: Clock) -> None:
-    """What clients ask fails after five seconds, and the change of the tables goes on."""
-    database = Migrating()
-    store = BatchStore(database)
+    url = postgresql.url()
+    blocking = await asyncpg.connect(url)
+    # As another process that migrates.
+    await blocking.execute("SELECT pg_advisory_lock(7461834517)")
+    database = PostgresDatabase(url, lacking)
     for _ in range(3):
-        waiting = asyncio.create_task(store.place())
-        await clock.elapse(0.0)
-        await clock.elapse(6.0)
-        with pytest.raises(StoreUnavailable):
-            await waiting
-    waiting = asyncio.create_task(store.place())
-    await clock.elapse(0.0)
-    await clock.elapse(4.0)
-    assert await waiting is None
-    assert database.migrated
-    assert 1 == database.migrations
-    await store.close()
+        with pytest.raises(TimeoutError):
+            await database.run(count(), timeout=0.05)
+    assert database._connecting is not None
+    assert not database._connecting.done()
+    await blocking.close()
+    assert 0 == await database.run(count(), timeout=60)
+    assert [0] == migrations
+    await database.close()
+
+
+async def test_a_migration_of_a_server_that_hangs(postgresql: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given up when the server accepts no connection any more, and runs again when it does."""
+    import asyncpg
+
+    from triton_openai.storage import postgresql as module
+
+    monkeypatch.setattr(module, "_CHECK_SECONDS", 0.01)
+    url = postgresql.url()
+    blocking = await asyncpg.connect(url)
+    await blocking.execute("SELECT pg_advisory_lock(7461834517)")
+    database = module.PostgresDatabase(url, lambda version: [])
+    with pytest.raises(TimeoutError):
+        await database.run(nothing(), timeout=0.5)
+    migrating = database._connecting
+    assert migrating is not None
+    assert not migrating.done()
+    monkeypatch.setattr(module, "_CONNECT_SECONDS", 0.1)
+    postgresql.freeze()
+    try:
+        await asyncio.wait([migrating])
+        assert isinstance(migrating.exception(), asyncpg.InterfaceError)
+    finally:
+        postgresql.thaw()
+    await blocking.close()
+    monkeypatch.setattr(module, "_CONNECT_SECONDS", 60)
+    await database.run(nothing(), timeout=60)
+    await database.close()
+
+
+async def test_a_service_that_ends_during_a_migration(postgresql: Server) -> None:
+    """The end of the service stops the migration, which leaves nothing behind."""
+    import asyncpg
+
+    from triton_openai.storage.postgresql import PostgresDatabase
+
+    url = postgresql.url()
+    blocking = await asyncpg.connect(url)
+    await blocking.execute("SELECT pg_advisory_lock(7461834517)")
+    database = PostgresDatabase(url, lambda version: [(1, ("CREATE TABLE slow (id TEXT)",))])
+    with pytest.raises(TimeoutError):
+        await database.run(nothing(), timeout=0.5)
+    await database.close()
+    await blocking.execute("SELECT pg_advisory_unlock(7461834517)")
+    assert await blocking.fetchval("SELECT to_regclass('slow')") is None
+    await blocking.close()
+
+
+def nothing() -> Steps[None]:
+    """Ask the database for nothing."""
+    yield ("SELECT 1",)
 
 
 @pytest.mark.parametrize("kind", ["file", "postgresql"])
