@@ -45,16 +45,13 @@ _RENEWAL = 20.0
 # Leases in one command, and admissions in one round trip: their answers are read in one turn of the event loop.
 _MAX_LEASES = 1000
 _MAX_ADMISSIONS = 200
-_TIME = """
+# Seconds for which the expected tokens of a key are kept after its last request.
+_MEMORY = 3600
+# Returns the ticks of a minute and their sum. A tick counts as long as Minute.used counts it; older ones are deleted.
+_TIME = f"""
 local clock = redis.call('TIME')
 local now = clock[1] + clock[2] / 1000000
 local tick = math.floor(now)
-"""
-# Admits as many of the requests as the limits allow; they come with their leases. Returns how many, the time, and what
-# there was before: the running requests, and the ticks of requests and tokens. A tick counts as long as Minute.used
-# counts it. A script that has begun to write, as this one does by removing what is old, is not stopped by a limit of
-# memory.
-_ADMIT = f"""{_TIME}
 local function minute(key)
   local counts, used, old = redis.call('HGETALL', key), 0, {{}}
   local kept = {{}}
@@ -68,32 +65,44 @@ local function minute(key)
   if #old > 0 then redis.call('HDEL', key, unpack(old)) end
   return kept, used
 end
+local function add(key, number)
+  redis.call('HINCRBY', key, tick, number)
+  redis.call('EXPIRE', key, {WINDOW + 2})
+end
+"""
+# Admits as many of the requests as the limits allow; they come with their leases. Returns how many, the time, and what
+# there was before: the running requests, the ticks of requests and tokens, and the tokens that a running request is
+# expected to use. A script that has begun to write, as this one does by removing what is old, is not stopped by a limit
+# of memory.
+_ADMIT = f"""{_TIME}
 local requests, tokens, running = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
 local count = redis.call('ZCARD', KEYS[3])
 local asked_ticks, asked = minute(KEYS[1])
 local used_ticks, used = minute(KEYS[2])
+local expected = tonumber(redis.call('GET', KEYS[4]) or 1)
 local admitted = 0
 for i = 4, #ARGV do
   if (running >= 0 and count + admitted >= running) or (requests >= 0 and asked + admitted >= requests)
-    or (tokens >= 0 and used + count + admitted >= tokens) then break end
+    or (tokens >= 0 and used + (count + admitted) * expected >= tokens) then break end
   redis.call('ZADD', KEYS[3], now + {_LEASE}, ARGV[i])
   admitted = admitted + 1
 end
 if admitted > 0 then
   redis.call('EXPIRE', KEYS[3], {_LEASE + 1})
-  if requests >= 0 then
-    redis.call('HINCRBY', KEYS[1], tick, admitted)
-    redis.call('EXPIRE', KEYS[1], {WINDOW + 2})
-  end
+  if requests >= 0 then add(KEYS[1], admitted) end
 end
-return {{admitted, tostring(now), count, asked_ticks, used_ticks}}
+return {{admitted, tostring(now), count, asked_ticks, used_ticks, expected}}
 """
+# Counts requests out: their leases come after the tokens that they have used, and the number of those that used some.
 _LEAVE = f"""{_TIME}
-for i = 2, #ARGV do redis.call('ZREM', KEYS[2], ARGV[i]) end
+for i = 3, #ARGV do redis.call('ZREM', KEYS[2], ARGV[i]) end
 if tonumber(ARGV[1]) > 0 then
-  redis.call('HINCRBY', KEYS[1], tick, ARGV[1])
-  redis.call('EXPIRE', KEYS[1], {WINDOW + 2})
+  add(KEYS[1], ARGV[1])
+  add(KEYS[3], ARGV[2])
+  local _, used = minute(KEYS[1])
+  local _, ended = minute(KEYS[3])
+  redis.call('SET', KEYS[4], string.format('%.0f', math.ceil(used / ended)), 'EX', {_MEMORY})
 end
 """
 _RENEW = f"""{_TIME}
@@ -114,10 +123,12 @@ class _Admission(msgspec.Struct, eq=False):
 
 
 class _Left(msgspec.Struct):
-    """What Redis has to hear of the requests of a key that have ended."""
+    """Requests of a key that have ended, and that Redis has not counted out yet."""
 
     leases: list[str] = []
     tokens: int = 0
+    #: How many of them used tokens.
+    charged: int = 0
 
 
 class RedisLimits:
@@ -199,7 +210,9 @@ class RedisLimits:
         if self._away:
             # Tokens of long ago would count for the minute in which Redis is back.
             return
-        left.tokens += tokens
+        if tokens:
+            left.tokens += tokens
+            left.charged += 1
         self._talk()
 
     async def close(self) -> None:
@@ -248,7 +261,7 @@ class RedisLimits:
             limits = (limit.requests_per_minute, limit.tokens_per_minute, limit.concurrent_requests)
             arguments: list[Any] = [-1 if most is None else most for most in limits]
             arguments += [admission.lease for admission in group]
-            commands.append((_ADMIT, _keys(name, "rtc"), arguments))
+            commands.append((_ADMIT, _keys(name, "rtcx"), arguments))
         answers = await self._ask(commands)
         if answers is None:
             # Redis may have counted them all the same. What has ended is told again: a lease is removed once, and its
@@ -263,7 +276,9 @@ class RedisLimits:
 
     @staticmethod
     def _leave_commands(left: Mapping[str, _Left]) -> list[_Command]:
-        return [(_LEAVE, _keys(name, "tc"), [one.tokens, *one.leases]) for name, one in left.items()]
+        return [
+            (_LEAVE, _keys(name, "tcex"), [ended.tokens, ended.charged, *ended.leases]) for name, ended in left.items()
+        ]
 
     def _renew_commands(self) -> list[_Command]:
         if not self._renewal_is_due:
@@ -277,11 +292,11 @@ class RedisLimits:
 
     def _decide(self, group: Sequence[_Admission], answer: Sequence[Any]) -> None:
         """Tell the requests of a *group*, which came in this order, whether they are admitted."""
-        count, time, running, requests, tokens = answer
+        count, time, running, requests, tokens, expected = answer
         now = float(time)
         name = group[0].name
         limit = group[0].limit
-        account = Account(running, _minute(requests), _minute(tokens))
+        account = Account(running, _minute(requests), _minute(tokens), expected=int(expected))
         for admission in group[:count]:
             account.running += 1
             account.requests.add(now, 1)

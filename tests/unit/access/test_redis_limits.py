@@ -1,6 +1,7 @@
 """Rate limits in a real Redis, shared by services."""
 
 import asyncio
+import math
 import time
 
 import pytest
@@ -196,6 +197,27 @@ async def test_bursts_are_counted_exactly(services, name, size):
         # All have room again.
         again = await asyncio.gather(*[several[n % 2].admit(f"{name}-{size}", LIMITS[name]) for n in range(size)])
         assert kinds(again).count(None) == min(size, 40)
+
+
+@every_case("tokens, size", [(tokens, size) for tokens in (1, 7, 250, 999, 5000) for size in (20, 200, 1000)])
+@every_case("store", ["redis", "memory"])
+async def test_bursts_of_many_tokens(services, clock, store, tokens, size):
+    """A burst admits as many requests as if each had come after the end of the one before."""
+    name, limit = f"{tokens}-{size}", RateLimit(tokens_per_minute=1000)
+    several = [services() for _ in range(2)] if store == "redis" else [RateLimits(clock)] * 2
+    assert (await several[0].admit(name, limit)).refusal is None
+    several[0].leave(name, tokens)
+    while (await several[1].admit(name, limit)).headers["x-ratelimit-remaining-tokens"] != str(max(0, 1000 - tokens)):
+        several[1].leave(name, 0)
+    if tokens < 1000:
+        several[1].leave(name, 0)
+    decisions = await asyncio.gather(*[several[number % 2].admit(name, limit) for number in range(size)])
+    expected = math.ceil(max(0, 1000 - tokens) / tokens)
+    assert kinds(decisions).count(None) == min(size, expected)
+    if size > expected:
+        refusal = decisions[-1].refusal
+        assert refusal.kind == "tokens"
+        assert f"limit 1000, used {tokens * (1 + expected)}" in refusal.message
 
 
 async def test_a_busy_service_does_not_take_redis_for_silent(services):
