@@ -242,7 +242,7 @@ class RedisLimits:
             try:
                 await self._tell(admissions)
             except Exception:  # noqa: BLE001 - whatever it is, no request may wait for ever
-                _log.exception("the store of rate limits gives answers that cannot be read")
+                _log.exception("rate limit store sent an invalid answer")
                 self._lose("its answer cannot be read")
             finally:
                 _end_without_decision(admissions)
@@ -349,7 +349,7 @@ class RedisLimits:
         self._away = True
         _end_without_decision(self._waiting)
         self._waiting.clear()
-        _log.warning("the store of rate limits does not answer", reason=reason, closed=self._closed)
+        _log.warning("rate limit store unavailable", reason=reason, closed=self._closed)
         self._answers(False)
         self._returning = asyncio.create_task(self._return())
 
@@ -360,7 +360,7 @@ class RedisLimits:
             with suppress(*self._failures):
                 await answered_within(self._client.ping(), self._patience)
                 self._away = False
-        _log.info("the store of rate limits answers again")
+        _log.info("rate limit store available again")
         self._answers(True)
         # Leases may have ended meanwhile.
         self._renewal_is_due = bool(self._leases)

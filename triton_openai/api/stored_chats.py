@@ -27,7 +27,7 @@ from triton_openai.api.responses.stored import is_key
 from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.operations import Call, Reply, Whole
 from triton_openai.prompts.messages import Message
-from triton_openai.storage.store import BATCH, Entry, Place, Row, Store, fitting
+from triton_openai.storage.store import BATCH, Entry, Row, RowKey, Store, fitting
 
 _PREFIX = "chatcmpl-"
 
@@ -107,11 +107,11 @@ async def _entry(service: Service, call: Call[Any]) -> tuple[str, Entry]:
 
 async def _shown(store: Store, owner: str, heads: Mapping[str, _Head]) -> Sequence[Row]:
     """Return completions with their metadata, without those that somebody deletes meanwhile."""
-    answers = await store.fetch(owner, [Place(key, key) for key in heads])
+    answers = await store.fetch(owner, [RowKey(key, key) for key in heads])
     return [
-        Row("", key, b'%b,"metadata":%b}' % (answers[Place(key, key)][:-1], msgspec.json.encode(head.metadata)))
+        Row("", key, b'%b,"metadata":%b}' % (answers[RowKey(key, key)][:-1], msgspec.json.encode(head.metadata)))
         for key, head in heads.items()
-        if Place(key, key) in answers
+        if RowKey(key, key) in answers
     ]
 
 
@@ -167,7 +167,7 @@ async def list_all(service: Service, call: Call[None]) -> Reply:
                 head = _HEAD.decode(data)
             if head is not None and model in (None, head.model) and wanted.items() <= head.metadata.items():
                 found[place] = head
-    sizes = await store.sizes(owner, [Place(key, key) for key in found])
-    count = fitting((sizes.get(Place(key, key), 0) for key in found), service.settings.limits.max_text_size)
+    sizes = await store.sizes(owner, [RowKey(key, key) for key in found])
+    count = fitting((sizes.get(RowKey(key, key), 0) for key in found), service.settings.limits.max_text_size)
     shown = dict(islice(found.items(), min(count, limit)))
     return whole(list_of(await _shown(store, owner, shown), more=len(shown) < len(found)))

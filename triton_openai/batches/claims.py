@@ -90,7 +90,7 @@ class Claims:
             return
         if self._lock < 0:
             await self._files.check()
-            self._lock = await opened(on_disk(self._files.lock, self._holder))
+            self._lock = await opened(on_disk(self._files.locks.lock, self._holder))
         await self._expire_stale()
         counts = Counter(running.batch.owner for running in self._batches.values())
         batch = await self._leases.claim(
@@ -111,11 +111,11 @@ class Claims:
     async def _expire_stale(self) -> None:
         """End the leases of processes that have ended."""
         for holder in await self._leases.holders():
-            if holder != self._holder and await on_disk(self._files.is_stale, holder):
+            if holder != self._holder and await on_disk(self._files.locks.is_stale, holder):
                 _log.warning("leases of an ended process expired")
                 await self._leases.expire_leases(holder)
                 # Last: a process that finds no lock has to wait until the leases expire.
-                await self._files.unlock(holder)
+                await on_disk(self._files.locks.unlock, holder)
 
     async def _run_to_end(self, running: RunningBatch) -> None:
         try:
@@ -136,4 +136,4 @@ class Claims:
             with suppress(ServiceError):
                 # A claim that was cancelled may have succeeded.
                 await self._leases.expire_leases(self._holder)
-                await self._files.unlock(self._holder)
+                await on_disk(self._files.locks.unlock, self._holder)

@@ -10,24 +10,21 @@ services know that they have the same folder (``shared-ID``).
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import math
 import os
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import structlog
 
+from triton_openai.batches.process_locks import ProcessLocks, names_before
 from triton_openai.config.files import state_folder
 from triton_openai.config.tree import BatchesSettings, FilesSettings
-from triton_openai.errors import ConfigurationError, ServiceError
+from triton_openai.errors import ConfigurationError
 from triton_openai.storage import open_batch_store
-from triton_openai.storage.batch_records import OPEN, Batch, StoredFile
+from triton_openai.storage.batch_records import Batch, StoredFile
 from triton_openai.storage.batch_tables import failed_write
-from triton_openai.telemetry.gauges import BatchState
 
 _log = structlog.get_logger(__name__)
 _P = ParamSpec("_P")
@@ -68,6 +65,8 @@ class Files:
             self.folder = state_folder() / "files"
         self.store, self._path = open_batch_store(batches.store)
         self._folder_id: str | None = None
+        #: The locks of the processes that run batches. On a shared folder, those of other machines do not count.
+        self.locks = ProcessLocks(self.folder, local=self._path is not None)
         if self._path is None and settings.store == "dir":
             raise ConfigurationError(
                 "--files-store: batches in PostgreSQL need files that all replicas see: s3://BUCKET, or dir:PATH with a"
@@ -169,37 +168,13 @@ class Files:
         await on_disk(self._unlink, [f"{file_id}.new" for file_id in expired])
         await self.store.files.delete(expired)
         await self.store.batches.delete_ended(now - self.settings.max_age * 86_400)
-        left = await on_disk(self._left, now - UPLOAD_SECONDS)
+        before = now - UPLOAD_SECONDS
+        await on_disk(self._unlink, await on_disk(self.locks.stale_before, before))
+        incomplete = await on_disk(names_before, self.folder, (".new", ".part", ".requests"), before)
         batches = await self.store.batches.open_ids()
-        await on_disk(self._unlink, [name for name in left if _owner_of(name) not in batches])
+        await on_disk(self._unlink, [name for name in incomplete if _owner_of(name) not in batches])
         if expired:
             _log.info("files expired", number=len(expired))
-
-    async def state(self) -> BatchState | None:
-        """Return the figures of files and batches for metrics; ``None`` if the tables cannot be read soon."""
-        batches: Sequence[tuple[Batch, bool]] = ()
-        size = 0.0
-        now = time.time()
-        try:
-            async with asyncio.timeout(_STATE_SECONDS):
-                if self.exist:
-                    batches = await self.store.batches.open_batches()
-                    size = await self.store.files.total_bytes()
-        except (ServiceError, TimeoutError):
-            return None
-        counts = Counter(batch.status for batch, _ in batches)
-        # The lines a second with which every batch ends in time.
-        needed = 0.0
-        left = 0
-        for batch in sorted([batch for batch, _ in batches], key=lambda batch: batch.expires):
-            left += batch.unfinished
-            needed = max(needed, left / max(1.0, batch.expires - now))
-        return BatchState(
-            statuses={status: counts[status] for status in OPEN},
-            lag=max((now - batch.created for batch, waits in batches if waits), default=0.0),
-            needed=needed,
-            files_bytes=size,
-        )
 
     # What batches read and write
 
@@ -236,64 +211,6 @@ class Files:
         parts = [self._part(batch, generation).name for generation in range(1, batch.generation + 1)]
         await on_disk(self._unlink, [*parts, f"{batch.id}.requests"])
 
-    # Locks
-
-    def lock(self, holder: str) -> int:
-        """
-        Lock the file of *holder*: while the returned descriptor is open, other processes see that this one runs.
-
-        Raises :class:`OSError`.
-        """
-        descriptor = self._create(f"{holder}.lock")
-        try:
-            os.write(descriptor, _machine())
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
-
-    def is_stale(self, holder: str, *, anywhere: bool = False) -> bool:
-        """
-        Return whether the process of *holder* has certainly ended. A process that is frozen has not.
-
-        The state of processes on other machines is unknown, because many shared file systems do not share locks. With
-        *anywhere*, their locks count all the same: then their files can be deleted, and the end of a process without a
-        lock is noticed when its leases expire.
-        """
-        path = self.folder / f"{holder}.lock"
-        try:
-            descriptor = os.open(path, os.O_RDWR)
-        except FileNotFoundError:
-            return False
-        try:
-            if not (anywhere or self._path is not None or os.read(descriptor, 100) == _machine()):
-                return False
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(descriptor)
-        return True
-
-    async def unlock(self, holder: str) -> None:
-        """Delete the lock of *holder*, which has no leases any more. Raises :class:`ServiceError`."""
-        await on_disk(self._unlink, [f"{holder}.lock"])
-
-    def _left(self, before: float) -> Sequence[str]:
-        """Return incomplete files that were last changed before *before*, and the locks of ended processes."""
-        if not self.folder.exists():
-            return ()
-        suffixes = (".new", ".part", ".requests", ".lock")
-        old = [
-            entry.name
-            for entry in os.scandir(self.folder)
-            if entry.name.endswith(suffixes) and _modified(entry) < before
-        ]
-        return [
-            name for name in old if not name.endswith(".lock") or self.is_stale(name[: -len(".lock")], anywhere=True)
-        ]
-
 
 def input_name(batch: Batch) -> str:
     """Return the name of the file with the requests of *batch*."""
@@ -303,25 +220,10 @@ def input_name(batch: Batch) -> str:
 
 
 def _owner_of(name: str) -> str:
-    """Return the id of the batch, file or process that the incomplete file *name* belongs to."""
+    """Return the id of the batch or file that the incomplete file *name* belongs to."""
     stem, _, _ = name.partition(".")
     batch_id, _, _ = stem.partition("-")
     return batch_id
-
-
-def _machine() -> bytes:
-    """Return an id of this machine that changes when it is started again."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except OSError:
-        return os.uname().nodename.encode()
-
-
-def _modified(entry: os.DirEntry[str]) -> float:
-    try:
-        return entry.stat().st_mtime
-    except FileNotFoundError:
-        return math.inf
 
 
 class Writing:

@@ -27,13 +27,7 @@ class KeyLimits:
 
     def must_wait(self, owner: str) -> bool:
         """Return whether no line of *owner* may start now."""
-        until = self._wait_until.get(owner)
-        if until is None:
-            return False
-        if until > time.monotonic():
-            return True
-        del self._wait_until[owner]
-        return False
+        return self._wait_until.get(owner, 0.0) > time.monotonic()
 
     async def admit(self, owner: str) -> Reservation | None:
         """
@@ -52,7 +46,9 @@ class KeyLimits:
             if reservation is None or reservation.refusal is None:
                 return reservation
             seconds = reservation.refusal.retry_after or timing.POLL
-        self._wait_until[owner] = time.monotonic() + seconds
+        now = time.monotonic()
+        self._wait_until = {other: until for other, until in self._wait_until.items() if until > now}
+        self._wait_until[owner] = now + seconds
         raise KeyRefused
 
     def release(self, owner: str, reservation: Reservation | None) -> None:

@@ -71,13 +71,10 @@ class LineRunner:
         running.starting = asyncio.create_task(self._start(running, picked))
         running.starting.add_done_callback(partial(self._end_start, running))
 
-    def _end_start(self, running: RunningBatch, task: asyncio.Task[None]) -> None:
+    def _end_start(self, running: RunningBatch, _: object) -> None:
         running.starting = None
         running.woken.set()
         self._wake()
-        if not task.cancelled() and task.exception() is not None:
-            running.start_time = time.monotonic() + timing.TROUBLE
-            _log.error("lines cannot start", batch=running.batch.id, exc_info=task.exception())
 
     async def _start(self, running: RunningBatch, picked: Sequence[PickedLine]) -> None:
         admitted = await self._admit(running, picked)
@@ -85,13 +82,7 @@ class LineRunner:
         try:
             # The batch may have been cancelled or lost meanwhile.
             if admitted and running.batch.status == "in_progress" and not running.lost:
-                await self._lines.mark_running(running.batch, [one.line.number for one in admitted])
-                contents = await on_disk(_read, running.input, [one.line for one in admitted])
-        except LeaseLost:
-            running.lose()
-        except ServiceError as error:
-            running.start_time = time.monotonic() + timing.TROUBLE
-            _log.warning("lines cannot start", batch=running.batch.id, reason=error.reason)
+                contents = await self._mark_and_read(running, [one.line for one in admitted])
         finally:
             if running.lost or not contents:
                 contents = ()
@@ -99,6 +90,23 @@ class LineRunner:
                     self._give_back(running, one)
         if contents:
             await self._run_all(running, admitted, contents)
+
+    async def _mark_and_read(self, running: RunningBatch, lines: Sequence[Line]) -> Sequence[bytes | OSError]:
+        """Mark lines as running, and return their contents; nothing if they cannot start now."""
+        numbers = [line.number for line in lines]
+        try:
+            await self._lines.mark_running(running.batch, numbers)
+            return await on_disk(_read, running.input, lines)
+        except LeaseLost:
+            running.lose()
+        except ServiceError as error:
+            running.start_time = time.monotonic() + timing.TROUBLE
+            _log.warning("lines cannot start", batch=running.batch.id, reason=error.reason)
+        except Exception:  # noqa: BLE001 - the last resort: logged, and tried again
+            running.start_time = time.monotonic() + timing.TROUBLE
+            _log.exception("lines cannot start", batch=running.batch.id)
+            await self._mark_stopped(running, numbers)
+        return ()
 
     async def _admit(self, running: RunningBatch, picked: Sequence[PickedLine]) -> Sequence[_Admitted]:
         """Return those of *picked* that the limits of their key admit; the others wait again."""

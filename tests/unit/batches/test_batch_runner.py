@@ -35,7 +35,7 @@ from triton_openai import errors
 from triton_openai.access.rate_limits import RateLimit, RateLimits, Reservation
 from triton_openai.app import SERVICE, create_app
 from triton_openai.batches import file_folder as files_module
-from triton_openai.batches import inputs, quarantine, timing
+from triton_openai.batches import inputs, process_locks, quarantine, timing
 from triton_openai.batches import results as results_module
 from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.batches.bucket import BucketFiles, file_key
@@ -43,6 +43,7 @@ from triton_openai.batches.file_folder import Files
 from triton_openai.batches.host import Outcome
 from triton_openai.batches.inputs import InputReader
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
+from triton_openai.batches.process_locks import ProcessLocks
 from triton_openai.config.tree import BatchesSettings, FilesSettings, Settings
 from triton_openai.config.worker import Worker
 from triton_openai.storage.batch_records import Batch, BatchError, BatchUsage, LeaseLost, StoredFile
@@ -161,6 +162,7 @@ class Process:
         if place.files.startswith("s3:"):
             self.files = BucketFiles(*settings)
             self.files.folder = Path(tempfile.mkdtemp(dir=place.folder))
+            self.files.locks = ProcessLocks(self.files.folder, local=False)
         self.host = host or Host()
         self.metrics = Metrics(Worker())
         self.runner = BatchRunner(self.files, self.host, FirstTokens(), self.metrics)
@@ -484,16 +486,16 @@ async def test_buckets_are_shared_as_folders_are(shared: Place, s3: Callable[[],
 def test_locks_of_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared folder may not share locks: nobody takes a process of another machine for dead."""
     alone, shared = Process(tmp_path).files, _sharing(tmp_path / "files", "postgresql://nobody@127.0.0.1:1/none")
-    lock = alone.lock("a")
-    assert not alone.is_stale("a")
+    lock = alone.locks.lock("a")
+    assert not alone.locks.is_stale("a")
     os.close(lock)
-    assert alone.is_stale("a")
-    assert shared.is_stale("a")
-    monkeypatch.setattr(files_module, "_machine", lambda: b"another")
-    assert alone.is_stale("a")
-    assert not shared.is_stale("a")
+    assert alone.locks.is_stale("a")
+    assert shared.locks.is_stale("a")
+    monkeypatch.setattr(process_locks, "_machine", lambda: b"another")
+    assert alone.locks.is_stale("a")
+    assert not shared.locks.is_stale("a")
     # It does not stay for that.
-    assert ["a.lock"] == list(shared._left(time.time() + 1))
+    assert ["a.lock"] == list(shared.locks.stale_before(time.time() + 1))
 
 
 async def test_small_oddities_of_inputs(tmp_path: Path) -> None:
@@ -759,11 +761,11 @@ async def test_whoever_finds_a_dead_process_may_die_too(tmp_path: Path) -> None:
     batch = await _interrupted(local(tmp_path), NAMES[:2], 1, Process.die)
     second = Process(tmp_path)
     (dead,) = await second.files.store.leases.holders()
-    assert second.files.is_stale(dead)
+    assert second.files.locks.is_stale(dead)
     await second.files.store.close()
     async with process(tmp_path) as third:
         assert 2 == (await third.ended(batch)).succeeded
-        assert not third.files.is_stale(dead)
+        assert not third.files.locks.is_stale(dead)
 
 
 async def test_leases_have_the_clock_of_the_database(shared: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.clients.service import until
 from tests.clock import turns
+from triton_openai.batches.figures import batch_state
 from triton_openai.batches.file_folder import Files, on_disk
 from triton_openai.config.tree import BatchesSettings, FilesSettings
 from triton_openai.errors import StoreUnavailable
@@ -46,7 +47,7 @@ async def add(files: Files, name: str, *, created: float, expires: float, total:
 
 async def test_nothing_was_ever_made(files: Files) -> None:
     """A service that has no files has zeros to show, and makes no database for them."""
-    state = await files.state()
+    state = await batch_state(files)
     assert state is not None
     assert (0.0, 0.0, 0.0) == (state.lag, state.needed, state.files_bytes)
     assert {"validating": 0, "in_progress": 0, "finalizing": 0, "cancelling": 0} == state.statuses
@@ -66,7 +67,7 @@ async def test_an_operator_sees_what_waits(files: Files) -> None:
         found.set_status("finalizing")
 
     await files.store.batches.change(last.id, end)
-    state = await files.state()
+    state = await batch_state(files)
     assert state is not None
     assert (60.0, 400.0) == (state.lag, state.files_bytes)
     # 50 lines within 200 seconds.
@@ -83,7 +84,7 @@ async def test_tables_that_cannot_be_read(files: Files, monkeypatch: pytest.Monk
         raise StoreUnavailable("no")
 
     monkeypatch.setattr(files.store.batches, "open_batches", figures)
-    assert await files.state() is None
+    assert await batch_state(files) is None
     await files.store.close()
 
 
@@ -115,7 +116,7 @@ def test_a_folder_without_locks(files: Files, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fcntl, "flock", refused)
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(OSError, match="no locks"):
-        files.lock("a")
+        files.locks.lock("a")
     assert before == len(list(Path("/proc/self/fd").iterdir()))
 
 

@@ -28,7 +28,7 @@ from triton_openai.storage.batch_records import Batch, Line
 from triton_openai.storage.batch_schema import MIGRATIONS
 from triton_openai.storage.sql import Steps
 from triton_openai.storage.sqlite import SqliteStore
-from triton_openai.storage.store import Chain, EntryFull, Page, Place, Row, Store
+from triton_openai.storage.store import Chain, EntryFull, Page, Row, RowKey, Store
 
 PAIR = [Row("list", "a", b"1"), Row("list", "b", b"\0\xff")]
 
@@ -52,19 +52,19 @@ async def stores(store_url: str) -> AsyncIterator[tuple[Store, Store]]:
 
 async def page(store: Store, key: str, name: str = "list", **query: Any) -> Page:
     """Return a page."""
-    found = await store.page(key, name, **{"limit": 10, "most_size": 1000, **query})
+    found = await store.page(key, name, **{"limit": 10, "max_size": 1000, **query})
     assert found is not None
     return found
 
 
 async def chain(store: Store, key: str, *names: str, owner: str = "me", **bounds: int) -> Chain:
     """Return a chain."""
-    return await store.chain(key, owner, names, **{"most": 10, **bounds})
+    return await store.chain(key, owner, names, **{"max_links": 10, **bounds})
 
 
 async def data(store: Store, key: str, *names: str) -> list[bytes]:
     """Return what the lists *names* of an entry hold."""
-    return list((await store.chain(key, "me", names, most=1)).rows)
+    return list((await store.chain(key, "me", names, max_links=1)).rows)
 
 
 async def test_heads_and_versions(stores: tuple[Store, Store]) -> None:
@@ -110,11 +110,11 @@ async def test_rows(stores: tuple[Store, Store]) -> None:
     assert Page(rows[:2], True) == await page(first, "k", limit=2)
     assert Page(rows[2:], False) == await page(first, "k", after="b")
     assert Page(rows[1::-1], False) == await page(first, "k", after="c:é '", reverse=True)
-    assert Page(rows[2:3], True) == await page(first, "k", after="b", most_size=6)
-    assert Page(rows[3:], False) == await page(first, "k", after="c:é '", most_size=0)
+    assert Page(rows[2:3], True) == await page(first, "k", after="b", max_size=6)
+    assert Page(rows[3:], False) == await page(first, "k", after="c:é '", max_size=0)
     assert Page([], False) == await page(first, "k", after="d")
     for wrong in ("none", "z"):
-        assert await first.page("k", "list", after=wrong, limit=1, most_size=9) is None
+        assert await first.page("k", "list", after=wrong, limit=1, max_size=9) is None
     assert Page([], False) == await page(first, "none")
 
     found = await first.get("k")
@@ -131,14 +131,14 @@ async def test_the_bounds_of_an_entry(stores: tuple[Store, Store]) -> None:
     """What would exceed one is not added, not in part either; what is there already takes no room."""
     first, second = stores
     await first.put("k", "me", b"", 0, rows=PAIR)
-    each: tuple[dict[str, Any], ...] = ({"most_rows": 3}, {"most_size": 9})
+    each: tuple[dict[str, Any], ...] = ({"max_rows": 3}, {"max_size": 9})
     for bounds in each:
         with pytest.raises(EntryFull):
             await second.append("k", "me", [Row("list", "x", b"1234"), Row("list", "y", b"123")], **bounds)
         assert await second.append("k", "me", [*PAIR, PAIR[0]], **bounds)
     assert PAIR == list((await page(first, "k")).rows)
     assert await second.append(
-        "k", "me", [Row("list", "x", b"1234"), Row("list", "y", b"123")], most_rows=4, most_size=10
+        "k", "me", [Row("list", "x", b"1234"), Row("list", "y", b"123")], max_rows=4, max_size=10
     )
     assert {"me": 10} == await first.owners()
 
@@ -169,7 +169,7 @@ async def test_large_rows(stores: tuple[Store, Store]) -> None:
     await first.put("k", "me", b"h", 0, rows=rows[:4])
     await first.put("l", "me", b"h", 0, rows=rows[4:])
     assert [row.data for row in rows] == [*await data(second, "k", "list"), *await data(second, "l", "list")]
-    places = [Place("kl"[number // 4], f"r{number}") for number in range(8)]
+    places = [RowKey("kl"[number // 4], f"r{number}") for number in range(8)]
     assert dict(zip(places, (row.data for row in rows), strict=True)) == await second.fetch("me", places)
 
 
@@ -206,7 +206,7 @@ async def test_chains(stores: tuple[Store, Store]) -> None:
         )
     found = await chain(second, "k3", "in", "out")
     assert [("k3", True), ("k2", True), ("k1", True), ("k0", True), ("k-1", False)] == [
-        (link.key, link.found) for link in found.links
+        (link.key, link.exists) for link in found.links
     ]
     assert [b"%s%d" % (kind, number) for number in range(4) for kind in (b"i", b"o")] == list(found.rows)
     assert (8, 16) == (found.length, found.size)
@@ -214,11 +214,11 @@ async def test_chains(stores: tuple[Store, Store]) -> None:
     # By any clock: one that is behind, here or in the store, does not bring back a lease that was ended.
     assert all(link.until < time.time() - 3600 for link in (found.links[0], found.links[2]))
     # What is too much is counted, and not read.
-    for most_rows, most_size in ((7, 16), (8, 15)):
-        many = await chain(first, "k3", "in", "out", most_rows=most_rows, most_size=most_size)
+    for max_rows, max_size in ((7, 16), (8, 15)):
+        many = await chain(first, "k3", "in", "out", max_rows=max_rows, max_size=max_size)
         assert ([], 8, 16, 5) == (list(many.rows), many.length, many.size, len(many.links))
-    assert found.rows == (await chain(first, "k3", "out", "in", most_rows=8, most_size=16)).rows
-    found = await chain(first, "k3", "in", most=2)
+    assert found.rows == (await chain(first, "k3", "out", "in", max_rows=8, max_size=16)).rows
+    found = await chain(first, "k3", "in", max_links=2)
     assert (["k3", "k2"], [b"i2", b"i3"]) == ([link.key for link in found.links], list(found.rows))
     found = await chain(first, "k3", "in", owner="you")
     assert ([("k3", False)], [], 0, 0) == ([link[:2] for link in found.links], list(found.rows), *found[2:])
@@ -242,7 +242,7 @@ async def test_chains(stores: tuple[Store, Store]) -> None:
     # Without a bridge there is a gap.
     assert await first.delete("k0")
     found = await chain(second, "other", "in")
-    assert [("other", True), ("k0", False)] == [(link.key, link.found) for link in found.links]
+    assert [("other", True), ("k0", False)] == [(link.key, link.exists) for link in found.links]
 
 
 async def test_entries_in_order(stores: tuple[Store, Store]) -> None:
@@ -272,7 +272,7 @@ async def test_rows_at_places(stores: tuple[Store, Store]) -> None:
     first, second = stores
     for number in range(2):
         await first.put(f"k{number}", "me", b"h", 0, rows=[Row("in", "i", b"i%d" % number), Row("out", "o", b"o1")])
-    places = [Place("k0", "i"), Place("k1", "o"), Place("k1", "none"), Place("none", "i"), Place("k1", "é '\"")]
+    places = [RowKey("k0", "i"), RowKey("k1", "o"), RowKey("k1", "none"), RowKey("none", "i"), RowKey("k1", "é '\"")]
     assert {places[0]: 2, places[1]: 2} == await first.sizes("me", places)
     assert {places[0]: b"i0", places[1]: b"o1"} == await second.fetch("me", places)
     assert {} == await first.sizes("you", places)
@@ -309,8 +309,8 @@ async def test_age(kind: str, request: pytest.FixtureRequest) -> None:
     store, later = opened(url), opened(url, max_age=1e-12)
     await store.put("k", "me", b"1", 0, rows=PAIR)
     assert await later.get("k") is None
-    assert {} == await later.sizes("me", [Place("k", "a")])
-    assert [False] == [link.found for link in (await chain(later, "k", "list")).links]
+    assert {} == await later.sizes("me", [RowKey("k", "a")])
+    assert [False] == [link.exists for link in (await chain(later, "k", "list")).links]
     await later.sweep()
     assert [] == await data(store, "k", "list")
     assert 0 == sum((await store.owners()).values())

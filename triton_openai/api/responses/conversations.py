@@ -24,7 +24,7 @@ from triton_openai.api.responses.retrieve import list_of, page_of
 from triton_openai.api.responses.stored import ResponseStore, StoredResponse, is_key, no_conversation
 from triton_openai.api.service import Service
 from triton_openai.operations import Call, Reply, Whole
-from triton_openai.storage.store import Place, Row
+from triton_openai.storage.store import Row, RowKey
 from triton_openai.telemetry.logging import warn
 
 _log = structlog.get_logger(__name__)
@@ -172,7 +172,7 @@ async def add_items(service: Service, call: Call[NewItems]) -> Reply:
     owner = call.key.name
     rows = await _rows(call, call.body.items)
     conversation = await _conversation(service, call)
-    places = {Place(conversation.id, row.id): row for row in rows}
+    places = {RowKey(conversation.id, row.id): row for row in rows}
     known = await responses.store().fetch(owner, places)
     for number, (place, row) in enumerate(places.items()):
         if known.get(place, row.data) != row.data:
@@ -188,7 +188,7 @@ def _unknown(item_id: str) -> errors.ObjectNotFound:
 async def retrieve_item(service: Service, call: Call[None]) -> Reply:
     """Return an item of a conversation."""
     conversation = await _conversation(service, call)
-    place = Place(conversation.id, call.path["item"])
+    place = RowKey(conversation.id, call.path["item"])
     found = await service.responses.store().fetch(call.key.name, [place] if is_id(place.id) else [])
     if place not in found:
         raise _unknown(place.id)
