@@ -154,12 +154,12 @@ def _spent(limit: RateLimit, now: float, account: Account) -> Iterator[tuple[str
 
     The tokens of running requests count as far as they are expected.
     """
-    for kind, most, minute in _minutes(limit, account):
+    for kind, maximum, minute in _minutes(limit, account):
         used = minute.used(now)
         if kind == "tokens":
             used += account.running * account.expected
-        if used >= most:
-            yield kind, most, used, minute
+        if used >= maximum:
+            yield kind, maximum, used, minute
 
 
 def _minutes(limit: RateLimit, account: Account) -> Iterator[tuple[str, int, Minute]]:
@@ -171,38 +171,38 @@ def _minutes(limit: RateLimit, account: Account) -> Iterator[tuple[str, int, Min
 
 
 def refusal_of(name: str, limit: RateLimit, now: float, account: Account) -> Refusal | None:
-    """Return why *limit* forbids another request of the key *name*, ``None`` if it does not."""
+    """Return the reason why *limit* forbids another request of the key *name*; ``None`` if it allows one."""
     spent = list(_spent(limit, now, account))
-    # Until every limit allows it, whichever forbids it now.
-    wait = max((minute.below_in(most, now) for _, most, _, minute in spent), default=0.0)
-    most = limit.concurrent_requests
-    if most is not None and account.running >= most:
-        text = f"'{name}' may have {most} requests at the same time."
-        return Refusal(text, kind="requests", wait=max(1.0, wait))
+    # At least a second: the tokens of running requests are known when those have ended.
+    wait = 1.0
+    for _, maximum, _, minute in spent:
+        # Until every limit allows it.
+        wait = max(wait, minute.below_in(maximum, now))
+    max_running = limit.concurrent_requests
+    if max_running is not None and account.running >= max_running:
+        text = f"'{name}' may have {max_running} requests at the same time."
+        return Refusal(text, kind="requests", wait=wait)
     if not spent:
         return None
-    kind, most, used, _ = spent[0]
-    # Tokens of running requests are known when those have ended.
-    wait = max(1.0, wait)
-    text = f"Rate limit reached for '{name}' on {kind} per minute: limit {most}, used {used}."
+    kind, maximum, used, _ = spent[0]
+    text = f"Rate limit reached for '{name}' on {kind} per minute: limit {maximum}, used {used}."
     return Refusal(f"{text} Please try again in {_duration(wait)}.", kind=kind, wait=wait)
 
 
 def headers_of(limit: RateLimit, now: float, account: Account, refusal: Refusal | None = None) -> dict[str, str]:
-    """Return OpenAI's headers, which say what is left, with the answer to a request or with its *refusal*."""
+    """Return OpenAI's headers with what is left, for the answer to a request or for its *refusal*."""
     headers = {}
-    for kind, most, minute in _minutes(limit, account):
-        left = max(0, most - minute.used(now))
+    for kind, maximum, minute in _minutes(limit, account):
+        left = max(0, maximum - minute.used(now))
         if refusal is not None and refusal.kind == kind == "tokens":
             left = max(0, left - account.running * account.expected)
-        headers[f"x-ratelimit-limit-{kind}"] = str(most)
+        headers[f"x-ratelimit-limit-{kind}"] = str(maximum)
         headers[f"x-ratelimit-remaining-{kind}"] = str(left)
-        # Until something is left of it, or, while there is, until nothing is used; never longer than Retry-After.
+        # Until something is left, or if something is, until nothing is used; never longer than Retry-After.
+        target = 1
         if refusal is not None or not left:
-            wanted = most
-        else:
-            wanted = 1
-        headers[f"x-ratelimit-reset-{kind}"] = _duration(minute.below_in(wanted, now))
+            target = maximum
+        headers[f"x-ratelimit-reset-{kind}"] = _duration(minute.below_in(target, now))
     return headers
 
 

@@ -19,8 +19,10 @@ MAX_ERRORS = 100
 MAX_ID_LENGTH = 512
 # No model has such a name, and many lines would hold much memory.
 _MAX_MODEL_LENGTH = 1024
-# Lines with wrong parameters that are rejected at once; further ones are when they run. Each holds its error.
+# Lines with wrong parameters that are rejected in validation, and the characters of their errors, which may repeat what
+# the client has sent. Further lines fail when they run.
 _MAX_REJECTED = 1000
+_MAX_REJECTED_SIZE = 1024 * 1024
 _Decoder = getincrementaldecoder("utf-8")
 _PIECE = 256 * 1024
 _BOM = b"\xef\xbb\xbf"
@@ -99,6 +101,7 @@ class InputReader:
         #: Errors of the input, in the order of the lines.
         self.problems: list[BatchError] = []
         self.rejected: list[RejectedLine] = []
+        self._rejected_size = 0
         #: The number of requests.
         self.total = 0
         #: By model and whether lines bring a chat template of their own: the first such line.
@@ -168,8 +171,14 @@ class InputReader:
             try:
                 self._check_body(bytes(_decode_named(data).body))
             except InvalidRequest as error:
-                self.rejected.append(RejectedLine(line, request.custom_id, error))
+                self._reject(line, request.custom_id, error)
         return line
+
+    def _reject(self, line: Line, custom_id: str, error: InvalidRequest) -> None:
+        size = len(error.message) + len(custom_id)
+        if self._rejected_size + size <= _MAX_REJECTED_SIZE:
+            self._rejected_size += size
+            self.rejected.append(RejectedLine(line, custom_id, error))
 
     def _request(self, data: bytes) -> _Request | None:
         """Return the request in *data*, or report why it is none."""

@@ -82,12 +82,12 @@ class LineRunner:
         try:
             # The batch may have been cancelled or lost meanwhile.
             if admitted and running.batch.status == "in_progress" and not running.lost:
-                contents = await self._mark_and_read(running, [one.line for one in admitted])
+                contents = await self._mark_and_read(running, [candidate.line for candidate in admitted])
         finally:
             if running.lost or not contents:
                 contents = ()
-                for one in reversed(admitted):
-                    self._give_back(running, one)
+                for candidate in reversed(admitted):
+                    self._give_back(running, candidate)
         if contents:
             await self._run_all(running, admitted, contents)
 
@@ -114,14 +114,14 @@ class LineRunner:
         answers = await asyncio.gather(*(self._keys.admit(owner) for _ in picked), return_exceptions=True)
         admitted: list[_Admitted] = []
         refused: list[PickedLine] = []
-        for one, answer in zip(picked, answers, strict=True):
+        for candidate, answer in zip(picked, answers, strict=True):
             if isinstance(answer, BaseException):
-                refused.append(one)
+                refused.append(candidate)
             else:
-                admitted.append(_Admitted(one.line, one.limit, answer))
-        for one in reversed(refused):
-            one.limit.leave()
-            running.put_back(one.line)
+                admitted.append(_Admitted(candidate.line, candidate.limit, answer))
+        for candidate in reversed(refused):
+            candidate.limit.leave()
+            running.put_back(candidate.line)
         return admitted
 
     def _give_back(self, running: RunningBatch, admitted: _Admitted) -> None:
@@ -135,20 +135,20 @@ class LineRunner:
     ) -> None:
         """Run the lines that could be read. The others wait for another attempt."""
         unread: list[int] = []
-        for one, content in zip(admitted, contents, strict=True):
+        for candidate, content in zip(admitted, contents, strict=True):
             if isinstance(content, OSError):
-                unread.append(one.line.number)
+                unread.append(candidate.line.number)
                 if not running.unreadable:
-                    number = one.line.number
+                    number = candidate.line.number
                     _log.warning("input cannot be read", batch=running.batch.id, line=number, reason=str(content))
                 running.unreadable = True
-                self._keys.release(running.batch.owner, one.reservation)
-                one.limit.leave()
-                self._retry(running, one.line, errors.StoreUnavailable("The input cannot be read."), counts=False)
+                self._keys.release(running.batch.owner, candidate.reservation)
+                candidate.limit.leave()
+                self._retry(running, candidate.line, errors.StoreUnavailable("The input cannot be read."), counts=False)
             else:
-                task = asyncio.create_task(self._run(running, one, content))
-                running.running[one.line.number] = task
-                task.add_done_callback(partial(self._count_out, running, one))
+                task = asyncio.create_task(self._run(running, candidate, content))
+                running.running[candidate.line.number] = task
+                task.add_done_callback(partial(self._count_out, running, candidate))
         if unread:
             await self._mark_stopped(running, unread)
         else:

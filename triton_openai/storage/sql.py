@@ -153,20 +153,20 @@ class SqlStore(Store):
 
     @operation()
     def get(self, key: str) -> Steps[Entry | None]:
-        found = yield (
+        selected = yield (
             "SELECT used, owner, head, version, parent, until, size, rows FROM triton_openai_entry"
             " WHERE key = $1 AND used >= $2",
             *(key, self._before()),
         )
-        if not found:
+        if not selected:
             return None
-        used, owner, head, *rest = found[0]
+        used, owner, head, *rest = selected[0]
         yield from _touch([key], used)
         return Entry(owner, bytes(head), *rest)
 
     @operation(write=True)
     def _change(self, key: str, change: Change) -> Steps[bool]:
-        found = yield (
+        selected = yield (
             "SELECT owner, version, holder, until, size, rows, next, LENGTH(head) FROM triton_openai_entry"
             " WHERE key = $1 FOR UPDATE",
             key,
@@ -175,8 +175,8 @@ class SqlStore(Store):
         new = change.version == 0
         head = change.head
         rows = list[Row]()
-        if found:
-            owner, version, holder, until, size, count, position, head_size = found[0]
+        if selected:
+            owner, version, holder, until, size, count, position, head_size = selected[0]
         else:
             owner = change.owner
             version = 0
@@ -186,7 +186,7 @@ class SqlStore(Store):
             count = 0
             position = 0
             head_size = 0
-        if new is bool(found) or change.owner not in (None, owner) or change.version not in (None, version):
+        if new is bool(selected) or change.owner not in (None, owner) or change.version not in (None, version):
             return False
         if change.lease is not None:
             wanted, seconds = change.lease
@@ -218,7 +218,7 @@ class SqlStore(Store):
                 line = json.dumps([parent, *change.ancestors])
                 locked = yield "SELECT key FROM triton_openai_entry WHERE key IN EACH($1) ORDER BY key FOR UPDATE", line
                 there = {key for (key,) in locked}
-                parent = next((one for one in (parent, *change.ancestors) if one in there), parent)
+                parent = next((key for key in (parent, *change.ancestors) if key in there), parent)
             made = yield (
                 "INSERT INTO triton_openai_entry (key, version, used, holder, until, size, rows, next, head, owner,"
                 " parent) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) ON CONFLICT (key) DO NOTHING"
@@ -247,16 +247,16 @@ class SqlStore(Store):
         first = -1
         last = LARGEST
         if after is not None:
-            found = yield (
+            selected = yield (
                 "SELECT position FROM triton_openai_row WHERE key = $1 AND list = $2 AND id = $3",
                 *(key, name, after),
             )
-            if not found:
+            if not selected:
                 return None
             if reverse:
-                last = found[0][0]
+                last = selected[0][0]
             else:
-                first = found[0][0]
+                first = selected[0][0]
         rows = (
             "FROM triton_openai_row WHERE key = $1 AND list = $2 AND position > $3 AND position < $4"
             f" ORDER BY position {_order(reverse)} LIMIT $5"
@@ -272,13 +272,13 @@ class SqlStore(Store):
             column = "LENGTH(r.data)"
         else:
             column = "r.data"
-        found = yield (
+        selected = yield (
             f"SELECT p.key, p.id, {column} FROM PAIRS($1) p CROSS JOIN triton_openai_row r CROSS JOIN"
             " triton_openai_entry e WHERE r.key = p.key AND r.id = p.id AND e.key = r.key AND e.owner = $2"
             " AND e.used >= $3",
             *(json.dumps(list(row_keys)), owner, self._before()),
         )
-        return {RowKey(key, row_id): value for key, row_id, value in found}
+        return {RowKey(key, row_id): value for key, row_id, value in selected}
 
     @operation()
     def chain(
@@ -288,7 +288,7 @@ class SqlStore(Store):
         # One statement, so that nobody deletes an entry between two. It has a line for each row, and for a link that
         # has none. The rows are counted only where the entries, which may have other lists, are not small enough.
         wanted = "r.key = l.key AND l.used IS NOT NULL AND r.list IN EACH($4)"
-        found = yield (
+        selected = yield (
             "WITH RECURSIVE link (key, depth, parent, used, until, size, rows) AS (SELECT '', 0, CAST($1 AS TEXT),"
             " CAST(0 AS DOUBLE PRECISION), CAST(0 AS DOUBLE PRECISION), CAST(0 AS BIGINT), CAST(0 AS BIGINT)"
             " UNION ALL SELECT l.parent, l.depth + 1, e.parent, CASE WHEN e.used >= $5 THEN e.used END, e.until,"
@@ -302,10 +302,10 @@ class SqlStore(Store):
             " WHERE l.depth > 0 ORDER BY l.depth DESC, r.list, r.position",
             *(key, owner, max_links, json.dumps(names), self._before(), max_rows, max_size),
         )
-        links = dict.fromkeys(row[:3] for row in found)
+        links = dict.fromkeys(row[:3] for row in selected)
         yield from _touch([link for link, *_ in links], min(used or LARGEST for _, used, _ in links))
-        *_, length, size, _ = found[0]
-        rows = [bytes(data) for *_, data in found if data is not None]
+        *_, length, size, _ = selected[0]
+        rows = [bytes(data) for *_, data in selected if data is not None]
         chain = [Link(link, used is not None, until or 0.0) for link, used, until in links][::-1]
         return Chain(chain, rows, length or len(rows), int(size) or sum(map(len, rows)))
 
@@ -320,12 +320,12 @@ class SqlStore(Store):
         else:
             first = after or prefix
             last = f"{prefix}g"
-        found = yield (
+        selected = yield (
             "SELECT key, head FROM triton_openai_entry WHERE owner = $1 AND key > $2 AND key < $3 AND used >= $4"
             f" ORDER BY key {_order(reverse)} LIMIT $5",
             *(owner, first, last, self._before(), limit),
         )
-        return [(key, bytes(head)) for key, head in found]
+        return [(key, bytes(head)) for key, head in selected]
 
     @operation(write=True)
     def delete(self, key: str, *, bridged: bool = False) -> Steps[bool]:
@@ -349,18 +349,18 @@ class SqlStore(Store):
 
     @operation(inner=True)
     def owners(self) -> Steps[Mapping[str, int]]:
-        found = yield ("SELECT owner, SUM(size) FROM triton_openai_entry GROUP BY owner",)
-        return {owner: int(size) for owner, size in found}
+        selected = yield ("SELECT owner, SUM(size) FROM triton_openai_entry GROUP BY owner",)
+        return {owner: int(size) for owner, size in selected}
 
     @operation(write=True, inner=True)
     def _drop(self, owner: str, before: float, surplus: int) -> Steps[int]:
-        found = yield (
+        selected = yield (
             f"SELECT key, used, size FROM triton_openai_entry WHERE owner = $1 ORDER BY used LIMIT {BATCH}",
             owner,
         )
         dropped = list[str]()
         total = 0
-        for key, used, size in found:
+        for key, used, size in selected:
             if (used >= before and total >= surplus) or total > BATCH_SIZE:
                 break
             dropped.append(key)

@@ -438,6 +438,29 @@ def test_names_of_models_have_a_length(tmp_path: Path) -> None:
     assert {"model_not_found"} == {one.code for one in reader.problems}
 
 
+def test_errors_of_wrong_parameters_have_a_size(tmp_path: Path) -> None:
+    """An error may repeat what a client has sent: those of thousands of lines are not held in memory."""
+
+    def check_body(body: bytes) -> None:
+        raise errors.InvalidRequest("x" * 600_000)
+
+    path = tmp_path / "in"
+    path.write_bytes(b"".join(map(request, NAMES)))
+    batch = Batch(id="b", owner="", kind="openai", endpoint="/x", input="i", created=0, window="24h", expires=1)
+    with path.open("rb") as file:
+        reader = InputReader(
+            file.fileno(),
+            batch,
+            max_requests=100,
+            max_line_size=10_000,
+            check_line=Host().check_line,
+            check_body=check_body,
+        )
+        assert 20 == len(reader.read(100))
+        reader.close()
+    assert (1, []) == (len(reader.rejected), reader.problems)
+
+
 def _sharing(folder: Path, url: str) -> Files:
     return Files(FilesSettings(store=f"dir:{folder}"), BatchesSettings(store=url))
 
