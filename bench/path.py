@@ -45,7 +45,7 @@ from triton_openai.config.tree import (
     TritonSettings,
 )
 from triton_openai.serving.server import HttpServer
-from triton_openai.storage.batch_store import Batch, StoredFile
+from triton_openai.storage.batch_records import Batch, StoredFile
 from triton_openai.telemetry import tracing
 from triton_openai.telemetry.logging import configure_logging
 
@@ -301,11 +301,11 @@ async def _batch(app: web.Application, count: int) -> PathRow:
     fields: dict[str, Any] = {"owner": "", "created": now, "expires": now + 3600}
     file = StoredFile(id=f"file-{name}", purpose="batch", filename="a", bytes=len(content), **fields)
     batch = Batch(id=name, kind="openai", endpoint="/v1/chat/completions", input=file.id, window="1h", **fields)
-    await store.written(file)
+    await store.files.complete(file)
     sys.setprofile(profiler)
-    await store.add(batch, most=1, most_bytes=10**12)
+    await store.batches.add(batch, max_open=1, max_total=10**12)
     service.batches.wake()
-    while (state := await store.batch(name, "", "openai")) is None or state.open:  # noqa: ASYNC110 - as a client does
+    while (state := await store.batches.find(name, "", "openai")) is None or state.open:  # noqa: ASYNC110 - as a client does
         await asyncio.sleep(0.02)
     sys.setprofile(None)
     if state.succeeded != count:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 
 import structlog
 from aiohttp import web
@@ -23,6 +24,7 @@ from triton_openai.api.routes import OPERATIONS, prefixes
 from triton_openai.api.service import Service
 from triton_openai.api.sse import HEARTBEAT, error_event
 from triton_openai.batches.batch_runner import BatchRunner
+from triton_openai.batches.figures import batch_state
 from triton_openai.batches.file_folder import Files
 from triton_openai.batches.line_limits import FirstTokens
 from triton_openai.config.sources import SDK_REFUSES
@@ -131,7 +133,7 @@ def create_app(
         lambda: _state(models, worker, responses),
         settings.metrics,
         settings.triton_metrics_url,
-        None if files is None else files.state,
+        None if files is None else partial(batch_state, files),
     )
     service = Service(
         settings=settings,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import FormData
 from openai import AsyncOpenAI
 
+from tests.cases import every_case
 from tests.conformance.calls import in_session_loop
 from tests.proxy_fixture import TRANSPORTS, Proxy, proxy_settings, serving
 from tests.standins.repository import CLASSES
@@ -18,7 +21,14 @@ from tests.triton_fixture import TestTriton
 from triton_openai.api.moderations import CATEGORIES
 from triton_openai.app import SERVICE
 from triton_openai.config.sources import load_settings
-from triton_openai.config.tree import AccessSettings, ApiSettings, ModelSettings, ModerationSettings
+from triton_openai.config.tree import (
+    AccessSettings,
+    ApiSettings,
+    BatchesSettings,
+    FilesSettings,
+    ModelSettings,
+    ModerationSettings,
+)
 from triton_openai.errors import ConfigurationError
 
 pytestmark = in_session_loop
@@ -97,6 +107,49 @@ async def test_without_a_model(triton: TestTriton, transport: str) -> None:
         names = ("omni-moderation-latest", "text-moderation-latest", "text-moderation-stable")
         made += [await client.moderations.create(input=TEXTS[0], model=name) for name in names]
     assert {(TEXT, True)} == {(one.model, one.results[0].flagged) for one in made}
+
+
+@every_case("key, model", [("all", None), ("ids", None), ("ids", "omni-moderation-latest"), ("ids", IDS)])
+async def test_lines_of_batches(triton: TestTriton, tmp_path: Path, key: str, model: str | None) -> None:
+    """Lines without a model, or with OpenAI's name, ask the only classifier that their key may use, as requests do."""
+    folder = tmp_path / f"{key}-{model}"
+    folder.mkdir()
+    keys = folder / "keys.yaml"
+    keys.write_text(
+        f"keys: [{{name: ids, key: sk-ids, models: [{IDS}], batch: true}}, {{name: all, key: sk-all, batch: true}}]"
+    )
+    keys.chmod(0o600)
+    settings = proxy_settings(triton, "http")
+    models = {IDS: ModelSettings(tokenizer=str(triton.tokenizer), moderation=ModerationSettings(labels={"1": "hate"}))}
+    if key == "ids":
+        models[TEXT] = ModelSettings(moderation=ModerationSettings(labels={QUESTION: "sexual"}))
+    body = {"input": TEXTS[0]} if model is None else {"input": TEXTS[0], "model": model}
+    line = {"custom_id": "a", "method": "POST", "url": PATH, "body": body}
+    form = FormData({"purpose": "batch"})
+    form.add_field("file", msgspec.json.encode(line), filename="input.jsonl")
+    headers = {"Authorization": f"Bearer sk-{key}"}
+    serves = type(settings)(
+        triton=settings.triton,
+        models=models,
+        api=ApiSettings(default_model="ensemble"),
+        access=AccessSettings(api_keys_file=keys),
+        files=FilesSettings(store=f"dir:{folder / 'files'}"),
+        batches=BatchesSettings(store=f"sqlite:{folder / 'db'}"),
+    )
+    async with serving(serves) as proxy:
+        client = proxy.client
+        file = await (await client.post("/v1/files", data=form, headers=headers)).json()
+        made = {"input_file_id": file["id"], "endpoint": PATH, "completion_window": "24h"}
+        batch = await (await client.post("/v1/batches", json=made, headers=headers)).json()
+        async with asyncio.timeout(60):
+            while batch["status"] not in ("completed", "failed"):
+                await asyncio.sleep(0.02)
+                batch = await (await client.get(f"/v1/batches/{batch['id']}", headers=headers)).json()
+        assert ("completed", 1) == (batch["status"], batch["request_counts"]["completed"]), batch
+        assert IDS == batch["model"] or (model is not None and model == batch["model"])
+        content = await client.get(f"/v1/files/{batch['output_file_id']}/content", headers=headers)
+        answer = msgspec.json.decode(await content.read())["response"]["body"]
+    assert answer["results"][0]["category_scores"]["hate"] > 0
 
 
 async def test_which_of_several_moderates(triton: TestTriton, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from tests.triton_fixture import TestTriton, running_triton
 from triton_openai.app import SERVICE
 from triton_openai.batches.file_folder import Files
 from triton_openai.config.tree import BatchesSettings, FilesSettings, ModelSettings, Settings
-from triton_openai.storage.batch_store import Batch, BatchError
+from triton_openai.storage.batch_records import Batch, BatchError
 
 # Seconds, on a machine that reads the numbers of the yardstick in a third of it; a slower one has so much more.
 LONGEST_TURN = 0.050

@@ -138,7 +138,7 @@ def test_a_model_that_is_unloaded_for_a_while(own: Own, tmp_path: Path) -> None:
         batch = started(client, 200_001, 60, 20)
         until(lambda: _counted(client, batch.id))
         change(own, "unload")
-        until(lambda: any("a model is away" in line for line in service.log_lines()))
+        until(lambda: any("model away, lines wait" in line for line in service.log_lines()))
         change(own, "load")
         done: Any = until(partial(_completed, client, batch.id), 120)
         refused = sum(number % 7 == 0 for number in range(200_001, 200_061))
@@ -204,7 +204,7 @@ def test_workers_share_batches(own: Own, tmp_path: Path) -> None:
             assert {f"id-{one}": 1 for one in range(first, first + lines)} == results(client, done)
         ran = {made[batch] + number - 1 for batch, found in lost.items() for number, line in found.items() if line == 1}
         assert {number for number, times in (calls(own) - already).items() if times > 1} <= ran
-        until(lambda: any("a process that ran batches has died" in line for line in service.log_lines()))
+        until(lambda: any("leases of an ended process expired" in line for line in service.log_lines()))
         assert all('"event":"worker ended"' in line for line in service.complaints())
 
 
@@ -264,7 +264,7 @@ def test_a_frozen_replica(own: Own, postgresql: Server, bucket: Bucket, tmp_path
         before = {number: calls(own)[number + first - 1] for number in kept}
         done: Any = until(partial(_completed, other, batch), 120)
         services[place].process.send_signal(signal.SIGCONT)
-        until(lambda: any("another process has taken a batch over" in line for line in services[place].log_lines()), 60)
+        until(lambda: any("batch lease lost" in line for line in services[place].log_lines()), 60)
         assert done == clients[place].batches.retrieve(batch)
         expected = {f"id-{number}": 1 for number in range(first, first + lines)}
         assert [expected] * 2 == [results(client, done) for client in clients]
@@ -344,7 +344,7 @@ def test_a_full_disk(own: Own, tmp_path: Path) -> None:
         form += b'\r\n--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
         headers = {"Content-Type": "multipart/form-data; boundary=b"}
         until(lambda: service.send("POST", "/v1/files", form, headers).status in (503, 507))
-        until(lambda: any("a batch is paused" in line or "batches wait" in line for line in service.log_lines()))
+        until(lambda: any("batch paused" in line or "batch runner paused" in line for line in service.log_lines()))
         resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, limits)
         done = until(lambda: (found := client.batches.retrieve(batch.id)).completed_at and found)
         assert (199, 171, 28) == (

@@ -23,20 +23,23 @@ from triton_openai.shares import SHARING_KEY
 from triton_openai.tasks import cancel
 
 _log = structlog.get_logger("triton_openai.access")
-# What gateways' headers begin with: llm-d's, and those of the Gateway API inference extension before it.
+# The prefixes of gateways' headers: llm-d's, and those of the Gateway API inference extension before it.
 _PREFIXES = ("x-llm-d-inference-", "x-gateway-inference-")
 _TENANT = re.compile(r"[!-~]([ -~]{0,126}[!-~])?")
 
 
 def gateway_header(headers: Mapping[str, str], what: Literal["objective", "fairness-id"]) -> str:
-    """Return what a trusted gateway's headers say, an empty text if nothing."""
-    return next((headers[name] for prefix in _PREFIXES if (name := prefix + what) in headers), "")
+    """Return the value of a trusted gateway's header; an empty text if there is none."""
+    for prefix in _PREFIXES:
+        if prefix + what in headers:
+            return headers[prefix + what]
+    return ""
 
 
 class Authorizer:
     """
     Authenticates clients. *limits* counts the requests of keys, and *draining* ends those of keys that are removed.
-    Of all workers, one *warns* of files that others can read.
+    One of the workers *warns* about files that others can read.
 
     Raises :class:`ConfigurationError` for keys that cannot be used.
     """
@@ -58,8 +61,10 @@ class Authorizer:
     def _take(self, settings: AccessSettings, keys: Keys) -> None:
         self.keys = keys
         self.restrictions = Restrictions(settings.openai_restricted_api)
-        #: ``None`` where the gateway is not trusted.
-        self.gateway = settings.gateway if settings.trust_gateway else None
+        #: ``None`` if the gateway is not trusted.
+        self.gateway: GatewaySettings | None = None
+        if settings.trust_gateway:
+            self.gateway = settings.gateway
         self._keys_changed()
 
     def is_open(self, group: RouteGroup | None) -> bool:
@@ -137,7 +142,10 @@ class Authorizer:
 
     def share(self, key: ApiKey | None) -> None:
         """Have the current request count for *key* where keys share something, see :mod:`triton_openai.shares`."""
-        SHARING_KEY.set(key.name if key is not None and self.several_keys else None)
+        name = None
+        if key is not None and self.several_keys:
+            name = key.name
+        SHARING_KEY.set(name)
 
     async def admit(self, key: ApiKey) -> Reservation:
         """Count a request of *key* as running; the reservation's ``refusal`` is set if the key's limits forbid it."""

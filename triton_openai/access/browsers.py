@@ -154,7 +154,7 @@ def _is_own(origin: str, request: web.Request) -> bool:
     forwarded = request.headers.get(_FORWARDED_HOST, "").partition(",")[0].strip()
     own = (request.headers.get(hdrs.HOST, ""), forwarded)
     port = _DEFAULT_PORTS.get(scheme, "")
-    return authority != "" and any(authority.removesuffix(port) == one.lower().removesuffix(port) for one in own)
+    return authority != "" and any(authority.removesuffix(port) == host.lower().removesuffix(port) for host in own)
 
 
 BROWSER_GUARD: web.AppKey[BrowserGuard] = web.AppKey("browser_guard", BrowserGuard)

@@ -1,4 +1,4 @@
-"""What opens the service to a request: API keys of the settings and of a file, and the headers of restricted APIs."""
+"""API keys of the settings and of a file, and the headers that open restricted APIs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from triton_openai.errors import ApiRestricted, ConfigurationError, InvalidApiKe
 
 _log = structlog.get_logger(__name__)
 
-# The characters of a name that stand in logs and messages.
+# Names appear in logs and messages.
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._@ -]{1,64}$")]
 _KeyText = Annotated[str, Meta(pattern=r"^[!-~]{1,4096}$")]
 _Digest = Annotated[str, Meta(pattern=r"^[0-9a-fA-F]{64}$")]
@@ -36,7 +36,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     #: Names or patterns with ``*``; ``None`` for all models.
     models: tuple[str, ...] | None = None
-    #: Whether it may load and unload models, if the service does.
+    #: Whether it may load and unload models, if the service allows that.
     manage: bool = True
     #: Whether it may use files and batches.
     batch: bool = True
@@ -49,12 +49,12 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
         return self.models is None or any(fnmatchcase(model, pattern) for pattern in self.models)
 
     def check_may_manage(self) -> None:
-        """Raise :class:`ManagementDisabled` where the key is not for loading models and the like."""
+        """Raise :class:`ManagementDisabled` if the key may not load and unload models."""
         if not self.manage:
             raise ManagementDisabled(f"The key '{self.name}' may not load and unload models.")
 
     def check_may_batch(self) -> None:
-        """Raise :class:`KeyNotSufficient` where the key is not for files and batches."""
+        """Raise :class:`KeyNotSufficient` if the key may not use files and batches."""
         if not self.batch:
             raise KeyNotSufficient(
                 f"The key '{self.name}' may not use files and batches: its entry in the file of API keys does not say "
@@ -62,7 +62,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def check_opens_everything(self) -> None:
-        """Raise :class:`KeyNotSufficient` where the key opens certain models: for it there are no others."""
+        """Raise :class:`KeyNotSufficient` if the key opens only certain models: others do not exist for it."""
         if self.models is not None:
             raise KeyNotSufficient("This concerns all models or the server, and the key is limited to certain models.")
 
@@ -73,7 +73,7 @@ class _Entry(RateLimit, frozen=True, forbid_unknown_fields=True, kw_only=True):
     sha256: _Digest | tuple[_Digest, ...] = ()
     models: tuple[Annotated[str, Meta(min_length=1)], ...] | None = None
     manage: bool = True
-    #: Without a value, only a limit of batches opens them: a file may be older than batches are.
+    #: Without a value, only a limit for batches opens them, because the file may be older than batches.
     batch: bool | None = None
 
 
@@ -81,7 +81,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: tuple[_Entry, ...]
 
 
-#: Keys by the SHA-256 digests of their texts. The time of a look-up tells nothing of a key: digests are compared.
+#: Keys by the SHA-256 digests of their texts. The time of a look-up reveals nothing about a key: digests are compared.
 Keyring: TypeAlias = Mapping[bytes, ApiKey]
 
 
@@ -110,10 +110,12 @@ def read_keys(settings: AccessSettings) -> Keyring | None:
 
 def _from_settings(texts: Iterable[str]) -> Iterator[tuple[bytes, ApiKey]]:
     for text in texts:
-        name, named, key = text.rpartition(":")
+        name, colon, key = text.rpartition(":")
         digest = sha256(key)
-        # Enough to distinguish keys, too little to guess one.
-        yield digest, ApiKey(name=name if named else f"key-{digest.hex()[:8]}", digest=digest)
+        if not colon:
+            # Enough to distinguish keys, too little to guess one.
+            name = f"key-{digest.hex()[:8]}"
+        yield digest, ApiKey(name=name, digest=digest)
 
 
 def _from_file(file: Path | None) -> Iterator[tuple[bytes, ApiKey]]:
@@ -125,9 +127,8 @@ def _from_file(file: Path | None) -> Iterator[tuple[bytes, ApiKey]]:
         if entry.name in names:
             raise ConfigurationError(f"{where} appears twice; give one name several keys in a list.")
         names.add(entry.name)
-        keys = (entry.key,) if isinstance(entry.key, str) else entry.key
-        hashes = (entry.sha256,) if isinstance(entry.sha256, str) else entry.sha256
-        digests = [*map(sha256, keys), *map(bytes.fromhex, hashes)]
+        digests = [sha256(key) for key in _several(entry.key)]
+        digests += [bytes.fromhex(digest) for digest in _several(entry.sha256)]
         if not digests:
             raise ConfigurationError(f"{where} has neither a key nor a sha256.")
         limit = msgspec.convert(entry, RateLimit, from_attributes=True)
@@ -141,6 +142,12 @@ def _from_file(file: Path | None) -> Iterator[tuple[bytes, ApiKey]]:
                     name=entry.name, models=entry.models, manage=entry.manage, batch=batch, limit=limit, digest=digest
                 ),
             )
+
+
+def _several(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    return value
 
 
 def _read(file: Path) -> _File:
@@ -174,7 +181,7 @@ class Keys:
         """
         Read the file again if it has changed, and return whether other keys are in force now.
 
-        What is wrong with it is logged, and the keys stay in force.
+        An error in it is logged, and the keys stay in force.
         """
         changed = False
         if await self._file.look(settled=True):
@@ -195,12 +202,15 @@ _PLAIN_HEADERS = ("api-key", "x-api-key")
 
 def identify(headers: CIMultiDictProxy[str], ring: Keyring) -> ApiKey:
     """Return the first key of *ring* that stands in *headers*. Raises :class:`InvalidApiKey`."""
+    texts = [headers.get(name, "") for name in _PLAIN_HEADERS]
     scheme, _, token = headers.get("Authorization", "").partition(" ")
-    given = [token if scheme.lower() == "bearer" else "", *(headers.get(name, "") for name in _PLAIN_HEADERS)]
-    presented = [key for key in map(str.strip, given) if key]
-    for key in presented:
-        if found := ring.get(sha256(key)):
-            return found
+    if scheme.lower() == "bearer":
+        texts.insert(0, token)
+    presented = [text.strip() for text in texts if text.strip()]
+    for text in presented:
+        key = ring.get(sha256(text))
+        if key is not None:
+            return key
     if presented:
         raise InvalidApiKey("Incorrect API key provided.")
     raise InvalidApiKey(
@@ -242,7 +252,7 @@ class Restrictions:
 
     def proofs(self, groups: Iterable[ApiGroup], headers: CIMultiDictProxy[str], salt: str) -> dict[str, str]:
         """
-        Return what shows later, to :meth:`opens`, that a request with *headers* was allowed to use *groups*.
+        Return a proof for :meth:`opens` that a request with *headers* was allowed to use *groups*.
 
         It reveals neither header nor value. Raises :class:`ApiRestricted` for a group that the headers do not open.
         """
@@ -269,6 +279,6 @@ class Restrictions:
             return
         name, digest = wanted
         # Several headers of that name are refused: a proxy may have checked another one.
-        given = headers.getall(name, [])
-        if len(given) != 1 or not hmac.compare_digest(sha256(given[0].strip()), digest):
+        values = headers.getall(name, [])
+        if len(values) != 1 or not hmac.compare_digest(sha256(values[0].strip()), digest):
             raise ApiRestricted("This API is restricted: the request lacks the header with the value that opens it.")

@@ -3,7 +3,12 @@ Rate limits of API keys: requests and tokens per minute, and concurrent requests
 
 :class:`RateLimits` counts in the memory of one process. In a service of several workers their parent counts for all of
 them, see :mod:`triton_openai.serving.workers.shared`. A request is charged the tokens that were counted, or an estimate
-if the backend does not count: else the limit would never apply. The estimate is not shown anywhere.
+if the backend does not count: otherwise the limit would never apply. The estimate is not shown anywhere.
+
+The tokens of a request are known at its end. Until then it counts as many as the requests of the key used on average
+in the last minute in which some ended, and one token if none has ended yet. So the limit of tokens is exact in this
+sense: a burst admits as many requests as if each had come after the end of the one before, if they use as many tokens
+as the average.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from triton_openai.telemetry.request_record import RequestRecord
 
 #: Seconds in which limits "per minute" are counted.
 WINDOW = 60
-# Accounts from which on those that nobody uses are dropped: tenants of a gateway have names without end.
+# With this number of accounts, the idle ones are dropped: a gateway may name any number of tenants.
 _MANY = 1000
 # A minute that begins within a tick ends within the one that is 60 later.
 _TICKS = WINDOW + 1
@@ -42,17 +47,17 @@ class RateLimit(msgspec.Struct, frozen=True, kw_only=True):
     concurrent_requests: _Limit | None = None
     #: Tokens of batches, which do not count for the others.
     batch_tokens_per_minute: _Limit | None = None
-    #: Seconds of audio that transcriptions and translations hear, and that speech has.
+    #: Seconds of audio of transcriptions, translations and speech.
     audio_seconds_per_minute: _Limit | None = None
 
     @property
     def any(self) -> bool:
-        """Whether there is any limit that every live request has to keep to."""
+        """Whether a limit applies to every live request."""
         return any((self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests))
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why a request is refused: the arguments of :class:`RateLimited`."""
+    """The arguments of :class:`RateLimited` for a request that is refused."""
 
     message: str
     kind: str
@@ -63,7 +68,7 @@ class Refusal(msgspec.Struct, frozen=True):
 class Decision(msgspec.Struct, frozen=True):
     """Whether a request is admitted."""
 
-    #: They say what the key has left.
+    #: OpenAI's headers with what the key has left.
     headers: dict[str, str]
     #: ``None`` if it is admitted.
     refusal: Refusal | None = None
@@ -107,7 +112,7 @@ class Minute:
         """
         Return the seconds until there are fewer than *limit*.
 
-        A minute at most, though a tick may last longer: the official clients try at once when they are told more.
+        A minute at most, though a tick may last longer: the official clients retry at once if the wait is longer.
         """
         used = self.used(now)
         wait = 0.0
@@ -125,9 +130,21 @@ class Account(msgspec.Struct):
     running: int = 0
     requests: Minute = msgspec.field(default_factory=Minute)
     tokens: Minute = msgspec.field(default_factory=Minute)
+    #: Requests that have ended and used tokens.
+    ended: Minute = msgspec.field(default_factory=Minute)
+    #: The tokens that a running request is expected to use.
+    expected: int = 1
+
+    def end(self, now: float, tokens: int) -> None:
+        """Count a request out that has used *tokens*."""
+        self.running -= 1
+        if tokens:
+            self.tokens.add(now, tokens)
+            self.ended.add(now, 1)
+            self.expected = math.ceil(self.tokens.used(now) / self.ended.used(now))
 
     def idle(self, now: float) -> bool:
-        """Return whether a new account would be the same."""
+        """Return whether the account counts nothing."""
         return not (self.running or self.requests.used(now) or self.tokens.used(now))
 
 
@@ -135,14 +152,14 @@ def _spent(limit: RateLimit, now: float, account: Account) -> Iterator[tuple[str
     """
     Yield the limits per minute that allow no further request: kind, limit, how much is used, and the minute.
 
-    A running request will use one token at least. Without that, a burst would have no limit of tokens at all.
+    The tokens of running requests count as far as they are expected.
     """
-    for kind, most, minute in _minutes(limit, account):
+    for kind, maximum, minute in _minutes(limit, account):
         used = minute.used(now)
         if kind == "tokens":
-            used += account.running
-        if used >= most:
-            yield kind, most, used, minute
+            used += account.running * account.expected
+        if used >= maximum:
+            yield kind, maximum, used, minute
 
 
 def _minutes(limit: RateLimit, account: Account) -> Iterator[tuple[str, int, Minute]]:
@@ -154,38 +171,38 @@ def _minutes(limit: RateLimit, account: Account) -> Iterator[tuple[str, int, Min
 
 
 def refusal_of(name: str, limit: RateLimit, now: float, account: Account) -> Refusal | None:
-    """Return why *limit* forbids another request of the key *name*, ``None`` if it does not."""
+    """Return the reason why *limit* forbids another request of the key *name*; ``None`` if it allows one."""
     spent = list(_spent(limit, now, account))
-    # Until every limit allows it, whichever forbids it now.
-    wait = max((minute.below_in(most, now) for _, most, _, minute in spent), default=0.0)
-    most = limit.concurrent_requests
-    if most is not None and account.running >= most:
-        text = f"'{name}' may have {most} requests at the same time."
-        return Refusal(text, kind="requests", wait=max(1.0, wait))
+    # At least a second: the tokens of running requests are known when those have ended.
+    wait = 1.0
+    for _, maximum, _, minute in spent:
+        # Until every limit allows it.
+        wait = max(wait, minute.below_in(maximum, now))
+    max_running = limit.concurrent_requests
+    if max_running is not None and account.running >= max_running:
+        text = f"'{name}' may have {max_running} requests at the same time."
+        return Refusal(text, kind="requests", wait=wait)
     if not spent:
         return None
-    kind, most, used, _ = spent[0]
-    # Tokens of running requests are known when those have ended.
-    wait = max(1.0, wait)
-    text = f"Rate limit reached for '{name}' on {kind} per minute: limit {most}, used {used}."
+    kind, maximum, used, _ = spent[0]
+    text = f"Rate limit reached for '{name}' on {kind} per minute: limit {maximum}, used {used}."
     return Refusal(f"{text} Please try again in {_duration(wait)}.", kind=kind, wait=wait)
 
 
 def headers_of(limit: RateLimit, now: float, account: Account, refusal: Refusal | None = None) -> dict[str, str]:
-    """Return OpenAI's headers, which say what is left, with the answer to a request or with its *refusal*."""
+    """Return OpenAI's headers with what is left, for the answer to a request or for its *refusal*."""
     headers = {}
-    for kind, most, minute in _minutes(limit, account):
-        left = max(0, most - minute.used(now))
+    for kind, maximum, minute in _minutes(limit, account):
+        left = max(0, maximum - minute.used(now))
         if refusal is not None and refusal.kind == kind == "tokens":
-            left = max(0, left - account.running)
-        headers[f"x-ratelimit-limit-{kind}"] = str(most)
+            left = max(0, left - account.running * account.expected)
+        headers[f"x-ratelimit-limit-{kind}"] = str(maximum)
         headers[f"x-ratelimit-remaining-{kind}"] = str(left)
-        # Until something is left of it, or, while there is, until nothing is used; never longer than Retry-After.
+        # Until something is left, or if something is, until nothing is used; never longer than Retry-After.
+        target = 1
         if refusal is not None or not left:
-            wanted = most
-        else:
-            wanted = 1
-        headers[f"x-ratelimit-reset-{kind}"] = _duration(minute.below_in(wanted, now))
+            target = maximum
+        headers[f"x-ratelimit-reset-{kind}"] = _duration(minute.below_in(target, now))
     return headers
 
 
@@ -195,7 +212,7 @@ class RateLimits:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._accounts: dict[str, Account] = {}
-        self._most = _MANY
+        self._max_accounts = _MANY
 
     async def admit(self, name: str, limit: RateLimit) -> Decision:
         return self.decide(name, limit)
@@ -204,11 +221,11 @@ class RateLimits:
         pass
 
     def decide(self, name: str, limit: RateLimit) -> Decision:
-        """Count a request of the key *name* in, if *limit* allows it, and say so in OpenAI's headers."""
+        """Count a request of the key *name* in, if *limit* allows it; the decision has OpenAI's headers."""
         now = self._clock()
-        if len(self._accounts) >= self._most:
-            self._accounts = {one: account for one, account in self._accounts.items() if not account.idle(now)}
-            self._most = max(_MANY, 2 * len(self._accounts))
+        if len(self._accounts) >= self._max_accounts:
+            self._accounts = {key: account for key, account in self._accounts.items() if not account.idle(now)}
+            self._max_accounts = max(_MANY, 2 * len(self._accounts))
         account = self._accounts.setdefault(name, Account())
         refusal = refusal_of(name, limit, now, account)
         if refusal is None:
@@ -218,10 +235,7 @@ class RateLimits:
         return Decision(headers_of(limit, now, account, refusal), refusal)
 
     def leave(self, name: str, tokens: int) -> None:
-        account = self._accounts[name]
-        account.running -= 1
-        if tokens:
-            account.tokens.add(self._clock(), tokens)
+        self._accounts[name].end(self._clock(), tokens)
 
 
 class Reservation:
@@ -240,7 +254,7 @@ class Reservation:
             self.refusal = RateLimited(refusal.message, kind=refusal.kind, wait=refusal.wait)
 
     def take(self) -> Reservation:
-        """Return a reservation that takes the place of this one, which is closed without effect from now on."""
+        """Return a copy that replaces this reservation, whose :meth:`close` has no effect any more."""
         taken = copy(self)
         self._open = False
         return taken
@@ -249,7 +263,9 @@ class Reservation:
         """Count the request out, once, and the *tokens* that it used in."""
         if self._open:
             self._open = False
-            self._store.leave(self._name, tokens if self._counts_tokens else 0)
+            if not self._counts_tokens:
+                tokens = 0
+            self._store.leave(self._name, tokens)
 
 
 #: The reservation of a request, which is closed at its end.
@@ -269,7 +285,7 @@ def tokens_charged(record: RequestRecord, *, served: bool, cut_short: bool) -> i
     """
     Return the tokens that a request has used: none where the backend refused it, or never got it.
 
-    *served* is whether it was answered without an error, *cut_short* whether its client ended it before that.
+    *served* is whether it was answered without an error, *cut_short* whether its client left before the end.
     """
     if record.input_tokens is not None:
         return record.input_tokens
@@ -279,8 +295,11 @@ def tokens_charged(record: RequestRecord, *, served: bool, cut_short: bool) -> i
         if usage is None and answer.sent is not None and (answer.first is not None or cut_short):
             usage = answer.usage_estimate
         if usage is not None:
-            total += usage.completion_tokens + (0 if number % record.n else usage.prompt_tokens)
+            total += usage.completion_tokens
+            # The choices of a prompt share it.
+            if number % record.n == 0:
+                total += usage.prompt_tokens
     if record.operation is not None and not record.answers and served and record.body_size is not None:
-        # All of a request for vectors or scores is input, but for the little that says so.
+        # Nearly all bytes of a request for vectors or scores are input.
         return tokens_in_bytes(record.body_size)
     return total

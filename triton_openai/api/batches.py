@@ -18,7 +18,7 @@ from triton_openai.api.responses.objects import Metadata, ResponseUsage
 from triton_openai.api.service import Service
 from triton_openai.api.uploaded_files import ExpiresAfter, files_of, find_file, page_reply, too_much
 from triton_openai.operations import Call, Reply
-from triton_openai.storage.batch_store import Batch, Status
+from triton_openai.storage.batch_records import Batch, Status
 from triton_openai.telemetry.request_record import RequestRecord
 
 _Window = Annotated[str, Meta(pattern=r"^([1-9]\d?|1[0-5]\d|16[0-8])h$")]
@@ -35,7 +35,7 @@ class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class BatchFault(msgspec.Struct, kw_only=True):
-    """What is wrong with a batch, or with a line of its input."""
+    """An error of a batch, or of a line of its input."""
 
     code: str
     message: str
@@ -59,7 +59,7 @@ class BatchCounts(msgspec.Struct, kw_only=True):
 
 
 class BatchObject(msgspec.Struct, kw_only=True):
-    """A batch. Times are null until they have come."""
+    """A batch. A time is null until its status is reached."""
 
     id: str
     object: Literal["batch"] = "batch"
@@ -103,6 +103,12 @@ async def create(service: Service, call: Call[BatchRequest]) -> Reply:
         raise errors.InvalidValue("The input file is too large for a batch.", "input_file_id")
     now = time.time()
     batch_id = new_id("batch", "_")
+    metadata = None
+    if body.metadata is not None:
+        metadata = dict(body.metadata)
+    output_seconds = None
+    if body.output_expires_after is not None:
+        output_seconds = body.output_expires_after.seconds
     batch = Batch(
         id=batch_id,
         opened=proofs_of(service, call, body.endpoint, batch_id),
@@ -113,8 +119,8 @@ async def create(service: Service, call: Call[BatchRequest]) -> Reply:
         created=now,
         window=body.completion_window,
         expires=now + int(body.completion_window[:-1]) * 3600,
-        metadata=None if body.metadata is None else dict(body.metadata),
-        output_seconds=None if body.output_expires_after is None else body.output_expires_after.seconds,
+        metadata=metadata,
+        output_seconds=output_seconds,
     )
     await add(service, call.record, batch, "input_file_id")
     return whole(batch_object(batch))
@@ -122,7 +128,7 @@ async def create(service: Service, call: Call[BatchRequest]) -> Reply:
 
 def proofs_of(service: Service, call: Call[Any], endpoint: str, batch_id: str) -> dict[str, str]:
     """
-    Return what shows that *call* may make the batch *batch_id*, whose lines ask *endpoint*.
+    Return the proof that *call* may create the batch *batch_id*, whose lines ask *endpoint*.
 
     Raises :class:`ApiRestricted` unless it has every header that its lines would need as requests of their own.
     """
@@ -136,13 +142,14 @@ async def add(service: Service, record: RequestRecord, batch: Batch, param: str)
 
     Raises :class:`TooManyBatches`, :class:`PayloadTooLarge` and :class:`ObjectNotFound`.
     """
-    most = service.settings.batches.max_batches
+    max_open = service.settings.batches.max_batches
     files = files_of(service)
-    if "trace_id" in (fields := record.log_fields):
+    fields = record.log_fields
+    if "trace_id" in fields:
         batch.trace = "00-{trace_id}-{span_id}-{trace_flags}".format_map(fields)
-    added = await files.store.add(batch, most=most, most_bytes=files.settings.max_total)
+    added = await files.store.batches.add(batch, max_open=max_open, max_total=files.settings.max_total)
     if added == "too many":
-        raise errors.TooManyBatches(f"This key has {most} batches that have not ended.", retry_after=60)
+        raise errors.TooManyBatches(f"This key has {max_open} batches that have not ended.", retry_after=60)
     if added == "no room":
         raise too_much(files)
     if added == "no file":
@@ -158,7 +165,7 @@ async def find_batch(
     batch_id = call.path["batch"]
     batch = None
     if files.exist:
-        batch = await files.store.batch(batch_id, call.key.name, kind)
+        batch = await files.store.batches.find(batch_id, call.key.name, kind)
     if batch is None:
         raise errors.ObjectNotFound(f"There is no batch '{batch_id[:100]}'.", param=param)
     return batch
@@ -167,17 +174,17 @@ async def find_batch(
 async def cancel_batch(service: Service, call: Call[Any], batch: Batch) -> Batch:
     """Cancel *batch*, unless it has ended or is about to; return it as it is then."""
 
-    def cancel(found: Batch) -> None:
-        if found.status in ("validating", "in_progress"):
-            found.enter("cancelling")
+    def cancel(batch: Batch) -> None:
+        if batch.status in ("validating", "in_progress"):
+            batch.set_status("cancelling")
 
-    changed = await files_of(service).store.change(batch.id, cancel)
+    changed = await files_of(service).store.batches.change(batch.id, cancel)
     wake(service)
     return changed or await find_batch(service, call, batch.kind)
 
 
 def wake(service: Service) -> None:
-    """Let what runs batches look for changes now."""
+    """Make the batch runner read the tables now."""
     assert service.batches is not None, "there are files"
     service.batches.wake()
 
@@ -188,7 +195,7 @@ async def retrieve(service: Service, call: Call[None]) -> Reply:
 
 
 async def cancel(service: Service, call: Call[None]) -> Reply:
-    """Cancel a batch. Requests that run may end, others are not begun any more; results until then are kept."""
+    """Cancel a batch. Requests that run may end, others do not start. The results until then are kept."""
     batch = await cancel_batch(service, call, await find_batch(service, call, "openai"))
     if batch.status not in ("cancelling", "cancelled"):
         raise errors.InvalidRequest(
@@ -204,28 +211,34 @@ async def list_batches(service: Service, call: Call[None]) -> Reply:
     files = files_of(service)
     find = None
     if files.exist:
-        find = partial(files.store.batches, call.key.name, "openai")
+        find = partial(files.store.batches.page, call.key.name, "openai")
     batches, more = await fetch_page(find, page_limit(call.query, 100), call.query.get("after"))
     return await page_reply(BatchList, batches, batch_object, more=more)
 
 
 def batch_object(batch: Batch) -> BatchObject:
-    """Return *batch* as clients see it. Its files are told once they are there."""
+    """Return *batch* as clients see it. Its files are named once they exist."""
     usage = batch.usage
-    ended = not batch.open
-    faults = [BatchFault(**msgspec.structs.asdict(one)) for one in batch.problems]
+    faults = None
+    if batch.problems:
+        faults = BatchFaults(data=[BatchFault(**msgspec.structs.asdict(problem)) for problem in batch.problems])
+    output = None
+    errors_file = None
+    if not batch.open:
+        output = batch.output
+        errors_file = batch.errors
     statuses = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     times: dict[str, Any] = {f"{status}_at": batch.times.get(f"{status}_at") for status in statuses}
     return BatchObject(
         id=batch.id,
         endpoint=batch.endpoint,
         model=batch.model,
-        errors=BatchFaults(data=faults) if faults else None,
+        errors=faults,
         input_file_id=batch.input,
         completion_window=batch.window,
         status=batch.status,
-        output_file_id=batch.output if ended else None,
-        error_file_id=batch.errors if ended else None,
+        output_file_id=output,
+        error_file_id=errors_file,
         created_at=int(batch.created),
         expires_at=int(batch.expires),
         request_counts=BatchCounts(total=batch.total, completed=batch.succeeded, failed=batch.failed),

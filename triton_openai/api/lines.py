@@ -1,40 +1,40 @@
 """
 Lines of batches as calls of the operations that live requests call.
 
-A line has its key's models, a record, a log line and a span like any request. It never waits for admission: what runs
-batches begins it where there is room, and tries again if there is none any more.
+A line has its key's models, a record, a log line and a span like any request. It never waits for admission: the batch
+runner starts it when there is room, and tries again if there is none any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
-from triton_openai import errors
+from triton_openai import errors, offload
 from triton_openai.access.keys import ApiKey
 from triton_openai.access.rate_limits import RateLimit, Reservation
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import FormRequest, JsonCheck, decode_json
+from triton_openai.api.bodies import FormRequest, JsonCheck, decode_json, read_within
 from triton_openai.api.info import probe
 from triton_openai.api.messages.message_events import error_body
 from triton_openai.api.service import Service, job_not_taken_error
-from triton_openai.batches.results import Outcome
+from triton_openai.batches.host import Outcome
 from triton_openai.config.tree import ApiGroup, BatchesSettings
 from triton_openai.models.canary import PATIENCE
 from triton_openai.models.served import ServedModel
 from triton_openai.operations import NO_HEADERS, Call, Operation, Renderer, Streamed, Whole
 from triton_openai.prompts.prompt_template import PromptTemplate
-from triton_openai.storage.batch_store import Batch, BatchError, BatchUsage
+from triton_openai.storage.batch_records import Batch, BatchError, BatchUsage
 from triton_openai.telemetry.request_record import RequestRecord, request_id
 
-# No key has such a name.
+# The prefix of the names of limits for batches alone. No key has such a name.
 _POOL = "batches\n"
 
 
 class _NoStream:
-    """The output of a line, whose answer is always whole."""
+    """The output of a line, whose answer is never a stream."""
 
     def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> NoReturn:
         self._refuse()
@@ -57,7 +57,7 @@ class LineHost:
     """
     Answers the lines of batches by the operations of *service*.
 
-    See :class:`triton_openai.batches.batch_runner.Host`.
+    See :class:`triton_openai.batches.host.Host`.
     """
 
     def __init__(self, service: Service) -> None:
@@ -73,11 +73,11 @@ class LineHost:
         return self._service.executor.draining.begun
 
     @property
-    def most_running(self) -> int:
+    def max_running(self) -> int:
         return max(1, self._service.worker.share(self.settings.max_running))
 
     @property
-    def longest_line(self) -> int:
+    def max_line_size(self) -> int:
         return self._service.settings.server.max_body_size
 
     def problem(self, batch: Batch) -> BatchError | None:
@@ -104,16 +104,38 @@ class LineHost:
             return None
         return served.triton_model
 
-    def room(self, target: str, running: int) -> bool:
+    def has_room(self, target: str, running: int) -> bool:
         return self._service.admission.spare(target, running, self.settings.max_share)
 
-    async def check(self, batch: Batch, model: str, *, brings_template: bool) -> None:
-        served = await self._service.find_model(model, self._key(batch))
+    def body_checker(self, batch: Batch) -> Callable[[bytes], None]:
+        operation = self._by_path[batch.endpoint]
+        kind: Any = operation.hidden_request or operation.request
+        # Made here: two threads that use a type for the first time at the same time can crash msgspec (0.22).
+        offload.json_decoder(kind)
+        limits = self._service.settings.limits
+        strict = operation.strict
+        if strict is None:
+            strict = self._service.settings.api.strict_parameters
+
+        def check(body: bytes) -> None:
+            if strict:
+                read_within(body, kind, limits)
+            else:
+                read_within(body, kind, limits, [])
+
+        return check
+
+    async def check(self, batch: Batch, model: str, *, brings_template: bool) -> str:
+        served = await self._service.find_model(model or default_model(self._by_path[batch.endpoint]), self._key(batch))
         await check_model(self._service, batch.endpoint, served, brings_template=brings_template)
+        if self.target(model) == served.triton_model:
+            return model
+        # The name leads to this model with the rights of the key only, or by the default of the endpoint.
+        return served.name
 
     async def probe(self, batch: Batch, model: str) -> None:
         service = self._service
-        # Whatever the list says, a line has found otherwise.
+        # A line has failed although the model is in the list.
         await service.fleet.refresh_on_miss()
         served = await service.find_model(model, self._key(batch))
         await check_model(service, batch.endpoint, served, brings_template=True)
@@ -123,8 +145,8 @@ class LineHost:
         """
         Return the key of *batch* as it is now.
 
-        Raises :class:`InvalidApiKey`, :class:`KeyNotSufficient` or :class:`ApiRestricted` if the key is not there any
-        more or has lost a right that the lines need.
+        Raises :class:`InvalidApiKey`, :class:`KeyNotSufficient` or :class:`ApiRestricted` if the key was removed or has
+        lost a right that the lines need.
         """
         authorizer = self._service.authorizer
         key = authorizer.named(batch.owner)
@@ -183,8 +205,15 @@ class LineHost:
         return _failed(batch, RequestRecord(request_id=request_id({}), method="POST", path=batch.endpoint), error)
 
 
+def default_model(operation: Operation) -> str:
+    """Return the model that a request to *operation* asks if it names none; empty for the service's default."""
+    assert operation.request is not None
+    defaults = [field.default for field in msgspec.structs.fields(operation.request) if field.name == "model"]
+    return str(defaults[0])
+
+
 def endpoints(operations: Iterable[Operation]) -> Mapping[str, Operation]:
-    """Return the operations that lines of batches can ask, by path: those that ask a model in JSON."""
+    """Return the operations that lines of batches can ask, by path: those whose requests to a model are in JSON."""
     return {
         operation.path: operation
         for operation in operations
@@ -202,9 +231,9 @@ def groups_of(operations: Iterable[Operation], endpoint: str) -> Sequence[ApiGro
 
 async def check_model(service: Service, endpoint: str, model: ServedModel, *, brings_template: bool = False) -> None:
     """
-    Raise what each line to *endpoint* would raise because of its *model*, whatever else it has.
+    Check that *model* can answer lines to *endpoint*.
 
-    That is :class:`InvalidRequest` if the model does something else, and :class:`ConfigurationError` if it lacks a
+    Raises :class:`InvalidRequest` if the model does something else, and :class:`ConfigurationError` if it lacks a
     tokenizer, or a chat template that lines do not bring.
     """
     operation = endpoints(service.operations)[endpoint]
@@ -222,9 +251,11 @@ async def check_model(service: Service, endpoint: str, model: ServedModel, *, br
 
 
 def _failed(batch: Batch, record: RequestRecord, error: errors.ServiceError) -> Outcome:
-    """Return *error* as the API of *batch* has it."""
+    """Return *error* in the form of the API of *batch*."""
     rendered = error_body(batch.endpoint, NO_HEADERS, record, error)
-    status, body = rendered or (error.status, error.envelope())
+    if rendered is None:
+        return Outcome(error.status, error.envelope(), record.request_id, error=error)
+    status, body = rendered
     return Outcome(status, body, record.request_id, error=error)
 
 

@@ -129,9 +129,11 @@ async def handle(service: Service, call: Call[ModerationRequest]) -> Reply:
     return await whole_of(answer, cost=10 * offload.ITEM * len(result.values))
 
 
-def _inputs(given: str | Sequence[Item]) -> Sequence[str]:
+def _inputs(value: str | Sequence[Item]) -> Sequence[str]:
     """Return the texts to classify; the parts of an input are one. Raises :class:`InvalidRequest` for images."""
-    items = [given] if isinstance(given, str) else given
+    items: Sequence[Item] = value
+    if isinstance(value, str):
+        items = [value]
     for index, item in enumerate(items):
         if isinstance(item, ImageInput):
             raise UnsupportedParameter("Images are not supported; only text is.", param=f"input[{index}].image_url")
@@ -171,10 +173,14 @@ def _rated(
     scores: dict[Category, float] = {}
     for number, category in classes:
         scores[category] = max(scores.get(category, 0.0), probabilities[number])
-    flags = {name: score >= rules.thresholds.get(name, rules.threshold) for name, score in scores.items()}
+    flags = dict.fromkeys(CATEGORIES, False)
+    types: dict[Category, Sequence[Literal["text"]]] = dict.fromkeys(CATEGORIES, ())
+    for category, score in scores.items():
+        flags[category] = score >= rules.thresholds.get(category, rules.threshold)
+        types[category] = _TEXT
     return ModerationResult(
         flagged=any(flags.values()),
-        categories=Categories(*(flags.get(name, False) for name in CATEGORIES)),
-        category_scores=CategoryScores(*(scores.get(name, 0.0) for name in CATEGORIES)),
-        category_applied_input_types=CategoryInputTypes(*(_TEXT if name in scores else () for name in CATEGORIES)),
+        categories=Categories(*flags.values()),
+        category_scores=CategoryScores(*(scores.get(category, 0.0) for category in CATEGORIES)),
+        category_applied_input_types=CategoryInputTypes(*types.values()),
     )

@@ -27,7 +27,7 @@ from triton_openai.api.responses.stored import is_key
 from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.operations import Call, Reply, Whole
 from triton_openai.prompts.messages import Message
-from triton_openai.storage.store import BATCH, Entry, Place, Row, Store, fitting
+from triton_openai.storage.store import BATCH, Entry, Row, RowKey, Store, fitting
 
 _PREFIX = "chatcmpl-"
 _METADATA = re.compile(r"metadata\[(.*)\]")
@@ -117,10 +117,10 @@ async def _entry(service: Service, call: Call[Any]) -> tuple[str, Entry]:
 
 async def _shown(store: Store, owner: str, heads: Mapping[str, _Head]) -> Sequence[Row]:
     """Return completions with their metadata, without those that are deleted meanwhile."""
-    answers = await store.fetch(owner, [Place(key, key) for key in heads])
+    answers = await store.fetch(owner, [RowKey(key, key) for key in heads])
     rows = []
     for key, head in heads.items():
-        answer = answers.get(Place(key, key))
+        answer = answers.get(RowKey(key, key))
         if answer is not None:
             metadata = msgspec.json.encode(head.metadata)
             # The answer is an object in JSON: the metadata becomes its last member.
@@ -184,7 +184,7 @@ async def list_all(service: Service, call: Call[None]) -> Reply:
             head = _HEAD.decode(data)
             if model in (None, head.model) and metadata.items() <= head.metadata.items():
                 heads[key] = head
-    sizes = await store.sizes(owner, [Place(key, key) for key in heads])
-    count = fitting((sizes.get(Place(key, key), 0) for key in heads), service.settings.limits.max_text_size)
+    sizes = await store.sizes(owner, [RowKey(key, key) for key in heads])
+    count = fitting((sizes.get(RowKey(key, key), 0) for key in heads), service.settings.limits.max_text_size)
     shown = dict(islice(heads.items(), min(count, limit)))
     return whole(list_of(await _shown(store, owner, shown), more=len(shown) < len(heads)))

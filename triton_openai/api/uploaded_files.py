@@ -22,7 +22,7 @@ from triton_openai.api.service import Service
 from triton_openai.batches.file_folder import UPLOAD_LEASE_SECONDS, UPLOAD_RENEWAL_SECONDS, Files, Writing
 from triton_openai.errors import ServiceError
 from triton_openai.operations import Call, Form, FormPart, LocalFile, RemoteFile, Reply
-from triton_openai.storage.batch_store import StoredFile
+from triton_openai.storage.batch_records import StoredFile
 
 _T = TypeVar("_T")
 Purpose = Literal["batch", "user_data", "vision", "evals", "assistants", "fine-tune"]
@@ -85,7 +85,7 @@ async def find_file(service: Service, key: ApiKey, file_id: str, param: str) -> 
     files = files_of(service)
     file = None
     if files.exist:
-        file = await files.store.file(file_id, key.name)
+        file = await files.store.files.find(file_id, key.name)
     if file is None:
         raise errors.ObjectNotFound(f"There is no file '{file_id[:100]}'.", param=param)
     return file
@@ -106,7 +106,7 @@ async def create(service: Service, call: Call[Form]) -> Reply:
         expires=created + UPLOAD_LEASE_SECONDS,
         state="uploading",
     )
-    if not await files.store.reserve(file, files.settings.max_total):
+    if not await files.store.files.reserve(file, files.settings.max_total):
         raise too_much(files)
     writing: Writing | None = None
     renewing = asyncio.create_task(_renew(files, file.id))
@@ -133,7 +133,7 @@ async def create(service: Service, call: Call[Form]) -> Reply:
             expires=None if seconds is None else created + seconds,
             state="processed",
         )
-        await files.store.written(file)
+        await files.store.files.complete(file)
     except BaseException:
         if writing is not None:
             writing.close()
@@ -152,7 +152,7 @@ async def _renew(files: Files, file_id: str) -> None:
         await asyncio.sleep(UPLOAD_RENEWAL_SECONDS)
         # What cannot be renewed now is renewed next time.
         with suppress(ServiceError):
-            await files.store.renew_upload(file_id, time.time() + UPLOAD_LEASE_SECONDS)
+            await files.store.files.renew_upload(file_id, time.time() + UPLOAD_LEASE_SECONDS)
 
 
 def too_much(files: Files) -> errors.PayloadTooLarge:
@@ -231,7 +231,7 @@ async def list_files(service: Service, call: Call[None]) -> Reply:
     files = files_of(service)
     find = None
     if files.exist:
-        find = partial(files.store.files, call.key.name, purpose=purpose, reverse=reverse)
+        find = partial(files.store.files.page, call.key.name, purpose=purpose, reverse=reverse)
     rows, more = await fetch_page(find, limit, after)
     return await page_reply(FileList, rows, file_object, more=more)
 

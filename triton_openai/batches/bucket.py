@@ -1,9 +1,9 @@
 """
-Files in a bucket of S3, or of a server that speaks like it. What is not complete is in the folder.
+Files in a bucket of S3, or of a compatible server. Incomplete files are in the folder.
 
 A file is the object ``files/ID``. What belongs to a batch that has not ended is below ``batches/ID/``: ``requests`` if
-they are no file, and results as ``GENERATION-PLACE``. No object is ever changed, so whoever reads one reads all of it.
-``files/shared-ID`` is an object by which services know that they have the same bucket.
+they are no file, and results as ``GENERATION-OFFSET``. No object is ever changed, so a reader never sees a part of a
+write. Services check by the object ``files/shared-ID`` that they have the same bucket.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from triton_openai import errors
-from triton_openai.batches.file_folder import UPLOAD_SECONDS, Files, on_disk, opened, write_at
+from triton_openai.batches.file_folder import UPLOAD_SECONDS, Files, input_name, on_disk, opened, write_at
 from triton_openai.config.tree import BatchesSettings, FilesSettings
-from triton_openai.storage.batch_store import Batch
+from triton_openai.storage.batch_records import Batch
 
 # Bytes that are fetched at once, and those of a part of an upload, of which some are sent at the same time.
 _PIECE = 4 * 1024 * 1024
@@ -38,7 +38,7 @@ class BucketFiles(Files):
     """
     Files in the bucket that the settings name, and the tables about them.
 
-    Endpoint, region and credentials are the environment's, under the names that all tools for S3 know.
+    Endpoint, region and credentials come from the environment variables that all tools for S3 use.
     """
 
     def __init__(self, settings: FilesSettings, batches: BatchesSettings) -> None:
@@ -69,7 +69,7 @@ class BucketFiles(Files):
         await self.upload(file_key(name), descriptor)
 
     async def upload(self, key: str, descriptor: int, start: int = 0) -> None:
-        """Make the object *key* of what a file has from *start* on. Raises :class:`StoreUnavailable`."""
+        """Create the object *key* from the bytes of a file from *start* on. Raises :class:`StoreUnavailable`."""
         content = BufferedReader(FileIO(descriptor, closefd=False))
         content.seek(start)
         with _reported():
@@ -77,7 +77,7 @@ class BucketFiles(Files):
 
     async def read(self, name: str, start: int, end: int) -> bytes:
         """
-        Return bytes of the file *name* from *start* on, before *end*, and as many as are read at once.
+        Return the first bytes of the file *name* from *start* to *end*: as many as one request fetches.
 
         Raises :class:`FileNotFoundError`, and :class:`StoreUnavailable`.
         """
@@ -97,13 +97,17 @@ class BucketFiles(Files):
 
     async def _objects(self, prefix: str) -> Sequence[obstore.ObjectMeta]:
         with _reported():
-            return [one async for page in obstore.list(self.bucket, prefix) for one in page]
+            objects: list[obstore.ObjectMeta] = []
+            async for page in obstore.list(self.bucket, prefix):
+                objects.extend(page)
+            return objects
 
     async def sweep(self) -> None:
         await super().sweep()
         before = datetime.fromtimestamp(time.time() - UPLOAD_SECONDS, UTC)
-        old = [one["path"] for one in await self._objects("batches") if one["last_modified"] < before]
-        batches = await self.store.open_batches()
+        objects = await self._objects("batches")
+        old = [meta["path"] for meta in objects if meta["last_modified"] < before]
+        batches = await self.store.batches.open_ids()
         await self._delete([path for path in old if path.split("/")[1] not in batches])
 
     # What batches read and write: files without names, which end with the process
@@ -115,18 +119,18 @@ class BucketFiles(Files):
         return descriptor
 
     async def open_input(self, batch: Batch) -> int:
-        key = file_key(f"{batch.id}.requests" if batch.input == batch.id else batch.input)
+        key = file_key(input_name(batch))
         return await self._copied([(key, await self._size(key), 0)])
 
     async def _copied(self, objects: Iterable[tuple[str, int, int]]) -> int:
-        """Return a descriptor of a file with *objects*: the key, the size and the place in it of each."""
+        """Return the descriptor of a file with *objects*: the key and the size of each, and its offset in the file."""
         descriptor = await opened(on_disk(self._scratch))
         try:
-            for key, size, place in objects:
+            for key, size, offset in objects:
                 start = 0
                 while start < size:
                     piece = await self._fetch(key, start, size)
-                    await on_disk(write_at, descriptor, piece, place + start)
+                    await on_disk(write_at, descriptor, piece, offset + start)
                     start += len(piece)
         except BaseException:
             os.close(descriptor)
@@ -136,16 +140,21 @@ class BucketFiles(Files):
     def make_part(self, batch: Batch) -> int:
         return self._scratch()
 
-    async def keep_part(self, batch: Batch, descriptor: int, start: int, end: int) -> None:
+    async def save_part(self, batch: Batch, descriptor: int, start: int, end: int) -> None:
         await self.upload(f"batches/{batch.id}/{batch.generation}-{start}", descriptor, start)
 
     async def open_part(self, batch: Batch, generation: int) -> int:
         prefix = f"batches/{batch.id}/{generation}-"
-        found = [one for one in await self._objects(f"batches/{batch.id}") if one["path"].startswith(prefix)]
-        return await self._copied([(one["path"], one["size"], int(one["path"].removeprefix(prefix))) for one in found])
+        pieces: list[tuple[str, int, int]] = []
+        for meta in await self._objects(f"batches/{batch.id}"):
+            path = meta["path"]
+            if path.startswith(prefix):
+                pieces.append((path, meta["size"], int(path.removeprefix(prefix))))
+        return await self._copied(pieces)
 
     async def clear(self, batch: Batch) -> None:
-        await self._delete([one["path"] for one in await self._objects(f"batches/{batch.id}")])
+        objects = await self._objects(f"batches/{batch.id}")
+        await self._delete([meta["path"] for meta in objects])
 
 
 def file_key(name: str) -> str:
@@ -158,7 +167,7 @@ def file_key(name: str) -> str:
 
 @contextmanager
 def _reported() -> Iterator[None]:
-    """Raise what S3 refuses as :class:`StoreUnavailable`, and :class:`FileNotFoundError` for what is not there."""
+    """Raise :class:`StoreUnavailable` for an error of S3, and :class:`FileNotFoundError` for a missing object."""
     try:
         yield
     except (OSError, BaseError) as error:

@@ -10,33 +10,31 @@ services know that they have the same folder (``shared-ID``).
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import math
 import os
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import structlog
 
+from triton_openai.batches.process_locks import ProcessLocks, names_before
 from triton_openai.config.files import state_folder
 from triton_openai.config.tree import BatchesSettings, FilesSettings
-from triton_openai.errors import ConfigurationError, ServiceError
+from triton_openai.errors import ConfigurationError
 from triton_openai.storage import open_batch_store
-from triton_openai.storage.batch_store import OPEN, Batch, StoredFile, failed_write
-from triton_openai.telemetry.gauges import BatchState
+from triton_openai.storage.batch_records import Batch, StoredFile
+from triton_openai.storage.batch_tables import failed_write
 
 _log = structlog.get_logger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 # Bytes that are written at once.
 _PIECE = 256 * 1024
-#: Seconds after which an upload that has not ended never will.
+#: Seconds after which an upload that has not ended is deleted.
 UPLOAD_SECONDS = 86_400.0
-#: Seconds for which an upload counts against the limit of its key, and after which that is renewed. Of an upload whose
-#: process was killed, the bytes are given back after the first.
+#: Seconds for which an upload counts against the limit of its key, and after which that is renewed. The bytes of an
+#: upload whose process was killed are free after the first.
 UPLOAD_LEASE_SECONDS = 180.0
 UPLOAD_RENEWAL_SECONDS = 45.0
 # Longest time that a scrape waits for the tables.
@@ -48,25 +46,27 @@ _SHARED = frozenset(
 
 class Files:
     """
-    Files in a folder, and the tables about them. Nothing is made before the first file is.
+    Files in a folder, and the tables about them. Nothing is created before the first file is.
 
     All processes that share the tables share the folder. Raises :class:`ConfigurationError` if they cannot.
     """
 
-    #: Seconds between the times when results that are here become safe from the loss of this machine; 0 if they are.
+    #: Seconds after which results become safe from the loss of this machine; 0 if they are safe, or never will be.
     checkpoint = 0.0
     #: Reads a file that is not in the folder; see :meth:`BucketFiles.read`. None: they all are.
     read_remote: Callable[[str, int, int], Awaitable[bytes]] | None = None
 
     def __init__(self, settings: FilesSettings, batches: BatchesSettings) -> None:
         self.settings = settings
-        kind, _, given = settings.store.partition(":")
-        if given and kind == "dir":
-            self.folder = Path(given)
+        kind, _, path = settings.store.partition(":")
+        if path and kind == "dir":
+            self.folder = Path(path)
         else:
             self.folder = state_folder() / "files"
         self.store, self._path = open_batch_store(batches.store)
-        self._place: str | None = None
+        self._folder_id: str | None = None
+        #: The locks of the processes that run batches. On a shared folder, those of other machines do not count.
+        self.locks = ProcessLocks(self.folder, local=self._path is not None)
         if self._path is None and settings.store == "dir":
             raise ConfigurationError(
                 "--files-store: batches in PostgreSQL need files that all replicas see: s3://BUCKET, or dir:PATH with a"
@@ -75,47 +75,50 @@ class Files:
 
     @property
     def exist(self) -> bool:
-        """Whether a file has ever been made, as far as is known."""
+        """Whether a file may have been created before."""
         return self._path is None or self._path.exists()
 
     def unusable(self) -> str | None:
-        """Return why nothing can be kept here; ``None`` if it can."""
-        for path in (self.folder, *([] if self._path is None else [self._path.parent])):
-            there = next(one for one in (path, *path.absolute().parents) if one.exists())
-            if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        """Return the reason why nothing can be stored here; ``None`` if it can."""
+        paths = [self.folder]
+        if self._path is not None:
+            paths.append(self._path.parent)
+        for path in paths:
+            existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+            if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
                 return f"{path} cannot be written to"
-        if self._path is None:
-            kind = ""
-        else:
+        if self._path is not None:
             kind = file_system(self._path)
-        if kind in _SHARED:
-            return f"{self._path} is on {kind}, where SQLite loses data"
+            if kind in _SHARED:
+                return f"{self._path} is on {kind}, where SQLite loses data"
         return None
 
     async def check(self) -> None:
         """
-        Make sure that the files are where those of the other services on the same PostgreSQL are.
+        Check that the folder or bucket is that of the other services on the same PostgreSQL.
 
-        Raises :class:`ConfigurationError` if they are not, as when a shared folder is not mounted, and
-        :class:`ServiceError` if PostgreSQL or the place does not answer.
+        Raises :class:`ConfigurationError` if it is not, for example because a shared folder is not mounted, and
+        :class:`ServiceError` if PostgreSQL or the folder or bucket does not answer.
         """
         if self._path is not None:
             return
-        if self._place is None and (found := await self.store.place()) is None:
-            # Its file first: whoever finds the name finds the file, too.
+        if self._folder_id is None:
+            self._folder_id = await self.store.files.folder_id()
+        if self._folder_id is None:
+            # Its file first: a service that reads the name finds the file, too.
             new = f"shared-{os.urandom(16).hex()}"
-            await (await self._writing(new)).end()
-            found = await self.store.place(new)
-        self._place = self._place or found
-        assert self._place is not None
-        if not await self.has(self._place):
+            writing = await self._writing(new)
+            await writing.end()
+            self._folder_id = await self.store.files.folder_id(new)
+        assert self._folder_id is not None
+        if not await self.has(self._folder_id):
             raise ConfigurationError(
                 "--files-store: this is not the place where other services that share the database keep their files:"
-                f" '{self._place}' is not there."
+                f" '{self._folder_id}' is not there."
             )
 
     async def has(self, name: str) -> bool:
-        """Return whether the file *name* is there. Raises :class:`ServiceError`."""
+        """Return whether the file *name* exists. Raises :class:`ServiceError`."""
         return await on_disk((self.folder / name).exists)
 
     async def write(self, name: str) -> Writing:
@@ -127,7 +130,7 @@ class Files:
         return Writing(self, name, await opened(on_disk(self._create, f"{name}.new")))
 
     async def publish(self, name: str, descriptor: int) -> None:
-        """Let the file *name*, all of which was written to *descriptor*, have its name once it is on the disk."""
+        """Give the file *name*, all of which was written to *descriptor*, its name once it is on the disk."""
 
         def publish() -> None:
             os.fsync(descriptor)
@@ -141,7 +144,7 @@ class Files:
         return os.open(self.folder / name, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600)
 
     async def unlink(self, *names: str) -> None:
-        """Delete the files *names*, those that are there."""
+        """Delete the files *names* that exist."""
         await on_disk(self._unlink, names)
 
     def _unlink(self, names: Iterable[str]) -> None:
@@ -150,60 +153,40 @@ class Files:
 
     async def delete(self, file: StoredFile) -> bool:
         """Delete *file*, unless an open batch reads it; return whether it was deleted."""
-        if not await self.store.hide_file(file.id):
+        if not await self.store.files.expire(file.id):
             return False
         await self.unlink(file.id)
-        await self.store.drop([file.id])
+        await self.store.files.delete([file.id])
         return True
 
     async def sweep(self) -> None:
-        """Delete what has expired, and what nobody needs any more."""
+        """Delete files that have expired, and what nobody needs any more."""
         now = time.time()
-        gone = await self.store.expired(uploads_before=now - UPLOAD_SECONDS)
-        # The tables have them until they are gone.
-        await self.unlink(*gone)
-        await on_disk(self._unlink, [f"{one}.new" for one in gone])
-        await self.store.drop(gone, batches_before=now - self.settings.max_age * 86_400)
-        left = await on_disk(self._left, now - UPLOAD_SECONDS)
-        batches = await self.store.open_batches()
-        await on_disk(self._unlink, [one for one in left if one.partition(".")[0].partition("-")[0] not in batches])
-        if gone:
-            _log.info("files have expired", number=len(gone))
-
-    async def state(self) -> BatchState | None:
-        """Return what the tables say of files and batches; ``None`` if they cannot be read soon."""
-        batches: Sequence[tuple[Batch, bool]] = ()
-        size = 0.0
-        now = time.time()
-        try:
-            async with asyncio.timeout(_STATE_SECONDS):
-                if self.exist:
-                    batches, size = await self.store.figures()
-        except (ServiceError, TimeoutError):
-            return None
-        counts = Counter(batch.status for batch, _ in batches)
-        needed = left = 0.0
-        for batch, _ in sorted(batches, key=lambda found: found[0].expires):
-            left += batch.total - batch.succeeded - batch.failed
-            needed = max(needed, left / max(1.0, batch.expires - now))
-        return BatchState(
-            statuses={status: counts[status] for status in OPEN},
-            lag=max((now - batch.created for batch, waits in batches if waits), default=0.0),
-            needed=needed,
-            files_bytes=size,
-        )
+        expired = await self.store.files.expired_ids(uploads_before=now - UPLOAD_SECONDS)
+        # The table has them until they are deleted.
+        await self.unlink(*expired)
+        await on_disk(self._unlink, [f"{file_id}.new" for file_id in expired])
+        await self.store.files.delete(expired)
+        await self.store.batches.delete_ended(now - self.settings.max_age * 86_400)
+        before = now - UPLOAD_SECONDS
+        await on_disk(self._unlink, await on_disk(self.locks.stale_before, before))
+        incomplete = await on_disk(names_before, self.folder, (".new", ".part", ".requests"), before)
+        batches = await self.store.batches.open_ids()
+        await on_disk(self._unlink, [name for name in incomplete if _owner_of(name) not in batches])
+        if expired:
+            _log.info("files expired", number=len(expired))
 
     # What batches read and write
 
     async def open_input(self, batch: Batch) -> int:
         """Return a descriptor of the requests of *batch*. Raises :class:`OSError`."""
-        return await self._open(self.folder / (f"{batch.id}.requests" if batch.input == batch.id else batch.input))
+        return await self._open(self.folder / input_name(batch))
 
     async def _open(self, path: Path) -> int:
         try:
             return await opened(asyncio.to_thread(os.open, path, os.O_RDONLY))
         except FileNotFoundError:
-            # It is there again when the folder is.
+            # Another error if the folder is not mounted: the file exists again when it is.
             await self.check()
             raise
 
@@ -216,8 +199,8 @@ class Files:
     def _part(self, batch: Batch, generation: int) -> Path:
         return self.folder / f"{batch.id}-{generation}.part"
 
-    async def keep_part(self, batch: Batch, descriptor: int, start: int, end: int) -> None:
-        """Let the bytes from *start* to *end* of a part survive the loss of this machine."""
+    async def save_part(self, batch: Batch, descriptor: int, start: int, end: int) -> None:
+        """Make the bytes from *start* to *end* of a part survive the loss of this machine, where that is possible."""
 
     async def open_part(self, batch: Batch, generation: int) -> int:
         """Return a descriptor of the results of *generation*. Raises :class:`OSError`."""
@@ -228,75 +211,23 @@ class Files:
         parts = [self._part(batch, generation).name for generation in range(1, batch.generation + 1)]
         await on_disk(self._unlink, [*parts, f"{batch.id}.requests"])
 
-    # Locks
 
-    def hold(self, holder: str) -> int:
-        """
-        Let others see that *holder* lives, as long as this process has the descriptor that is returned.
-
-        Raises ``OSError`` if the disk cannot.
-        """
-        descriptor = self._create(f"{holder}.lock")
-        try:
-            os.write(descriptor, _machine())
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
-
-    def has_died(self, holder: str, *, anywhere: bool = False) -> bool:
-        """
-        Return whether the process of *holder* has ended, as far as is known. One that is frozen has not.
-
-        Of those on other machines nothing is known, since many file systems that are shared do not share locks. With
-        *anywhere*, their locks are believed, to delete them: the death of a process without one is noticed later.
-        """
-        path = self.folder / f"{holder}.lock"
-        try:
-            descriptor = os.open(path, os.O_RDWR)
-        except FileNotFoundError:
-            return False
-        try:
-            if not (anywhere or self._path is not None or os.read(descriptor, 100) == _machine()):
-                return False
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(descriptor)
-        return True
-
-    async def forget(self, holder: str) -> None:
-        """Delete the lock of *holder*, who has no leases any more. Raises :class:`ServiceError` if the disk cannot."""
-        await on_disk(self._unlink, [f"{holder}.lock"])
-
-    def _left(self, before: float) -> Sequence[str]:
-        """Return incomplete files that were last changed before *before*, and locks of processes that have died."""
-        if not self.folder.exists():
-            return ()
-        suffixes = (".new", ".part", ".requests", ".lock")
-        left = [one.name for one in os.scandir(self.folder) if one.name.endswith(suffixes) and _modified(one) < before]
-        return [one for one in left if not one.endswith(".lock") or self.has_died(one[: -len(".lock")], anywhere=True)]
+def input_name(batch: Batch) -> str:
+    """Return the name of the file with the requests of *batch*."""
+    if batch.input == batch.id:
+        return f"{batch.id}.requests"
+    return batch.input
 
 
-def _machine() -> bytes:
-    """Return what only processes of this machine have in common, until it is started again."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except OSError:
-        return os.uname().nodename.encode()
-
-
-def _modified(entry: os.DirEntry[str]) -> float:
-    try:
-        return entry.stat().st_mtime
-    except FileNotFoundError:
-        return math.inf
+def _owner_of(name: str) -> str:
+    """Return the id of the batch or file that the incomplete file *name* belongs to."""
+    stem, _, _ = name.partition(".")
+    batch_id, _, _ = stem.partition("-")
+    return batch_id
 
 
 class Writing:
-    """A file *name* that is being written; it is there as a whole after :meth:`end`, or not at all."""
+    """A file *name* that is being written. It exists as a whole after :meth:`end`, and not before."""
 
     def __init__(self, files: Files, name: str, descriptor: int) -> None:
         self._files = files
@@ -324,41 +255,36 @@ class Writing:
 
     def _write(self) -> None:
         data = b"".join(self._pieces)
+        offset = self.size - self._waiting
         self._pieces.clear()
         self._waiting = 0
-        write_at(self._descriptor, data, None)
+        write_at(self._descriptor, data, offset)
 
     async def end(self) -> None:
-        """Write the rest, and let the file have its name once all of it is kept."""
+        """Write the rest, and give the file its name once all of it is on the disk."""
         await on_disk(self._write)
         await self._files.publish(self._name, self._descriptor)
         self.close()
 
     def close(self) -> None:
-        """Delete what has not ended."""
+        """Delete the file if it is not complete."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
             (self._files.folder / f"{self._name}.new").unlink(missing_ok=True)
 
 
-def write_at(descriptor: int, data: bytes, place: int | None) -> None:
-    """Write all of *data*, at *place* or behind what was written before."""
+def write_at(descriptor: int, data: bytes, offset: int) -> None:
+    """Write all of *data* at *offset*."""
     view = memoryview(data)
     while view:
-        if place is None:
-            count = os.write(descriptor, view)
-        else:
-            count = os.pwrite(descriptor, view, place)
+        count = os.pwrite(descriptor, view, offset)
         view = view[count:]
-        if place is None:
-            place = None
-        else:
-            place = place + count
+        offset += count
 
 
 def sync_folder(folder: Path) -> None:
-    """Let the names in *folder* survive a failure of the machine."""
+    """Make the names in *folder* survive a failure of the machine."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -368,9 +294,9 @@ def sync_folder(folder: Path) -> None:
 
 async def on_disk(work: Callable[_P, _T], *args: _P.args, **options: _P.kwargs) -> _T:
     """
-    Return what *work* returns, in a thread. Raises :class:`ServiceError` if the disk cannot.
+    Call *work* in a thread, and return its result. Raises :class:`ServiceError` for its :class:`OSError`.
 
-    Whoever is cancelled goes on when the thread has ended, so that nobody closes a file under it.
+    A caller that is cancelled continues when the thread has ended, so that it closes no file that the thread uses.
     """
     running = asyncio.ensure_future(asyncio.to_thread(work, *args, **options))
     try:
@@ -383,7 +309,7 @@ async def on_disk(work: Callable[_P, _T], *args: _P.args, **options: _P.kwargs) 
 
 
 async def opened(opening: Awaitable[int]) -> int:
-    """Return the descriptor that *opening* returns. For whoever is cancelled meanwhile, it is closed."""
+    """Return the descriptor that *opening* returns. If the caller is cancelled meanwhile, it is closed."""
     task = asyncio.ensure_future(opening)
     try:
         return await asyncio.shield(task)
@@ -398,16 +324,14 @@ def _close(task: asyncio.Future[int]) -> None:
 
 
 def file_system(path: Path) -> str:
-    """Return the type of the file system that *path* is on, an empty text where it is not known."""
+    """Return the type of the file system of *path*; an empty text if it is not known."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    found: Sequence[str] = max(
-        (line.split() for line in lines if path.absolute().is_relative_to(line.split()[4])),
-        key=lambda fields: len(fields[4]),
-        default=(),
-    )
-    if found:
-        return found[found.index("-") + 1]
-    return ""
+    mounts = [line.split() for line in lines]
+    above = [fields for fields in mounts if path.absolute().is_relative_to(fields[4])]
+    if not above:
+        return ""
+    fields = max(above, key=lambda fields: len(fields[4]))
+    return fields[fields.index("-") + 1]

@@ -1,4 +1,4 @@
-"""What the error of a line says: whether the line is to blame, or the state of the service or of Triton."""
+"""What follows from the error of a line: the line is wrong, or the service or Triton is in a bad state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Verdict(Enum):
     ENDS = "ends"
     #: Something has no capacity or does not answer at the moment: the line waits.
     BUSY = "busy"
-    #: The model or its Triton is not there: all lines for the model wait until it is.
+    #: The model or its Triton is away: all lines for the model wait until it is back.
     AWAY = "away"
     #: The model or its Triton ended while the line ran, perhaps because of it.
     DIED = "died"
@@ -23,7 +23,7 @@ class Verdict(Enum):
     DOUBTFUL = "doubtful"
 
 
-# Those of this service and of Triton's queue.
+# Errors of this service and of Triton's queue.
 _BUSY = (
     errors.Overloaded,
     errors.ServiceOverloaded,
@@ -36,14 +36,14 @@ _BUSY = (
 
 
 def verdict_on(error: ServiceError) -> Verdict:
-    """Return what follows from *error*, by which a line failed whose model was there when the batch was made."""
+    """Return what follows from *error* of a line whose model was served when the batch was validated."""
     if isinstance(error, errors.ProxyFailed):
-        # A proxy says so as well while it cannot connect to a Triton that starts: the line may not have reached one.
+        # A proxy also answers so while Triton starts: then the line has not reached one.
         return Verdict.AWAY
     if isinstance(error, errors.UpstreamLost | errors.ModelCrashed):
         return Verdict.DIED
     if isinstance(error, errors.ModelNotFound):
-        # A key that may not use the model any more is no matter of time.
+        # A key that has lost the right to use the model does not get it back by waiting.
         if error.hidden:
             return Verdict.ENDS
         return Verdict.AWAY
@@ -57,12 +57,12 @@ def verdict_on(error: ServiceError) -> Verdict:
 
 
 def may_hang(error: ServiceError) -> bool:
-    """Return whether a model that answers nothing more may hang because of the line that failed by *error*."""
+    """Return whether a model that stopped answering may hang because of the line that failed with *error*."""
     return isinstance(error, errors.UpstreamTimeout) and not isinstance(error, errors.ProxyTimeout)
 
 
 def lacks_capacity(error: ServiceError) -> bool:
-    """Return whether *error* says that Triton has more requests than it can answer."""
+    """Return whether *error* shows that Triton has more requests than it can answer."""
     if isinstance(error, errors.RateLimited):
         return False
     return isinstance(error, errors.Overloaded | errors.UpstreamTimeout | errors.UpstreamUnavailable)

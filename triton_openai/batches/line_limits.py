@@ -1,97 +1,113 @@
-"""How many requests of batches run at the same time: fewer while others wait, more while nothing is refused."""
+"""How many lines run at the same time: fewer while live requests wait, more while none is refused."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 
+from triton_openai.batches.host import Host
 from triton_openai.telemetry.request_record import Observer, RequestRecord
 
-# Seconds after which a model that is away is looked for again: the first ones, and the most.
-_FIRST_PAUSE = 1.0
-_LONGEST_PAUSE = 30.0
-# What is known of first tokens is that of the last seconds, and of so many requests.
+# The first tokens that count: those of the last seconds, and of so many requests at most.
 _SECONDS = 10.0
-_MOST = 1000
+_MAX_WAITS = 1000
 
 
 class Limit:
     """
-    How many lines of one model may run: *most*, or fewer.
+    How many lines of one model may run: *max_running*, or fewer.
 
-    One more for each window of that many lines that ended well; half as many when one was refused for lack of capacity.
+    One more for each window of that many lines that succeeded; half as many when one was refused for lack of capacity.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_running: int) -> None:
         self.running = 0
-        self.allowed = max(1, most // 2)
-        self._well = 0
-        self._halved = 0.0
+        self.allowed = max(1, max_running // 2)
+        self._succeeded = 0
+        self._halved_at = 0.0
         # When the Triton ended last, and how many lines ran then.
-        self._died = 0.0
+        self._died_at = 0.0
         self._ran = 0
 
-    def has_room(self, most: int) -> bool:
-        """Return whether another line may run now, of *most*."""
-        return self.running < min(self.allowed, most)
+    def has_room(self, max_running: int) -> bool:
+        """Return whether another line may run now, of *max_running*."""
+        return self.running < min(self.allowed, max_running)
 
     def leave(self) -> None:
         """Count a line out."""
         self.running -= 1
 
-    def ended(self, most: int) -> None:
+    def succeeded(self, max_running: int) -> None:
         """Note a line that was answered."""
-        self._well += 1
-        if self._well >= self.allowed:
-            self._well = 0
-            self.allowed = min(self.allowed + 1, most)
+        self._succeeded += 1
+        if self._succeeded >= self.allowed:
+            self._succeeded = 0
+            self.allowed = min(self.allowed + 1, max_running)
 
-    def overloaded(self, began: float) -> None:
-        """Note that a line which *began* at some time was refused. Those of the same window count once."""
-        if began > self._halved:
-            self.allowed, self._well, self._halved = max(1, self.allowed // 2), 0, time.monotonic()
+    def overloaded(self, started_at: float) -> None:
+        """Note the refusal of a line that started at a time. Refusals of lines of the same window count once."""
+        if started_at > self._halved_at:
+            self.allowed = max(1, self.allowed // 2)
+            self._succeeded = 0
+            self._halved_at = time.monotonic()
 
-    def died(self, began: float) -> int:
+    def died(self, started_at: float) -> int:
         """
-        Note that the Triton ended while a line ran that *began* at some time; return how many lines ran then.
+        Note that the Triton ended while a line ran that started at a time; return how many lines ran then.
 
         The lines that ran at that moment report it one after the other, and get the same number.
         """
-        if began > self._died:
-            self._died = time.monotonic()
+        if started_at > self._died_at:
+            self._died_at = time.monotonic()
             self._ran = self.running
         return self._ran
 
 
-class Pause:
-    """A model that is away: none of its lines begins until it is found again. It is looked for at growing intervals."""
+class ModelLimits:
+    """The limits of all models, by Triton model."""
 
-    def __init__(self) -> None:
-        self._seconds = _FIRST_PAUSE
-        self._due = time.monotonic() + self._seconds
-        self._looking = False
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._limits: dict[str, Limit] = {}
 
     @property
-    def due(self) -> bool:
-        """Whether it is time to look for the model."""
-        return not self._looking and time.monotonic() >= self._due
+    def running(self) -> int:
+        """The number of lines that run."""
+        return sum(limit.running for limit in self._limits.values())
 
-    def look(self) -> None:
-        """Note that the model is looked for."""
-        self._looking = True
+    def allowed(self) -> Mapping[str, int]:
+        """Return how many lines of each model may run."""
+        max_running = self._host.max_running
+        return {target: min(limit.allowed, max_running) for target, limit in self._limits.items()}
 
-    def go_on(self) -> None:
-        """Note that it was not found."""
-        self._looking = False
-        self._seconds = min(2 * self._seconds, _LONGEST_PAUSE)
-        self._due = time.monotonic() + self._seconds
+    def take(self, model: str) -> Limit | None:
+        """Count a line for *model* in, and return its limit; ``None`` if there is no room for it."""
+        target = self._host.target(model)
+        if target is None:
+            return None
+        max_running = self._host.max_running
+        limit = self._limits.get(target)
+        if limit is None:
+            limit = Limit(max_running)
+            self._limits[target] = limit
+        if not (limit.has_room(max_running) and self._host.has_room(target, limit.running)):
+            return None
+        limit.running += 1
+        return limit
+
+    def slow_down(self) -> None:
+        """Halve all limits: live requests wait too long."""
+        now = time.monotonic()
+        for limit in self._limits.values():
+            limit.overloaded(now)
 
 
 class FirstTokens(Observer):
     """Observes how long live requests wait for their first tokens."""
 
     def __init__(self) -> None:
-        self._waits: deque[tuple[float, float]] = deque(maxlen=_MOST)
+        self._waits: deque[tuple[float, float]] = deque(maxlen=_MAX_WAITS)
 
     def ended(self, record: RequestRecord) -> None:
         wait = record.time_to_first_token
@@ -99,7 +115,7 @@ class FirstTokens(Observer):
             self._waits.append((time.monotonic(), wait))
 
     def slowest(self) -> float:
-        """Return the seconds that 19 in 20 requests of the last seconds did not exceed; 0 for none."""
+        """Return the 95th percentile of the waits of the last seconds, in seconds; 0 if there were none."""
         since = time.monotonic() - _SECONDS
         while self._waits and self._waits[0][0] < since:
             self._waits.popleft()

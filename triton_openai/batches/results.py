@@ -1,4 +1,4 @@
-"""The results of lines: kept in parts while a batch runs, and copied into its files when it ends."""
+"""The results of lines: stored in parts while a batch runs, and copied into its files when it ends."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
+from triton_openai import offload
 from triton_openai.batches.file_folder import Files, Writing, on_disk, write_at
+from triton_openai.batches.host import Outcome
 from triton_openai.batches.inputs import id_and_body
 from triton_openai.batches.running_batch import RunningBatch
-from triton_openai.errors import ServiceError
 from triton_openai.json_lines import escape_line_breaks
-from triton_openai.storage.batch_store import SUCCEEDED, Batch, BatchUsage, Done, Line, Result
+from triton_openai.storage.batch_records import FAILED, SUCCEEDED, Batch, Done, Line, Result
 from triton_openai.telemetry.instruments import BATCH_LINES
 from triton_openai.telemetry.metrics import Series
 
-# Results that become safe from the loss of this machine together, though no checkpoint is due: bytes, or lines.
+# Bytes or lines of results after which they become safe from the loss of this machine before a checkpoint is due.
 _MAX_UNSAFE = 64 * 1024 * 1024
 _MAX_UNSAFE_LINES = 10_000
 # Rows that are read at once.
@@ -33,117 +34,138 @@ _NEVER_RAN = {
 }
 
 
-class Outcome(NamedTuple):
-    """The answer to a line."""
-
-    status: int
-    #: JSON.
-    body: bytes
-    request_id: str = ""
-    #: Why there is no better answer.
-    error: ServiceError | None = None
-    usage: BatchUsage = BatchUsage()
-
-
 class Results:
-    """Keeps the results of batches in *files*, and counts them in the *series* of metrics."""
+    """Stores the results of batches in *files*, and counts them in the *series* of metrics."""
 
     def __init__(self, files: Files, series: Callable[..., Series]) -> None:
         self._files = files
         self._store = files.store
         self._series = series
 
-    async def keep(self, held: RunningBatch, *, at_once: bool = False) -> bool:
+    async def store(self, running: RunningBatch, *, at_once: bool = False) -> bool:
         """
-        Write the results of lines that have ended, and then mark the lines; return whether anything was written.
+        Write the results that have come, and mark their lines; return whether anything was written.
 
-        What has to leave this machine to be safe does so now and then, or *at_once*; lines are marked after that.
+        Results that are safe only when they have left this machine leave it from time to time, or *at_once*. Their
+        lines are marked after that.
         """
-        wrote = bool(held.done)
+        wrote = bool(running.done)
         if wrote:
-            await self._write(held)
-        unsafe = held.size - held.safe
-        due = at_once or held.idle or time.monotonic() - held.safe_at >= self._files.checkpoint
-        if not held.written or not (due or unsafe >= _MAX_UNSAFE or len(held.written) >= _MAX_UNSAFE_LINES):
-            return wrote
-        await self._files.keep_part(held.batch, held.output, held.safe, held.size)
-        before = held.batch
-        held.batch = await self._store.end(before, held.written)
-        self._series(BATCH_LINES, "succeeded").inc(held.batch.succeeded - before.succeeded)
-        self._series(BATCH_LINES, "failed").inc(held.batch.failed - before.failed)
-        held.written = []
-        held.safe = held.size
-        held.safe_at = time.monotonic()
-        return True
+            await self._write(running)
+        if running.written and (at_once or self._is_due(running)):
+            await self._mark(running)
+            return True
+        return wrote
 
-    async def _write(self, held: RunningBatch) -> None:
-        ended = held.done[:]
-        place = held.size
-        done = list[Done]()
-        for one, _ in ended:
-            done.append(one._replace(place=place))
-            place += one.length
+    def _is_due(self, running: RunningBatch) -> bool:
+        """Return whether results that are written are to be made safe and marked now."""
+        return (
+            running.idle
+            or time.monotonic() - running.safe_at >= self._files.checkpoint
+            or running.size - running.safe >= _MAX_UNSAFE
+            or len(running.written) >= _MAX_UNSAFE_LINES
+        )
+
+    async def _mark(self, running: RunningBatch) -> None:
+        await self._files.save_part(running.batch, running.output, running.safe, running.size)
+        before = running.batch
+        running.batch = await self._store.lines.finish(before, running.written)
+        self._series(BATCH_LINES, "succeeded").inc(running.batch.succeeded - before.succeeded)
+        self._series(BATCH_LINES, "failed").inc(running.batch.failed - before.failed)
+        running.written = []
+        running.safe = running.size
+        running.safe_at = time.monotonic()
+
+    async def _write(self, running: RunningBatch) -> None:
+        ended = running.done[:]
+        offset = running.size
+        done: list[Done] = []
+        for line, _ in ended:
+            done.append(line._replace(offset=offset))
+            offset += line.length
 
         def write() -> None:
-            if held.output < 0:
-                held.output = self._files.make_part(held.batch)
-            # What a failed attempt has left there is overwritten.
-            write_at(held.output, b"".join([data for _, data in ended]), held.size)
-            os.fdatasync(held.output)
+            if running.output < 0:
+                running.output = self._files.make_part(running.batch)
+            # This overwrites what a failed attempt has left there.
+            write_at(running.output, b"".join([data for _, data in ended]), running.size)
+            os.fdatasync(running.output)
 
         await on_disk(write)
         if self._files.checkpoint:
-            await self._store.stopped(held.batch, [one.number for one in done])
-        held.written += done
-        held.size = place
-        del held.done[: len(ended)]
-        held.full.clear()
+            await self._store.lines.mark_stopped(running.batch, [line.number for line in done])
+        running.written += done
+        running.size = offset
+        del running.done[: len(ended)]
+        running.full.clear()
 
-    async def make_files(self, held: RunningBatch) -> Mapping[str, int]:
+    async def make_files(self, running: RunningBatch) -> Mapping[str, int]:
         """
-        Make the files of all results, and return the bytes of each by its id.
+        Write the files of all results, and return the bytes of each by its id.
 
-        Doing it again makes the same ones.
+        Doing it again writes the same files.
         """
-        batch = held.batch
-        writings = dict[str, Writing]()
-        parts = dict[int, int]()
+        batch = running.batch
+        writings: dict[str, Writing] = {}
         with ExitStack() as stack:
             for file_id in filter(None, (batch.output, batch.errors)):
                 writings[file_id] = await self._files.write(file_id)
                 stack.callback(writings[file_id].close)
-            succeeded = writings.get(batch.output or "")
-            failed = writings.get(batch.errors or "") or succeeded
-
-            def copy(rows: Sequence[Result]) -> None:
-                for row in rows:
-                    if row.state == SUCCEEDED:
-                        into = succeeded
-                    else:
-                        into = failed
-                    assert into is not None
-                    into.put(os.pread(parts[row.part], row.length, row.place))
-
-            def tell(lines: Sequence[Line]) -> None:
-                for line in lines:
-                    custom_id, _ = id_and_body(os.pread(held.input, line.length, line.place))
-                    assert failed is not None
-                    failed.put(never_ran(batch, line.number, custom_id))
-
-            after = (0, -1)
-            while rows := await self._store.results(batch, after, _CHUNK):
-                for part in {row.part for row in rows} - parts.keys():
-                    parts[part] = await self._files.open_part(batch, part)
-                    stack.callback(os.close, parts[part])
-                await on_disk(copy, rows)
-                after = rows[-1].part, rows[-1].place
-            last = 0
-            while lines := await self._store.never_ran(batch, last, _CHUNK):
-                await on_disk(tell, lines)
-                last = lines[-1].number
+            output = writings.get(batch.output or "")
+            errors = writings.get(batch.errors or "") or output
+            await self._copy_results(batch, output, errors, stack)
+            await self._write_never_ran(running, errors)
             for writing in writings.values():
                 await writing.end()
         return {file_id: writing.size for file_id, writing in writings.items()}
+
+    async def _copy_results(
+        self, batch: Batch, output: Writing | None, errors: Writing | None, stack: ExitStack
+    ) -> None:
+        """Copy the results from the parts of a batch. *stack* closes the parts."""
+        parts: dict[int, int] = {}
+
+        def copy(rows: Sequence[Result]) -> None:
+            for row in rows:
+                target = errors
+                if row.state == SUCCEEDED:
+                    target = output
+                assert target is not None
+                target.put(os.pread(parts[row.part], row.length, row.offset))
+
+        after = (0, -1)
+        while rows := await self._store.lines.results(batch, after, _CHUNK):
+            for part in {row.part for row in rows} - parts.keys():
+                parts[part] = await self._files.open_part(batch, part)
+                stack.callback(os.close, parts[part])
+            await on_disk(copy, rows)
+            after = (rows[-1].part, rows[-1].offset)
+
+    async def _write_never_ran(self, running: RunningBatch, errors: Writing | None) -> None:
+        """Write a result for each line that never ran."""
+        batch = running.batch
+
+        def write(lines: Sequence[Line]) -> None:
+            assert errors is not None
+            for line in lines:
+                custom_id, _ = id_and_body(os.pread(running.input, line.length, line.offset))
+                errors.put(never_ran(batch, line.number, custom_id))
+
+        last = 0
+        while lines := await self._store.lines.unfinished(batch, last, _CHUNK):
+            await on_disk(write, lines)
+            last = lines[-1].number
+
+
+async def add_result(running: RunningBatch, line: Line, custom_id: str, outcome: Outcome) -> None:
+    """Add the *outcome* of a line to the results that are written next."""
+    state = FAILED
+    if outcome.error is None:
+        state = SUCCEEDED
+    cost = offload.BYTE * len(outcome.body)
+    data = await offload.run(rendered, running.batch, line.number, custom_id, outcome, cost=cost)
+    exonerated = state == SUCCEEDED and line.deaths > 0
+    running.done.append((Done(line.number, state, -1, len(data), outcome.usage, exonerated), data))
 
 
 def rendered(batch: Batch, number: int, custom_id: str, outcome: Outcome) -> bytes:
@@ -162,16 +184,18 @@ def rendered(batch: Batch, number: int, custom_id: str, outcome: Outcome) -> byt
 def never_ran(batch: Batch, number: int, custom_id: str) -> bytes:
     """Return the line of a batch's file for a line that never ran."""
     kind, code, message = _NEVER_RAN[batch.outcome]
-    error = {"error": {"type": "error", "error": {"type": "api_error", "message": message}}}
-    result = {"type": kind, **(error if kind == "errored" else {})}
+    result: dict[str, Any] = {"type": kind}
+    if kind == "errored":
+        result["error"] = {"type": "error", "error": {"type": "api_error", "message": message}}
     return _line(batch, number, custom_id, result, response=None, error={"code": code, "message": message})
 
 
 def _line(batch: Batch, number: int, custom_id: str, result: Mapping[str, Any], **openai: Any) -> bytes:
     """Return a line of a batch's file: for Anthropic's clients with a *result*, for *openai*'s with other fields."""
-    line: dict[str, Any] = {"custom_id": custom_id, "result": result}
     if batch.kind == "openai":
-        # It is the same each time.
+        # The same id each time.
         digest = blake2b(f"{batch.id}:{number}".encode(), digest_size=16).hexdigest()
         line = {"id": f"batch_req_{digest}", "custom_id": custom_id, **openai}
+    else:
+        line = {"custom_id": custom_id, "result": result}
     return escape_line_breaks(msgspec.json.encode(line)) + b"\n"

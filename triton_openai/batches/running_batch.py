@@ -1,4 +1,4 @@
-"""A batch that this process runs: its lines that wait, run, or have a result that is not kept yet."""
+"""A batch that this process runs, and its lines: those that wait, run, or have a result that is not stored yet."""
 
 from __future__ import annotations
 
@@ -6,26 +6,36 @@ import asyncio
 import heapq
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Sequence
 from enum import Enum
 from itertools import count
 from typing import NamedTuple
 
-from triton_openai.storage.batch_store import Batch, BatchError, Done, Line
+import structlog
 
-# Of retries that are due at the same time, the one that was noted first comes first.
+from triton_openai.storage.batch_records import Batch, BatchError, Done, Line
+from triton_openai.tasks import cancel
+
+_log = structlog.get_logger(__name__)
+# Results that are written together, at most.
+_MAX_GROUP = 100
+# Lines for one model that wait for another attempt; no others start then.
+_MAX_RETRYING = 32
+# Of retries that are due at the same time, the first one that was noted comes first.
 _order = count()
 
 
 class Phase(Enum):
-    """How a process runs a batch."""
+    """The state of a batch in this process."""
 
     RUNNING = "running"
     #: Its disk or its database fails.
     PAUSED = "paused"
-    #: It is being ended: the tables may say already that it has.
+    #: It is being ended: the table may show its end already.
     ENDING = "ending"
+    #: Another process has it.
+    LOST = "lost"
 
 
 class Attempts(NamedTuple):
@@ -38,81 +48,96 @@ class Attempts(NamedTuple):
 
 
 class RunningBatch:
-    """A batch that this process runs."""
+    """
+    A batch that this process runs.
+
+    It has more than 20 methods because the parts that claim, schedule and run lines share it: none of the methods has
+    more than a few statements, and none waits.
+    """
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.phase = Phase.RUNNING
-        #: Lines that may begin, by model.
+        #: Lines that may start, by model.
         self.waiting: dict[str, deque[Line]] = {}
         #: Lines that ran when a process or a Triton ended. They run while no others do.
         self.quarantined: list[Line] = []
-        #: Lines that are to be tried again, with their times.
+        #: Lines that wait for another attempt, with the times when it is due.
         self.retrying: list[tuple[float, int, Line]] = []
         self.attempts: dict[int, Attempts] = {}
+        #: The task that starts lines, and those of the lines that run.
+        self.starting: asyncio.Task[None] | None = None
         self.running: dict[int, asyncio.Task[None]] = {}
-        #: Results that are not written yet: their places are not known.
+        #: When lines may start, after a failure of the database.
+        self.start_time = 0.0
+        #: Results that are not written yet, whose offsets are not known.
         self.done: list[tuple[Done, bytes]] = []
-        #: The last line that was read, and whether there are more.
+        #: The number of the last line that was read from the table, and whether there are more.
         self.last = 0
         self.more = True
+        #: The descriptors of the input and of the part with results; -1 for none.
         self.input = -1
         self.output = -1
-        #: The bytes of the part, and those that rows tell of, since when; and results of which no row tells yet.
+        #: Whether the last read of the input failed.
+        self.unreadable = False
+        #: The bytes of the part; the bytes that are safe, and since when; and results that are not marked as safe yet.
         self.size = 0
         self.safe = 0
         self.safe_at = time.monotonic()
         self.written: list[Done] = []
+        #: Set when something has changed, and when results are to be written at once.
         self.woken = asyncio.Event()
         self.full = asyncio.Event()
         #: Why it can only fail.
         self.problems: Sequence[BatchError] = ()
+        #: The task that takes it from validation to its end.
         self.task: asyncio.Task[None] | None = None
 
+    def close_input(self) -> None:
+        """Close the input."""
+        if self.input >= 0:
+            os.close(self.input)
+            self.input = -1
+
     def close(self) -> None:
-        """Close its files."""
-        for descriptor in (self.input, self.output):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self.input = -1
-        self.output = -1
+        """Close the input and the part."""
+        self.close_input()
+        if self.output >= 0:
+            os.close(self.output)
+            self.output = -1
+
+    @property
+    def lost(self) -> bool:
+        """Whether another process has it."""
+        return self.phase is Phase.LOST
+
+    def lose(self) -> None:
+        """Stop running the batch, because another process has it."""
+        if self.phase is Phase.LOST:
+            return
+        self.phase = Phase.LOST
+        _log.warning("batch lease lost", batch=self.batch.id)
+        for task in (self.task, *self.running.values()):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+
+    async def stop_lines(self) -> None:
+        """Cancel the lines that run, after those that are starting have started."""
+        if self.starting is not None:
+            await asyncio.wait([self.starting])
+        await cancel(*self.running.values())
+
+    # Lines that wait
 
     @property
     def window(self) -> int:
-        """The lines that were read and have not begun."""
+        """The number of lines that were read from the table and have not started."""
         return sum(map(len, self.waiting.values())) + len(self.quarantined)
 
     def ready(self, away: Container[str]) -> int:
-        """Return how many of those are for models that are not *away*."""
+        """Return the number of those lines whose models are not *away*."""
         waiting = sum(len(lines) for model, lines in self.waiting.items() if model not in away)
         return waiting + sum(line.model not in away for line in self.quarantined)
-
-    @property
-    def idle(self) -> bool:
-        """Whether it has no lines that run or wait."""
-        return not (self.running or self.window or self.retrying or self.more)
-
-    @property
-    def begins_lines(self) -> bool:
-        """Whether lines of it may begin."""
-        return self.batch.status == "in_progress" and self.phase is Phase.RUNNING
-
-    def put_back(self, line: Line) -> None:
-        """Have *line*, which does not run, wait as the next one."""
-        if line.max_group:
-            self.quarantined.append(line)
-        else:
-            self.waiting.setdefault(line.model, deque()).appendleft(line)
-
-    def retry(self, line: Line, seconds: float) -> None:
-        """Have *line* wait for *seconds*."""
-        heapq.heappush(self.retrying, (time.monotonic() + seconds, next(_order), line))
-
-    def put_back_due(self, now: float) -> None:
-        """Have lines whose time has come wait as the next ones."""
-        while self.retrying and self.retrying[0][0] <= now:
-            _, _, line = heapq.heappop(self.retrying)
-            self.put_back(line)
 
     def models(self) -> set[str]:
         """Return the models of the lines that wait."""
@@ -121,19 +146,100 @@ class RunningBatch:
         models.update(line.model for _, _, line in self.retrying)
         return models
 
-    def candidates(self, away: Container[str]) -> Sequence[Line]:
-        """
-        Return the quarantined lines that may begin next; none for models that are *away*.
+    def add_waiting(self, lines: Sequence[Line]) -> None:
+        """Add lines that were read from the table. Lines that begin alike come together."""
+        first: dict[int, int] = {}
+        for line in lines:
+            self.last = line.number
+            first.setdefault(line.prefix, line.number)
+        for line in sorted(lines, key=lambda line: (first[line.prefix], line.number)):
+            if line.max_group:
+                self.quarantined.append(line)
+            else:
+                self.waiting.setdefault(line.model, deque()).append(line)
+        for model in [model for model, queue in self.waiting.items() if not queue]:
+            del self.waiting[model]
 
-        A line that has a death comes after all other lines of the batch: those that wait for models that are there,
-        those that are not read yet, and those of any model that wait for another attempt. So whoever kills the process
-        again and again meets another line each time, and only a line that ends it by itself has all its deaths.
+    def put_back(self, line: Line) -> None:
+        """Make *line*, which does not run, the next one that waits."""
+        if line.max_group:
+            self.quarantined.append(line)
+        else:
+            self.waiting.setdefault(line.model, deque()).appendleft(line)
+
+    def retry(self, line: Line, seconds: float) -> None:
+        """Put *line* back in so many *seconds*."""
+        heapq.heappush(self.retrying, (time.monotonic() + seconds, next(_order), line))
+
+    def put_back_due(self, now: float) -> None:
+        """Put the lines back whose retry is due."""
+        while self.retrying and self.retrying[0][0] <= now:
+            _, _, line = heapq.heappop(self.retrying)
+            self.put_back(line)
+
+    def drop_waiting(self) -> None:
+        """Start no more lines."""
+        self.waiting.clear()
+        self.quarantined.clear()
+        self.retrying.clear()
+
+    # Lines that start
+
+    @property
+    def starts_lines(self) -> bool:
+        """Whether lines of it may start."""
+        return (
+            self.batch.status == "in_progress"
+            and self.phase is Phase.RUNNING
+            and self.input >= 0
+            and self.starting is None
+            and time.monotonic() >= self.start_time
+        )
+
+    @property
+    def backlogged(self) -> bool:
+        """Whether so many results wait to be written that no line may start."""
+        return len(self.done) > 2 * _MAX_GROUP
+
+    def candidates(self, away: Container[str]) -> Sequence[deque[Line]]:
+        """Return the queues whose first lines may start; none for models that are *away*."""
+        retrying = Counter(line.model for _, _, line in self.retrying)
+        return [
+            lines
+            for model, lines in self.waiting.items()
+            if lines and model not in away and retrying[model] < _MAX_RETRYING
+        ]
+
+    def quarantined_candidates(self, away: Container[str]) -> Sequence[Line]:
+        """
+        Return the quarantined lines that may start next; none for models that are *away*.
+
+        A line that has a death comes after all other lines of the batch: those that wait for models that are not away,
+        those that are not read yet, and those of any model that wait for another attempt. So repeated kills of the
+        process meet another line each time, and only a line that ends it by itself has all its deaths.
         """
         lines = [line for line in self.quarantined if line.model not in away]
-        fresh = [line for line in lines if not line.deaths]
-        if fresh:
-            return fresh
+        without_death = [line for line in lines if not line.deaths]
+        if without_death:
+            return without_death
         others = any(waiting and model not in away for model, waiting in self.waiting.items())
         if others or self.more or self.retrying:
             return []
         return lines
+
+    # Results
+
+    @property
+    def has_full_group(self) -> bool:
+        """Whether as many results wait as are written together at most."""
+        return len(self.done) >= _MAX_GROUP
+
+    @property
+    def active(self) -> bool:
+        """Whether lines run or are about to."""
+        return bool(self.running) or self.starting is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has no lines that run or wait."""
+        return not (self.active or self.window or self.retrying or self.more)

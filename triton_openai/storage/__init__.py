@@ -14,7 +14,8 @@ from typing import Any
 from triton_openai.config.files import state_folder
 from triton_openai.config.tree import ResponsesSettings
 from triton_openai.errors import ConfigurationError
-from triton_openai.storage.batch_store import BatchStore, lacking
+from triton_openai.storage.batch_schema import lacking
+from triton_openai.storage.batch_store import BatchStore
 from triton_openai.storage.sqlite import SqliteDatabase, SqliteStore
 from triton_openai.storage.store import Store
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import errno
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import asyncpg
 
 from triton_openai.config.tree import ResponsesSettings
 from triton_openai.storage.sql import SqlStore, Steps, damaged_error, pending, translated
-from triton_openai.tasks import within
+from triton_openai.tasks import cancel, within
 
 _T = TypeVar("_T")
 # Connections of a process to one database.
 _MAX_CONNECTIONS = 4
+# Seconds for opening a connection, and between two checks whether the server still answers during a migration.
+_CONNECT_SECONDS = 10.0
+_CHECK_SECONDS = 10.0
+# Seconds that a migration may take to end when the service stops.
+_CLOSE_SECONDS = 2.0
 # After these seconds the server ends a transaction whose client is silent, such as a process that is frozen: others
 # wait for the rows that it has locked.
 _SILENT_SECONDS = 15
@@ -60,10 +66,24 @@ class PostgresDatabase:
         self._url = url
         self._lacking = lacking
         self._namespace = namespace
-        self._connecting = asyncio.Lock()
-        self._pool: Any = None
+        self._connecting: asyncio.Task[Any] | None = None
         # What each transaction has to set, where a pooler between keeps no settings of sessions; else empty.
         self._pooled_settings = ""
+
+    async def _pool(self) -> Any:
+        """
+        Return a pool of connections to a database that has all tables.
+
+        A migration may take much longer than an operation. So it belongs to no operation: it continues when an
+        operation stops waiting for it, and the next operation waits for the same migration.
+        """
+        task = self._connecting
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            # In an empty context: it is not part of the request that happens to be the first one.
+            task = contextvars.Context().run(asyncio.create_task, self._connect())
+            task.add_done_callback(_retrieve_exception)
+            self._connecting = task
+        return await asyncio.shield(task)
 
     async def _connect(self) -> Any:
         """Return a pool of connections to a database that has all tables."""
@@ -83,53 +103,82 @@ class PostgresDatabase:
 
     async def _open(self, **options: Any) -> Any:
         """Return a pool as :meth:`_connect` does. Raises :class:`_Pooled` if a pooler drops the settings."""
-        pool = await asyncpg.create_pool(self._url, min_size=0, max_size=_MAX_CONNECTIONS, **options)
+        pool = await asyncpg.create_pool(
+            self._url, min_size=0, max_size=_MAX_CONNECTIONS, timeout=_CONNECT_SECONDS, **options
+        )
         try:
-            async with pool.acquire() as connection, self._transaction(connection):
-                setting = "SELECT current_setting('idle_in_transaction_session_timeout')"
-                if await connection.fetchval(setting) != f"{_SILENT_SECONDS}s":
-                    raise _Pooled
-                # One process at a time.
-                await connection.execute("SELECT pg_advisory_xact_lock(7461834517)")
-                there = "SELECT $1::text IS NULL OR EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)"
-                # Who may use one may not be allowed to make one.
-                if not await connection.fetchval(there, self._namespace):
-                    await connection.execute(f"CREATE SCHEMA {self._namespace}")
-                await connection.execute("CREATE TABLE IF NOT EXISTS triton_openai_schema (version BIGINT NOT NULL)")
-                version = await connection.fetchval("SELECT COALESCE(MAX(version), 0) FROM triton_openai_schema")
-                for number, statements in self._lacking(version):
-                    for statement in statements:
-                        await connection.execute(statement)
-                    await connection.execute("INSERT INTO triton_openai_schema VALUES ($1)", number)
+            async with pool.acquire() as connection:
+                checking = asyncio.create_task(self._terminate_if_silent(connection))
+                try:
+                    async with self._transaction(connection):
+                        await self._migrate(connection)
+                finally:
+                    await cancel(checking)
         except BaseException:
             pool.terminate()
             raise
         return pool
 
+    async def _migrate(self, connection: Any) -> None:
+        """Create the tables and migrate them. Raises :class:`_Pooled` if a pooler drops the settings."""
+        setting = "SELECT current_setting('idle_in_transaction_session_timeout')"
+        if await connection.fetchval(setting) != f"{_SILENT_SECONDS}s":
+            raise _Pooled
+        # One process at a time.
+        await connection.execute("SELECT pg_advisory_xact_lock(7461834517)")
+        exists = "SELECT $1::text IS NULL OR EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)"
+        # A user may have the right to use a schema, and not the right to create one.
+        if not await connection.fetchval(exists, self._namespace):
+            await connection.execute(f"CREATE SCHEMA {self._namespace}")
+        await connection.execute("CREATE TABLE IF NOT EXISTS triton_openai_schema (version BIGINT NOT NULL)")
+        version = await connection.fetchval("SELECT COALESCE(MAX(version), 0) FROM triton_openai_schema")
+        for number, statements in self._lacking(version):
+            for statement in statements:
+                await connection.execute(statement)
+            await connection.execute("INSERT INTO triton_openai_schema VALUES ($1)", number)
+
+    async def _terminate_if_silent(self, connection: Any) -> None:
+        """Terminate *connection*, which has no time limit, once the server accepts no other connection in time."""
+        while True:
+            await asyncio.sleep(_CHECK_SECONDS)
+            try:
+                other = await asyncpg.connect(self._url, timeout=_CONNECT_SECONDS)
+            except (OSError, TimeoutError):
+                connection.terminate()
+                return
+            except asyncpg.PostgresError:
+                # It refused the connection, so it is not silent.
+                continue
+            other.terminate()
+
     async def run(self, steps: Steps[_T], *, timeout: float, write: bool = False) -> _T:
         """
         Return the result of *steps*, in a transaction if they *write*.
 
-        What has not ended after *timeout* seconds raises :class:`TimeoutError`, and whatever PostgreSQL refuses an
-        :class:`OSError`.
+        Raises :class:`TimeoutError` after *timeout* seconds, and an :class:`OSError` for an error of PostgreSQL.
         """
         try:
             async with within(timeout):
-                async with self._connecting:
-                    self._pool = self._pool or await self._connect()
-                async with self._pool.acquire() as connection:
+                pool = await self._pool()
+                async with pool.acquire() as connection:
                     # A server that hangs does not answer to the end of the transaction either.
                     timer = asyncio.get_running_loop().call_later(timeout, connection.terminate)
                     try:
-                        # Outside a transaction, a pooler may use another session for the next statement.
-                        whole = self._transaction(connection) if write or self._pooled_settings else nullcontext()
-                        async with whole:
-                            return await _execute(connection, steps)
+                        return await self._execute(connection, steps, write)
                     finally:
                         timer.cancel()
         except (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError) as error:
-            full = isinstance(error, asyncpg.DiskFullError)
-            raise OSError(errno.ENOSPC if full else errno.EIO, f"{type(error).__name__}: {error}") from error
+            code = errno.EIO
+            if isinstance(error, asyncpg.DiskFullError):
+                code = errno.ENOSPC
+            raise OSError(code, f"{type(error).__name__}: {error}") from error
+
+    async def _execute(self, connection: Any, steps: Steps[_T], write: bool) -> _T:
+        # Outside a transaction, a pooler may use another session for the next statement.
+        if not (write or self._pooled_settings):
+            return await _execute(connection, steps)
+        async with self._transaction(connection):
+            return await _execute(connection, steps)
 
     @asynccontextmanager
     async def _transaction(self, connection: Any) -> AsyncIterator[None]:
@@ -154,9 +203,22 @@ class PostgresDatabase:
             raise
 
     async def close(self) -> None:
-        """Close all connections, after what was asked for before."""
-        if self._pool is not None:
-            await self._pool.close()
+        """Close all connections after the operations that were started before."""
+        task = self._connecting
+        if task is None:
+            return
+        if not task.done():
+            task.cancel()
+            # A server that hangs does not answer to the end of the migration.
+            await asyncio.wait([task], timeout=_CLOSE_SECONDS)
+        elif not task.cancelled() and task.exception() is None:
+            await task.result().close()
+
+
+def _retrieve_exception(task: asyncio.Task[Any]) -> None:
+    """Retrieve the exception of a *task* for which no operation may wait any more: asyncio would log it."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _execute(connection: Any, steps: Steps[_T]) -> _T:
@@ -171,9 +233,14 @@ async def _execute(connection: Any, steps: Steps[_T]) -> _T:
             await connection.executemany(translated(text, _DIALECT), values[0])
             rows = ()
         else:
-            # It has no texts with such a character.
-            clean = [one.replace("\0", "\N{REPLACEMENT CHARACTER}") if isinstance(one, str) else one for one in values]
-            rows = await connection.fetch(translated(text, _DIALECT), *clean)
+            rows = await connection.fetch(translated(text, _DIALECT), *map(_storable, values))
+
+
+def _storable(value: Any) -> Any:
+    """Return *value* without the null character, which PostgreSQL's texts cannot have."""
+    if isinstance(value, str):
+        return value.replace("\0", "\N{REPLACEMENT CHARACTER}")
+    return value
 
 
 class PostgresStore(SqlStore):

@@ -22,8 +22,8 @@ from triton_openai.storage.store import (
     EntryFull,
     Link,
     Page,
-    Place,
     Row,
+    RowKey,
     Store,
     fitting,
 )
@@ -57,22 +57,22 @@ MIGRATIONS: Sequence[Sequence[str]] = (
 
 @cache
 def translated(text: str, dialect: tuple[tuple[str, str], ...]) -> str:
-    """Return a statement in the words of a database: *dialect* has patterns of what it calls otherwise, and those."""
-    for pattern, words in dialect:
-        text = re.sub(pattern, words, text)
+    """Return a statement in a *dialect*, which has patterns and their replacements."""
+    for pattern, replacement in dialect:
+        text = re.sub(pattern, replacement, text)
     return text
 
 
-def missing(of: str, migrations: Sequence[Sequence[str]], version: int) -> Sequence[tuple[int, Sequence[str]]]:
+def missing(contents: str, migrations: Sequence[Sequence[str]], version: int) -> Sequence[tuple[int, Sequence[str]]]:
     """
-    Return those of *migrations* that the schema of a store *of* something lacks, which has a *version*.
+    Return those of *migrations* that a schema of *version* lacks; *contents* is the name of what its store has.
 
-    Raises :class:`ConfigurationError` for a newer one.
+    Raises :class:`ConfigurationError` for a newer version.
     """
     if version > len(migrations):
         raise ConfigurationError(
-            f"The store of {of} was made by a newer version of this service: its schema has version {version}, and this"
-            f" release knows {len(migrations)}. Use the newer release, or another database."
+            f"The store of {contents} was made by a newer version of this service: its schema has version {version},"
+            f" and this release supports {len(migrations)}. Use the newer release, or another database."
         )
     return list(enumerate(migrations, 1))[version:]
 
@@ -101,10 +101,10 @@ class Database(Protocol):
 
     async def verify(self, tables: Mapping[str, str], *, timeout: float) -> None:
         """
-        Make sure that the database has *tables* with these columns, and is sound as far as that is seen in time.
+        Check that the database has *tables* with these columns, and look for damage for a limited time.
 
-        Raises :class:`ConfigurationError` if it has not, is damaged, or belongs to a newer release; any other
-        exception if it cannot be asked.
+        Raises :class:`ConfigurationError` if tables are missing, damaged, or of a newer release; any other exception
+        if the database does not answer.
         """
 
     async def close(self) -> None:
@@ -112,7 +112,7 @@ class Database(Protocol):
 
 
 def operation(**how: bool) -> Callable[[Callable[_P, Steps[_T]]], Callable[_P, Coroutine[Any, Any, _T]]]:
-    """Make steps a method that runs them by the ``_run`` of its class, which says *how* it can."""
+    """Make steps a method that passes them to the ``_run`` of its class, with the options *how*."""
 
     def decorate(steps: Callable[_P, Steps[_T]]) -> Callable[_P, Coroutine[Any, Any, _T]]:
         @wraps(steps)
@@ -153,20 +153,20 @@ class SqlStore(Store):
 
     @operation()
     def get(self, key: str) -> Steps[Entry | None]:
-        found = yield (
+        selected = yield (
             "SELECT used, owner, head, version, parent, until, size, rows FROM triton_openai_entry"
             " WHERE key = $1 AND used >= $2",
             *(key, self._before()),
         )
-        if not found:
+        if not selected:
             return None
-        used, owner, head, *rest = found[0]
+        used, owner, head, *rest = selected[0]
         yield from _touch([key], used)
         return Entry(owner, bytes(head), *rest)
 
     @operation(write=True)
     def _change(self, key: str, change: Change) -> Steps[bool]:
-        found = yield (
+        selected = yield (
             "SELECT owner, version, holder, until, size, rows, next, LENGTH(head) FROM triton_openai_entry"
             " WHERE key = $1 FOR UPDATE",
             key,
@@ -175,8 +175,8 @@ class SqlStore(Store):
         new = change.version == 0
         head = change.head
         rows = list[Row]()
-        if found:
-            owner, version, holder, until, size, count, position, head_size = found[0]
+        if selected:
+            owner, version, holder, until, size, count, position, head_size = selected[0]
         else:
             owner = change.owner
             version = 0
@@ -186,11 +186,11 @@ class SqlStore(Store):
             count = 0
             position = 0
             head_size = 0
-        if new is bool(found) or change.owner not in (None, owner) or change.version not in (None, version):
+        if new is bool(selected) or change.owner not in (None, owner) or change.version not in (None, version):
             return False
         if change.lease is not None:
             wanted, seconds = change.lease
-            if change.needs and holder != wanted and (change.needs == "held" or until > now):
+            if change.needs and holder != wanted and (change.needs == "own" or until > now):
                 return False
             # One that is ended is over by any clock.
             if seconds:
@@ -206,7 +206,7 @@ class SqlStore(Store):
             rows = list({row.id: row for row in reversed(change.rows) if row.id not in there}.values())[::-1]
             size = size + sum(len(row.data) for row in rows)
             count = count + len(rows)
-            if size > change.most_size or count > change.most_rows:
+            if size > change.max_size or count > change.max_rows:
                 raise EntryFull
         if head is not None:
             size = size + len(head) - head_size
@@ -218,7 +218,7 @@ class SqlStore(Store):
                 line = json.dumps([parent, *change.ancestors])
                 locked = yield "SELECT key FROM triton_openai_entry WHERE key IN EACH($1) ORDER BY key FOR UPDATE", line
                 there = {key for (key,) in locked}
-                parent = next((one for one in (parent, *change.ancestors) if one in there), parent)
+                parent = next((key for key in (parent, *change.ancestors) if key in there), parent)
             made = yield (
                 "INSERT INTO triton_openai_entry (key, version, used, holder, until, size, rows, next, head, owner,"
                 " parent) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) ON CONFLICT (key) DO NOTHING"
@@ -236,59 +236,59 @@ class SqlStore(Store):
         if rows:
             yield (
                 "INSERT INTO triton_openai_row (key, list, position, id, data) VALUES ($1, $2, $3, $4, $5)",
-                [(key, row.list, place, row.id, row.data) for place, row in enumerate(rows, position)],
+                [(key, row.list, number, row.id, row.data) for number, row in enumerate(rows, position)],
             )
         return True
 
     @operation()
     def page(
-        self, key: str, name: str, *, after: str | None = None, limit: int, most_size: int, reverse: bool = False
+        self, key: str, name: str, *, after: str | None = None, limit: int, max_size: int, reverse: bool = False
     ) -> Steps[Page | None]:
         first = -1
         last = LARGEST
         if after is not None:
-            found = yield (
+            selected = yield (
                 "SELECT position FROM triton_openai_row WHERE key = $1 AND list = $2 AND id = $3",
                 *(key, name, after),
             )
-            if not found:
+            if not selected:
                 return None
             if reverse:
-                last = found[0][0]
+                last = selected[0][0]
             else:
-                first = found[0][0]
+                first = selected[0][0]
         rows = (
             "FROM triton_openai_row WHERE key = $1 AND list = $2 AND position > $3 AND position < $4"
-            f" ORDER BY position {'DESC' if reverse else 'ASC'} LIMIT $5"
+            f" ORDER BY position {_order(reverse)} LIMIT $5"
         )
         sizes = yield f"SELECT LENGTH(data) {rows}", *(key, name, first, last, limit + 1)
-        count = min(len(sizes), limit, fitting((size for (size,) in sizes), most_size))
+        count = min(len(sizes), limit, fitting((size for (size,) in sizes), max_size))
         shown = yield f"SELECT id, data {rows}", *(key, name, first, last, count)
         return Page([Row(name, row_id, bytes(data)) for row_id, data in shown], count < len(sizes))
 
     @operation()
-    def _at(self, what: str, owner: str, places: Collection[Place]) -> Steps[Mapping[Place, Any]]:
+    def _at(self, what: str, owner: str, row_keys: Collection[RowKey]) -> Steps[Mapping[RowKey, Any]]:
         if what == "sizes":
             column = "LENGTH(r.data)"
         else:
             column = "r.data"
-        found = yield (
+        selected = yield (
             f"SELECT p.key, p.id, {column} FROM PAIRS($1) p CROSS JOIN triton_openai_row r CROSS JOIN"
             " triton_openai_entry e WHERE r.key = p.key AND r.id = p.id AND e.key = r.key AND e.owner = $2"
             " AND e.used >= $3",
-            *(json.dumps(list(places)), owner, self._before()),
+            *(json.dumps(list(row_keys)), owner, self._before()),
         )
-        return {Place(key, row_id): value for key, row_id, value in found}
+        return {RowKey(key, row_id): value for key, row_id, value in selected}
 
     @operation()
     def chain(
-        self, key: str, owner: str, names: Sequence[str], *, most: int, most_rows: int = LARGEST,
-        most_size: int = LARGEST,
+        self, key: str, owner: str, names: Sequence[str], *, max_links: int, max_rows: int = LARGEST,
+        max_size: int = LARGEST,
     ) -> Steps[Chain]:  # fmt: skip
         # One statement, so that nobody deletes an entry between two. It has a line for each row, and for a link that
         # has none. The rows are counted only where the entries, which may have other lists, are not small enough.
         wanted = "r.key = l.key AND l.used IS NOT NULL AND r.list IN EACH($4)"
-        found = yield (
+        selected = yield (
             "WITH RECURSIVE link (key, depth, parent, used, until, size, rows) AS (SELECT '', 0, CAST($1 AS TEXT),"
             " CAST(0 AS DOUBLE PRECISION), CAST(0 AS DOUBLE PRECISION), CAST(0 AS BIGINT), CAST(0 AS BIGINT)"
             " UNION ALL SELECT l.parent, l.depth + 1, e.parent, CASE WHEN e.used >= $5 THEN e.used END, e.until,"
@@ -300,12 +300,12 @@ class SqlStore(Store):
             " SELECT l.key, l.used, l.until, t.number, t.size, r.data FROM link l CROSS JOIN total t"
             f" LEFT JOIN triton_openai_row r ON {wanted} AND t.number <= $6 AND t.size <= $7"
             " WHERE l.depth > 0 ORDER BY l.depth DESC, r.list, r.position",
-            *(key, owner, most, json.dumps(names), self._before(), most_rows, most_size),
+            *(key, owner, max_links, json.dumps(names), self._before(), max_rows, max_size),
         )
-        links = dict.fromkeys(row[:3] for row in found)
+        links = dict.fromkeys(row[:3] for row in selected)
         yield from _touch([link for link, *_ in links], min(used or LARGEST for _, used, _ in links))
-        *_, length, size, _ = found[0]
-        rows = [bytes(data) for *_, data in found if data is not None]
+        *_, length, size, _ = selected[0]
+        rows = [bytes(data) for *_, data in selected if data is not None]
         chain = [Link(link, used is not None, until or 0.0) for link, used, until in links][::-1]
         return Chain(chain, rows, length or len(rows), int(size) or sum(map(len, rows)))
 
@@ -320,12 +320,12 @@ class SqlStore(Store):
         else:
             first = after or prefix
             last = f"{prefix}g"
-        found = yield (
+        selected = yield (
             "SELECT key, head FROM triton_openai_entry WHERE owner = $1 AND key > $2 AND key < $3 AND used >= $4"
-            f" ORDER BY key {'DESC' if reverse else 'ASC'} LIMIT $5",
+            f" ORDER BY key {_order(reverse)} LIMIT $5",
             *(owner, first, last, self._before(), limit),
         )
-        return [(key, bytes(head)) for key, head in found]
+        return [(key, bytes(head)) for key, head in selected]
 
     @operation(write=True)
     def delete(self, key: str, *, bridged: bool = False) -> Steps[bool]:
@@ -349,18 +349,18 @@ class SqlStore(Store):
 
     @operation(inner=True)
     def owners(self) -> Steps[Mapping[str, int]]:
-        found = yield ("SELECT owner, SUM(size) FROM triton_openai_entry GROUP BY owner",)
-        return {owner: int(size) for owner, size in found}
+        selected = yield ("SELECT owner, SUM(size) FROM triton_openai_entry GROUP BY owner",)
+        return {owner: int(size) for owner, size in selected}
 
     @operation(write=True, inner=True)
     def _drop(self, owner: str, before: float, surplus: int) -> Steps[int]:
-        found = yield (
+        selected = yield (
             f"SELECT key, used, size FROM triton_openai_entry WHERE owner = $1 ORDER BY used LIMIT {BATCH}",
             owner,
         )
         dropped = list[str]()
         total = 0
-        for key, used, size in found:
+        for key, used, size in selected:
             if (used >= before and total >= surplus) or total > BATCH_SIZE:
                 break
             dropped.append(key)
@@ -369,8 +369,14 @@ class SqlStore(Store):
         return total
 
 
+def _order(reverse: bool) -> str:
+    if reverse:
+        return "DESC"
+    return "ASC"
+
+
 def _touch(keys: Sequence[str], used: float) -> Steps[None]:
-    """Let *keys*, the oldest of which was used at *used*, be used now."""
+    """Mark *keys* as used now; the oldest of them was used at *used*."""
     now = time.time()
     if used < now - TOUCH_SECONDS:
         yield "UPDATE triton_openai_entry SET used = $2 WHERE key IN EACH($1)", json.dumps(keys), now

@@ -84,10 +84,10 @@ class SqliteDatabase:
         if self._path is None:
             return None
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except FileNotFoundError:
             return None
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
     def _connect(self, deadline: float) -> sqlite3.Connection:
         if self._path is not None:

@@ -29,12 +29,12 @@ from triton_openai.shares import may_take
 from triton_openai.tasks import within
 
 _log = structlog.get_logger(__name__)
-# What fails only after this time is as bad as what does not answer.
+# An error after this time counts as no answer.
 _SLOW_SECONDS = 1.0
 _SWEEP_SECONDS = 300.0
 # The sweep also begins when this part of a size was written since the last one; writing ends at the other part.
 _SWEEP_PART = 1 / 16
-_MOST_PART = 1 / 2
+_MAX_PART = 1 / 2
 # Entries and bytes that the sweep drops at once.
 BATCH = 64
 BATCH_SIZE = 8 * 1024 * 1024
@@ -50,7 +50,6 @@ class Row(NamedTuple):
     list: str
     #: An entry has no two rows with the same one.
     id: str
-    #: What it holds.
     data: bytes
 
 
@@ -63,9 +62,9 @@ class Entry(NamedTuple):
     parent: str | None
     #: The end of its lease.
     until: float
-    #: That of head and rows in bytes.
+    #: The bytes of head and rows.
     size: int
-    #: How many it has.
+    #: The number of its rows.
     rows: int
 
 
@@ -80,26 +79,26 @@ class Link(NamedTuple):
     """An entry of a chain."""
 
     key: str
-    #: False for one that is gone, or that belongs to another owner.
-    found: bool
+    #: False for an entry that was deleted, or that belongs to another owner.
+    exists: bool
     #: The end of its lease.
     until: float
 
 
 class Chain(NamedTuple):
-    """Entries that go on from each other, the newest first."""
+    """An entry and its ancestors, the newest first."""
 
     links: Sequence[Link]
-    #: What lists of them hold, the oldest entry's first; empty where that is more than was asked for.
+    #: The rows of the lists that were asked for, the oldest entry's first; empty if they exceed the limits.
     rows: Sequence[bytes]
-    #: How many rows those lists have.
+    #: The number of those rows.
     length: int
-    #: And how many bytes.
+    #: The bytes of those rows.
     size: int
 
 
-class Place(NamedTuple):
-    """Where a row is to be found."""
+class RowKey(NamedTuple):
+    """The key of a row: that of its entry, and its id there."""
 
     key: str
     id: str
@@ -112,31 +111,31 @@ class EntryFull(Exception):
 class Change(NamedTuple):
     """What :meth:`Store.put`, :meth:`Store.append` and :meth:`Store.claim` do to an entry, all or nothing."""
 
-    #: It is done only to an entry of this owner, if one is given.
+    #: The owner that the entry must have; ``None`` for any.
     owner: str | None = None
-    #: And only to this version of it; 0 for an entry that is not there yet.
+    #: The version that the entry must have; 0 for an entry that does not exist yet, and ``None`` for any.
     version: int | None = None
     head: bytes | None = None
     parent: str | None = None
     ancestors: Sequence[str] = ()
     rows: Sequence[Row] = ()
-    most_rows: int = LARGEST
-    most_size: int = LARGEST
-    #: Who has the lease from now on, and for how many seconds, 0 to end it.
+    max_rows: int = LARGEST
+    max_size: int = LARGEST
+    #: The new holder of the lease, and its seconds; 0 ends the lease.
     lease: tuple[str, float] | None = None
-    #: The holder must have the lease already, or nobody else, or it does not matter.
-    needs: Literal["held", "free", ""] = ""
+    #: Whether the holder must have the lease already, or no other holder may have it.
+    needs: Literal["own", "free", ""] = ""
 
 
 class Store(ABC):
     """
-    Keeps entries. Every method raises :class:`StoreUnavailable` when it cannot.
+    Stores entries. Every method raises :class:`StoreUnavailable` when it fails.
 
-    What takes too long is not applied after its caller was told that it failed. From then on all operations fail at
-    once, until the store answers again.
+    An operation that takes too long fails and changes nothing. Then all operations fail at once, until the store
+    answers again.
 
-    A store of another package is found under the entry point group ``triton_openai.stores``, by the scheme of its URL,
-    with which and the settings it is made.
+    A store of another package is registered under the entry point group ``triton_openai.stores``, by the scheme of its
+    URL. It is created from the URL and the settings.
     """
 
     #: Longest time for one operation, in seconds.
@@ -159,7 +158,11 @@ class Store(ABC):
         return self._probing is None
 
     async def verify(self) -> None:
-        """Raise :class:`ConfigurationError` for a store that this release cannot use; ask whether it answers."""
+        """
+        Check that this release can use the store.
+
+        Raises :class:`ConfigurationError` if it cannot, and :class:`StoreUnavailable` if the store does not answer.
+        """
         await self._ping()
 
     @abstractmethod
@@ -173,14 +176,14 @@ class Store(ABC):
         """
         Replace the head of *version*, 0 for none, by *head*, and add *rows*.
 
-        A new entry goes on from *parent*, or if that is gone, from the first of its *ancestors* that is there. *lease*
-        gives the lease to a holder for so many seconds, 0 to end it. Returns whether the entry had the version.
+        The parent of a new entry is *parent*, or if that was deleted, the first of *ancestors* that exists. *lease*
+        gives the lease to a holder for so many seconds; 0 ends it. Returns whether the entry had the version.
         """
         await self._charge(owner, rows, len(head))
         return await self._change(key, Change(owner, version, head, parent, ancestors, rows, lease=lease))
 
     async def append(
-        self, key: str, owner: str, rows: Sequence[Row], *, most_rows: int = LARGEST, most_size: int = LARGEST,
+        self, key: str, owner: str, rows: Sequence[Row], *, max_rows: int = LARGEST, max_size: int = LARGEST,
         lease: tuple[str, float] | None = None,
     ) -> bool:  # fmt: skip
         """
@@ -190,8 +193,11 @@ class Store(ABC):
         Raises :class:`EntryFull` if it would have more rows or bytes than allowed.
         """
         await self._charge(owner, rows)
-        change = Change(owner, rows=rows, most_rows=most_rows, most_size=most_size, lease=lease)
-        return await self._change(key, change if lease is None else change._replace(needs="held"))
+        needs: Literal["own", ""] = ""
+        if lease is not None:
+            needs = "own"
+        change = Change(owner, rows=rows, max_rows=max_rows, max_size=max_size, lease=lease, needs=needs)
+        return await self._change(key, change)
 
     async def claim(self, key: str, owner: str, holder: str, seconds: float, *, renew: bool = False) -> bool:
         """
@@ -199,7 +205,10 @@ class Store(ABC):
 
         A holder keeps its lease. A free lease is given away, unless the holder only wants to *renew* its own.
         """
-        return await self._change(key, Change(owner, lease=(holder, seconds), needs="held" if renew else "free"))
+        needs: Literal["own", "free"] = "free"
+        if renew:
+            needs = "own"
+        return await self._change(key, Change(owner, lease=(holder, seconds), needs=needs))
 
     @abstractmethod
     async def _change(self, key: str, change: Change) -> bool:
@@ -207,36 +216,38 @@ class Store(ABC):
 
     @abstractmethod
     async def page(
-        self, key: str, name: str, *, after: str | None = None, limit: int, most_size: int, reverse: bool = False
+        self, key: str, name: str, *, after: str | None = None, limit: int, max_size: int, reverse: bool = False
     ) -> Page | None:
         """
-        Return *limit* rows of the list *name* that follow the one with the id *after*; ``None`` if that is not there.
+        Return *limit* rows of the list *name* that follow the row *after*; ``None`` if that row does not exist.
 
-        They are fewer if they have more than *most_size* bytes, but at least one.
+        They are fewer if they have more than *max_size* bytes, but at least one.
         """
 
-    async def sizes(self, owner: str, places: Collection[Place]) -> Mapping[Place, int]:
-        """Return the sizes of those rows at *places* that *owner* has."""
-        return await self._at("sizes", owner, places)
+    async def sizes(self, owner: str, row_keys: Collection[RowKey]) -> Mapping[RowKey, int]:
+        """Return the sizes of those of the rows that *owner* has."""
+        return await self._at("sizes", owner, row_keys)
 
-    async def fetch(self, owner: str, places: Collection[Place]) -> Mapping[Place, bytes]:
-        """Return those rows at *places* that *owner* has."""
-        return await self._at("fetch", owner, places)
+    async def fetch(self, owner: str, row_keys: Collection[RowKey]) -> Mapping[RowKey, bytes]:
+        """Return the data of those of the rows that *owner* has."""
+        return await self._at("fetch", owner, row_keys)
 
     @abstractmethod
-    async def _at(self, what: Literal["sizes", "fetch"], owner: str, places: Collection[Place]) -> Mapping[Place, Any]:
-        """Do either."""
+    async def _at(
+        self, what: Literal["sizes", "fetch"], owner: str, row_keys: Collection[RowKey]
+    ) -> Mapping[RowKey, Any]:
+        """Return the sizes or the data of rows."""
 
     @abstractmethod
     async def chain(
-        self, key: str, owner: str, names: Sequence[str], *, most: int, most_rows: int = LARGEST,
-        most_size: int = LARGEST,
+        self, key: str, owner: str, names: Sequence[str], *, max_links: int, max_rows: int = LARGEST,
+        max_size: int = LARGEST,
     ) -> Chain:  # fmt: skip
         """
-        Return the entry of *key*, its parent and so on, *most* of them, with what their lists *names* hold.
+        Return the entry of *key* and its ancestors, *max_links* in all, with the rows of their lists *names*.
 
-        More than *most_rows* rows or *most_size* bytes are counted, and not read. The lists of an entry come in the
-        order of the alphabet. All is read at one moment.
+        More than *max_rows* rows or *max_size* bytes are counted, and not read. The lists of an entry come in
+        alphabetical order. All is read in one snapshot.
         """
 
     @abstractmethod
@@ -292,12 +303,12 @@ class Store(ABC):
     @asynccontextmanager
     async def _operation(self, *, inner: bool = False) -> AsyncIterator[None]:
         """
-        Hold the block to the time limit, and raise :class:`StoreUnavailable` for whatever a driver raises.
+        Apply the time limit to the block, and raise :class:`StoreUnavailable` for any error of a driver.
 
         *inner* operations are the store's own: they run while it is not available, and start no sweep.
         """
         if not (inner or self.available):
-            raise _unavailable("it did not answer in time, and does not yet again")
+            raise _unavailable("it did not answer in time, and has not answered since")
         began = time.monotonic()
         try:
             async with within(self.timeout):
@@ -308,7 +319,7 @@ class Store(ABC):
             # A driver may have time limits of its own.
             slow = isinstance(error, TimeoutError) or time.monotonic() - began > _SLOW_SECONDS
             if slow and self._probing is None:
-                _log.warning("the store of responses does not answer: responses are not kept until it does")
+                _log.warning("response store unavailable")
                 self._probing = asyncio.create_task(self._probe())
             raise _unavailable(f"{type(error).__name__}: {error}") from error
         finally:
@@ -317,7 +328,7 @@ class Store(ABC):
                 self._sweeping = asyncio.create_task(self._sweep())
 
     async def sweep(self) -> None:
-        """Drop what is too old and what is too much. A store begins with it by itself from time to time."""
+        """Delete entries that are too old or too many. The store also does so by itself from time to time."""
         if self._sweeping is None:
             self._sweeping = asyncio.create_task(self._sweep())
         await asyncio.shield(self._sweeping)
@@ -330,9 +341,9 @@ class Store(ABC):
                 await self._ping()
                 answers = True
             except ServiceError as error:
-                _log.debug("the store of responses does not answer yet", reason=error.reason)
+                _log.debug("response store still unavailable", reason=error.reason)
         self._probing = None
-        _log.info("the store of responses answers again")
+        _log.info("response store available again")
 
     async def _charge(self, owner: str, rows: Sequence[Row], size: int = 0) -> None:
         """
@@ -347,13 +358,13 @@ class Store(ABC):
             part = max(own / self._share, whole / self._settings.max_size)
             if part > _SWEEP_PART:
                 self._next_sweep = 0.0
-            free = _MOST_PART * self._settings.max_size - self._written.total()
-            if part > _MOST_PART or not may_take(size, own=self._written[owner], free=free):
-                raise _unavailable("more is written than can be dropped, or than may be kept at all")
+            free = _MAX_PART * self._settings.max_size - self._written.total()
+            if part > _MAX_PART or not may_take(size, own=self._written[owner], free=free):
+                raise _unavailable("clients write faster than the store deletes, or more than it may have")
             self._written[owner] = own
 
     async def _sweep(self) -> None:
-        # In batches, between which others have their turn.
+        # In batches, between which other operations run.
         try:
             before = time.time() - self._settings.max_age_seconds
             owners = dict(await self.owners())
@@ -373,7 +384,7 @@ class Store(ABC):
             self._written.clear()
             self._next_sweep = time.monotonic() + _SWEEP_SECONDS * random.uniform(0.8, 1.2)
         except ServiceError as error:
-            _log.warning("what is surplus in the store of responses is not dropped", reason=error.reason)
+            _log.warning("surplus responses are not deleted yet", reason=error.reason)
             self._next_sweep = time.monotonic() + _SWEEP_SECONDS / 10
         finally:
             self._sweeping = None
@@ -383,14 +394,14 @@ class Store(ABC):
         dropped = await self._drop(owner, before, surplus)
         self._written[owner] -= min(dropped, self._written[owner])
         if dropped:
-            # As long as it took is for others.
+            # Other operations get as much time as this one took.
             await asyncio.sleep(time.monotonic() - began)
         return dropped
 
 
-def fitting(sizes: Iterable[int], most: int) -> int:
-    """Return how many of *sizes*, from the first on, are no more than *most* together: at least one."""
-    return max(1, sum(total <= most for total in accumulate(sizes)))
+def fitting(sizes: Iterable[int], max_total: int) -> int:
+    """Return how many of *sizes*, from the first on, have a sum of *max_total* or less: at least one."""
+    return max(1, sum(total <= max_total for total in accumulate(sizes)))
 
 
 def _unavailable(detail: str) -> StoreUnavailable:

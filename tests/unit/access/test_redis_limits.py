@@ -1,6 +1,7 @@
 """Rate limits in a real Redis, shared by services."""
 
 import asyncio
+import math
 import time
 
 import pytest
@@ -79,8 +80,8 @@ async def test_a_killed_process_frees_its_requests(services, redis):
     assert (await other.admit("a", limit)).refusal is None
 
 
-async def leases(limits):
-    return await limits._client.zrange("triton_openai:{a}:c", 0, -1)
+async def leases(limits, name="a"):
+    return await limits._client.zrange(f"triton_openai:{{{name}}}:c", 0, -1)
 
 
 async def test_leases_are_renewed(services, monkeypatch):
@@ -114,7 +115,7 @@ async def test_a_service_counts_alone_while_redis_is_away(services, redis, fault
             with pytest.raises(ServiceOverloaded):
                 await closed.admit("c", limit)
         assert kinds(decisions) == [None, None, "requests"]
-        assert [line["event"] for line in lines] == ["the store of rate limits does not answer"] * 2
+        assert [line["event"] for line in lines] == ["rate limit store unavailable"] * 2
         assert heard == [False]
         for _ in range(3):
             one.leave("a", 5)
@@ -196,6 +197,31 @@ async def test_bursts_are_counted_exactly(services, name, size):
         # All have room again.
         again = await asyncio.gather(*[several[n % 2].admit(f"{name}-{size}", LIMITS[name]) for n in range(size)])
         assert kinds(again).count(None) == min(size, 40)
+
+
+@every_case("tokens, size", [(tokens, size) for tokens in (1, 7, 250, 999, 5000) for size in (20, 200, 1000)])
+@every_case("store", ["redis", "memory"])
+async def test_bursts_of_many_tokens(services, clock, store, tokens, size):
+    """A burst admits as many requests as if each had come after the end of the one before."""
+    name, limit = f"{tokens}-{size}", RateLimit(tokens_per_minute=1000)
+    several = [RateLimits(clock)] * 2
+    if store == "redis":
+        several = [services() for _ in range(2)]
+    assert (await several[0].admit(name, limit)).refusal is None
+    several[0].leave(name, tokens)
+    while (await several[1].admit(name, limit)).headers["x-ratelimit-remaining-tokens"] != str(max(0, 1000 - tokens)):
+        several[1].leave(name, 0)
+    if tokens < 1000:
+        several[1].leave(name, 0)
+    while store == "redis" and await leases(several[0], name):
+        pass
+    decisions = await asyncio.gather(*[several[number % 2].admit(name, limit) for number in range(size)])
+    expected = math.ceil(max(0, 1000 - tokens) / tokens)
+    assert kinds(decisions).count(None) == min(size, expected)
+    if size > expected:
+        refusal = next(decision.refusal for decision in decisions if decision.refusal is not None)
+        assert refusal.kind == "tokens"
+        assert f"limit 1000, used {tokens * (1 + expected)}" in refusal.message
 
 
 async def test_a_busy_service_does_not_take_redis_for_silent(services):

@@ -172,10 +172,10 @@ async def test_a_key_that_loses_a_right(tmp_path: Path) -> None:
         assert files is not None
         store = files.store
         async with asyncio.timeout(20):
-            batch = await store.batch(second["id"], "one", "anthropic")
+            batch = await store.batches.find(second["id"], "one", "anthropic")
             while batch is not None and batch.open:
                 await asyncio.sleep(0.01)
-                batch = await store.batch(second["id"], "one", "anthropic")
+                batch = await store.batches.find(second["id"], "one", "anthropic")
         assert batch is not None
         assert ("failed", 0) == (batch.status, batch.succeeded)
         assert ["key_not_sufficient"] == [problem.code for problem in batch.problems]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import FormData
 
+from tests.cases import every_case
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
 from triton_openai.app import SERVICE
@@ -170,6 +171,70 @@ async def test_wrong_batches_are_refused(tmp_path: Path) -> None:
         assert [] == client.triton.asked
 
 
+CHAT = [{"role": "user", "content": "a"}]
+# By endpoint: a right body, and wrong parameters with the field that the error names.
+WRONG_TYPES: dict[str, tuple[dict[str, Any], Sequence[tuple[dict[str, Any], str]]]] = {
+    "/v1/completions": (
+        {"prompt": "a"},
+        [({"temperature": "hot"}, "temperature"), ({"max_tokens": -1}, "max_tokens"), ({"n": 1.5}, "n")],
+    ),
+    "/v1/chat/completions": (
+        {"messages": CHAT},
+        [
+            ({"temperature": "hot"}, "temperature"),
+            ({"messages": "a"}, "messages"),
+            ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+            ({"top_p": [1]}, "top_p"),
+            ({"tools": {}}, "tools"),
+        ],
+    ),
+    "/v1/responses": ({"input": "a"}, [({"temperature": "hot"}, "temperature"), ({"tools": 1}, "tools")]),
+}
+
+
+@every_case("endpoint", WRONG_TYPES)
+async def test_parameters_of_wrong_types(endpoint: str, tmp_path: Path) -> None:
+    """They are found in validation, as in live bodies, and cost only their line, which gets the error of a live one."""
+    right, wrong = WRONG_TYPES[endpoint]
+    bodies = [{"model": MODEL, **right}] + [{"model": MODEL, **right, **change} for change, _ in wrong]
+    async with running(tmp_path / endpoint.replace("/", "-"), paused=True) as client:
+        lines = [line(number, body=body, url=endpoint) for number, body in enumerate(bodies)]
+        batch = await client.create(lines, endpoint=endpoint)
+        async with asyncio.timeout(20):
+            while batch["request_counts"]["failed"] < len(wrong):
+                await asyncio.sleep(0.02)
+                _, batch = await client.call("GET", f"/v1/batches/{batch['id']}")
+        assert ("in_progress", []) == (batch["status"], client.triton.asked)
+        await client.call("POST", f"/v1/batches/{batch['id']}/cancel")
+        done = await client.ended(batch)
+        assert {"total": len(bodies), "completed": 0, "failed": len(wrong)} == done["request_counts"]
+        answers = {one["custom_id"]: one["response"] for one in await client.lines(done["error_file_id"])}
+        assert answers.pop("id-0") is None
+        for number, (change, param) in enumerate(wrong, 1):
+            answer = answers[f"id-{number}"]
+            status, live = await client.call("POST", endpoint, json=bodies[number])
+            assert (400, param) == (answer["status_code"], answer["body"]["error"]["param"]), change
+            assert (status, live["error"]) == (answer["status_code"], answer["body"]["error"]), change
+
+
+async def test_wrong_messages_cost_only_themselves(tmp_path: Path) -> None:
+    """So do those of Anthropic's batches."""
+    params = {"model": MODEL, "max_tokens": 5, "messages": CHAT}
+    requests = [{"custom_id": "right", "params": params}, {"custom_id": "wrong", "params": {**params, "top_k": "all"}}]
+    async with running(tmp_path, paused=True) as client:
+        _, batch = await client.call("POST", "/v1/messages/batches", json={"requests": requests})
+        path = f"/v1/messages/batches/{batch['id']}"
+        runner = client.proxy.client.app[SERVICE].batches
+        async with asyncio.timeout(20):
+            while not any(one.batch.failed for one in runner._batches.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await client.call("POST", f"{path}/cancel")
+        async with asyncio.timeout(20):
+            while (batch := (await client.call("GET", path))[1])["results_url"] is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert (1, 1) == (batch["request_counts"]["errored"], batch["request_counts"]["canceled"])
+
+
 async def test_a_file_that_a_batch_reads_is_kept(tmp_path: Path) -> None:
     """The input of a batch can be deleted when the batch has ended; cancelling it twice is the same as once."""
     async with running(tmp_path, paused=True) as client:
@@ -236,14 +301,14 @@ async def test_messages_of_which_nobody_knows(tmp_path: Path, is_added: bool, mo
     """If a batch may or may not have been made, its requests stay only if it was."""
     async with running(tmp_path) as client:
         store, files = client.proxy.client.app[SERVICE].files.store, tmp_path / "files"
-        add = store.add
+        add = store.batches.add
 
         async def lost(*given: Any, **options: Any) -> None:
             if is_added:
                 await add(*given, **options)
             raise StoreUnavailable("no answer")
 
-        monkeypatch.setattr(store, "add", lost)
+        monkeypatch.setattr(store.batches, "add", lost)
         params = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "Hello"}]}
         path = "/v1/messages/batches"
         status, _ = await client.call("POST", path, json={"requests": [{"custom_id": "a", "params": params}]})

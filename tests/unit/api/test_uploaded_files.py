@@ -33,7 +33,7 @@ from triton_openai.config.tree import (
     Settings,
     TritonSettings,
 )
-from triton_openai.storage.batch_store import StoredFile
+from triton_openai.storage.batch_records import StoredFile
 
 TEXT = b"<script>alert(1)</script>\n" * 4000
 
@@ -253,7 +253,7 @@ async def test_a_killed_upload_gives_its_bytes_back(
         files = proxy.client.app[SERVICE].files
         reserved = now + batch_files.UPLOAD_LEASE_SECONDS
         killed = StoredFile(id="file-killed", owner="one", bytes=size, created=now, expires=reserved, state="uploading")
-        assert await files.store.reserve(killed, files.settings.max_total)
+        assert await files.store.files.reserve(killed, files.settings.max_total)
         (await files.write(killed.id)).put(b"x")
         assert 413 == (await call(proxy, "POST", "", data=form(b"x" * size, purpose="vision")))[0]
         await clock.elapse(batch_files.UPLOAD_LEASE_SECONDS + 1)
@@ -281,7 +281,7 @@ async def test_a_slow_upload_counts_until_it_ends(
     headers = {"Authorization": "Bearer sk-1", "Content-Type": "multipart/form-data; boundary=x"}
     limits = LimitSettings(body_timeout=10_000)
     async with running(tmp_path, limits=limits, max_size=size, max_total=size + 20_000) as proxy:
-        store = proxy.client.app[SERVICE].files.store
+        store = proxy.client.app[SERVICE].files.store.files
         renew, reserve = store.renew_upload, store.reserve
 
         async def reserving(file: StoredFile, most: int) -> bool:
@@ -322,11 +322,11 @@ async def test_off(tmp_path: Path) -> None:
 async def test_a_page_has_a_hundred_files(tmp_path: Path) -> None:
     """A list has a hundred files unless a client asks for more, and its pages lead to all of them."""
     async with running(tmp_path) as proxy:
-        store = proxy.client.app[SERVICE].files.store
+        store = proxy.client.app[SERVICE].files.store.files
         for number in range(250):
             file = StoredFile(id=f"file-{number:032x}", owner="one", bytes=1, created=number, state="processed")
             await store.reserve(msgspec.structs.replace(file, state="uploading"), 1000)
-            await store.written(msgspec.structs.replace(file, purpose="user_data", filename="a"))
+            await store.complete(msgspec.structs.replace(file, purpose="user_data", filename="a"))
         seen: list[str] = []
         more, query = True, ""
         sizes = []

@@ -34,27 +34,20 @@ from tests.store_fixture import Bucket, Place, Server, local
 from triton_openai import errors
 from triton_openai.access.rate_limits import RateLimit, RateLimits, Reservation
 from triton_openai.app import SERVICE, create_app
-from triton_openai.batches import batch_runner as runner_module
 from triton_openai.batches import file_folder as files_module
-from triton_openai.batches import line_limits as limits_module
+from triton_openai.batches import inputs, process_locks, quarantine, timing
 from triton_openai.batches import results as results_module
 from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.batches.bucket import BucketFiles, file_key
 from triton_openai.batches.file_folder import Files
+from triton_openai.batches.host import Outcome
 from triton_openai.batches.inputs import InputReader
 from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
-from triton_openai.batches.results import Outcome
+from triton_openai.batches.process_locks import ProcessLocks
 from triton_openai.config.tree import BatchesSettings, FilesSettings, Settings
 from triton_openai.config.worker import Worker
-from triton_openai.storage.batch_store import (
-    ROW_SIZE,
-    Batch,
-    BatchError,
-    BatchUsage,
-    LeaseLost,
-    StoredFile,
-    failed_write,
-)
+from triton_openai.storage.batch_records import Batch, BatchError, BatchUsage, LeaseLost, StoredFile
+from triton_openai.storage.batch_tables import ROW_SIZE, failed_write
 from triton_openai.telemetry.metrics import Metrics
 
 OWNER = "me"
@@ -63,9 +56,8 @@ OWNER = "me"
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing wait."""
-    for name in ("_POLL", "_GROUP_SECONDS", "_TROUBLE_SECONDS", "_RETRY_SECONDS"):
-        monkeypatch.setattr(runner_module, name, 0.005)
-    monkeypatch.setattr(limits_module, "_FIRST_PAUSE", 0.005)
+    for name in ("POLL", "GROUP", "TROUBLE", "RETRY", "FIRST_PAUSE"):
+        monkeypatch.setattr(timing, name, 0.005)
 
 
 class Host:
@@ -74,8 +66,8 @@ class Host:
     def __init__(self) -> None:
         self.settings = BatchesSettings()
         self.stopping = False
-        self.most_running = 4
-        self.longest_line = 10_000
+        self.max_running = 4
+        self.max_line_size = 10_000
         self.calls: Counter[str] = Counter()
         self.running: set[str] = set()
         self.most_seen = 0
@@ -104,10 +96,17 @@ class Host:
     def target(self, model: str) -> str | None:
         return self.served.get(model)
 
-    def room(self, target: str, running: int) -> bool:
+    def has_room(self, target: str, running: int) -> bool:
         return not self.busy
 
-    async def check(self, batch: Batch, model: str, *, brings_template: bool) -> None:
+    def body_checker(self, batch: Batch) -> Callable[[bytes], None]:
+        def check(body: bytes) -> None:
+            if b"wrong type" in body:
+                raise errors.InvalidRequest("A wrong type.", param="prompt")
+
+        return check
+
+    async def check(self, batch: Batch, model: str, *, brings_template: bool) -> str:
         if self.away:
             self.checks += 1
             raise errors.UpstreamUnavailable("away")
@@ -115,6 +114,7 @@ class Host:
             raise errors.ModelNotFound(model)
         if model in self.untemplated and not brings_template:
             raise errors.ConfigurationError("no template")
+        return model
 
     async def probe(self, batch: Batch, model: str) -> None:
         self.probes.append(model)
@@ -162,6 +162,7 @@ class Process:
         if place.files.startswith("s3:"):
             self.files = BucketFiles(*settings)
             self.files.folder = Path(tempfile.mkdtemp(dir=place.folder))
+            self.files.locks = ProcessLocks(self.files.folder, local=False)
         self.host = host or Host()
         self.metrics = Metrics(Worker())
         self.runner = BatchRunner(self.files, self.host, FirstTokens(), self.metrics)
@@ -185,19 +186,23 @@ class Process:
         tasks = [
             self.task,
             self.runner._sweeping,
-            *self.runner._away._looks,
+            *self.runner._away._checks,
             *self.runner._away._probes.values(),
-            *(task for held in self.runner._held.values() for task in (held.task, *held.running.values())),
+            *(
+                task
+                for running in self.runner._batches.values()
+                for task in (running.task, running.starting, *running.running.values())
+            ),
         ]
         for task in tasks:
             if task is not None:
                 task.cancel()
         await asyncio.wait([task for task in tasks if task is not None])
-        if self.runner._lock >= 0:
-            os.close(self.runner._lock)
+        if self.runner._claims._lock >= 0:
+            os.close(self.runner._claims._lock)
         if isinstance(self.files, BucketFiles):
             # Other machines do not see the lock: they wait until the leases have ended.
-            await self.files.store.bury(self.runner._holder)
+            await self.files.store.leases.expire_leases(self.runner._claims._holder)
         await self.files.store.close()
 
     async def batch(
@@ -212,18 +217,18 @@ class Process:
         writing = await self.files.write(file.id)
         await writing.add(content)
         await writing.end()
-        await self.files.store.written(file)
+        await self.files.store.files.complete(file)
         batch = Batch(
             id=name, owner=owner, kind="openai", endpoint="/x", input=file.id, created=now, window="24h",
             expires=now + hours * 3600,
         )  # fmt: skip
-        assert "added" == await self.files.store.add(batch, most=100, most_bytes=10**9)
+        assert "added" == await self.files.store.batches.add(batch, max_open=100, max_total=10**9)
         self.runner.wake()
         return batch
 
     async def seen(self, batch: Batch) -> Batch:
         """Return *batch* as it is in the tables."""
-        found = await self.files.store.batch(batch.id, batch.owner, "openai")
+        found = await self.files.store.batches.find(batch.id, batch.owner, "openai")
         assert found is not None
         return found
 
@@ -270,6 +275,11 @@ class Process:
         return found
 
 
+def checks(batch: Batch) -> dict[str, Any]:
+    """Return what an input reader checks lines of *batch* with."""
+    return {"check_line": Host().check_line, "check_body": Host().body_checker(batch)}
+
+
 def request(name: str, model: object = "m", **fields: Any) -> bytes:
     """Return a line of an input."""
     line = {"custom_id": name, "method": "POST", "url": "/x", "body": {"model": model, "prompt": "p"}, **fields}
@@ -299,7 +309,7 @@ async def test_all_lines_are_answered_once(place: Place) -> None:
         assert (40, 20, "m") == (done.usage.input_tokens, done.usage.output_tokens, done.model)
         assert one.host.most_seen <= 4
         await one.leaves(done.input, done.output)
-        assert [] == await one.files.store.never_ran(done, 0, 10)
+        assert [] == await one.files.store.lines.unfinished(done, 0, 10)
 
 
 WRONG = {
@@ -339,6 +349,50 @@ async def test_wrong_inputs_fail_as_a_whole(tmp_path: Path) -> None:
         assert not host.calls
 
 
+async def test_parameters_of_wrong_types_cost_only_their_line(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines with wrong parameters fail in validation, before any line runs; the others are answered."""
+    # Further ones fail when they run.
+    monkeypatch.setattr(inputs, "_MAX_REJECTED", 3)
+    wrong = [f"wrong type {number}" for number in range(3)]
+    late = "wrong type, late"
+    async with process(place) as one:
+        one.host.busy = True
+        one.host.refused.add(late)
+        body = {"model": "m", "prompt": "wrong type"}
+        content = [request(name, body=body) for name in wrong] + [*map(request, NAMES)] + [request(late, body=body)]
+        batch = await one.batch(b"".join(content))
+        await one.until(batch, lambda found: found.failed == 3)
+        assert not one.host.calls
+        one.host.busy = False
+        done = await one.ended(batch)
+        assert ("completed", 24, 20, 4) == (done.status, done.total, done.succeeded, done.failed)
+        expected = {name: [400] for name in (*wrong, late)} | {name: [200] for name in NAMES}
+        assert expected == one.results(done)
+        assert {*NAMES, late} == one.host.calls.keys()
+
+
+async def test_wrong_parameters_of_a_process_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that was rejected has its result once, although the process died before it was stored."""
+    one = Process(tmp_path)
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(one.files.store.lines, "finish", never)
+    one.host.busy = True
+    one.start()
+    batch = await one.batch(request("wrong", body={"model": "m", "prompt": "wrong type"}) + request("right"))
+    async with asyncio.timeout(120):
+        while not any(running.written for running in one.runner._batches.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+    await one.die()
+    other = Host()
+    other.refused.add("wrong")
+    async with process(tmp_path, other) as next_one:
+        done = await next_one.ended(batch)
+        assert {"wrong": [400], "right": [200]} == next_one.results(done)
+
+
 def test_names_that_are_far_apart(tmp_path: Path) -> None:
     """In 50,000 lines, the last one may not have the name of the first one; no more than some lines are in memory."""
     path = tmp_path / "input"
@@ -347,7 +401,7 @@ def test_names_that_are_far_apart(tmp_path: Path) -> None:
         id="batch_1", owner=OWNER, kind="openai", endpoint="/x", input="file-1", created=0, window="24h", expires=1
     )  # fmt: skip
     descriptor = os.open(path, os.O_RDONLY)
-    reader = InputReader(descriptor, batch, most=50_000, longest=10_000, check=Host().check_line)
+    reader = InputReader(descriptor, batch, max_requests=50_000, max_line_size=10_000, **checks(batch))
     most = 0
     while lines := reader.read(1000):
         most = max(most, len(lines))
@@ -377,11 +431,34 @@ def test_names_of_models_have_a_length(tmp_path: Path) -> None:
     path.write_bytes(b"".join([request(name, name * 1000) for name in NAMES]))
     batch = Batch(id="b", owner="", kind="openai", endpoint="/x", input="i", created=0, window="24h", expires=1)
     with path.open("rb") as file:
-        reader = InputReader(file.fileno(), batch, most=100, longest=10_000, check=Host().check_line)
+        reader = InputReader(file.fileno(), batch, max_requests=100, max_line_size=10_000, **checks(batch))
         assert [] == reader.read(100)
         reader.close()
-    assert (20, {}) == (len(reader.problems), reader.models)
+    assert (20, {}) == (len(reader.problems), reader.asked)
     assert {"model_not_found"} == {one.code for one in reader.problems}
+
+
+def test_errors_of_wrong_parameters_have_a_size(tmp_path: Path) -> None:
+    """An error may repeat what a client has sent: those of thousands of lines are not held in memory."""
+
+    def check_body(body: bytes) -> None:
+        raise errors.InvalidRequest("x" * 600_000)
+
+    path = tmp_path / "in"
+    path.write_bytes(b"".join(map(request, NAMES)))
+    batch = Batch(id="b", owner="", kind="openai", endpoint="/x", input="i", created=0, window="24h", expires=1)
+    with path.open("rb") as file:
+        reader = InputReader(
+            file.fileno(),
+            batch,
+            max_requests=100,
+            max_line_size=10_000,
+            check_line=Host().check_line,
+            check_body=check_body,
+        )
+        assert 20 == len(reader.read(100))
+        reader.close()
+    assert (1, []) == (len(reader.rejected), reader.problems)
 
 
 def _sharing(folder: Path, url: str) -> Files:
@@ -425,23 +502,23 @@ async def test_buckets_are_shared_as_folders_are(shared: Place, s3: Callable[[],
         done = await one.ended(await one.batch(NAMES[:1]))
         with pytest.raises(errors.ConfigurationError, match="not the place"):
             await other.files.write(done.input)
-        assert await one.files.store.place() == other.files._place
+        assert await one.files.store.files.folder_id() == other.files._folder_id
     await other.files.store.close()
 
 
 def test_locks_of_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared folder may not share locks: nobody takes a process of another machine for dead."""
     alone, shared = Process(tmp_path).files, _sharing(tmp_path / "files", "postgresql://nobody@127.0.0.1:1/none")
-    lock = alone.hold("a")
-    assert not alone.has_died("a")
+    lock = alone.locks.lock("a")
+    assert not alone.locks.is_stale("a")
     os.close(lock)
-    assert alone.has_died("a")
-    assert shared.has_died("a")
-    monkeypatch.setattr(files_module, "_machine", lambda: b"another")
-    assert alone.has_died("a")
-    assert not shared.has_died("a")
+    assert alone.locks.is_stale("a")
+    assert shared.locks.is_stale("a")
+    monkeypatch.setattr(process_locks, "_machine", lambda: b"another")
+    assert alone.locks.is_stale("a")
+    assert not shared.locks.is_stale("a")
     # It does not stay for that.
-    assert ["a.lock"] == list(shared._left(time.time() + 1))
+    assert ["a.lock"] == list(shared.locks.stale_before(time.time() + 1))
 
 
 async def test_small_oddities_of_inputs(tmp_path: Path) -> None:
@@ -457,9 +534,9 @@ async def test_a_cancelled_batch_keeps_its_results(place: Place) -> None:
         one.host.may_answer.clear()
         batch = await one.batch(NAMES)
         await one.until(batch, lambda _: one.host.running)
-        await one.files.store.change(batch.id, lambda found: found.enter("cancelling"))
+        await one.files.store.batches.change(batch.id, lambda found: found.set_status("cancelling"))
         one.runner.wake()
-        await one.until(batch, lambda _: one.runner._held[batch.id].batch.status == "cancelling")
+        await one.until(batch, lambda _: one.runner._batches[batch.id].batch.status == "cancelling")
         running = set(one.host.running)
         one.host.may_answer.set()
         done = await one.ended(batch)
@@ -485,7 +562,7 @@ async def test_a_batch_that_is_to_end_does_not_wait_for_triton(tmp_path: Path) -
         one.host.away = True
         batch = await one.batch(NAMES)
         await one.until(batch, lambda _: one.host.checks > 1)
-        await one.files.store.change(batch.id, lambda found: found.enter("cancelling"))
+        await one.files.store.batches.change(batch.id, lambda found: found.set_status("cancelling"))
         done = await one.ended(batch)
         assert {name: ["batch_cancelled"] for name in NAMES} == one.results(done)
         late = await one.ended(await one.batch(NAMES, name="batch_2", hours=0.05 / 3600))
@@ -495,7 +572,7 @@ async def test_a_batch_that_is_to_end_does_not_wait_for_triton(tmp_path: Path) -
 async def test_failing_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that fails while the tables cannot be written fails as soon as they can."""
     async with process(tmp_path) as one:
-        one.host.busy, refusals, finish = True, 0, one.files.store.finish
+        one.host.busy, refusals, finish = True, 0, one.files.store.batches.end
         batch = await one.batch(NAMES)
         (one.files.folder / batch.input).unlink()
 
@@ -506,7 +583,7 @@ async def test_failing_is_tried_again(tmp_path: Path, monkeypatch: pytest.Monkey
                 raise errors.ServiceOverloaded("no")
             return await finish(*given)
 
-        monkeypatch.setattr(one.files.store, "finish", refused)
+        monkeypatch.setattr(one.files.store.batches, "end", refused)
         done = await one.ended(batch)
         assert ("failed", "input_file_missing") == (done.status, done.problems[0].code)
         assert 3 == refusals
@@ -534,7 +611,7 @@ async def test_live_requests_that_take_the_room_are_no_overload(tmp_path: Path) 
     async with process(tmp_path) as one:
         one.host.answers = {"id-0": [errors.ServiceOverloaded("no")] * 9}
         assert 20 == (await one.ended(await one.batch(NAMES))).succeeded
-        assert (10, 4) == (one.host.calls["id-0"], one.runner._limits["M"].allowed)
+        assert (10, 4) == (one.host.calls["id-0"], one.runner._limits.allowed()["M"])
 
 
 async def test_a_model_that_is_away_pauses_its_lines(tmp_path: Path) -> None:
@@ -554,12 +631,12 @@ async def test_a_model_that_is_away_pauses_its_lines(tmp_path: Path) -> None:
 async def test_owners_take_turns(tmp_path: Path) -> None:
     """A small batch of one owner does not wait for a large one of another."""
     async with process(tmp_path) as one:
-        one.host.busy, one.host.most_running = True, 1
+        one.host.busy, one.host.max_running = True, 1
         large = await one.batch([f"large-{number}" for number in range(100)], name="batch_1")
         small = await one.batch(["small-0", "small-1"], name="batch_2", owner="you")
         for batch in (large, small):
             # Its lines are read, and wait.
-            await one.until(batch, lambda found: found.status == "in_progress" and one.runner._held[found.id].window)
+            await one.until(batch, lambda found: found.status == "in_progress" and one.runner._batches[found.id].window)
         one.host.busy = False
         assert "completed" == (await one.ended(small)).status
         last = [name for _, name in one.host.order].index("small-1")
@@ -570,17 +647,19 @@ async def test_owners_take_turns(tmp_path: Path) -> None:
 async def test_each_owner_has_every_other_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often the runner finds no room, two owners have their turns in order, and batches of one by age."""
     async with process(tmp_path) as one:
-        one.host.busy, one.host.most_running = True, 1
+        one.host.busy, one.host.max_running = True, 1
         mine = [await one.batch([f"{name}-{line}" for line in range(2)], name=f"batch_{name}") for name in "ab"]
         yours = await one.batch([f"c-{line}" for line in range(3)], name="batch_c", owner="you")
-        await one.until(yours, lambda _: sum(held.window for held in one.runner._held.values()) == 7)
-        begin = one.runner._begin
+        await one.until(yours, lambda _: sum(held.window for held in one.runner._batches.values()) == 7)
+        pick = one.runner._schedule.pick
 
-        async def begin_at_the_second_look() -> None:
-            for one.host.busy in (True, False):
-                await begin()
+        async def pick_at_the_second_look() -> Any:
+            one.host.busy = True
+            assert {} == await pick()
+            one.host.busy = False
+            return await pick()
 
-        monkeypatch.setattr(one.runner, "_begin", begin_at_the_second_look)
+        monkeypatch.setattr(one.runner._schedule, "pick", pick_at_the_second_look)
         for batch in [*mine, yours]:
             await one.ended(batch)
         assert ["a-0", "c-0", "a-1", "c-1", "b-0", "c-2", "b-1"] == [name for _, name in one.host.order]
@@ -612,7 +691,7 @@ async def test_lines_wait_for_the_limits_of_their_key(limit: RateLimit, at_once:
         async with process(Path(folder)) as one:
             one.host.limit, one.host.limits = limit, RateLimits(clock)
             # What lines use is known when they have ended.
-            one.host.most_running = 2
+            one.host.max_running = 2
             names = [f"mine-{number}" for number in range(5)]
             mine = await one.batch(names)
             yours = await one.batch(["yours"], owner="you", name="batch_2")
@@ -620,7 +699,7 @@ async def test_lines_wait_for_the_limits_of_their_key(limit: RateLimit, at_once:
             per_minute = limit.concurrent_requests is None
             if per_minute:
                 async with asyncio.timeout(120):
-                    while OWNER not in one.runner._due:  # noqa: ASYNC110 - nothing tells of it
+                    while not one.runner._keys.must_wait(OWNER):  # noqa: ASYNC110 - nothing tells of it
                         await asyncio.sleep(0)
                 assert 3 <= sum(name.startswith("mine") for _, name in one.host.order) <= at_once + 1
             while (await one.seen(mine)).open:
@@ -654,13 +733,13 @@ async def _interrupted(
     return batch
 
 
-@pytest.mark.parametrize("step", ["end", "finish"])
+@pytest.mark.parametrize("table, step", [("lines", "finish"), ("batches", "end")])
 async def test_a_process_that_dies_before_it_commits(
-    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, table: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was written and never marked counts for nothing: the next process does it again, and it is there once."""
     one, reached = Process(tmp_path), asyncio.Event()
-    if step == "end":
+    if table == "lines":
         one.host.may_answer.clear()
 
     async def never(*_: Any) -> None:
@@ -669,7 +748,7 @@ async def test_a_process_that_dies_before_it_commits(
 
     one.start()
     batch = await one.batch(NAMES)
-    monkeypatch.setattr(one.files.store, step, never)
+    monkeypatch.setattr(getattr(one.files.store, table), step, never)
     one.host.may_answer.set()
     async with asyncio.timeout(120):
         await reached.wait()
@@ -680,7 +759,7 @@ async def test_a_process_that_dies_before_it_commits(
         done = await other.ended(batch)
         assert {name: [200] for name in NAMES} == other.results(done)
         # None of them had ended, or all.
-        assert (20 if step == "end" else 0) == other.host.calls.total()
+        assert (20 if table == "lines" else 0) == other.host.calls.total()
 
 
 async def test_a_line_that_ends_processes(place: Place) -> None:
@@ -704,12 +783,12 @@ async def test_whoever_finds_a_dead_process_may_die_too(tmp_path: Path) -> None:
     """When a process dies between finding another one dead and taking its batches, the next one still takes them."""
     batch = await _interrupted(local(tmp_path), NAMES[:2], 1, Process.die)
     second = Process(tmp_path)
-    (dead,) = await second.files.store.holders()
-    assert second.files.has_died(dead)
+    (dead,) = await second.files.store.leases.holders()
+    assert second.files.locks.is_stale(dead)
     await second.files.store.close()
     async with process(tmp_path) as third:
         assert 2 == (await third.ended(batch)).succeeded
-        assert not third.files.has_died(dead)
+        assert not third.files.locks.is_stale(dead)
 
 
 async def test_leases_have_the_clock_of_the_database(shared: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -720,8 +799,8 @@ async def test_leases_have_the_clock_of_the_database(shared: Place, monkeypatch:
         await one.until(batch, lambda _: one.host.running)
         with monkeypatch.context() as patch:
             patch.setattr(time, "time", partial(float, time.time() + 3600))
-            assert {one.runner._holder} == set(await one.files.store.holders())
-            assert await one.files.store.claim("other", 60, max_running=1) is None
+            assert {one.runner._claims._holder} == set(await one.files.store.leases.holders())
+            assert await one.files.store.leases.claim("other", 60, max_running=1) is None
         one.host.may_answer.set()
         assert 20 == (await one.ended(batch)).succeeded
 
@@ -733,26 +812,26 @@ async def test_a_frozen_process_writes_nothing(place: Place) -> None:
     frozen.start()
     batch = await frozen.batch(NAMES)
     await frozen.until(batch, lambda _: frozen.host.running)
-    held = frozen.runner._held[batch.id]
+    held = frozen.runner._batches[batch.id]
     assert frozen.task is not None
     frozen.task.cancel()
     async with process(place) as other:
         # As if its lease had ended.
-        await other.files.store.bury(frozen.runner._holder)
+        await other.files.store.leases.expire_leases(frozen.runner._claims._holder)
         done = await other.ended(batch)
         assert {name: [200] for name in NAMES} == other.results(done)
         assert 20 == done.succeeded
         frozen.host.may_answer.set()
         await asyncio.wait([task for task in [held.task] if task is not None], timeout=5)
         with pytest.raises(LeaseLost):
-            await frozen.files.store.begin(held.batch, [1])
+            await frozen.files.store.lines.mark_running(held.batch, [1])
         assert done == await other.seen(batch)
         assert {name: [200] for name in NAMES} == other.results(done)
     await frozen.die()
 
 
 def _has_written(one: Process, lines: int, batch: Batch) -> bool:
-    held = one.runner._held.get(batch.id)
+    held = one.runner._batches.get(batch.id)
     return held is not None and len(held.written) == lines
 
 
@@ -801,14 +880,14 @@ async def test_a_line_that_waits_for_another_attempt(place: Place, monkeypatch: 
     """What does not run when the process dies is not to blame, however often that is."""
     batch: Batch | None = None
     with monkeypatch.context() as patch:
-        patch.setattr(runner_module, "_RETRY_SECONDS", 1000)
+        patch.setattr(timing, "RETRY", 1000)
         for _ in range(4):
             one = Process(place)
             one.host.answers = {"id-0": [errors.ServiceOverloaded("no")]}
             one.start()
             batch = batch or await one.batch(NAMES[:1])
             async with asyncio.timeout(120):
-                while not one.host.calls or (await one.files.store.never_ran(batch, 0, 1))[0].deaths:  # noqa: ASYNC110
+                while not one.host.calls or (await one.files.store.lines.unfinished(batch, 0, 1))[0].deaths:  # noqa: ASYNC110
                     await asyncio.sleep(0.002)
             await one.die()
     assert batch is not None
@@ -818,17 +897,17 @@ async def test_a_line_that_waits_for_another_attempt(place: Place, monkeypatch: 
 
 async def test_a_service_that_stops_while_a_line_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No death counts against a line that waits for another attempt."""
-    monkeypatch.setattr(runner_module, "_RETRY_SECONDS", 1000)
+    monkeypatch.setattr(timing, "RETRY", 1000)
     one = Process(tmp_path)
     one.host.answers = {"id-0": [errors.ServiceOverloaded("no")]}
     one.start()
     batch = await one.batch(NAMES[:1])
     async with asyncio.timeout(120):
-        while not one.host.calls or (await one.files.store.never_ran(batch, 0, 1))[0].deaths:  # noqa: ASYNC110
+        while not one.host.calls or (await one.files.store.lines.unfinished(batch, 0, 1))[0].deaths:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     await one.stop()
     files = Process(tmp_path).files
-    assert [(0, 0)] == [(line.deaths, line.max_group) for line in await files.store.never_ran(batch, 0, 1)]
+    assert [(0, 0)] == [(line.deaths, line.max_group) for line in await files.store.lines.unfinished(batch, 0, 1)]
     await files.store.close()
 
 
@@ -847,10 +926,10 @@ async def test_limits_hold_over_processes(place: Place) -> None:
     """Uploads and batches that two processes take at the same time exceed no limit together."""
     one, other = Process(place), Process(place)
     # Both are connected, and the tables are there.
-    assert [] == [*await one.files.store.open_batches(), *await other.files.store.open_batches()]
+    assert [] == [*await one.files.store.batches.open_ids(), *await other.files.store.batches.open_ids()]
     made = StoredFile(id="", owner=OWNER, purpose="", filename="", bytes=10, created=1, expires=None)
     reserved = [
-        store.files.store.reserve(msgspec.structs.replace(made, id=f"file-{number}"), 35 + 2 * ROW_SIZE)
+        store.files.store.files.reserve(msgspec.structs.replace(made, id=f"file-{number}"), 35 + 2 * ROW_SIZE)
         for number, store in enumerate([one, other] * 5)
     ]
     assert 3 == sum(await asyncio.gather(*reserved))
@@ -858,17 +937,21 @@ async def test_limits_hold_over_processes(place: Place) -> None:
         id="", owner=OWNER, kind="anthropic", endpoint="/x", input="", created=1, window="24h", expires=1
     )  # fmt: skip
     added = [
-        store.files.store.add(
-            msgspec.structs.replace(batch, id=f"batch_{number}", input=f"batch_{number}"), most=3, most_bytes=10**9
+        store.files.store.batches.add(
+            msgspec.structs.replace(batch, id=f"batch_{number}", input=f"batch_{number}"), max_open=3, max_total=10**9
         )
         for number, store in enumerate([one, other] * 5)
     ]
     assert {"added": 3, "too many": 7} == Counter(await asyncio.gather(*added))
     # What is kept of them counts, too.
     last = msgspec.structs.replace(batch, id="batch_x", input="batch_x", owner="you")
-    assert "no room" == await one.files.store.add(msgspec.structs.replace(last, owner=OWNER), most=9, most_bytes=30)
-    assert "added" == await one.files.store.add(last, most=9, most_bytes=0)
-    assert "no room" == await one.files.store.add(msgspec.structs.replace(last, id="batch_y"), most=9, most_bytes=4095)
+    assert "no room" == await one.files.store.batches.add(
+        msgspec.structs.replace(last, owner=OWNER), max_open=9, max_total=30
+    )
+    assert "added" == await one.files.store.batches.add(last, max_open=9, max_total=0)
+    assert "no room" == await one.files.store.batches.add(
+        msgspec.structs.replace(last, id="batch_y"), max_open=9, max_total=4095
+    )
     for store in (one, other):
         await store.files.store.close()
 
@@ -911,7 +994,7 @@ async def test_a_bucket_that_is_away_pauses_batches(shared: Place, monkeypatch: 
 async def test_a_batch_that_ends_while_leases_are_read(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that has ended is not among the open ones, which does not mean that another process has it."""
     async with process(place) as one:
-        held, finish, looks = one.files.store.held, one.files.store.finish, 0
+        held, finish, looks = one.files.store.leases.batches_of, one.files.store.batches.end, 0
 
         async def counted(holder: str) -> Any:
             nonlocal looks
@@ -926,8 +1009,8 @@ async def test_a_batch_that_ends_while_leases_are_read(place: Place, monkeypatch
                 await asyncio.sleep(0.002)
             return done
 
-        monkeypatch.setattr(one.files.store, "held", counted)
-        monkeypatch.setattr(one.files.store, "finish", late)
+        monkeypatch.setattr(one.files.store.leases, "batches_of", counted)
+        monkeypatch.setattr(one.files.store.batches, "end", late)
         done = await one.ended(await one.batch(NAMES))
         assert {name: [200] for name in NAMES} == one.results(done)
         await one.leaves(done.input, done.output)
@@ -959,13 +1042,13 @@ async def test_a_full_disk_pauses_batches(phase: str, tmp_path: Path, monkeypatc
     async with process(tmp_path) as one:
         store, full, refusals = one.files.store, True, 0
         owner, name = {
-            "validating": (store, "add_lines"),
-            "claiming": (store, "claim"),
-            "beginning": (store, "begin"),
+            "validating": (store.lines, "add"),
+            "claiming": (store.leases, "claim"),
+            "beginning": (store.lines, "mark_running"),
             "writing": (results_module, "write_at"),
-            "marking": (store, "end"),
+            "marking": (store.lines, "finish"),
             "finalizing": (files_module, "write_at"),
-            "ending": (store, "finish"),
+            "ending": (store.batches, "end"),
         }[phase]
         usual: Callable[..., Any] = getattr(owner, name)
 
@@ -1040,7 +1123,7 @@ async def test_an_operator_sees_batches_in_the_metrics(tmp_path: Path, monkeypat
         one.host.busy = True
         other = await one.batch(NAMES[:5], name="batch_2")
         await one.until(other, lambda found: found.status == "in_progress")
-        await one.files.store.change(other.id, lambda found: found.enter("cancelling"))
+        await one.files.store.batches.change(other.id, lambda found: found.set_status("cancelling"))
         one.runner.wake()
         await one.ended(other)
         await counted(one, **lines, lines_total_never_ran=5, es_ended_total_cancelled=1)
@@ -1062,7 +1145,7 @@ def test_limits() -> None:
     limit = Limit(8)
     assert 4 == limit.allowed
     for _ in range(4):
-        limit.ended(8)
+        limit.succeeded(8)
     assert 5 == limit.allowed
     began = time.monotonic()
     limit.overloaded(began)
@@ -1096,11 +1179,10 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self._loop = asyncio.Runner()
         self._patch = pytest.MonkeyPatch()
-        for name in ("_POLL", "_GROUP_SECONDS", "_TROUBLE_SECONDS", "_RETRY_SECONDS"):
-            self._patch.setattr(runner_module, name, 0.001)
-        self._patch.setattr(limits_module, "_FIRST_PAUSE", 0.001)
+        for name in ("POLL", "GROUP", "TROUBLE", "RETRY", "FIRST_PAUSE"):
+            self._patch.setattr(timing, name, 0.001)
         # Processes die often here, and lines are not to blame.
-        self._patch.setattr(runner_module, "_MAX_PROCESSES", 1000)
+        self._patch.setattr(quarantine, "_MAX_PROCESS_DEATHS", 1000)
         self._now = time.time
         self._ahead = 0.0
         self._patch.setattr(time, "time", lambda: self._now() + self._ahead)
@@ -1157,11 +1239,11 @@ class Life(RuleBasedStateMachine):
         async def cancel() -> None:
             def change(found: Batch) -> None:
                 if found.status in ("validating", "in_progress"):
-                    found.enter("cancelling")
+                    found.set_status("cancelling")
                     self._may_cancel.add(found.id)
 
             if number < len(self._made):
-                await self.process.files.store.change(self._made[number].id, change)
+                await self.process.files.store.batches.change(self._made[number].id, change)
                 self.process.runner.wake()
 
         self._loop.run(cancel())
@@ -1183,7 +1265,7 @@ class Life(RuleBasedStateMachine):
             self.process.host.refused = old.host.refused
             for batch in self._made:
                 if (await self.process.seen(batch)).open:
-                    ended = {row.number for row in await self.process.files.store.results(batch, (0, -1), 1000)}
+                    ended = {row.number for row in await self.process.files.store.lines.results(batch, (0, -1), 1000)}
                     self._ended_before[batch.id] = ended
             self.process.start()
 

@@ -13,10 +13,12 @@ import pytest
 
 from tests.clients.service import until
 from tests.clock import turns
+from triton_openai.batches.figures import batch_state
 from triton_openai.batches.file_folder import Files, on_disk
 from triton_openai.config.tree import BatchesSettings, FilesSettings
 from triton_openai.errors import StoreUnavailable
-from triton_openai.storage.batch_store import ROW_SIZE, Batch, Line, StoredFile
+from triton_openai.storage.batch_records import Batch, Line, StoredFile
+from triton_openai.storage.batch_tables import ROW_SIZE
 
 NOW = 1_000_000.0
 
@@ -33,19 +35,19 @@ async def add(files: Files, name: str, *, created: float, expires: float, total:
     file = StoredFile(
         id=f"file-{name}", owner="me", purpose="batch", filename="a", bytes=100, created=created, expires=None
     )
-    await files.store.written(file)
+    await files.store.files.complete(file)
     batch = Batch(
         id=name, owner="me", kind="openai", endpoint="/x", input=file.id, created=created, window="1h", expires=expires,
         total=total, status="in_progress" if total else "validating",
     )  # fmt: skip
-    assert "added" == await files.store.add(batch, most=10, most_bytes=1000 * ROW_SIZE)
-    await files.store.add_lines(batch, [Line(number, 0, 1, "m", 0) for number in range(1, waiting + 1)])
+    assert "added" == await files.store.batches.add(batch, max_open=10, max_total=1000 * ROW_SIZE)
+    await files.store.lines.add(batch, [Line(number, 0, 1, "m", 0) for number in range(1, waiting + 1)])
     return batch
 
 
 async def test_nothing_was_ever_made(files: Files) -> None:
     """A service that has no files has zeros to show, and makes no database for them."""
-    state = await files.state()
+    state = await batch_state(files)
     assert state is not None
     assert (0.0, 0.0, 0.0) == (state.lag, state.needed, state.files_bytes)
     assert {"validating": 0, "in_progress": 0, "finalizing": 0, "cancelling": 0} == state.statuses
@@ -62,10 +64,10 @@ async def test_an_operator_sees_what_waits(files: Files) -> None:
 
     def end(found: Batch) -> None:
         found.succeeded, found.failed = 8, 1
-        found.enter("finalizing")
+        found.set_status("finalizing")
 
-    await files.store.change(last.id, end)
-    state = await files.state()
+    await files.store.batches.change(last.id, end)
+    state = await batch_state(files)
     assert state is not None
     assert (60.0, 400.0) == (state.lag, state.files_bytes)
     # 50 lines within 200 seconds.
@@ -81,8 +83,8 @@ async def test_tables_that_cannot_be_read(files: Files, monkeypatch: pytest.Monk
     async def figures() -> None:
         raise StoreUnavailable("no")
 
-    monkeypatch.setattr(files.store, "figures", figures)
-    assert await files.state() is None
+    monkeypatch.setattr(files.store.batches, "open_batches", figures)
+    assert await batch_state(files) is None
     await files.store.close()
 
 
@@ -114,7 +116,7 @@ def test_a_folder_without_locks(files: Files, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fcntl, "flock", refused)
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(OSError, match="no locks"):
-        files.hold("a")
+        files.locks.lock("a")
     assert before == len(list(Path("/proc/self/fd").iterdir()))
 
 

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import json
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,20 +26,19 @@ from tests.store_fixture import Place
 from tests.unit.batches.test_batch_runner import NAMES, Host, Process, counted, process, request
 from triton_openai import errors
 from triton_openai.access.rate_limits import RateLimit, Reservation
-from triton_openai.batches import batch_runner as runner_module
-from triton_openai.batches import line_limits as limits_module
-from triton_openai.batches.results import Outcome, never_ran, rendered
-from triton_openai.storage.batch_store import Batch, next_group
+from triton_openai.batches import batch_lifecycle, timing
+from triton_openai.batches.away_models import Pause
+from triton_openai.batches.host import Outcome
+from triton_openai.batches.results import never_ran, rendered
+from triton_openai.storage.batch_records import Batch, next_group
 from triton_openai.triton.status import foreign_error
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing wait."""
-    for name in ("_POLL", "_GROUP_SECONDS", "_TROUBLE_SECONDS", "_RETRY_SECONDS", "_LONGEST_RETRY"):
-        monkeypatch.setattr(runner_module, name, 0.002)
-    for name in ("_FIRST_PAUSE", "_LONGEST_PAUSE"):
-        monkeypatch.setattr(limits_module, name, 0.002)
+    for name in ("POLL", "GROUP", "TROUBLE", "RETRY", "MAX_RETRY", "FIRST_PAUSE", "MAX_PAUSE"):
+        monkeypatch.setattr(timing, name, 0.002)
 
 
 # Of the service's state, of Triton's, or of the stores'.
@@ -156,8 +156,8 @@ async def test_a_model_that_is_away_for_a_moment(tmp_path: Path) -> None:
             done = await one.ended(batch)
         assert 20 == done.succeeded
         assert {name: [200] for name in NAMES} == one.results(done)
-        assert "a model is away: lines of batches wait for it" in [log["event"] for log in logs]
-        assert "a model is back: lines of batches go on" in [log["event"] for log in logs]
+        assert "model away, lines wait" in [log["event"] for log in logs]
+        assert "model back, lines resume" in [log["event"] for log in logs]
         await counted(one, models_away=0)
 
 
@@ -168,7 +168,7 @@ async def test_a_line_that_meets_no_model_again_and_again(tmp_path: Path) -> Non
         host.answers = {"id-0": [errors.UpstreamUnavailable("no")] * 10**6}
         batch = await one.batch(NAMES)
         await one.until(batch, lambda found: found.succeeded == 19)
-        waits = one.runner._held[batch.id].attempts[1].waits
+        waits = one.runner._batches[batch.id].attempts[1].waits
         assert waits == host.calls["id-0"] or waits + 1 == host.calls["id-0"]
         host.answers.clear()
         assert 20 == (await one.ended(batch)).succeeded
@@ -178,7 +178,7 @@ async def test_other_models_go_on(tmp_path: Path) -> None:
     """More lines than may wait for an attempt wait for a model that is away, and lines for others go on."""
     async with process(tmp_path) as one:
         host = one.host
-        host.most_running = 80
+        host.max_running = 80
         away, there = [f"away-{number}" for number in range(40)], NAMES
         host.answers = {name: [errors.UpstreamUnavailable("no")] for name in away}
         host.silent.add("n")
@@ -203,8 +203,8 @@ async def test_a_model_that_never_comes_back(tmp_path: Path) -> None:
 
 async def test_lines_behind_those_of_a_model_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines for models that are there are read over those of one that is away, up to a number of lines in memory."""
-    monkeypatch.setattr(runner_module, "_WINDOW", 10)
-    monkeypatch.setattr(runner_module, "_MAX_WINDOW", 40)
+    monkeypatch.setattr(batch_lifecycle, "_WINDOW", 10)
+    monkeypatch.setattr(batch_lifecycle, "_MAX_WINDOW", 40)
     for count, expected in ((30, 5), (60, 0)):
         async with process(tmp_path / str(count)) as one:
             host = one.host
@@ -215,7 +215,7 @@ async def test_lines_behind_those_of_a_model_that_is_away(tmp_path: Path, monkey
             host.silent.add("n")
             one.runner._away.pause("n", "no")
             host.busy = False
-            held = one.runner._held[batch.id]
+            held = one.runner._batches[batch.id]
             if expected:
                 await one.until(batch, lambda found: found.succeeded == expected)  # noqa: B023
             else:
@@ -299,13 +299,13 @@ async def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     now, looks = 1000.0, list[float]()
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    pause = limits_module.Pause()
+    pause = Pause()
     while now < 1095.0:
         now += 1.0
         if pause.due:
             looks.append(now - 1000.0)
-            pause.look()
-            pause.go_on()
+            pause.begin_check()
+            pause.extend()
     assert [1, 3, 7, 15, 31, 61, 91] == looks
 
 
@@ -329,7 +329,7 @@ class Fragile(Host):
         self.killed_at = list(killed_at)
         #: Lines that it is killed with when they run alone for the first time.
         self.met_once: set[str] = set()
-        self.most_running = 8
+        self.max_running = 8
 
     async def probe(self, batch: Batch, model: str) -> None:
         if self.triton.away:
@@ -378,7 +378,7 @@ async def test_lines_that_end_their_triton(poison: tuple[int, ...], running: int
     names = [f"id-{number}" for number in range(24)]
     triton = Triton(*(names[number] for number in poison))
     host = Fragile(triton)
-    host.most_running = running
+    host.max_running = running
     async with process(tmp_path / f"{running}-{len(poison)}-{sum(poison)}", host) as one:
         done = await one.ended(await one.batch(names))
         assert {name: [502] if name in triton.poison else [200] for name in names} == one.results(done)
@@ -392,7 +392,7 @@ async def test_large_groups_are_divided(tmp_path: Path) -> None:
     names = [f"id-{number}" for number in range(128)]
     triton = Triton("id-70")
     host = Fragile(triton)
-    host.most_running = 256
+    host.max_running = 256
     async with process(tmp_path, host) as one:
         done = await one.ended(await one.batch(names))
         assert {name: [502] if name == "id-70" else [200] for name in names} == one.results(done)
@@ -572,21 +572,83 @@ async def test_lines_that_cannot_begin(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(os, "pread", failing_read)
         monkeypatch.setattr(host, "admit", failing_admit)
         stopped = list[int]()
-        mark = one.files.store.stopped
+        mark = one.files.store.lines.mark_stopped
 
         async def noted(batch: Batch, lines: Sequence[int]) -> None:
             stopped.extend(lines)
             await mark(batch, lines)
 
-        monkeypatch.setattr(one.files.store, "stopped", noted)
+        monkeypatch.setattr(one.files.store.lines, "mark_stopped", noted)
         done = await one.ended(await one.batch(NAMES))
         assert {name: [200] for name in NAMES} == one.results(done)
         assert [] == failures + refusals
         assert stopped
-        assert 0 == sum(limit.running for limit in runner._limits.values())
+        assert 0 == runner._limits.running
         # All that was reserved is free again.
         free = [await admit("me") for _ in range(20)]
         assert [None] * 20 == [one.refusal for one in free if one is not None]
+
+
+def _fail(_: threading.Event) -> None:
+    raise OSError(errno.EIO, "no")
+
+
+def _hang(over: threading.Event) -> None:
+    over.wait(60)
+
+
+FAULTS: dict[str, Callable[[threading.Event], None]] = {
+    "an input with a bad sector": _fail,
+    "an input whose disk hangs": _hang,
+}
+
+
+@every_case("name", FAULTS)
+async def test_an_input_that_cannot_be_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other batches do not wait for it: not a whole pause of the runner, and not until the read has ended."""
+    monkeypatch.setattr(timing, "TROUBLE", 60.0)
+    over = threading.Event()
+    read = os.pread
+    async with process(tmp_path / name) as one:
+        one.host.busy = True
+        bad = await one.batch(NAMES, name="batch_bad")
+        good = await one.batch(NAMES, name="batch_good", owner="you")
+        for batch in (bad, good):
+            await one.until(batch, lambda found: found.status == "in_progress")
+        unreadable = os.fstat(one.runner._batches[bad.id].input).st_ino
+
+        def faulty_read(descriptor: int, length: int, start: int) -> bytes:
+            if os.fstat(descriptor).st_ino == unreadable and not over.is_set():
+                FAULTS[name](over)
+            return read(descriptor, length, start)
+
+        monkeypatch.setattr(os, "pread", faulty_read)
+        one.host.busy = False
+        try:
+            assert 20 == (await one.ended(good)).succeeded
+            assert 0 == (await one.seen(bad)).succeeded
+        finally:
+            over.set()
+        assert 20 == (await one.ended(bad)).succeeded
+
+
+async def test_one_line_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad sector below one line holds none of the other lines of its batch."""
+    read = os.pread
+    bad = True
+
+    def faulty_read(descriptor: int, length: int, start: int) -> bytes:
+        content = read(descriptor, length, start)
+        if bad and content.startswith(b'{"custom_id": "id-3"'):
+            raise OSError(errno.EIO, "no")
+        return content
+
+    monkeypatch.setattr(os, "pread", faulty_read)
+    async with process(tmp_path) as one:
+        batch = await one.batch(NAMES)
+        await one.until(batch, lambda found: found.succeeded == 19)
+        bad = False
+        assert 20 == (await one.ended(batch)).succeeded
 
 
 async def test_a_line_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -613,7 +675,7 @@ async def test_a_line_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mo
         assert {"": [500], "id-1": [200], "id-2": [200]} == one.results(done)
         assert b"line 1 of the input" in one.content(done.errors)
     assert 4 == len(reads)
-    assert [1] * 4 == [log["line"] for log in logs if log["event"] == "a line failed"]
+    assert [1] * 4 == [log["line"] for log in logs if log["event"] == "line failed"]
 
 
 async def test_normal_lines_go_on_while_another_process_has_the_quarantine(place: Place) -> None:
@@ -627,10 +689,10 @@ async def test_normal_lines_go_on_while_another_process_has_the_quarantine(place
     await first.die()
     async with process(place) as second:
         store = second.files.store
-        assert await store.enter_quarantine("other", 60.0)
+        assert await store.leases.enter_quarantine("other", 60.0)
         await second.until(batch, lambda found: found.succeeded == 18)
         assert not alone & second.host.calls.keys()
-        await store.leave_quarantine("other")
+        await store.leases.leave_quarantine("other")
         assert 20 == (await second.ended(batch)).succeeded
 
 

@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import closing, suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -24,9 +24,11 @@ from triton_openai.app import SERVICE, create_app
 from triton_openai.config.tree import BatchesSettings, FilesSettings, ResponsesSettings, Settings, TritonSettings
 from triton_openai.errors import ConfigurationError, StoreUnavailable
 from triton_openai.storage import ENTRY_POINT_GROUP, open_batch_store, open_store
-from triton_openai.storage.batch_store import MIGRATIONS, Batch, BatchStore, Line
+from triton_openai.storage.batch_records import Batch, Line
+from triton_openai.storage.batch_schema import MIGRATIONS
+from triton_openai.storage.sql import Steps
 from triton_openai.storage.sqlite import SqliteStore
-from triton_openai.storage.store import Chain, EntryFull, Page, Place, Row, Store
+from triton_openai.storage.store import Chain, EntryFull, Page, Row, RowKey, Store
 
 PAIR = [Row("list", "a", b"1"), Row("list", "b", b"\0\xff")]
 
@@ -50,19 +52,19 @@ async def stores(store_url: str) -> AsyncIterator[tuple[Store, Store]]:
 
 async def page(store: Store, key: str, name: str = "list", **query: Any) -> Page:
     """Return a page."""
-    found = await store.page(key, name, **{"limit": 10, "most_size": 1000, **query})
+    found = await store.page(key, name, **{"limit": 10, "max_size": 1000, **query})
     assert found is not None
     return found
 
 
 async def chain(store: Store, key: str, *names: str, owner: str = "me", **bounds: int) -> Chain:
     """Return a chain."""
-    return await store.chain(key, owner, names, **{"most": 10, **bounds})
+    return await store.chain(key, owner, names, **{"max_links": 10, **bounds})
 
 
 async def data(store: Store, key: str, *names: str) -> list[bytes]:
     """Return what the lists *names* of an entry hold."""
-    return list((await store.chain(key, "me", names, most=1)).rows)
+    return list((await store.chain(key, "me", names, max_links=1)).rows)
 
 
 async def test_heads_and_versions(stores: tuple[Store, Store]) -> None:
@@ -108,11 +110,11 @@ async def test_rows(stores: tuple[Store, Store]) -> None:
     assert Page(rows[:2], True) == await page(first, "k", limit=2)
     assert Page(rows[2:], False) == await page(first, "k", after="b")
     assert Page(rows[1::-1], False) == await page(first, "k", after="c:é '", reverse=True)
-    assert Page(rows[2:3], True) == await page(first, "k", after="b", most_size=6)
-    assert Page(rows[3:], False) == await page(first, "k", after="c:é '", most_size=0)
+    assert Page(rows[2:3], True) == await page(first, "k", after="b", max_size=6)
+    assert Page(rows[3:], False) == await page(first, "k", after="c:é '", max_size=0)
     assert Page([], False) == await page(first, "k", after="d")
     for wrong in ("none", "z"):
-        assert await first.page("k", "list", after=wrong, limit=1, most_size=9) is None
+        assert await first.page("k", "list", after=wrong, limit=1, max_size=9) is None
     assert Page([], False) == await page(first, "none")
 
     found = await first.get("k")
@@ -129,14 +131,14 @@ async def test_the_bounds_of_an_entry(stores: tuple[Store, Store]) -> None:
     """What would exceed one is not added, not in part either; what is there already takes no room."""
     first, second = stores
     await first.put("k", "me", b"", 0, rows=PAIR)
-    each: tuple[dict[str, Any], ...] = ({"most_rows": 3}, {"most_size": 9})
+    each: tuple[dict[str, Any], ...] = ({"max_rows": 3}, {"max_size": 9})
     for bounds in each:
         with pytest.raises(EntryFull):
             await second.append("k", "me", [Row("list", "x", b"1234"), Row("list", "y", b"123")], **bounds)
         assert await second.append("k", "me", [*PAIR, PAIR[0]], **bounds)
     assert PAIR == list((await page(first, "k")).rows)
     assert await second.append(
-        "k", "me", [Row("list", "x", b"1234"), Row("list", "y", b"123")], most_rows=4, most_size=10
+        "k", "me", [Row("list", "x", b"1234"), Row("list", "y", b"123")], max_rows=4, max_size=10
     )
     assert {"me": 10} == await first.owners()
 
@@ -167,7 +169,7 @@ async def test_large_rows(stores: tuple[Store, Store]) -> None:
     await first.put("k", "me", b"h", 0, rows=rows[:4])
     await first.put("l", "me", b"h", 0, rows=rows[4:])
     assert [row.data for row in rows] == [*await data(second, "k", "list"), *await data(second, "l", "list")]
-    places = [Place("kl"[number // 4], f"r{number}") for number in range(8)]
+    places = [RowKey("kl"[number // 4], f"r{number}") for number in range(8)]
     assert dict(zip(places, (row.data for row in rows), strict=True)) == await second.fetch("me", places)
 
 
@@ -204,7 +206,7 @@ async def test_chains(stores: tuple[Store, Store]) -> None:
         )
     found = await chain(second, "k3", "in", "out")
     assert [("k3", True), ("k2", True), ("k1", True), ("k0", True), ("k-1", False)] == [
-        (link.key, link.found) for link in found.links
+        (link.key, link.exists) for link in found.links
     ]
     assert [b"%s%d" % (kind, number) for number in range(4) for kind in (b"i", b"o")] == list(found.rows)
     assert (8, 16) == (found.length, found.size)
@@ -212,11 +214,11 @@ async def test_chains(stores: tuple[Store, Store]) -> None:
     # By any clock: one that is behind, here or in the store, does not bring back a lease that was ended.
     assert all(link.until < time.time() - 3600 for link in (found.links[0], found.links[2]))
     # What is too much is counted, and not read.
-    for most_rows, most_size in ((7, 16), (8, 15)):
-        many = await chain(first, "k3", "in", "out", most_rows=most_rows, most_size=most_size)
+    for max_rows, max_size in ((7, 16), (8, 15)):
+        many = await chain(first, "k3", "in", "out", max_rows=max_rows, max_size=max_size)
         assert ([], 8, 16, 5) == (list(many.rows), many.length, many.size, len(many.links))
-    assert found.rows == (await chain(first, "k3", "out", "in", most_rows=8, most_size=16)).rows
-    found = await chain(first, "k3", "in", most=2)
+    assert found.rows == (await chain(first, "k3", "out", "in", max_rows=8, max_size=16)).rows
+    found = await chain(first, "k3", "in", max_links=2)
     assert (["k3", "k2"], [b"i2", b"i3"]) == ([link.key for link in found.links], list(found.rows))
     found = await chain(first, "k3", "in", owner="you")
     assert ([("k3", False)], [], 0, 0) == ([link[:2] for link in found.links], list(found.rows), *found[2:])
@@ -240,7 +242,7 @@ async def test_chains(stores: tuple[Store, Store]) -> None:
     # Without a bridge there is a gap.
     assert await first.delete("k0")
     found = await chain(second, "other", "in")
-    assert [("other", True), ("k0", False)] == [(link.key, link.found) for link in found.links]
+    assert [("other", True), ("k0", False)] == [(link.key, link.exists) for link in found.links]
 
 
 async def test_entries_in_order(stores: tuple[Store, Store]) -> None:
@@ -270,7 +272,7 @@ async def test_rows_at_places(stores: tuple[Store, Store]) -> None:
     first, second = stores
     for number in range(2):
         await first.put(f"k{number}", "me", b"h", 0, rows=[Row("in", "i", b"i%d" % number), Row("out", "o", b"o1")])
-    places = [Place("k0", "i"), Place("k1", "o"), Place("k1", "none"), Place("none", "i"), Place("k1", "é '\"")]
+    places = [RowKey("k0", "i"), RowKey("k1", "o"), RowKey("k1", "none"), RowKey("none", "i"), RowKey("k1", "é '\"")]
     assert {places[0]: 2, places[1]: 2} == await first.sizes("me", places)
     assert {places[0]: b"i0", places[1]: b"o1"} == await second.fetch("me", places)
     assert {} == await first.sizes("you", places)
@@ -307,8 +309,8 @@ async def test_age(kind: str, request: pytest.FixtureRequest) -> None:
     store, later = opened(url), opened(url, max_age=1e-12)
     await store.put("k", "me", b"1", 0, rows=PAIR)
     assert await later.get("k") is None
-    assert {} == await later.sizes("me", [Place("k", "a")])
-    assert [False] == [link.found for link in (await chain(later, "k", "list")).links]
+    assert {} == await later.sizes("me", [RowKey("k", "a")])
+    assert [False] == [link.exists for link in (await chain(later, "k", "list")).links]
     await later.sweep()
     assert [] == await data(store, "k", "list")
     assert 0 == sum((await store.owners()).values())
@@ -496,7 +498,7 @@ async def test_a_file_that_cannot_be_used(tmp_path_factory: pytest.TempPathFacto
         if isinstance(store, Store):
             await store.put("k", "me", bytes(100_000), 0)
         else:
-            await store.add(batch_of("batch_1"), most=9, most_bytes=10**9)
+            await store.batches.add(batch_of("batch_1"), max_open=9, max_total=10**9)
         await store.verify()
         await store.close()
         change(path, table=table, column=column)
@@ -576,17 +578,17 @@ async def test_a_pooler_in_transaction_mode(pgbouncer: Callable[[], str]) -> Non
     batches = [open_batch_store(url)[0] for _ in range(2)]
     made = [batch_of(f"batch_{number}") for number in range(12)]
     added = await asyncio.gather(
-        *(batches[place % 2].add(batch, most=99, most_bytes=10**9) for place, batch in enumerate(made))
+        *(batches[place % 2].batches.add(batch, max_open=99, max_total=10**9) for place, batch in enumerate(made))
     )
     assert ["added"] * 12 == added
     claimed = await asyncio.gather(
-        *(batches[place % 2].claim(f"holder-{place}", 60.0, max_running=99) for place in range(12))
+        *(batches[place % 2].leases.claim(f"holder-{place}", 60.0, max_running=99) for place in range(12))
     )
     assert 12 == len({batch.id for batch in claimed if batch is not None})
     first = claimed[0]
     assert first is not None
-    await batches[0].add_lines(first, [Line(number, 0, 1, "m", 0) for number in range(300)])
-    assert 300 == len(await batches[1].waiting(first, -1, 1000))
+    await batches[0].lines.add(first, [Line(number, 0, 1, "m", 0) for number in range(300)])
+    assert 300 == len(await batches[1].lines.waiting(first, -1, 1000))
     for batch_store in batches:
         await batch_store.verify()
         await batch_store.close()
@@ -607,7 +609,7 @@ async def test_a_batch_store_that_hangs(
     """What a client asks of a frozen database, or of a file that another process has, fails after five seconds."""
     server: Server = request.getfixturevalue(kind)
     batches = open_batch_store(server.url())[0]
-    assert "added" == await batches.add(batch_of("batch_1"), most=9, most_bytes=10**9)
+    assert "added" == await batches.batches.add(batch_of("batch_1"), max_open=9, max_total=10**9)
     writer: sqlite3.Connection | None = None
     if kind == "file":
         writer = sqlite3.connect(tmp_path / "state" / "file", isolation_level=None)
@@ -615,7 +617,7 @@ async def test_a_batch_store_that_hangs(
     else:
         server.freeze()
     try:
-        waiting = asyncio.create_task(batches.add(batch_of("batch_2"), most=9, most_bytes=10**9))
+        waiting = asyncio.create_task(batches.batches.add(batch_of("batch_2"), max_open=9, max_total=10**9))
         await clock.elapse(4.0)
         assert not waiting.done()
         await clock.elapse(2.0)
@@ -627,8 +629,8 @@ async def test_a_batch_store_that_hangs(
         else:
             writer.execute("COMMIT")
             writer.close()
-    assert await batches.batch("batch_1", "me", "openai") is not None
-    assert await batches.batch("batch_2", "me", "openai") is None
+    assert await batches.batches.find("batch_1", "me", "openai") is not None
+    assert await batches.batches.find("batch_2", "me", "openai") is None
     await batches.close()
 
 
@@ -654,45 +656,88 @@ async def test_tables_of_an_older_release(tmp_path: Path) -> None:
     assert 10 == changes
 
 
-class Migrating:
-    """A database whose tables take 20 seconds to change, at the first operation."""
+async def test_a_migration_may_take_longer_than_an_operation(postgresql: Server) -> None:
+    """Operations fail in their time, the migration continues without them, and it runs once."""
+    import asyncpg
 
-    def __init__(self) -> None:
-        self.migrated = False
-        self.migrations = 0
+    from triton_openai.storage.postgresql import PostgresDatabase
 
-    async def run(self, steps: Any, *, timeout: float, write: bool = False) -> Any:
-        async with asyncio.timeout(timeout):
-            if not self.migrated:
-                self.migrations += 1
-                await asyncio.sleep(20.0)
-                self.migrated = True
-        return None
+    migrations: list[int] = []
 
-    async def verify(self, tables: Any, *, timeout: float) -> None:
-        await self.run(None, timeout=timeout)
+    def lacking(version: int) -> Sequence[tuple[int, Sequence[str]]]:
+        migrations.append(version)
+        return [(1, ("CREATE TABLE slow (id TEXT)",))]
 
-    async def close(self) -> None:
-        pass
+    def count() -> Steps[int]:
+        rows = yield ("SELECT COUNT(*) FROM slow",)
+        return int(rows[0][0])
 
-
-async def test_a_migration_may_take_longer_than_an_operation(clock: Clock) -> None:
-    """What clients ask fails after five seconds, and the change of the tables goes on."""
-    database = Migrating()
-    store = BatchStore(database)
+    url = postgresql.url()
+    blocking = await asyncpg.connect(url)
+    # As another process that migrates.
+    await blocking.execute("SELECT pg_advisory_lock(7461834517)")
+    database = PostgresDatabase(url, lacking)
     for _ in range(3):
-        waiting = asyncio.create_task(store.place())
-        await clock.elapse(0.0)
-        await clock.elapse(6.0)
-        with pytest.raises(StoreUnavailable):
-            await waiting
-    waiting = asyncio.create_task(store.place())
-    await clock.elapse(0.0)
-    await clock.elapse(4.0)
-    assert await waiting is None
-    assert database.migrated
-    assert 1 == database.migrations
-    await store.close()
+        with pytest.raises(TimeoutError):
+            await database.run(count(), timeout=0.05)
+    assert database._connecting is not None
+    assert not database._connecting.done()
+    await blocking.close()
+    assert 0 == await database.run(count(), timeout=60)
+    assert [0] == migrations
+    await database.close()
+
+
+async def test_a_migration_of_a_server_that_hangs(postgresql: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given up when the server accepts no connection any more, and runs again when it does."""
+    import asyncpg
+
+    from triton_openai.storage import postgresql as module
+
+    monkeypatch.setattr(module, "_CHECK_SECONDS", 0.01)
+    url = postgresql.url()
+    blocking = await asyncpg.connect(url)
+    await blocking.execute("SELECT pg_advisory_lock(7461834517)")
+    database = module.PostgresDatabase(url, lambda version: [])
+    with pytest.raises(TimeoutError):
+        await database.run(nothing(), timeout=0.5)
+    migrating = database._connecting
+    assert migrating is not None
+    assert not migrating.done()
+    monkeypatch.setattr(module, "_CONNECT_SECONDS", 0.1)
+    postgresql.freeze()
+    try:
+        await asyncio.wait([migrating])
+        assert isinstance(migrating.exception(), asyncpg.InterfaceError)
+    finally:
+        postgresql.thaw()
+    await blocking.close()
+    monkeypatch.setattr(module, "_CONNECT_SECONDS", 60)
+    await database.run(nothing(), timeout=60)
+    await database.close()
+
+
+async def test_a_service_that_ends_during_a_migration(postgresql: Server) -> None:
+    """The end of the service stops the migration, which leaves nothing behind."""
+    import asyncpg
+
+    from triton_openai.storage.postgresql import PostgresDatabase
+
+    url = postgresql.url()
+    blocking = await asyncpg.connect(url)
+    await blocking.execute("SELECT pg_advisory_lock(7461834517)")
+    database = PostgresDatabase(url, lambda version: [(1, ("CREATE TABLE slow (id TEXT)",))])
+    with pytest.raises(TimeoutError):
+        await database.run(nothing(), timeout=0.5)
+    await database.close()
+    await blocking.execute("SELECT pg_advisory_unlock(7461834517)")
+    assert await blocking.fetchval("SELECT to_regclass('slow')") is None
+    await blocking.close()
+
+
+def nothing() -> Steps[None]:
+    """Ask the database for nothing."""
+    yield ("SELECT 1",)
 
 
 @pytest.mark.parametrize("kind", ["file", "postgresql"])

@@ -57,7 +57,7 @@ _decode_params = msgspec.json.Decoder(_Params).decode
 
 
 class MessageBatchBody(msgspec.Struct, frozen=True):
-    """What a batch is made of."""
+    """The requests of a batch, and the models that they ask."""
 
     requests: list[BatchedMessage]
     models: set[str]
@@ -71,37 +71,39 @@ def read_batch(body: bytes, limits: LimitSettings, *, max_requests: int) -> Mess
     """
     envelope, items = _split(body, max_requests)
     # If there is no list of requests, it is an error that the decoder describes.
-    kind = _Envelope if items else MessageBatchRequest
+    kind: type[msgspec.Struct] = MessageBatchRequest
+    if items:
+        kind = _Envelope
     JsonCheck(limits).check(envelope)
     parse_json(envelope, kind, [])
     requests: list[BatchedMessage] = []
     names: set[str] = set()
     models: set[str] = set()
     for number, item in enumerate(items):
-        place = f"{_FIELD}[{number}]"
+        path = f"{_FIELD}[{number}]"
         try:
             JsonCheck(limits, batched=True).check(item)
-            one = parse_json(item, BatchedMessage, [])
-            params = _params(one)
+            request = parse_json(item, BatchedMessage, [])
+            params = _params(request)
         except InvalidRequest as error:
             if error.param is None:
-                error.param = place
+                error.param = path
             else:
-                error.param = f"{place}.{error.param}"
-            error.message = f"'{place}' is wrong. {error.message}"
+                error.param = f"{path}.{error.param}"
+            error.message = f"'{path}' is wrong. {error.message}"
             raise
-        if one.custom_id in names:
-            raise InvalidValue(f"'{place}.custom_id' is that of an earlier request.", f"{place}.custom_id")
-        names.add(one.custom_id)
+        if request.custom_id in names:
+            raise InvalidValue(f"'{path}.custom_id' is that of an earlier request.", f"{path}.custom_id")
+        names.add(request.custom_id)
         models.add(params.model)
-        requests.append(one)
+        requests.append(request)
     return MessageBatchBody(requests, models)
 
 
-def _params(one: BatchedMessage) -> _Params:
-    # The rest of them is looked at when the request runs.
+def _params(request: BatchedMessage) -> _Params:
+    # The others are checked line by line before the batch runs.
     try:
-        params = _decode_params(one.params)
+        params = _decode_params(request.params)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidValue(f"'params' is wrong: {error}.", "params") from error
     if params.stream:
@@ -113,7 +115,7 @@ def _split(body: bytes, max_items: int) -> tuple[bytes, list[bytes]]:
     """
     Return the JSON object *body* with an empty list of requests, and the items of that list as they are written.
 
-    What is not JSON may be split anywhere: whoever decodes the parts sees that. Raises :class:`PayloadTooLarge` for
+    What is not JSON may be split anywhere: the decoder of the parts refuses it. Raises :class:`PayloadTooLarge` for
     more than *max_items*: to free millions of them would take long as well.
     """
     items: list[bytes] = []
@@ -121,12 +123,12 @@ def _split(body: bytes, max_items: int) -> tuple[bytes, list[bytes]]:
     kept = depth = begin = 0
     key = b""
     inside = False
-    for place, end in _marks(body):
-        mark = body[place : place + 1]
+    for offset, end in _marks(body):
+        mark = body[offset : offset + 1]
         if mark == b'"':
             # Of the object's strings, the last one before a list is the list's key.
             if depth == 1:
-                key = body[place:end]
+                key = body[offset:end]
         elif mark in _OPENING:
             depth += 1
             if depth == 2 and mark == b"[" and _is_field(key):
@@ -138,13 +140,13 @@ def _split(body: bytes, max_items: int) -> tuple[bytes, list[bytes]]:
             depth -= 1
             if inside and depth == 1:
                 inside = False
-                kept = place
-                if items or body[begin:place].strip():
-                    items.append(body[begin:place])
+                kept = offset
+                if items or body[begin:offset].strip():
+                    items.append(body[begin:offset])
         elif inside and depth == 2:
             if len(items) + 1 >= max_items:
                 raise PayloadTooLarge(f"A batch can have {max_items} requests at most.", param=_FIELD)
-            items.append(body[begin:place])
+            items.append(body[begin:offset])
             begin = end
     envelope.append(body[kept:])
     return b"".join(envelope), items
@@ -164,42 +166,42 @@ def _marks(body: bytes) -> Iterator[tuple[int, int]]:
 
     Raises :class:`PayloadTooLarge` for too many: each takes half a microsecond.
     """
-    place = 0
+    offset = 0
     size = len(body)
     left = _MAX_MARKS
-    while place < size:
-        found = _MARK.search(body, place, place + _STEP)
-        if found is None:
-            place += _STEP
+    while offset < size:
+        match = _MARK.search(body, offset, offset + _STEP)
+        if match is None:
+            offset += _STEP
             continue
-        begin = found.start()
-        place = found.end()
-        if found[0] == b'"':
-            place = _next_quote(body, place)
-            while left and place < size and _is_escaped(body, place - 1):
-                place = _next_quote(body, place)
+        begin = match.start()
+        offset = match.end()
+        if match[0] == b'"':
+            offset = _next_quote(body, offset)
+            while left and offset < size and _is_escaped(body, offset - 1):
+                offset = _next_quote(body, offset)
                 left -= 1
         if not left:
             raise PayloadTooLarge(f"The batch's JSON has more than {_MAX_MARKS} values and quotation marks.")
         left -= 1
-        yield begin, place
+        yield begin, offset
 
 
-def _next_quote(body: bytes, place: int) -> int:
-    """Return the place behind the next quotation mark, or behind *body*."""
-    return body.find(b'"', place) + 1 or len(body)
+def _next_quote(body: bytes, offset: int) -> int:
+    """Return the offset behind the next quotation mark, or behind *body*."""
+    return body.find(b'"', offset) + 1 or len(body)
 
 
-def _is_escaped(body: bytes, place: int) -> bool:
-    """Return whether an odd number of backslashes precedes *place*."""
+def _is_escaped(body: bytes, offset: int) -> bool:
+    """Return whether an odd number of backslashes precedes *offset*."""
     width = 16
     count = 0
     while True:
-        before = body[max(0, place - width) : place]
+        before = body[max(0, offset - width) : offset]
         backslashes = len(before) - len(before.rstrip(b"\\"))
         count += backslashes
         if backslashes < width:
             return count % 2 == 1
         # There are more, maybe many: in steps, each of which holds the interpreter.
-        place -= width
+        offset -= width
         width = min(2 * width, _STEP)

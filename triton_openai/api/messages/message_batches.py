@@ -23,7 +23,7 @@ from triton_openai.api.service import Service
 from triton_openai.api.uploaded_files import file_reply, files_of, page_reply
 from triton_openai.batches.file_folder import Files, Writing, on_disk
 from triton_openai.operations import Call, Reply
-from triton_openai.storage.batch_store import Batch
+from triton_openai.storage.batch_records import Batch, StoredFile
 
 _PATH = "/v1/messages"
 _HOURS = 24
@@ -34,7 +34,7 @@ _STEP = 1024 * 1024
 
 
 class MessageCounts(msgspec.Struct, kw_only=True):
-    """The requests of a batch; all of them are ``processing`` until it has ended."""
+    """The requests of a batch; all of them count as ``processing`` until it has ended."""
 
     processing: int
     succeeded: int
@@ -70,7 +70,7 @@ class DeletedMessageBatch(msgspec.Struct, kw_only=True):
 
 
 async def create(service: Service, call: Call[bytes]) -> Reply:
-    """Run requests for messages below live traffic. Most of their parameters are looked at when they run."""
+    """Run requests for messages below live traffic. Most of their parameters are checked before any of them runs."""
     files = files_of(service)
     add_request_id(call.record)
     batch_id = new_id("msgbatch", "_")
@@ -88,12 +88,12 @@ async def create(service: Service, call: Call[bytes]) -> Reply:
         owner=call.key.name,
         kind="anthropic",
         endpoint=_PATH,
-        input="",
+        input=batch_id,
         created=now,
         window=f"{_HOURS}h",
         expires=now + _HOURS * 3600,
     )
-    batch.input, batch.total = batch.id, len(body.requests)
+    batch.total = len(body.requests)
     writing = await files.write(f"{batch.id}.requests")
     try:
         await on_disk(_write, writing, body.requests)
@@ -101,7 +101,7 @@ async def create(service: Service, call: Call[bytes]) -> Reply:
         await add(service, call.record, batch, "requests")
     except BaseException:
         writing.close()
-        # It may be there all the same. What cannot be looked at now is swept.
+        # The batch may have been added all the same. A file that cannot be deleted now is swept.
         with suppress(errors.ServiceError):
             await asyncio.shield(_undo(files, batch))
         raise
@@ -109,15 +109,15 @@ async def create(service: Service, call: Call[bytes]) -> Reply:
 
 
 async def _undo(files: Files, batch: Batch) -> None:
-    """Delete the requests of a *batch* that was not made."""
-    if await files.store.batch(batch.id, batch.owner, batch.kind) is None:
+    """Delete the requests of *batch* if it was not added."""
+    if await files.store.batches.find(batch.id, batch.owner, batch.kind) is None:
         await files.unlink(f"{batch.id}.requests")
 
 
 def _write(writing: Writing, requests: Iterable[BatchedMessage]) -> None:
     """Write a line for each of *requests*; runs in a thread."""
-    for one in requests:
-        line = {"custom_id": one.custom_id, "method": "POST", "url": _PATH, "body": one.params}
+    for request in requests:
+        line = {"custom_id": request.custom_id, "method": "POST", "url": _PATH, "body": request.params}
         # A line break between two fields would end the line. In steps, each of which holds the interpreter.
         view = memoryview(msgspec.json.encode(line))
         for start in range(0, len(view), _STEP):
@@ -129,11 +129,11 @@ async def list_batches(service: Service, call: Call[None]) -> Reply:
     """List the batches of messages of the request's key, newest first."""
     files = files_of(service)
     add_request_id(call.record)
-    limit, param, place, before = message_page_query(call.query)
+    limit, param, cursor, before = message_page_query(call.query)
     find = None
     if files.exist:
-        find = partial(files.store.batches, call.key.name, "anthropic", reverse=not before)
-    batches, more = await fetch_page(find, limit, place, param)
+        find = partial(files.store.batches.page, call.key.name, "anthropic", reverse=not before)
+    batches, more = await fetch_page(find, limit, cursor, param)
     if before:
         batches = batches[::-1]
     return await page_reply(MessageBatchPage, batches, _batch_object, more=more)
@@ -151,7 +151,7 @@ async def retrieve(service: Service, call: Call[None]) -> Reply:
 
 
 async def cancel(service: Service, call: Call[None]) -> Reply:
-    """Cancel a batch of messages. Requests that run may end, others are not begun any more."""
+    """Cancel a batch of messages. Requests that run may end, others do not start."""
     return whole(_batch_object(await cancel_batch(service, call, await _batch(service, call))))
 
 
@@ -161,10 +161,11 @@ async def delete(service: Service, call: Call[None]) -> Reply:
     if batch.open:
         raise errors.ObjectInUse("The batch has not ended. Cancel it first.", param="message_batch_id")
     files = files_of(service)
-    if batch.output is not None and (file := await files.store.file(batch.output, batch.owner)) is not None:
+    file = await _output(files, batch)
+    if file is not None:
         await files.delete(file)
     # Last: if anything of it fails, the client can try again.
-    await files.store.drop_batch(batch.id)
+    await files.store.batches.delete(batch.id)
     return whole(DeletedMessageBatch(id=batch.id))
 
 
@@ -172,51 +173,67 @@ async def results(service: Service, call: Call[None]) -> Reply:
     """Return the results of a batch that has ended: a JSON object in each line, in the order in which they came."""
     batch = await _batch(service, call)
     files = files_of(service)
-    if batch.open or batch.output is None:
-        file = None
-    else:
-        file = await files.store.file(batch.output, batch.owner)
+    if batch.open:
+        raise errors.ObjectNotFound("The batch has not ended.", param="message_batch_id")
+    file = await _output(files, batch)
     if file is None:
-        if batch.open:
-            why = "has not ended"
-        else:
-            why = "has no results any more, or never had any"
-        raise errors.ObjectNotFound(f"The batch {why}.", param="message_batch_id")
+        raise errors.ObjectNotFound("The batch has no results any more, or never had any.", param="message_batch_id")
     return await file_reply(service, file, f"{batch.id}_results.jsonl", "application/x-jsonl")
+
+
+async def _output(files: Files, batch: Batch) -> StoredFile | None:
+    """Return the file with the results of *batch*, if it has one."""
+    if batch.output is None:
+        return None
+    return await files.store.files.find(batch.output, batch.owner)
 
 
 def _batch_object(batch: Batch) -> MessageBatch:
     """Return *batch* as clients see it."""
-    total = batch.total
-    ended = not batch.open
-    if ended:
-        never = total - batch.succeeded - batch.failed
-    else:
-        never = 0
     ended_at = None
-    if ended:
-        ended_at = batch.times.get(f"{batch.status}_at")
-    counts = MessageCounts(
-        processing=0 if ended else total,
-        succeeded=batch.succeeded if ended else 0,
-        errored=(batch.failed + (never if batch.status == "failed" else 0)) if ended else 0,
-        canceled=never if batch.status == "cancelled" else 0,
-        expired=never if batch.status == "expired" else 0,
-    )
-    cancelling = batch.times.get("cancelling_at")
+    results_url = None
+    status: Literal["in_progress", "canceling", "ended"] = "in_progress"
+    if batch.status == "cancelling":
+        status = "canceling"
+    if not batch.open:
+        status = "ended"
+        ended_at = _time(batch.times.get(f"{batch.status}_at"))
+        if batch.output is not None:
+            # A path and not a URL: a proxy in front of the service may have another protocol and another name.
+            results_url = f"{_PATH}/batches/{batch.id}/results"
     return MessageBatch(
         id=batch.id,
-        processing_status="ended" if ended else "canceling" if batch.status == "cancelling" else "in_progress",
-        request_counts=counts,
-        ended_at=None if ended_at is None else _time(ended_at),
-        created_at=_time(batch.created),
-        expires_at=_time(batch.expires),
-        cancel_initiated_at=None if cancelling is None else _time(cancelling),
-        # Not a whole URL: what stands in front of the service may speak another protocol, under another name.
-        results_url=f"{_PATH}/batches/{batch.id}/results" if ended and batch.output is not None else None,
+        processing_status=status,
+        request_counts=_counts(batch),
+        ended_at=ended_at,
+        created_at=_text(batch.created),
+        expires_at=_text(batch.expires),
+        cancel_initiated_at=_time(batch.times.get("cancelling_at")),
+        results_url=results_url,
     )
 
 
-def _time(seconds: float) -> str:
+def _counts(batch: Batch) -> MessageCounts:
+    """Return the counts of *batch* as Anthropic's API has them: by result, once it has ended."""
+    if batch.open:
+        return MessageCounts(processing=batch.total, succeeded=0, errored=0, canceled=0, expired=0)
+    counts = MessageCounts(processing=0, succeeded=batch.succeeded, errored=batch.failed, canceled=0, expired=0)
+    if batch.status == "cancelled":
+        counts.canceled = batch.unfinished
+    elif batch.status == "expired":
+        counts.expired = batch.unfinished
+    elif batch.status == "failed":
+        counts.errored += batch.unfinished
+    return counts
+
+
+def _time(seconds: float | None) -> str | None:
+    """Return a Unix time as a text, if there is one."""
+    if seconds is None:
+        return None
+    return _text(seconds)
+
+
+def _text(seconds: float) -> str:
     """Return a Unix time in the form of RFC 3339."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

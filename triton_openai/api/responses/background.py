@@ -251,7 +251,7 @@ class ResumedEvents:
 
     async def _rows(self) -> Sequence[Row]:
         page = await self._found.state.store().page(
-            self._found.response.id, EVENTS, after=self._row, limit=_PAGE_ROWS, most_size=_PAGE_SIZE
+            self._found.response.id, EVENTS, after=self._row, limit=_PAGE_ROWS, max_size=_PAGE_SIZE
         )
         if page is None:
             return ()

@@ -24,7 +24,7 @@ from triton_openai.api.responses.retrieve import list_of, page_of
 from triton_openai.api.responses.stored import ResponseStore, StoredResponse, is_key, no_conversation
 from triton_openai.api.service import Service
 from triton_openai.operations import Call, Reply, Whole
-from triton_openai.storage.store import Place, Row
+from triton_openai.storage.store import Row, RowKey
 from triton_openai.telemetry.logging import warn
 
 _log = structlog.get_logger(__name__)
@@ -174,7 +174,7 @@ async def add_items(service: Service, call: Call[NewItems]) -> Reply:
     owner = call.key.name
     rows = await _rows(call, call.body.items)
     conversation = await _conversation(service, call)
-    added = {Place(conversation.id, row.id): row for row in rows}
+    added = {RowKey(conversation.id, row.id): row for row in rows}
     stored = await responses.store().fetch(owner, added)
     for number, (item, row) in enumerate(added.items()):
         if stored.get(item, row.data) != row.data:
@@ -190,7 +190,7 @@ def _unknown(item_id: str) -> errors.ObjectNotFound:
 async def retrieve_item(service: Service, call: Call[None]) -> Reply:
     """Return an item of a conversation."""
     conversation = await _conversation(service, call)
-    item = Place(conversation.id, call.path["item"])
+    item = RowKey(conversation.id, call.path["item"])
     if not is_id(item.id):
         raise _unknown(item.id)
     stored = await service.responses.store().fetch(call.key.name, [item])

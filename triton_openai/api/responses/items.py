@@ -19,7 +19,7 @@ from triton_openai.api.responses.objects import CompactRequest, Item, ResponsesR
 from triton_openai.api.responses.stored import ResponseStore, joined
 from triton_openai.config.tree import Settings
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, InvalidValue, ObjectNotFound
-from triton_openai.storage.store import Place, Row
+from triton_openai.storage.store import Row, RowKey
 
 _ITEMS = offload.json_decoder(list[Item])
 _PREFIXES: Mapping[str, str] = {
@@ -224,8 +224,8 @@ class InputResolver:
         if not wanted:
             return {}
         # The id of an item ends with that of its response, and a number.
-        places = {item_id: Place(f"resp_{item_id.partition('_')[2][:32]}", item_id) for item_id in wanted.values()}
-        stored: Mapping[Place, bytes] = {}
+        places = {item_id: RowKey(f"resp_{item_id.partition('_')[2][:32]}", item_id) for item_id in wanted.values()}
+        stored: Mapping[RowKey, bytes] = {}
         if self._state.keeps:
             store = self._state.store()
             sizes = await store.sizes(self._owner, [place for place in places.values() if is_id(place.id)])

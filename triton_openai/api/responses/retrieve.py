@@ -102,7 +102,7 @@ async def page_of(service: Service, call: Call[Any], key: str, name: str, order:
     limit, after, reverse = page_query(call.query, order)
     store = service.responses.store()
     max_size = service.settings.limits.max_text_size
-    page = await store.page(key, name, after=after, limit=limit, most_size=max_size, reverse=reverse)
+    page = await store.page(key, name, after=after, limit=limit, max_size=max_size, reverse=reverse)
     if page is None:
         raise unknown_id_error("after")
     return list_of(page.rows, more=page.more)

@@ -107,8 +107,8 @@ class ResponseStore:
         if entry is None:
             kept = None
         else:
-            kept = await self.store().chain(response_id, owner, ["output"], most=1)
-        if entry is None or kept is None or not kept.links[0].found:
+            kept = await self.store().chain(response_id, owner, ["output"], max_links=1)
+        if entry is None or kept is None or not kept.links[0].exists:
             raise errors.ObjectNotFound(f"There is no response '{response_id[:100]}'.", param="response_id")
         output = kept.rows
         cost = offload.json_cost(entry.size)
@@ -123,7 +123,7 @@ class ResponseStore:
             response.error = INTERRUPTED
         if lost or (response.status == "cancelled" and not output):
             # Its maker has not ended it: it has the output that its events tell of.
-            events = b"".join((await self.store().chain(response_id, owner, [EVENTS], most=1)).rows)
+            events = b"".join((await self.store().chain(response_id, owner, [EVENTS], max_links=1)).rows)
             response.output = await offload.run(replayed, events, cost=offload.BYTE * len(events))
             if lost or response.output:
                 # Another process that is faster does the same.
@@ -139,19 +139,19 @@ class ResponseStore:
         They are counted and not read where they are more than *most*, or have more than *most_size* bytes. Raises
         :class:`InvalidRequest` for what is not there, has not ended, or is part of a conversation.
         """
-        bounds = {"most_rows": most, "most_size": most_size}
+        bounds = {"max_rows": most, "max_size": most_size}
         if param == "conversation":
-            found = await self.store().chain(key, owner, ["items"], most=1, **bounds)
-            if not found.links[0].found:
+            found = await self.store().chain(key, owner, ["items"], max_links=1, **bounds)
+            if not found.links[0].exists:
                 raise no_conversation(key)
             return found
         found = Chain([Link(key, False, 0.0)], (), 0, 0)
         if is_key("resp_", key):
-            found = await self.store().chain(key, owner, _ITEMS, most=most + 1, **bounds)
+            found = await self.store().chain(key, owner, _ITEMS, max_links=most + 1, **bounds)
         for link in found.links:
             if link.key.startswith("conv_"):
                 raise errors.InvalidValue("That is a conversation, or part of one: give 'conversation' instead.", param)
-            if not link.found:
+            if not link.exists:
                 missing = f"Previous response with id '{key[:100]}' not found."
                 if link.key != key:
                     missing = f"The response '{key}' goes on from '{link.key}', which is not stored any more."
@@ -184,7 +184,7 @@ class ResponseStore:
             lease = (holder, 0.0)
         try:
             added = await self.store().append(
-                conversation_id, owner, rows, most_rows=most_items, most_size=most_size, lease=lease
+                conversation_id, owner, rows, max_rows=most_items, max_size=most_size, lease=lease
             )
         except EntryFull as error:
             raise errors.ConversationFull(most_items, most_size) from error

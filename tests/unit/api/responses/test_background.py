@@ -103,7 +103,7 @@ def made_by(proxy: Proxy) -> Stream:
 
 async def rows_of(store: Store, key: str, least: int, owner: str = "") -> None:
     """Wait until there are at least so many rows of events."""
-    while (await store.chain(key, owner, [EVENTS], most=1)).length < least:  # noqa: ASYNC110 - nothing tells of it
+    while (await store.chain(key, owner, [EVENTS], max_links=1)).length < least:  # noqa: ASYNC110 - nothing tells of it
         await asyncio.sleep(0)
 
 
@@ -421,7 +421,7 @@ async def test_events_that_cannot_be_stored_yet(monkeypatch: pytest.MonkeyPatch)
     await asyncio.wait({log.task}, timeout=30)
     assert log.task.cancelled()
     await log.close()
-    found = b"".join([*(await store.chain("k", "me", [EVENTS], most=1)).rows, *(row.data for row in log.rows())])
+    found = b"".join([*(await store.chain("k", "me", [EVENTS], max_links=1)).rows, *(row.data for row in log.rows())])
     assert list(range(41)) == [event["sequence_number"] for event in events_of(found)]
     log.check_room()
     log.add(b"x" * 9_000_000)

@@ -256,7 +256,7 @@ async def test_a_store_that_hangs(postgresql: Server, monkeypatch: pytest.Monkey
             postgresql.thaw()
     warnings = [line["event"] for line in logs if line["log_level"] == "warning"]
     warnings.remove("request refused")
-    assert ["the store of responses does not answer: responses are not kept until it does"] == warnings
+    assert ["response store unavailable"] == warnings
 
 
 @pytest.mark.parametrize("kind", ["file", "postgresql"])

@@ -1,0 +1,91 @@
+"""What batches need of the service that answers their lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from triton_openai.access.rate_limits import Reservation
+from triton_openai.config.tree import BatchesSettings
+from triton_openai.errors import ServiceError
+from triton_openai.storage.batch_records import Batch, BatchError, BatchUsage
+
+
+class Outcome(NamedTuple):
+    """The answer to a line."""
+
+    status: int
+    #: JSON.
+    body: bytes
+    request_id: str = ""
+    #: The reason for an answer without a result.
+    error: ServiceError | None = None
+    usage: BatchUsage = BatchUsage()
+
+
+class Host(Protocol):
+    """The service that answers the lines. It is a protocol because the operations of the API are above batches."""
+
+    @property
+    def settings(self) -> BatchesSettings:
+        """The current settings."""
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the service stops, so that no line may start."""
+
+    @property
+    def max_running(self) -> int:
+        """How many lines of one model may run in this process."""
+
+    @property
+    def max_line_size(self) -> int:
+        """The bytes that a line may have."""
+
+    def problem(self, batch: Batch) -> BatchError | None:
+        """Return the reason why *batch* may not run any more: its key has lost a right that its lines need."""
+
+    def check_line(self, line: bytes) -> None:
+        """Raise :class:`InvalidRequest` for a line that exceeds the limits of a request's JSON. Runs in a thread."""
+
+    def body_checker(self, batch: Batch) -> Callable[[bytes], None]:
+        """
+        Return a function that raises :class:`InvalidRequest` for a body with parameters of wrong types.
+
+        It checks bodies of requests to the endpoint of *batch*, as live requests are checked, and runs in a thread.
+        """
+
+    async def check(self, batch: Batch, model: str, *, brings_template: bool) -> str:
+        """
+        Check that lines of *batch* may ask *model*, and return the name with which :meth:`target` finds it.
+
+        *brings_template* is for lines with a chat template of their own. Raises :class:`InvalidRequest` or
+        :class:`ConfigurationError` if they may not, and :class:`UpstreamUnavailable` if that is not known now.
+        """
+
+    def target(self, model: str) -> str | None:
+        """Return the Triton model behind the name *model*; ``None`` while it is not served."""
+
+    def has_room(self, target: str, running: int) -> bool:
+        """Return whether live requests for *target* leave room for another line while *running* lines run."""
+
+    async def probe(self, batch: Batch, model: str) -> None:
+        """
+        Refresh the list of models, and send *model* the smallest request, with the key of *batch*.
+
+        Raises :class:`ServiceError` if it is not answered.
+        """
+
+    async def admit(self, owner: str) -> Reservation | None:
+        """
+        Count a line of *owner* against the limits of its key; return ``None`` for a key without limits.
+
+        The line may not start if the reservation has a refusal. Raises :class:`ServiceError` if the limits cannot be
+        checked.
+        """
+
+    async def answer(self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None) -> Outcome:
+        """Return the answer to a line, and close its *reservation*."""
+
+    def refusal(self, batch: Batch, error: ServiceError) -> Outcome:
+        """Return *error* as the answer to a line."""

@@ -1,0 +1,20 @@
+"""Seconds between the steps that run batches."""
+
+from __future__ import annotations
+
+#: Between two looks at the tables, and the longest wait for an event.
+POLL = 1.0
+#: Before what failed because of the disk or the database is tried again.
+TROUBLE = 2.0
+#: For which results are collected before they are written together.
+GROUP = 0.2
+#: Before a line is tried again for the first time, and at most.
+RETRY = 1.0
+MAX_RETRY = 60.0
+#: After which a model that is away is checked for the first time, and at most.
+FIRST_PAUSE = 1.0
+MAX_PAUSE = 30.0
+#: Between two deletions of expired files.
+SWEEP = 600.0
+#: For which the lines of a cancelled batch may still run.
+CANCEL = 600.0

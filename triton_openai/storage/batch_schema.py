@@ -1,0 +1,49 @@
+"""The tables of files, batches and lines: their migrations, and the columns that the statements use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from triton_openai.storage.sql import missing
+
+MIGRATIONS: Sequence[Sequence[str]] = (
+    (
+        "CREATE TABLE file (id TEXT PRIMARY KEY, owner TEXT NOT NULL, purpose TEXT NOT NULL, filename TEXT NOT NULL,"
+        " bytes BIGINT NOT NULL, created DOUBLE PRECISION NOT NULL, expires DOUBLE PRECISION, state TEXT NOT NULL)",
+        "CREATE INDEX file_owner ON file (owner, created, id)",
+        # `open` is 1 until the batch has ended. What only programs look at is the JSON in `detail`.
+        "CREATE TABLE batch (id TEXT PRIMARY KEY, owner TEXT NOT NULL, kind TEXT NOT NULL, input TEXT NOT NULL, open"
+        " INTEGER NOT NULL, created DOUBLE PRECISION NOT NULL, holder TEXT NOT NULL, generation BIGINT NOT NULL,"
+        " until DOUBLE PRECISION NOT NULL, detail BYTEA NOT NULL)",
+        "CREATE INDEX batch_owner ON batch (owner, kind, created, id)",
+        "CREATE INDEX batch_open ON batch (created) WHERE open = 1",
+        "CREATE TABLE line (batch TEXT NOT NULL, number INTEGER NOT NULL, place BIGINT NOT NULL, length INTEGER NOT"
+        " NULL, model TEXT NOT NULL, prefix BIGINT NOT NULL, state INTEGER NOT NULL, attempts INTEGER NOT NULL,"
+        " part INTEGER, part_place BIGINT, part_length INTEGER, PRIMARY KEY (batch, number))",
+        "CREATE INDEX line_waiting ON line (batch, number) WHERE state = 0",
+        "CREATE INDEX line_running ON line (batch, number) WHERE state = 1",
+    ),
+    ("CREATE TABLE place (number INTEGER PRIMARY KEY, id TEXT NOT NULL)",),
+    (
+        # `running` is 1 while the line runs. `attempts`, which had another meaning, are process deaths from now on.
+        "ALTER TABLE line ADD COLUMN running INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE line ADD COLUMN max_group INTEGER NOT NULL DEFAULT 0",
+        "UPDATE line SET attempts = 0 WHERE attempts <> 0",
+        "ALTER TABLE line ADD COLUMN triton_deaths INTEGER NOT NULL DEFAULT 0",
+        # The process that runs quarantined lines.
+        "CREATE TABLE quarantine (number INTEGER PRIMARY KEY, holder TEXT NOT NULL, until DOUBLE PRECISION NOT NULL)",
+    ),
+)
+
+#: Returns the migrations that a schema of some version lacks.
+lacking = partial(missing, "batches", MIGRATIONS)
+#: The columns of each table that the statements use.
+TABLES: Mapping[str, str] = {
+    "file": "id, owner, purpose, filename, bytes, created, expires, state",
+    "batch": "id, owner, kind, input, open, created, holder, generation, until, detail",
+    "line": "batch, number, place, length, model, prefix, state, attempts, part, part_place, part_length, running,"
+    " max_group, triton_deaths",
+    "place": "number, id",
+    "quarantine": "number, holder, until",
+}

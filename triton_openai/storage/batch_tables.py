@@ -1,0 +1,145 @@
+"""What the tables of files, batches, leases and lines have in common."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+import time
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from triton_openai import errors
+from triton_openai.storage.batch_records import Batch, LeaseLost
+from triton_openai.storage.sql import Database, Steps
+
+_T = TypeVar("_T")
+#: Seconds for one operation, and for one that inserts, changes or deletes many lines.
+TIMEOUT = 5.0
+LONG_TIMEOUT = 30.0
+#: Bytes that a file or a batch counts besides its contents, so that a limit of bytes limits their number, too.
+ROW_SIZE = 4096
+#: The columns of a batch for :func:`batch_of_row`.
+BATCH_COLUMNS = "detail, generation"
+#: An operation that reads all files or batches of an owner to decide excludes other writers of them.
+EXCLUDE_WRITERS = "LOCK TABLE file IN SHARE ROW EXCLUSIVE MODE"
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Batch).decode
+
+
+class Tables:
+    """
+    Base of the operations on some tables of *database*.
+
+    Every method raises :class:`StorageFull` or :class:`StoreUnavailable` when the database fails. A method that changes
+    a batch of a generation raises :class:`LeaseLost` if the batch has ended or has another generation.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def _run(self, steps: Steps[_T], *, write: bool = False, long: bool = False) -> _T:
+        timeout = TIMEOUT
+        if long:
+            timeout = LONG_TIMEOUT
+        try:
+            return await self._database.run(steps, timeout=timeout, write=write)
+        except (OSError, sqlite3.Error) as error:
+            raise failed_write(error) from error
+
+
+def failed_write(error: Exception) -> errors.ServiceError:
+    """Return the error for a disk or a database that fails."""
+    detail = f"{type(error).__name__}: {error}"
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if full or (isinstance(error, sqlite3.Error) and error.sqlite_errorcode == sqlite3.SQLITE_FULL):
+        return errors.StorageFull("There is no room for more files.", detail=detail)
+    return errors.StoreUnavailable("Files and batches cannot be used at the moment.", detail=detail, retry_after=2)
+
+
+def encoded(batch: Batch) -> bytes:
+    """Return *batch* for its column ``detail``."""
+    return _encode(batch)
+
+
+def batch_of_row(row: Sequence[Any]) -> Batch:
+    """Return the batch of a row of BATCH_COLUMNS."""
+    batch = _decode(bytes(row[0]))
+    batch.generation = row[1]
+    return batch
+
+
+def lock_batch(batch_id: str) -> Steps[Batch | None]:
+    """Lock an open batch until the transaction ends, and return it; ``None`` if there is none."""
+    rows = yield f"SELECT {BATCH_COLUMNS} FROM batch WHERE id = $1 AND open = 1 FOR UPDATE", batch_id
+    if rows:
+        return batch_of_row(rows[0])
+    return None
+
+
+def lock_leased(batch: Batch) -> Steps[Batch]:
+    """Lock *batch* and return its row. Raises :class:`LeaseLost` unless it is open and has the same generation."""
+    locked = yield from lock_batch(batch.id)
+    if locked is None or locked.generation != batch.generation:
+        raise LeaseLost
+    return locked
+
+
+def update_batch(batch: Batch) -> Steps[None]:
+    """Write *batch*, which is locked."""
+    yield "UPDATE batch SET detail = $2, open = $3 WHERE id = $1", batch.id, _encode(batch), int(batch.open)
+
+
+def bytes_of_owner(owner: str) -> Steps[int]:
+    """
+    Return the bytes of the files and batches of *owner* that count for its limit.
+
+    Files that are being deleted do not count, nor do uploads that nobody renews: their process has ended.
+    """
+    rows = yield (
+        f"SELECT (SELECT COALESCE(SUM(bytes + {ROW_SIZE}), 0) FROM file WHERE owner = $1 AND COALESCE(expires, 1) > 0"
+        " AND (state <> 'uploading' OR expires IS NULL OR expires > $2))"
+        f" + {ROW_SIZE} * (SELECT COUNT(*) FROM batch WHERE owner = $1)",
+        *(owner, time.time()),
+    )
+    return int(rows[0][0])
+
+
+def page_of_owner(
+    table: str,
+    columns: str,
+    condition: str,
+    owner: str,
+    *values: Any,
+    after: str | None,
+    limit: int,
+    reverse: bool,
+) -> Steps[Sequence[Sequence[Any]] | None]:
+    """
+    Return *limit* rows of *owner* that fulfil *condition*, by the time of their creation.
+
+    The newest come first if *reverse*. The parameters of *condition* begin with ``$5``, and are *values*. Returns
+    ``None`` if the row with the id *after*, behind which the page begins, does not exist.
+    """
+    created = 0.0
+    row_id = ""
+    comparison = ">"
+    order = "ASC"
+    if reverse:
+        created = 1e18
+        comparison = "<"
+        order = "DESC"
+    if after is not None:
+        rows = yield f"SELECT created, id FROM {table} WHERE id = $1 AND owner = $2", after, owner
+        if not rows:
+            return None
+        created, row_id = rows[0]
+    return (
+        yield (
+            f"SELECT {columns} FROM {table} WHERE owner = $1 AND (created, id) {comparison} ($2, $3) AND {condition}"
+            f" ORDER BY created {order}, id {order} LIMIT $4",
+            *(owner, created, row_id, limit, *values),
+        )
+    )

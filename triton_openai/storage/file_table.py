@@ -1,0 +1,123 @@
+"""The table of files."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from triton_openai.storage.batch_records import StoredFile
+from triton_openai.storage.batch_tables import EXCLUDE_WRITERS, Tables, bytes_of_owner, page_of_owner
+from triton_openai.storage.sql import Steps, operation
+
+_COLUMNS = "id, owner, purpose, filename, bytes, created, expires, state"
+
+
+class FileTable(Tables):
+    """The files of all owners, without their contents; see :class:`Tables` for the errors."""
+
+    @operation(write=True)
+    def folder_id(self, new: str | None = None) -> Steps[str | None]:
+        """Return the name of the file that marks the folder or bucket of all files; set it to *new* if it has none."""
+        if new is not None:
+            yield "INSERT INTO place (number, id) VALUES (1, $1) ON CONFLICT DO NOTHING", new
+        rows = yield ("SELECT id FROM place",)
+        if rows:
+            return str(rows[0][0])
+        return None
+
+    @operation(write=True)
+    def reserve(self, file: StoredFile, max_total: int) -> Steps[bool]:
+        """
+        Add a *file* that is being uploaded; return ``False`` if its owner would have more than *max_total* bytes.
+
+        It counts until it expires, unless :meth:`renew_upload` is called before.
+        """
+        yield (EXCLUDE_WRITERS,)
+        total = yield from bytes_of_owner(file.owner)
+        if total + file.bytes > max_total:
+            return False
+        yield from insert_file(file)
+        return True
+
+    @operation(write=True)
+    def renew_upload(self, file_id: str, until: float) -> Steps[None]:
+        """Count a file that is being uploaded *until* a time. Other files stay as they are."""
+        yield "UPDATE file SET expires = $2 WHERE id = $1 AND state = 'uploading'", file_id, until
+
+    @operation(write=True)
+    def complete(self, file: StoredFile) -> Steps[None]:
+        """Replace the reservation of *file* by the complete file."""
+        yield "DELETE FROM file WHERE id = $1", file.id
+        yield from insert_file(file)
+
+    @operation()
+    def find(self, file_id: str, owner: str) -> Steps[StoredFile | None]:
+        """Return a complete file of *owner*."""
+        rows = yield (
+            f"SELECT {_COLUMNS} FROM file WHERE id = $1 AND owner = $2 AND state = 'processed'"
+            " AND (expires IS NULL OR expires > $3)",
+            *(file_id, owner, time.time()),
+        )
+        if rows:
+            return _file(rows[0])
+        return None
+
+    @operation()
+    def page(
+        self, owner: str, *, purpose: str | None, after: str | None, limit: int, reverse: bool
+    ) -> Steps[Sequence[StoredFile] | None]:
+        """Return files of *owner*, the newest first if *reverse*; ``None`` if the file *after* does not exist."""
+        condition = "state = 'processed' AND (expires IS NULL OR expires > $5) AND ($6 = '' OR purpose = $6)"
+        rows = yield from page_of_owner(
+            "file", _COLUMNS, condition, owner, time.time(), purpose or "", after=after, limit=limit, reverse=reverse
+        )
+        if rows is None:
+            return None
+        return [_file(row) for row in rows]
+
+    @operation(write=True)
+    def expire(self, file_id: str) -> Steps[bool]:
+        """Make a file expire now; return ``False`` if an open batch reads it, and leave it then."""
+        yield (EXCLUDE_WRITERS,)
+        readers = yield "SELECT 1 FROM batch WHERE open = 1 AND input = $1", file_id
+        if readers:
+            return False
+        yield "UPDATE file SET expires = 0 WHERE id = $1", file_id
+        return True
+
+    @operation()
+    def expired_ids(self, *, uploads_before: float) -> Steps[Sequence[str]]:
+        """Return the files that have expired, and the uploads that began before a time and never ended."""
+        rows = yield (
+            "SELECT id FROM file WHERE (expires < $1 OR (state = 'uploading' AND created < $2))"
+            " AND id NOT IN (SELECT input FROM batch WHERE open = 1)",
+            *(time.time(), uploads_before),
+        )
+        return [row[0] for row in rows]
+
+    @operation(write=True, long=True)
+    def delete(self, file_ids: Sequence[str]) -> Steps[None]:
+        """Delete files whose contents are deleted."""
+        yield "DELETE FROM file WHERE id IN EACH($1)", json.dumps(file_ids)
+
+    @operation()
+    def total_bytes(self) -> Steps[float]:
+        """Return the bytes of all files."""
+        rows = yield ("SELECT COALESCE(SUM(bytes), 0) FROM file",)
+        return float(rows[0][0])
+
+
+def insert_file(file: StoredFile) -> Steps[None]:
+    """Insert the row of *file*."""
+    yield (
+        f"INSERT INTO file ({_COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8)",
+        *msgspec.structs.astuple(file),
+    )
+
+
+def _file(row: Sequence[Any]) -> StoredFile:
+    return StoredFile(**dict(zip(_COLUMNS.split(", "), row, strict=True)))
