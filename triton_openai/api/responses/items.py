@@ -16,7 +16,7 @@ from triton_openai import offload
 from triton_openai.api.bodies import MAX_MESSAGES, JsonCheck
 from triton_openai.api.paging import MAX_ID, is_id
 from triton_openai.api.responses.objects import CompactRequest, Item, ResponsesRequest
-from triton_openai.api.responses.stored import ResponseStore, joined
+from triton_openai.api.responses.stored import RecentLane, ResponseStore, joined
 from triton_openai.config.tree import Settings
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, InvalidValue, ObjectNotFound
 from triton_openai.storage.store import Place, Row
@@ -120,6 +120,8 @@ class Sources:
     def __init__(self, state: ResponseStore, owner: str, settings: Settings) -> None:
         #: The items before the request, and its own with their references resolved.
         self.before: Sequence[Item] = ()
+        #: Those before, each in JSON.
+        self.encoded: Sequence[bytes] = ()
         self.resolved: Sequence[Item] = ()
         #: The responses before the one that it goes on from, the newest first.
         self.ancestors: Sequence[str] = ()
@@ -139,19 +141,33 @@ class Sources:
         # The most values that the items before it have; ``None`` if they have to be counted with its own.
         self._most: int | None = None
 
-    async def gather(self, items: Sequence[Item], *, source: str | None, param: str, suffix: str, size: int) -> None:
+    async def gather(
+        self,
+        items: Sequence[Item],
+        *,
+        source: str | None,
+        param: str,
+        suffix: str,
+        size: int,
+        recent: RecentLane | None = None,
+    ) -> None:
         """
         Find out what a request with *items*, in a body of *size* bytes, is about.
 
-        *source* is what it goes on from: a conversation or a response, as *param* says. The rows have ids with
-        *suffix*. Raises :class:`InvalidRequest`.
+        *source* is what it goes on from: a conversation or a response, as *param* says, which may be one of *recent*.
+        The rows have ids with *suffix*. Raises :class:`InvalidRequest`.
         """
         before: Sequence[bytes] = ()
         if source is not None:
             most_size = self._settings.server.max_body_size
-            history = await self._state.history(source, self._owner, param, most=MAX_MESSAGES, most_size=most_size)
+            history = None
+            if recent is not None and param == "previous_response_id":
+                history = recent.find(source)
+            if history is None:
+                history = await self._state.history(source, self._owner, param, most=MAX_MESSAGES, most_size=most_size)
             self._add(history.length, history.size, param)
             before = history.rows
+            self.encoded = before
             self.ancestors = [link.key for link in history.links[1:_ANCESTORS]]
             self.root = history.links[-1].key
         known: dict[str, bytes] = {}
