@@ -175,7 +175,7 @@ async def test_lanes(triton: TestTriton) -> None:
         assert [("c", "websocket_stream_limit_reached")] == errors
         for _ in range(18):
             await socket.ask("slow " * 20, delay=10, stream_id="a")
-        codes = []
+        codes: list[str] = []
         while not codes or codes[-1] != "websocket_queue_limit_reached":
             event = await socket.event()
             if event["type"] == "error":
@@ -285,7 +285,7 @@ async def test_a_client_that_reads_nothing(triton: TestTriton) -> None:
         text = "word " * 300
         await socket.ask(text, top_logprobs=20, include=["message.output_text.logprobs"])
         await socket.ask("after", stream_id="b")
-        texts = []
+        texts: list[str] = []
         while len(texts) < 2:
             event = await socket.event()
             if event["type"] == "response.completed":
