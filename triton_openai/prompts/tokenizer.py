@@ -59,6 +59,8 @@ class Tokenizer:
         self.chat_templates = files.chat_templates
         #: The contents of ``generation_config.json``; empty where there is none.
         self.generation_config = files.generation_config
+        #: How an encoder's vectors are pooled, where its files say it.
+        self.pooling = files.pooling
         #: The labels of a classifier's classes.
         self.labels = _labels(files.model_config.get("id2label"))
         #: What a classifier's logits are for (``multi_label_classification``), where ``config.json`` says so.
