@@ -1,21 +1,26 @@
 """
-Plain embedding models, as people deploy them from ONNX, PyTorch or Python: text in, one vector per text out.
+Plain embedding models, as people deploy them from ONNX, PyTorch or Python.
 
-There is no standard for their tensor names, so the shape of the interface decides: exactly one required input, of
-BYTES, and a floating output with one vector per text. The operator describes any other model in its settings.
+There is no standard for the tensor names of models of texts, so the shape of the interface decides: exactly one
+required input, of BYTES, and a floating output with one vector per text. An encoder that was exported from Hugging
+Face takes token ids, which are made here, and returns a vector per text, or one per token, which are pooled here. The
+operator describes any other model in its settings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from triton_openai.adapters._common import tensor_mapping as tensors
+from triton_openai.adapters._common.base import Capabilities
 from triton_openai.adapters._common.decoding import checked_vectors
+from triton_openai.adapters._common.tensor_mapping import IDS, MASK, SEGMENTS, Kind
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
 from triton_openai.generation import TensorMapping
-from triton_openai.jobs import EmbeddingJob, EmbeddingResult
+from triton_openai.jobs import EmbeddingJob, EmbeddingResult, Pooling, TokenPair
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, TensorSpec
 
 # Where a model has several floating outputs, the first of these that it has is the embedding.
@@ -23,6 +28,37 @@ _PREFERRED = (
     *("embedding", "embeddings", "sentence_embedding", "sentence_embeddings", "text_embedding"),
     *("pooled_output", "pooler_output", "output"),
 )
+
+
+# The vectors of an encoder's tokens.
+_HIDDEN = ("last_hidden_state", "token_embeddings", "hidden_states")
+_TEXT = "text"
+_EMBEDDING = "embedding"
+# What the settings can name beside each of these.
+_INPUTS: Mapping[str, Mapping[str, Kind]] = {
+    _TEXT: {_TEXT: "text"},
+    IDS: {IDS: "integer", MASK: "integer", SEGMENTS: "integer"},
+}
+_OUTPUTS: Mapping[str, Kind] = {_EMBEDDING: "number", "hidden": "number"}
+_TYPES = {"FP32": "<f4", "FP16": "<f2", "FP64": "<f8"}
+
+
+def _hidden_output(config: ModelConfig) -> TensorSpec | None:
+    """Return the output with a vector for each token."""
+    for name in _HIDDEN:
+        spec = config.outputs.get(name)
+        if spec is not None and spec.datatype in tensors.FLOATS and len(config.row_dims(spec)) == 2:
+            return spec
+    return None
+
+
+def _encoder_output(config: ModelConfig) -> TensorSpec | None:
+    """Return the output of an encoder: a vector for each text, if it has one that it calls so, or for each token."""
+    vector = _vector_output(config)
+    hidden = _hidden_output(config)
+    if hidden is None or (vector is not None and vector.name.startswith(("sentence_embedding", "embedding"))):
+        return vector
+    return hidden
 
 
 def _vector_output(config: ModelConfig) -> TensorSpec | None:
@@ -42,9 +78,9 @@ def _vector_output(config: ModelConfig) -> TensorSpec | None:
 
 class Embeddings(tensors.DescribedAdapter):
     """
-    Sends as many texts at a time as the model batches.
+    Sends as many inputs at a time as the model batches.
 
-    Token ids are refused: the model has no tokenizer of its own that they could be meant for.
+    A model of texts refuses token ids: it has no tokenizer of its own that they could be meant for.
     """
 
     name = "embeddings"
@@ -52,37 +88,64 @@ class Embeddings(tensors.DescribedAdapter):
 
     def _bind(self, mapping: TensorMapping | None) -> None:
         config = self.config
-        text = tensors.text_input(config)
-        vector = _vector_output(config)
-        if mapping is not None:
-            named = partial(tensors.named_tensors, config, mapping)
-            text = named("inputs", {"text": "text"}, required="text")["text"]
-            vector = named("outputs", {"embedding": "number"}, required="embedding")["embedding"]
-        if text is None or vector is None:
-            raise ConfigurationError(
-                f"The model '{config.name}' has no single BYTES input and floating output, which the adapter "
-                "'embeddings' needs: describe its tensors with 'inputs', 'constants' and 'outputs' in its settings."
-            )
-        self._input = text
-        self._output = vector
-        self._constants = tensors.constants(config, mapping, filled=[text.name])
-        if config.batching or len(vector.dims) == 2:
-            self._batch = config.batch_size(text)
+        inputs = _inputs(config)
+        if _TEXT in inputs:
+            output = _vector_output(config)
         else:
-            self._batch = 1
+            output = _encoder_output(config)
+        if mapping is not None:
+            first = _TEXT
+            if IDS in mapping.inputs:
+                first = IDS
+            inputs = tensors.named_tensors(config, mapping, "inputs", _INPUTS[first], required=first)
+            required = _EMBEDDING
+            if "hidden" in mapping.outputs:
+                required = "hidden"
+            output = tensors.named_tensors(config, mapping, "outputs", _OUTPUTS, required=required)[required]
+        if not inputs or output is None:
+            raise ConfigurationError(
+                f"The model '{config.name}' has no single BYTES input or token ids, and floating output, which the "
+                "adapter 'embeddings' needs: describe its tensors with 'inputs', 'constants' and 'outputs' in its "
+                "settings."
+            )
+        self._inputs = inputs
+        self._output = output
+        self._pools = len(config.row_dims(output)) == 2
+        self._constants = tensors.constants(config, mapping, filled=[spec.name for spec in inputs.values()])
+        spec = next(iter(inputs.values()))
+        self._batch = 1
+        if config.batching or len(output.dims) >= 2:
+            self._batch = config.batch_size(spec)
+        self.capabilities = Capabilities(tokens=_TEXT not in inputs)
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
-        """Claim models with one required BYTES input and a floating output of one vector per text."""
-        text = tensors.text_input(config)
-        vector = _vector_output(config)
-        if text is None or vector is None or "text_output" in config.outputs:
+        """Claim models of one text or of token ids, with a floating output of a vector per text, or per token."""
+        inputs = _inputs(config)
+        if "text_output" in config.outputs or not inputs:
             return None
-        return f"one required BYTES input ({text.name}) and a vector per text out ({vector.name})"
+        names = ", ".join(spec.name for spec in inputs.values())
+        if _TEXT in inputs:
+            vector = _vector_output(config)
+            if vector is None:
+                return None
+            return f"one required BYTES input ({names}) and a vector per text out ({vector.name})"
+        output = _encoder_output(config)
+        if output is None or output.name not in (*_PREFERRED, *_HIDDEN):
+            return None
+        if output.name in _HIDDEN:
+            return f"token ids ({names}) and a vector per token out ({output.name})"
+        return f"token ids ({names}) and a vector per text out ({output.name})"
 
     def encode(self, job: EmbeddingJob, /) -> Sequence[InferRequest]:
-        """Return the texts in batches. Raises :class:`InvalidRequest` for token ids."""
-        if not all(isinstance(item, str) for item in job.inputs):
+        """
+        Return the inputs in batches.
+
+        Raises :class:`InvalidRequest` for token ids where the model takes texts, and :class:`ContextLengthExceeded` for
+        what is longer than the model's fixed length.
+        """
+        ids = self.capabilities.tokens
+        if not ids and not all(isinstance(item, str) for item in job.inputs):
             raise InvalidRequest(
                 f"The model '{self.config.name}' takes text, not token ids.", param="input", code="unsupported_value"
             )
@@ -92,13 +155,68 @@ class Embeddings(tensors.DescribedAdapter):
                 param="dimensions",
             )
         requests = []
-        for number, start in enumerate(range(0, len(job.inputs), self._batch)):
-            texts: Sequence[Any] = job.inputs[start : start + self._batch]
-            constant = tensors.constant_tensors(self.config, self._constants, len(texts))
-            inputs = [tensors.text_tensor(self.config, self._input, texts), *constant]
+        for number, rows in enumerate(self._batches(job)):
+            part: Sequence[Any] = job.inputs[rows.start : rows.stop]
+            constant = tensors.constant_tensors(self.config, self._constants, len(part))
+            if ids:
+                pairs = [TokenPair(row, [0] * len(row)) for row in part]
+                inputs = [*tensors.id_tensors(self.config, self._inputs, pairs, job.pad_id), *constant]
+            else:
+                inputs = [tensors.text_tensor(self.config, self._inputs[_TEXT], part), *constant]
             requests.append(self.request(f"{job.id}-{number}", inputs, [self._output.name]))
         return requests
 
+    def _batches(self, job: EmbeddingJob) -> Sequence[range]:
+        """Return the inputs that share a request."""
+        count = len(job.inputs)
+        if self.capabilities.tokens and self._batch > 1:
+            lengths = [len(row) for row in job.inputs]
+            return tensors.id_batches(self.config, self._inputs[IDS], lengths, job.pad_id)
+        return [range(start, min(start + self._batch, count)) for start in range(0, count, self._batch)]
+
     def decode(self, job: EmbeddingJob, responses: Sequence[InferResponse], /) -> EmbeddingResult:
-        vectors = [vector for response in responses for vector in response.vectors(self._output.name)]
+        vectors: list[bytes] = []
+        if self._pools:
+            for rows, response in zip(self._batches(job), responses, strict=True):
+                lengths = [len(row) for row in job.inputs[rows.start : rows.stop]]
+                vectors += _pooled(response, self._output.name, lengths, job.pooling)
+        else:
+            vectors = [vector for response in responses for vector in response.vectors(self._output.name)]
         return EmbeddingResult(vectors=checked_vectors(vectors, len(job.inputs), self.config.name))
+
+
+def _inputs(config: ModelConfig) -> Mapping[str, TensorSpec]:
+    """Return the inputs by their uses; empty if the model requires other inputs."""
+    text = tensors.text_input(config)
+    if text is None:
+        return tensors.id_inputs(config)
+    return {_TEXT: text}
+
+
+def _pooled(response: InferResponse, name: str, lengths: Sequence[int], pooling: Pooling) -> Sequence[bytes]:
+    """
+    Return one vector for each text of a response, whose output *name* has a vector for each token.
+
+    *lengths* are the tokens of the texts, without padding behind them. Raises :class:`InvalidAnswer`.
+    """
+    output = response.tensor(name)
+    if output is None or output.datatype not in _TYPES or len(output.shape) != 3:
+        raise response.invalid(f"the output '{name}' is not a vector for each token")
+    values = np.frombuffer(output.data, _TYPES[output.datatype])
+    rows, width, dimensions = output.shape
+    if rows != len(lengths) or width < max(lengths) or values.size != rows * width * dimensions or not values.size:
+        raise response.invalid(f"the output '{name}' does not have a vector for each token", detail=str(output.shape))
+    vectors = []
+    for row, length in zip(values.reshape(output.shape), lengths, strict=True):
+        tokens = row[: max(1, length)].astype(np.float64)
+        if pooling.mode == "mean":
+            vector = tokens.mean(axis=0)
+        elif pooling.mode == "cls":
+            vector = tokens[0]
+        else:
+            vector = tokens[-1]
+        size = float(np.linalg.norm(vector))
+        if pooling.normalize and size > 0:
+            vector = vector / size
+        vectors.append(vector.astype("<f4").tobytes())
+    return vectors

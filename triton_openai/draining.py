@@ -32,6 +32,8 @@ class Draining:
         #: Whether draining has begun: the service still answers, but is not ready any more, and closes every connection
         #: after its next answer.
         self.begun = False
+        #: Set when the end begins.
+        self.started = asyncio.Event()
         self._ended = False
 
     def check(self) -> None:
@@ -75,6 +77,7 @@ class Draining:
     async def drain(self, grace: float, hurried: asyncio.Event | None = None) -> None:
         """Wait until every request has ended, for *grace* seconds at most or until *hurried*; then cancel the rest."""
         self.begun = True
+        self.started.set()
         if self._tasks:
             self._none.clear()
             await wait_any(self._none, *([] if hurried is None else [hurried]), timeout=grace)

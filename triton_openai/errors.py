@@ -270,14 +270,6 @@ class MethodNotAllowed(InvalidRequest, status=405, code="method_not_allowed"):
         return {**super().headers(), "Allow": self._allowed}
 
 
-class UpgradeRefused(InvalidRequest, status=426, code="upgrade_refused"):
-    """The path is not served over WebSocket."""
-
-    def headers(self) -> Mapping[str, str]:
-        """Return the supported protocol, which every 426 needs."""
-        return {"Upgrade": "HTTP/1.1"}
-
-
 class ModelConflict(InvalidRequest, status=409, code="model_conflict", retryable=False):
     """The model's state does not allow loading or unloading it, or another call is changing it."""
 

@@ -69,6 +69,17 @@ class EmbeddingResult(Result, frozen=True, kw_only=True):
     vectors: Sequence[bytes]
 
 
+class Pooling(msgspec.Struct, gc=False, frozen=True, kw_only=True):
+    """How a text goes into an encoder, and how the vectors of its tokens become one."""
+
+    #: The mean of all, the first token's, or the last one's.
+    mode: Literal["mean", "cls", "last"] = "mean"
+    #: Whether the vector gets the length 1.
+    normalize: bool = True
+    #: What precedes each text.
+    prefix: str = ""
+
+
 class EmbeddingJob(TextJob[EmbeddingResult], frozen=True, kw_only=True):
     """Texts to embed; from vectors, scores are computed here."""
 
@@ -77,6 +88,8 @@ class EmbeddingJob(TextJob[EmbeddingResult], frozen=True, kw_only=True):
 
     #: The length of the vectors, where the model itself can cut them.
     dimensions: int | None = None
+    #: For a model that returns a vector for each token.
+    pooling: Pooling = Pooling()
 
 
 class ClassificationResult(Result, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from copy import copy
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeAlias, TypeVar
 
 import msgspec
 from multidict import CIMultiDict, CIMultiDictProxy
@@ -182,6 +182,52 @@ class Output(Protocol):
         ...
 
 
+class NoStream:
+    """The output of a caller that takes no streams."""
+
+    def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> Awaitable[Streamed]:
+        self._refuse()
+
+    def send_parts(
+        self, parts: AsyncGenerator[bytes, None], *, timeout: float | None, media_type: str | None = None
+    ) -> Awaitable[Streamed]:
+        self._refuse()
+
+    async def send_events(
+        self, following: Callable[[float], Awaitable[bytes | None]], stop: Callable[[ServiceError], None]
+    ) -> Streamed:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise AssertionError("the caller takes no such stream")
+
+
+class Session(Protocol):
+    """A connection over which a client asks for more than one thing, in text frames."""
+
+    async def receive(self, frame: str) -> None:
+        """Begin what *frame* asks for. What is wrong with it is answered by a frame."""
+        ...
+
+    async def idle(self) -> None:
+        """Return when nothing runs or waits."""
+        ...
+
+    async def end(self, code: str, message: str) -> None:
+        """End what runs, and send an error with *code* and *message*."""
+        ...
+
+    def close(self) -> None:
+        """Begin to end what runs: the client has left."""
+        ...
+
+
+#: Sends a text frame, and returns when the client can take more. Raises :class:`ConnectionError`.
+Send: TypeAlias = Callable[[bytes], Awaitable[None]]
+#: Opens the session of a request that was upgraded, by its headers and its record.
+OpenSession: TypeAlias = Callable[[CIMultiDictProxy[str], RequestRecord, Send], Session]
+
+
 class BodyKind(Enum):
     """How the body of an operation is read."""
 
@@ -239,6 +285,8 @@ class Operation(msgspec.Struct, frozen=True):
     errors: tuple[type[ServiceError], ...] = ()
     #: A status that can have the *answer* itself as its body.
     failure: int | None = None
+    #: Opens the session of a request that asks for a WebSocket. Gets the service.
+    session: Callable[[Any, CIMultiDictProxy[str], RequestRecord, Send], Session] | None = None
     #: The answer to clients of Anthropic's API where both have the path.
     shared: type[msgspec.Struct] | None = None
 

@@ -215,6 +215,18 @@ def test_models(triton: TestTriton, client: OpenAI) -> None:
     assert (SLASHED, WORDS) == (answer.model, answer.choices[0].message.content)
 
 
+def test_what_clients_read_of_a_model(tooled: Service) -> None:
+    """The context length has each name that clients look for, and the abilities have theirs."""
+    model = tooled.send("GET", "/v1/models/tensorrt_llm_bls").json
+
+    names = ("max_model_len", "context_length", "max_context_length", "max_output_tokens")
+    assert [400] * 4 == [model[name] for name in names]
+    assert {"input_modalities": ["text"], "output_modalities": ["text"]} == model["architecture"]
+    assert ["tool_use", "reasoning"] == model["capabilities"]
+    assert {"max_tokens", "temperature", "seed", "tools", "tool_choice"} <= set(model["supported_parameters"])
+    assert "architecture" not in tooled.send("GET", "/v1/models/file_tts").json
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities(client: OpenAI, stream: bool) -> None:
     """The client's types hold what there is, and its stream helpers put it together."""

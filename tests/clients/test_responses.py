@@ -135,11 +135,27 @@ def test_a_failure_in_a_stream(client: OpenAI, tooled: Service) -> None:
     assert "out of luck" in last.response.error.message
 
 
-def test_websockets_are_refused(tooled: Service) -> None:
-    """Agents go on with POST at once after a 426."""
-    headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "a"}
-
-    assert 426 == tooled.send("GET", "/v1/responses", headers=headers).status
+# The package uses an older way of the library websockets.
+@pytest.mark.filterwarnings("ignore:connect.. must be used as a context manager:DeprecationWarning")
+def test_a_websocket(client: OpenAI, tooled: Service) -> None:
+    """The official client makes responses over one connection, each of which goes on from the one before."""
+    with client.responses.connect() as connection:
+        previous = None
+        texts = []
+        for text in ("one", "two", "three"):
+            connection.response.create(
+                model="vllm_model", input=steered(text=text), store=False, previous_response_id=previous
+            )
+            for event in connection:
+                if event.type == "response.completed":
+                    previous = event.response.id
+                    texts.append(event.response.output_text)
+                    break
+                assert event.type != "error", event
+        assert ["one", "two", "three"] == texts
+        connection.response.create(model="nobody", input="x")
+        failure: Any = connection.recv()
+        assert ("error", 404, "model_not_found") == (failure.type, failure.status, failure.error.code)
     plain = tooled.send("GET", "/v1/responses")
     assert (405, "POST") == (plain.status, plain.headers["Allow"])
 

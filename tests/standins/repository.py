@@ -102,6 +102,10 @@ def companion(site: Site, name: str) -> None:
     (site.repository.path.parent / "standins" / "shipped_companion.py").write_text(model_code())
 
 
+def _encoder(site: Site, name: str) -> None:
+    site.build(name, "encoder", contract=_VECTORS_OF_IDS)
+
+
 def _text_model(site: Site, name: str) -> None:
     site.build(name, "text_model", contract=_TEXT_MODEL, decoupled=True)
 
@@ -218,6 +222,7 @@ _PAIRS = Contract(["INPUT_PAIRS STRING [2]"], ["SCORES FP32 [-1]"])
 _PAIRS_OF_IDS = Contract([*_PADDED, "token_type_ids INT64 [-1,-1]"], ["logits FP32 [-1,1]"])
 _CLASSES_OF_TEXT = Contract(["text STRING [1]"], [f"logits FP32 [{len(CLASSES)}] l"])
 _CLASSES_OF_IDS = Contract(_PADDED, ["probabilities FP32 [-1,-1]"])
+_VECTORS_OF_IDS = Contract([*_PADDED], ["last_hidden_state FP32 [-1,-1,3]"])
 _ZERO_SHOT = [
     *("reference_wav FP32 [-1]", "reference_wav_len INT32 [1]", "reference_text STRING [1]"),
     "target_text STRING [1]",
@@ -245,7 +250,7 @@ SYNTHESIZERS: Mapping[str, tuple[list[str], str, dict[str, Any]]] = {
 #: Models that need a tokenizer, and whose configuration names none: the tests' settings do.
 WITHOUT_TOKENIZER = (
     "tensorrt_llm_llmapi", "vllm_model", "companion", "text_model", "text_embedding", "text_rerank_ids",
-    "text_classification_ids",
+    "text_classification_ids", "text_encoder",
 )  # fmt: skip
 #: The models that the demo does not serve.
 FURTHER: Mapping[str, Builder] = {
@@ -258,6 +263,7 @@ FURTHER: Mapping[str, Builder] = {
     "text_rerank_ids": (partial(_reranker, contract=_PAIRS_OF_IDS), ()),
     "text_classification": (partial(_classifier, contract=_CLASSES_OF_TEXT, batch=16), ()),
     "text_classification_ids": (partial(_classifier, contract=_CLASSES_OF_IDS), ()),
+    "text_encoder": (_encoder, ()),
     "text_model": (_text_model, ()),
     "companion": (companion, ()),
     **dict.fromkeys(SYNTHESIZERS, (_synthesizer, ())),

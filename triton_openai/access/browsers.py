@@ -57,7 +57,8 @@ class BrowserGuard:
         """Raise :class:`HostNotAllowed` or :class:`OriginNotAllowed` for a *request* of another site's page."""
         if not self._any_host:
             self._check_host(request)
-        if request.method not in _SAFE_METHODS:
+        # A page of another site may open a WebSocket without a preflight.
+        if request.method not in _SAFE_METHODS or hdrs.UPGRADE in request.headers:
             headers = request.headers
             # Most clients are no browsers.
             if _SEC_FETCH_SITE in headers or hdrs.ORIGIN in headers:

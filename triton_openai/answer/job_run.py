@@ -21,7 +21,7 @@ from triton_openai.answer.limits import check_size, too_many_tokens_error
 from triton_openai.answer.prepare import check_ids, no_tokenizer_error, tokenizer_of
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import InvalidAnswer, InvalidValue, UnsupportedParameter
-from triton_openai.jobs import ClassificationResult, EmbeddingJob, Job, Result, ScoreJob, ScoreResult, TextJob
+from triton_openai.jobs import ClassificationResult, EmbeddingJob, Job, Pooling, Result, ScoreJob, ScoreResult, TextJob
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation, cut_encoded, cut_ids, cut_text
@@ -61,12 +61,15 @@ async def run_job(
 async def _run(
     upstream: UpstreamClient, model: ServedModel, job: Job[_R], cut: Truncation | None, timeout: float | None
 ) -> _R:
-    taken: Job[Any] = replace(job, **await _taken(model, job.inputs, cut)) if isinstance(job, TextJob) else job
+    taken: Job[Any] = job
+    if isinstance(job, TextJob):
+        taken = replace(job, **await _taken(model, job, cut))
     adapter = model.adapter
     (rows, size) = taken.extent
     requests = await offload.run(lambda: adapter.encode(taken), cost=offload.ITEM * rows + offload.BYTE * size)
     answers = await _answers(upstream, model, requests, timeout=timeout)
-    result: _R = await offload.run(lambda: adapter.decode(taken, answers), cost=10 * offload.ITEM * rows)
+    cost = 10 * offload.ITEM * rows + offload.BYTE * sum(answer.size for answer in answers)
+    result: _R = await offload.run(lambda: adapter.decode(taken, answers), cost=cost)
     if result.prompt_tokens is None:
         result = replace(result, prompt_tokens=await _count(model, taken))
     return result
@@ -98,10 +101,9 @@ async def _answers(
             task.cancel()
 
 
-async def _taken(
-    model: ServedModel, inputs: Sequence[str] | Sequence[Sequence[int]], cut: Truncation | None
-) -> dict[str, Any]:
-    """Return the fields of a job for *inputs* in the form that the model takes. Raises :class:`ServiceError`."""
+async def _taken(model: ServedModel, job: TextJob[Any], cut: Truncation | None) -> dict[str, Any]:
+    """Return the fields of *job* with its inputs in the form that the model takes. Raises :class:`ServiceError`."""
+    inputs = job.inputs
     encodes = model.adapter.capabilities.tokens
     takes_ids = encodes or model.adapter.capabilities.token_inputs
     decodes = not takes_ids and not isinstance(inputs[0], str)
@@ -128,8 +130,15 @@ async def _taken(
         cut = cut.within(longest).checked(longest)
     if cut is None:
         await _check_sizes(model, inputs)
+    fields: dict[str, Any] = {"pad_id": tokenizer.special_id("pad_token")}
+    prefix = ""
+    if encodes and isinstance(job, EmbeddingJob):
+        fields["pooling"] = pooling_of(model, tokenizer)
+        prefix = fields["pooling"].prefix
     taken: list[Any] = []
     for item in inputs:
+        if prefix and isinstance(item, str):
+            item = prefix + item  # noqa: PLW2901 - the text as the model gets it
         if isinstance(item, str):
             if cut is None:
                 taken.append(await tokenizer.encode_async(item, True))
@@ -151,7 +160,20 @@ async def _taken(
         # Thousands of short inputs are as much work as a long one.
         await asyncio.sleep(0)
     await _check_sizes(model, taken)
-    return {"inputs": taken, "pad_id": tokenizer.special_id("pad_token")}
+    return {"inputs": taken, **fields}
+
+
+def pooling_of(model: ServedModel, tokenizer: Tokenizer) -> Pooling:
+    """Return how the vectors of *model* are pooled: as its settings say, else the files beside its tokenizer."""
+    pooling = tokenizer.pooling or Pooling()
+    settings = model.settings
+    if settings.pooling is not None:
+        pooling = replace(pooling, mode=settings.pooling)
+    if settings.normalize_embeddings is not None:
+        pooling = replace(pooling, normalize=settings.normalize_embeddings)
+    if settings.embedding_prefix is not None:
+        pooling = replace(pooling, prefix=settings.embedding_prefix)
+    return pooling
 
 
 async def _check_sizes(model: ServedModel, inputs: Sequence[str] | Sequence[Sequence[int]]) -> None:

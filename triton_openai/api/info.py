@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from triton_openai import __version__
 from triton_openai.access.keys import ApiKey
@@ -24,7 +25,7 @@ from triton_openai.errors import ModelNotFound, ServiceError
 from triton_openai.generation import Generation
 from triton_openai.jobs import SynthesisJob
 from triton_openai.models.lookup import Models
-from triton_openai.models.overview import EndpointLine, ModelLine, endpoint_lines, model_lines
+from triton_openai.models.overview import EndpointLine, ModelLine, endpoint_lines, features_of, model_lines
 from triton_openai.models.served import ServedModel
 from triton_openai.operations import Call, Reply, Whole
 from triton_openai.telemetry.exposition import Figures
@@ -34,13 +35,32 @@ from triton_openai.triton.route import Route
 from triton_openai.triton.status import public_reason
 
 
+class Architecture(msgspec.Struct, frozen=True):
+    """What goes into a model, and what comes out of it: ``text``, ``image`` or ``audio``."""
+
+    input_modalities: Sequence[str]
+    output_modalities: Sequence[str]
+
+
+# The features of a model by LM Studio's names, and the parameters that OpenRouter lists for them.
+_CAPABILITIES = {"tools": "tool_use", "images": "vision", "reasoning": "reasoning"}
+_FEATURE_PARAMETERS = {
+    "tools": ("tools", "tool_choice"),
+    "reasoning": ("reasoning", "include_reasoning"),
+    "json_schema": ("response_format", "structured_outputs"),
+}
+
+
 class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
     """
     One model; ``created`` is when the service first saw it loaded: Triton does not tell when a model was made.
 
-    ``max_model_len``, vLLM's extension that many clients read, is there where the operator or the model's files give
-    it. A LoRA adapter has ``root``, its own name, and ``parent``, the model that it belongs to, as in vLLM. The answer
-    to a load has ``served`` and, if that is false, the ``reason``; of several Tritons, also the state at each.
+    The context length is there where the operator or the model's files give it, under each name that clients read:
+    ``max_model_len`` of vLLM's server, ``context_length`` of OpenRouter, ``max_context_length`` of LM Studio, and
+    ``max_output_tokens``, as one answer may take all of it. ``capabilities`` are those of LM Studio, ``architecture``
+    and ``supported_parameters`` those of OpenRouter. A LoRA adapter has ``root``, its own name, and ``parent``, the
+    model that it belongs to, as in vLLM. The answer to a load has ``served`` and, if that is false, the ``reason``; of
+    several Tritons, also the state at each.
     """
 
     id: str
@@ -50,6 +70,12 @@ class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
     root: str | msgspec.UnsetType = msgspec.UNSET
     parent: str | msgspec.UnsetType = msgspec.UNSET
     max_model_len: int | msgspec.UnsetType = msgspec.UNSET
+    context_length: int | msgspec.UnsetType = msgspec.UNSET
+    max_context_length: int | msgspec.UnsetType = msgspec.UNSET
+    max_output_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    architecture: Architecture | msgspec.UnsetType = msgspec.UNSET
+    capabilities: Sequence[str] | msgspec.UnsetType = msgspec.UNSET
+    supported_parameters: Sequence[str] | msgspec.UnsetType = msgspec.UNSET
     served: bool | msgspec.UnsetType = msgspec.UNSET
     reason: str | msgspec.UnsetType = msgspec.UNSET
     endpoints: Mapping[str, str] | msgspec.UnsetType = msgspec.UNSET
@@ -123,19 +149,13 @@ def _for_agents(models: Iterable[ServedModel]) -> Sequence[AgentModel]:
 
 
 def _for_agent(model: ServedModel, priority: int) -> AgentModel:
-    capabilities = model.adapter.capabilities
-    modalities: list[Literal["text", "image", "audio"]] = ["text"]
-    if capabilities.images:
-        modalities.append("image")
-    if capabilities.audio:
-        modalities.append("audio")
     context_window = model.settings.max_model_len or msgspec.UNSET
     return AgentModel(
         slug=model.name,
         display_name=model.name,
         context_window=context_window,
         max_context_window=context_window,
-        input_modalities=modalities,
+        input_modalities=_input_modalities(model),
         priority=priority,
     )
 
@@ -161,14 +181,36 @@ def describe(models: Models, name: str) -> ModelObject:
     served = models.served.get(name) or models.unlisted_lora(name)
     if served is None:
         return ModelObject(id=name, created=models.created.get(name, 0))
-    described = ModelObject(
-        id=name,
-        created=models.created[served.triton_model],
-        max_model_len=served.settings.max_model_len or msgspec.UNSET,
-    )
+    described = ModelObject(id=name, created=models.created[served.triton_model])
     if served.lora is not None:
-        described = msgspec.structs.replace(described, root=served.lora.name, parent=served.triton_model)
-    return described
+        described = replace(described, root=served.lora.name, parent=served.triton_model)
+    length = served.settings.max_model_len
+    if length is not None:
+        described = replace(described, max_model_len=length, context_length=length, max_context_length=length)
+    if "generate" not in served.tasks:
+        return described
+    if length is not None:
+        described = replace(described, max_output_tokens=length)
+    features = features_of(served)
+    parameters = {"max_tokens", *served.adapter.supported}
+    for feature in features:
+        parameters.update(_FEATURE_PARAMETERS.get(feature, ()))
+    return replace(
+        described,
+        architecture=Architecture(_input_modalities(served), ["text"]),
+        capabilities=[_CAPABILITIES[feature] for feature in features if feature in _CAPABILITIES],
+        supported_parameters=sorted(parameters),
+    )
+
+
+def _input_modalities(model: ServedModel) -> list[str]:
+    """Return what a chat with *model* can have."""
+    modalities = ["text"]
+    if model.takes_images:
+        modalities.append("image")
+    if model.adapter.capabilities.audio:
+        modalities.append("audio")
+    return modalities
 
 
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

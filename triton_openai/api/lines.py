@@ -7,15 +7,14 @@ runner starts it when there is room, and tries again if there is none any more.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from triton_openai import errors, offload
 from triton_openai.access.keys import ApiKey
 from triton_openai.access.rate_limits import RateLimit, Reservation
-from triton_openai.answer.run import Run
 from triton_openai.api.bodies import FormRequest, JsonCheck, decode_json, read_within
 from triton_openai.api.info import probe
 from triton_openai.api.messages.message_events import error_body
@@ -24,33 +23,13 @@ from triton_openai.batches.host import Outcome
 from triton_openai.config.tree import ApiGroup, BatchesSettings
 from triton_openai.models.canary import PATIENCE
 from triton_openai.models.served import ServedModel
-from triton_openai.operations import NO_HEADERS, Call, Operation, Renderer, Streamed, Whole
+from triton_openai.operations import NO_HEADERS, Call, NoStream, Operation, Whole
 from triton_openai.prompts.prompt_template import PromptTemplate
 from triton_openai.storage.batch_records import Batch, BatchError, BatchUsage
 from triton_openai.telemetry.request_record import RequestRecord, request_id
 
 # The prefix of the names of limits for batches alone. No key has such a name.
 _POOL = "batches\n"
-
-
-class _NoStream:
-    """The output of a line, whose answer is never a stream."""
-
-    def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> NoReturn:
-        self._refuse()
-
-    def send_parts(
-        self, parts: AsyncGenerator[bytes, None], *, timeout: float | None, media_type: str | None = None
-    ) -> NoReturn:
-        self._refuse()
-
-    async def send_events(
-        self, following: Callable[[float], Awaitable[bytes | None]], stop: Callable[[errors.ServiceError], None]
-    ) -> Streamed:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise AssertionError("a line was answered by a stream")
 
 
 class LineHost:
@@ -189,7 +168,7 @@ class LineHost:
             record.key_digest = key.digest
             service.authorizer.share(key)
             request = await decode_json(body, operation, record, service.settings)
-            reply = await operation.function(service, Call(operation, request, key, record, _NoStream()))
+            reply = await operation.function(service, Call(operation, request, key, record, NoStream()))
             assert isinstance(reply, Whole), "the answer of a line is whole"
             record.status = reply.status
             return Outcome(reply.status, reply.body, record.request_id, usage=_usage(record))

@@ -41,6 +41,7 @@ from triton_openai.api.messages.message_events import OVERLOADED, AnthropicEnvel
 from triton_openai.api.responses import conversations, retrieve
 from triton_openai.api.responses import create as responses
 from triton_openai.api.responses import objects as response_types
+from triton_openai.api.responses.session import ResponsesSession
 from triton_openai.api.service import Service
 from triton_openai.api.uploaded_files import FileUpload
 from triton_openai.config.tree import ApiGroup, Settings
@@ -505,8 +506,8 @@ OPERATIONS = (
           response_types.ItemList, strict=True, check=conversations.check_kept),
     _kept(conversations.retrieve_item, f"GET {_ITEM}", "get_item"),
     _kept(conversations.delete_item, f"DELETE {_ITEM}", "delete_item", answer=conversations.ConversationObject),
-    Operation(responses.refuse_websocket, _openai("GET /responses"), "refuse_websocket", "inference",
-              errors=(errors.MethodNotAllowed, errors.UpgradeRefused)),
+    Operation(responses.refuse_get, _openai("GET /responses"), "connect_responses", "inference",
+              session=ResponsesSession, errors=(errors.MethodNotAllowed,)),
     Operation(messages.create, _openai("POST /messages"), "create_message", "inference", message_types.MessagesRequest,
               message_types.MessageObject, event=message_types.MessageEvent, jobs=(Generation,), label="chat"),
     Operation(messages.count_tokens, _openai("POST /messages/count_tokens"), "count_message_tokens", "inference",

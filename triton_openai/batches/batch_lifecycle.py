@@ -30,6 +30,7 @@ from triton_openai.errors import ServiceError
 from triton_openai.storage.batch_records import Batch, BatchError, LeaseLost, StoredFile
 from triton_openai.tasks import cancel, wait_any
 from triton_openai.telemetry.instruments import BATCH_LINES, BATCHES_ENDED
+from triton_openai.telemetry.metrics import Series
 
 _log = structlog.get_logger(__name__)
 # Lines that are read into memory together, and those of a batch in memory if many are for models that are away.

@@ -84,7 +84,7 @@ def model_lines(models: Models, *, unserved: bool = False) -> list[ModelLine]:
             adapter=model.adapter.name,
             state="ready",
             tasks=model.tasks,
-            features=_features(model),
+            features=features_of(model),
             chat=model.can_chat,
             problem=None if model.lazy_prompter.problem is None else model.lazy_prompter.problem.message,
             aliases=tuple(further.get(name, ([], []))[0]),
@@ -107,7 +107,8 @@ def model_lines(models: Models, *, unserved: bool = False) -> list[ModelLine]:
     return lines
 
 
-def _features(model: ServedModel) -> tuple[str, ...]:
+def features_of(model: ServedModel) -> tuple[str, ...]:
+    """Return what requests to *model* can use beyond text, see :attr:`ModelLine.features`."""
     capabilities = model.adapter.capabilities
     if "generate" not in model.tasks:
         return ()

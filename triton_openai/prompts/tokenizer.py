@@ -61,6 +61,8 @@ class Tokenizer:
         self.generation_config = files.generation_config
         #: The file that describes the model's format of tool calls, if there is one.
         self.tool_format = files.tool_format
+        #: How an encoder's vectors are pooled, where its files say it.
+        self.pooling = files.pooling
         #: The labels of a classifier's classes.
         self.labels = _labels(files.model_config.get("id2label"))
         #: What a classifier's logits are for (``multi_label_classification``), where ``config.json`` says so.

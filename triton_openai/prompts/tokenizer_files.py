@@ -14,13 +14,14 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import structlog
 
 from triton_openai.config.tree import AUTO, NONE, DefaultParameters
 from triton_openai.errors import ConfigurationError
+from triton_openai.jobs import Pooling
 
 _log = structlog.get_logger(__name__)
 
@@ -35,7 +36,21 @@ HUB_FILES = (
     "config.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
+    # Of sentence-transformers.
+    "modules.json",
+    "1_Pooling/config.json",
+    "config_sentence_transformers.json",
 )
+
+# What sentence-transformers calls the ways of pooling: flags in older files, one name in newer ones.
+_POOLING_MODES: Mapping[str, Literal["mean", "cls", "last"]] = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+    "mean": "mean",
+    "cls": "cls",
+    "lasttoken": "last",
+}
 
 # Made at import: two threads that use a type for the first time at the same time can crash msgspec (0.22).
 _VALUES = msgspec.json.Decoder(DefaultParameters).type
@@ -57,6 +72,8 @@ class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
     generation_config: Mapping[str, Any]
     model_config: Mapping[str, Any]
     chat_templates: Mapping[str, str]
+    #: How an encoder's vectors are pooled; ``None`` where no file says it.
+    pooling: Pooling | None = None
     #: The file that describes the model's format of tool calls, if there is one.
     tool_format: Path | None = None
 
@@ -103,6 +120,7 @@ def locate(source: str) -> TokenizerFiles:
         model_config=_read_json(folder / "config.json", origin),
         chat_templates=_templates_of(config) | _template_files(folder, origin),
         tool_format=_existing(folder / TOOL_FORMAT),
+        pooling=_pooling(folder, origin),
     )
 
 
@@ -170,6 +188,46 @@ def fetch_from_hub(source: str) -> Path:
     # The cache names the folder after the commit.
     _log.info("tokenizer comes from the Hugging Face hub", tokenizer=name, revision=folder.name)
     return folder
+
+
+def _pooling(folder: Path, origin: str) -> Pooling | None:
+    """
+    Return how the vectors of a model of sentence-transformers are pooled; ``None`` if its files are not in *folder*.
+
+    Raises :class:`ConfigurationError` for another way than the mean, the first or the last vector.
+    """
+    config = _read_json(folder / "1_Pooling" / "config.json", origin)
+    modes = [name for name in _POOLING_MODES if config.get(name) is True]
+    if isinstance(config.get("pooling_mode"), str):
+        modes = [config["pooling_mode"]]
+    if not modes:
+        return None
+    if len(modes) > 1 or modes[0] not in _POOLING_MODES:
+        message = f"1_Pooling/config.json {origin} has the pooling {' and '.join(modes)}, which is not supported."
+        raise ConfigurationError(message)
+    modules = _read_list(folder / "modules.json", origin)
+    types = [module.get("type") for module in modules if isinstance(module, dict)]
+    normalize = any(isinstance(name, str) and name.endswith("Normalize") for name in types)
+    texts = _read_json(folder / "config_sentence_transformers.json", origin)
+    prompts = texts.get("prompts")
+    prefix = ""
+    if isinstance(prompts, dict):
+        prefix = prompts.get(texts.get("default_prompt_name"), "")
+    return Pooling(mode=_POOLING_MODES[modes[0]], normalize=normalize, prefix=str(prefix))
+
+
+def _read_list(path: Path, origin: str) -> list[Any]:
+    """Return the JSON list in *path*, empty where there is no such file."""
+    text = _read_text(path, origin)
+    if text is None:
+        return []
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{path.name} {origin} is not valid JSON: {error}") from error
+    if not isinstance(value, list):
+        raise ConfigurationError(f"{path.name} {origin} must hold a JSON list.")
+    return value
 
 
 def _read_json(path: Path, origin: str) -> dict[str, Any]:

@@ -16,11 +16,22 @@ import structlog
 from triton_openai.access.rate_limits import Reservation, tokens_charged
 from triton_openai.draining import Draining
 from triton_openai.errors import ServiceError
-from triton_openai.telemetry.logging import LOG_FIELDS
+from triton_openai.telemetry.logging import LOG_FIELDS, warn
 from triton_openai.telemetry.request_record import Observer, RequestRecord
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
+
+
+def stream_error(record: RequestRecord, error: Exception) -> ServiceError:
+    """Log *error*, which ended a stream that has begun, and return what the client gets."""
+    fields = {"request_id": record.request_id, "model": record.model}
+    if isinstance(error, ServiceError):
+        warn(_log, "stream failed", error, **fields, code=error.code)
+        return error
+    # A bug, or an error of a third party's parser. The answer has begun, so the error is an event in it.
+    _log.exception("stream failed", **fields, exc_info=error)
+    return ServiceError()
 
 
 class Executor:

@@ -7,6 +7,7 @@ The routes of the application are made here from the table of operations.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from aiohttp import web
@@ -22,6 +23,7 @@ from triton_openai.serving.connections import WholeResponse
 from triton_openai.serving.forms import HttpForm
 from triton_openai.serving.http_output import HttpOutput
 from triton_openai.serving.request_body import read_body
+from triton_openai.serving.websocket import is_upgrade, serve_websocket
 from triton_openai.telemetry.request_record import RECORD, RequestRecord
 
 
@@ -77,6 +79,7 @@ class HttpOperations:
         service = self._service
         run = operation.function
         check = operation.check
+        open_session = operation.session
         kind = operation.body_kind
 
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -85,6 +88,10 @@ class HttpOperations:
             settings = service.settings
             if check is not None:
                 check(service, key)
+            if open_session is not None and is_upgrade(request):
+                return await serve_websocket(
+                    request, partial(open_session, service), settings=settings, draining=self._draining
+                )
             body = None
             if kind is BodyKind.JSON or (kind is BodyKind.OPTIONAL_JSON and request.can_read_body):
                 if request.headers.get("Content-Type") != "application/json":

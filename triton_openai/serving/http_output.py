@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, closing
 from time import monotonic
 
-import structlog
 from aiohttp import HttpVersion11, web
 
 from triton_openai.answer.fan_out import RunGroup, timeout_error
@@ -23,11 +22,10 @@ from triton_openai.generation import Delta
 from triton_openai.json_lines import escape_line_breaks
 from triton_openai.operations import STREAMED, Renderer, Streamed
 from triton_openai.serving.connections import WholeResponse
+from triton_openai.serving.execution import stream_error
 from triton_openai.tasks import cancel
-from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.request_record import RequestRecord
 
-_log = structlog.get_logger(__name__)
 # What precedes a chunk of HTTP, by its size. To format it takes more code, and so more of the processor's cache.
 _SIZES = [b"%x\r\n" % size for size in range(1024)]
 # asyncio's default, above which aiohttp's writer waits.
@@ -329,19 +327,9 @@ class HttpOutput:
             failure = timeout_error(timeout, runs) if isinstance(error, TimeoutError) else error
             if not sender.begun:
                 raise failure from None
-            await self._fail(sender, self._logged(failure))
+            await self._fail(sender, stream_error(self._record, failure))
         self.response = sender.response
         return STREAMED
-
-    def _logged(self, error: Exception) -> ServiceError:
-        """Log *error*, which ended a stream that has begun, and return what the client gets."""
-        fields = {"request_id": self._record.request_id, "model": self._record.model}
-        if isinstance(error, ServiceError):
-            warn(_log, "stream failed", error, **fields, code=error.code)
-            return error
-        # A bug, or an error of a third party's parser. The answer has begun, so the error is an event in it.
-        _log.exception("stream failed", **fields, exc_info=error)
-        return ServiceError()
 
     async def _fail(self, sender: EventStream | _PartStream, error: ServiceError) -> None:
         self._record.error = error

@@ -29,8 +29,8 @@ from triton_openai.api.responses.objects import (
     ResponsesRequest,
 )
 from triton_openai.api.responses.request_reader import ParsedRequest, read
-from triton_openai.api.responses.response_events import ResponseEvents
-from triton_openai.api.responses.stored import StoredResponse
+from triton_openai.api.responses.response_events import ResponseEvents, response_event, terminal_events
+from triton_openai.api.responses.stored import RecentLane, StoredResponse
 from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.operations import Call, Reply
 
@@ -53,27 +53,48 @@ _MESSAGES = "input"
 
 async def create(service: Service, call: Call[ResponsesRequest]) -> Reply:
     """Answer with a response."""
+    return await respond(service, call)
+
+
+async def respond(service: Service, call: Call[ResponsesRequest], recent: RecentLane | None = None) -> Reply:
+    """Answer with a response, which may go on from one of the *recent* responses of its connection."""
     context = await begin(service, call, read_as_chat=True)
     body = context.body
     if body.previous_response_id is not None and body.conversation is not None:
         raise errors.InvalidValue("'previous_response_id' cannot be used together with 'conversation'.", "conversation")
-    made = _begun(context)
+    made = _begun(context, recent)
     if body.background:
         return await _begin_in_background(context, made)
     async with _conversation(context, made) as (asked, request):
         request.before = ()
         if made.response.store and body.stream:
             await made.announce()
-        if not made.response.store and made.response.conversation is None:
+        if not made.response.store and made.response.conversation is None and recent is None:
             made.input = ()
         return await asked.admitted(partial(_answer, made=made, request=request), param=_MESSAGES)
 
 
-def _begun(context: RequestContext[ResponsesRequest]) -> StoredResponse:
+async def prepare(service: Service, call: Call[ResponsesRequest], recent: RecentLane) -> bytes:
+    """Return the events of a response for which the model is not asked: the next one goes on from its input."""
+    context = await begin(service, call, read_as_chat=True)
+    made = _begun(context, recent)
+    async with _conversation(context, made) as (asked, _):
+        # Renders and tokenizes the prompt, so that what is wrong with it shows now.
+        await agents.count_tokens(asked)
+    made.response.status = "completed"
+    made.response.completed_at = now()
+    await made.keep()
+    recent.put(made)
+    begun = msgspec.structs.replace(made.response, status="in_progress", completed_at=None)
+    return response_event("response.created", 0, response=begun) + terminal_events(made.response, 1)
+
+
+def _begun(context: RequestContext[ResponsesRequest], recent: RecentLane | None = None) -> StoredResponse:
     """Return the response to a request, of which nothing is made yet. Raises :class:`UnsupportedParameter`."""
     body = context.body
     state = context.service.responses
-    if body.previous_response_id is not None:
+    previous = body.previous_response_id
+    if previous is not None and (recent is None or recent.find(previous) is None):
         state.store("previous_response_id")
     conversation = None
     if body.conversation is not None:
@@ -98,7 +119,9 @@ def _begun(context: RequestContext[ResponsesRequest]) -> StoredResponse:
         text={"format": form, "verbosity": "medium"},
         **{name: value for name, value in repeated.items() if value is not None},
     )
-    return StoredResponse(state, context.call.key.name, response)
+    made = StoredResponse(state, context.call.key.name, response)
+    made.recent = recent
+    return made
 
 
 @asynccontextmanager
@@ -135,8 +158,11 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
     inputs = InputResolver(made.state, made.owner, settings)
     suffix = f"{response.id.removeprefix('resp_')}i"
     size = context.record.body_size or 0
-    await inputs.resolve(input_items(body), source=source, param=param, suffix=suffix, size=size)
+    recent = made.recent
+    await inputs.resolve(input_items(body), source=source, param=param, suffix=suffix, size=size, recent=recent)
     made.input = inputs.rows
+    if recent is not None:
+        made.before = inputs.encoded
     made.ancestors = inputs.ancestors
     context.conversation = inputs.root
     # The response says whether it is used.
@@ -199,7 +225,13 @@ def _events(made: StoredResponse, request: ParsedRequest, prepared: PreparedChat
     sealed = "reasoning.encrypted_content" in (request.body.include or ())
     names = request.tools.names
     forced = prepared.plan.forced
-    return ResponseEvents(made.response, run, parser, names=names, sealed=sealed, forced=forced, keep=made.keep)
+
+    async def keep() -> None:
+        await made.keep()
+        if made.recent is not None:
+            made.recent.put(made)
+
+    return ResponseEvents(made.response, run, parser, names=names, sealed=sealed, forced=forced, keep=keep)
 
 
 async def _begin_in_background(context: RequestContext[ResponsesRequest], made: StoredResponse) -> Reply:
@@ -267,14 +299,8 @@ async def compact(service: Service, call: Call[CompactRequest]) -> Reply:
     return whole(CompactedResponse(id=response.id, created_at=now(), output=[*kept, compaction], usage=response.usage))
 
 
-async def refuse_websocket(service: Service, call: Call[None]) -> Reply:
-    """
-    Refuse a WebSocket.
-
-    Agents try it first, and take this status as the sign to go on with POST at once.
-    """
-    if call.headers.get("Upgrade", "").lower() == "websocket":
-        raise errors.UpgradeRefused("Responses are not served over WebSocket: use POST, with 'stream' for events.")
+async def refuse_get(service: Service, call: Call[None]) -> Reply:
+    """Refuse a request that asks for no WebSocket: for this path, GET is its upgrade."""
     record = call.record
     raise errors.MethodNotAllowed(f"{record.path} does not take {record.method}, only POST.", allowed="POST")
 

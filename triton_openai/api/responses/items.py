@@ -16,7 +16,7 @@ from triton_openai import offload
 from triton_openai.api.bodies import MAX_MESSAGES, JsonCheck
 from triton_openai.api.paging import MAX_ID, is_id
 from triton_openai.api.responses.objects import CompactRequest, Item, ResponsesRequest
-from triton_openai.api.responses.stored import ResponseStore, joined
+from triton_openai.api.responses.stored import RecentLane, ResponseStore, joined
 from triton_openai.config.tree import Settings
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, InvalidValue, ObjectNotFound
 from triton_openai.storage.store import Row, RowKey
@@ -130,6 +130,8 @@ class InputResolver:
     def __init__(self, state: ResponseStore, owner: str, settings: Settings) -> None:
         #: The items before the request, and its own with their references resolved.
         self.before: Sequence[Item] = ()
+        #: Those before, each in JSON.
+        self.encoded: Sequence[bytes] = ()
         self.resolved: Sequence[Item] = ()
         #: The responses before the one that it goes on from, the newest first.
         self.ancestors: Sequence[str] = ()
@@ -149,16 +151,26 @@ class InputResolver:
         # The most values that the items before it have; ``None`` if they have to be counted with its own.
         self._max_values: int | None = None
 
-    async def resolve(self, items: Sequence[Item], *, source: str | None, param: str, suffix: str, size: int) -> None:
+    async def resolve(
+        self,
+        items: Sequence[Item],
+        *,
+        source: str | None,
+        param: str,
+        suffix: str,
+        size: int,
+        recent: RecentLane | None = None,
+    ) -> None:
         """
         Load what a request with *items*, in a body of *size* bytes, is about.
 
-        *source* is what it goes on from: a conversation or a response, as *param* says. The rows have ids with
-        *suffix*. Raises :class:`InvalidRequest`.
+        *source* is what it goes on from: a conversation or a response, as *param* says, which may be one of *recent*.
+        The rows have ids with *suffix*. Raises :class:`InvalidRequest`.
         """
         before: Sequence[bytes] = ()
         if source is not None:
-            before = await self._history(source, param)
+            before = await self._history(source, param, recent)
+            self.encoded = before
         loaded: dict[str, bytes] = {}
         if before:
             self.before = await offload.run(self._decoded, before, param, cost=offload.json_cost(self.size))
@@ -190,10 +202,14 @@ class InputResolver:
         if param == "conversation":
             self._state.check_room(len(before), sum(map(len, before)), self.rows)
 
-    async def _history(self, source: str, param: str) -> Sequence[bytes]:
+    async def _history(self, source: str, param: str, recent: RecentLane | None) -> Sequence[bytes]:
         """Return the items of the conversation, or of the responses, that the request goes on from."""
         max_size = self._settings.server.max_body_size
-        history = await self._state.history(source, self._owner, param, most=MAX_MESSAGES, most_size=max_size)
+        history = None
+        if recent is not None and param == "previous_response_id":
+            history = recent.find(source)
+        if history is None:
+            history = await self._state.history(source, self._owner, param, most=MAX_MESSAGES, most_size=max_size)
         self._add(history.length, history.size, param)
         self.ancestors = [link.key for link in history.links[1:_ANCESTORS]]
         self.root = history.links[-1].key

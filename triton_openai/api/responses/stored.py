@@ -18,6 +18,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import structlog
@@ -35,11 +36,73 @@ _RUNNING = frozenset({"queued", "in_progress"})
 _KEY = re.compile(r"(?:resp_|conv_|chatcmpl-)[0-9a-f]{32}")
 # The lists of a response's rows; a conversation has the list `items`.
 _ITEMS = ("input", "output")
+# Most bytes of the responses that one connection keeps in memory.
+_RECENT_SIZE = 64 * 1024 * 1024
 # The seconds between attempts to keep a response that was made in the background.
 _PAUSES = (0.5, 1.0, 2.0, 4.0)
 # Made at import: two threads that use a type for the first time at the same time can crash msgspec (0.22).
 _RESPONSE = offload.json_decoder(ResponseObject)
 _OUTPUT = offload.json_decoder(list[OutputItem])
+
+
+class RecentResponses:
+    """
+    The last response of each lane of one connection, with all that it goes on from, in memory.
+
+    The next response can go on from it, also if it is not stored. Only the last *max_lanes* lanes have one.
+    """
+
+    def __init__(self, max_lanes: int) -> None:
+        self._max_lanes = max_lanes
+        self._by_lane: dict[str | None, tuple[str, Sequence[bytes]]] = {}
+
+    def lane(self, stream_id: str | None) -> RecentLane:
+        """Return what a request of the lane *stream_id* sees of them."""
+        return RecentLane(self, stream_id)
+
+    def drop(self, stream_id: str | None) -> None:
+        """Forget the response of a lane."""
+        self._by_lane.pop(stream_id, None)
+
+    def find(self, response_id: str) -> Sequence[bytes] | None:
+        """Return the items of a response and all before it, each in JSON, the oldest first; ``None``: not here."""
+        for key, items in self._by_lane.values():
+            if key == response_id:
+                return items
+        return None
+
+    def put(self, stream_id: str | None, response_id: str, items: Sequence[bytes]) -> None:
+        """Make a response the last of its lane, if there is memory for its *items*."""
+        self.drop(stream_id)
+        others = sum(len(item) for _, kept in self._by_lane.values() for item in kept)
+        if others + sum(map(len, items)) > _RECENT_SIZE:
+            return
+        self._by_lane[stream_id] = (response_id, items)
+        if len(self._by_lane) > self._max_lanes:
+            del self._by_lane[next(iter(self._by_lane))]
+
+
+class RecentLane(NamedTuple):
+    """The responses of a connection, as a request of one lane sees them."""
+
+    responses: RecentResponses
+    stream_id: str | None
+
+    def find(self, response_id: str) -> Chain | None:
+        """Return the items of a response and all before it; ``None``: not here."""
+        items = self.responses.find(response_id)
+        if items is None:
+            return None
+        return Chain([Link(response_id, True, 0.0)], items, len(items), sum(map(len, items)))
+
+    def put(self, made: StoredResponse) -> None:
+        """Keep a response that has ended."""
+        response = made.response
+        if response.status not in ("completed", "incomplete"):
+            self.responses.drop(self.stream_id)
+            return
+        rows = [*made.input, *_output_rows(response)]
+        self.responses.put(self.stream_id, response.id, [*made.before, *[row.data for row in rows]])
 
 
 class ResponseStore:
@@ -210,6 +273,10 @@ class StoredResponse:
         self.input: Sequence[Row] = ()
         #: The responses before the one that it goes on from, the newest first.
         self.ancestors: Sequence[str] = ()
+        #: Where the connection keeps it, and what it goes on from; ``None`` if the connection keeps nothing.
+        self.recent: RecentLane | None = None
+        #: The items before its input, each in JSON, if the connection keeps it.
+        self.before: Sequence[bytes] = ()
         #: Whether it holds its conversation no longer, because it stands there.
         self.released = False
         #: Its events, if this process makes it in the background.

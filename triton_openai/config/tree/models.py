@@ -130,6 +130,27 @@ class ModelDefaults(SettingsGroup, frozen=True):
             "form."
         ),
     ] = None
+    pooling: Annotated[
+        Literal["mean", "cls", "last"] | None,
+        file_only(
+            "How an encoder's vectors of a text's tokens become one: their mean, the first, or the last one. By "
+            "default from the 1_Pooling/config.json beside the tokenizer, else 'mean'."
+        ),
+    ] = None
+    normalize_embeddings: Annotated[
+        bool | None,
+        file_only(
+            "Whether an encoder's vectors get the length 1. By default as the modules.json beside the tokenizer says; "
+            "without that file, they do."
+        ),
+    ] = None
+    embedding_prefix: Annotated[
+        str | None,
+        file_only(
+            "What precedes each text for an encoder that takes token ids, such as 'passage: '. By default the default "
+            "prompt of config_sentence_transformers.json beside the tokenizer."
+        ),
+    ] = None
     score_activation: Annotated[
         Literal["none", "sigmoid"] | None,
         file_only(

@@ -42,6 +42,9 @@ class ResponsesSettings(SettingsGroup, frozen=True):
             live=True,
         ),
     ] = 1000
+    max_lanes: Annotated[
+        Count, file_only("Most responses that one WebSocket makes at once, each in a stream of its own.", live=True)
+    ] = 8
 
     @property
     def max_age_seconds(self) -> float:

@@ -1,0 +1,91 @@
+"""
+WebSockets: the upgrade of a request, and the frames of its connection.
+
+What the frames mean is that of a :class:`Session`, which has no HTTP. The connection reads frames for as long as the
+client sends them, which also answers its pings; the session answers when it likes. Frames are not compressed: an event
+for a token is short, and compression would hold it back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from aiohttp import WSCloseCode, WSMsgType, web
+
+from triton_openai.config.tree import Settings
+from triton_openai.draining import Draining
+from triton_openai.errors import ServiceError
+from triton_openai.operations import OpenSession, Session
+from triton_openai.telemetry.request_record import RECORD
+
+# Seconds between pings. A client that does not answer one within half of the time is gone.
+_PING_SECONDS = 30.0
+#: The longest time of one connection, in seconds, as OpenAI has it.
+MAX_SECONDS = 3600.0
+# Longest time that a client may take to answer the end of a connection.
+_CLOSE_SECONDS = 2.0
+
+
+def is_upgrade(request: web.Request) -> bool:
+    """Return whether *request* asks for a WebSocket."""
+    return request.headers.get("Upgrade", "").lower() == "websocket"
+
+
+async def serve_websocket(
+    request: web.Request, open_session: OpenSession, *, settings: Settings, draining: Draining
+) -> web.StreamResponse:
+    """Return the response to *request* once its WebSocket has ended, whose frames the session gets."""
+    socket = web.WebSocketResponse(
+        timeout=_CLOSE_SECONDS, heartbeat=_PING_SECONDS, max_msg_size=settings.server.max_body_size, compress=False
+    )
+    # aiohttp raises what the middleware answers, if the request is no WebSocket's.
+    await socket.prepare(request)
+
+    async def send(frame: bytes) -> None:
+        await socket.send_frame(frame, WSMsgType.TEXT)
+
+    session = open_session(request.headers, request[RECORD], send)
+    stopping = asyncio.create_task(_stop(session, socket, draining))
+    try:
+        async with asyncio.timeout(MAX_SECONDS):
+            await _read(socket, session)
+    except TimeoutError:
+        await session.end("websocket_connection_limit_reached", f"A connection ends after {MAX_SECONDS:g} seconds.")
+        await socket.close()
+    except asyncio.CancelledError:
+        reason = draining.reason()
+        if reason is None:
+            raise
+        # The time for running requests is over, or the key was removed.
+        await _end(socket, session, reason)
+    finally:
+        # Nothing is awaited: a client that has ended its connection in order has not left early.
+        stopping.cancel()
+        session.close()
+    return socket
+
+
+async def _read(socket: web.WebSocketResponse, session: Session) -> None:
+    """Give *session* the frames of *socket* until it ends."""
+    async for message in socket:
+        if message.type is WSMsgType.TEXT:
+            await session.receive(message.data)
+        elif message.type is WSMsgType.BINARY:
+            await socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"Frames have to be text.")
+
+
+async def _stop(session: Session, socket: web.WebSocketResponse, draining: Draining) -> None:
+    """Close *socket* when the service stops and *session* has nothing to do."""
+    await draining.started.wait()
+    await session.idle()
+    await socket.close(code=WSCloseCode.SERVICE_RESTART, message=b"The service is stopping.")
+
+
+async def _end(socket: web.WebSocketResponse, session: Session, reason: ServiceError) -> None:
+    code = WSCloseCode.SERVICE_RESTART
+    if reason.status < 500:
+        code = WSCloseCode.POLICY_VIOLATION
+    with suppress(ConnectionError):
+        await session.end(reason.code or "server_error", reason.message)
+    await socket.close(code=code)
