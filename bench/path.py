@@ -353,8 +353,8 @@ def _counted(arguments: Sequence[str], subject: str, seconds: float) -> list[Pat
     try:
         done = subprocess.run(command, capture_output=True, check=True, timeout=seconds, cwd=_ROOT)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        said = (error.stderr or b"").decode(errors="replace")[-2000:]
-        raise BenchError(f"Calls were not counted: {error}\n{said}") from error
+        output = (error.stderr or b"").decode(errors="replace")[-2000:]
+        raise BenchError(f"Calls were not counted: {error}\n{output}") from error
     rows = msgspec.json.decode(done.stdout, type=list[PathRow])
     return [msgspec.structs.replace(row, subject=subject) for row in rows]
 
