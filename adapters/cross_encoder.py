@@ -157,8 +157,8 @@ class CrossEncoder(Adapter):
 
         Raises :class:`ContextLengthExceeded` for what is longer than the model's fixed length, if it has one.
         """
-        wanted = {self._mapping.output.lower(), _INDEX, _TOKENS}
-        outputs = [name for name in self.config.outputs if name.lower() in wanted]
+        lower_names = {self._mapping.output.lower(), _INDEX, _TOKENS}
+        outputs = [name for name in self.config.outputs if name.lower() in lower_names]
         return [
             self.request(f"{job.id}-{number}", list(self._inputs(job, places)), outputs)
             for number, places in enumerate(self._batches(job))

@@ -227,10 +227,13 @@ class Synthesizer(DescribedAdapter):
         if job.voice is None:
             return []
         samples = array("f", job.voice.samples)
-        said = job.voice.text
+        reference_text = job.voice.text
         if job.instructions is not None:
-            said = f"{job.instructions}{_END_OF_INSTRUCTIONS}{said}"
-        return [self.vector(_REFERENCE, samples), *self.declared_tensors(**{_LENGTH: len(samples), _SAID: said})]
+            reference_text = f"{job.instructions}{_END_OF_INSTRUCTIONS}{reference_text}"
+        return [
+            self.vector(_REFERENCE, samples),
+            *self.declared_tensors(**{_LENGTH: len(samples), _SAID: reference_text}),
+        ]
 
     def decode(self, job: SynthesisJob, responses: Sequence[InferResponse], /) -> Speech:
         return Speech(

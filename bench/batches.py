@@ -277,11 +277,11 @@ def measure_input() -> Input:
     with tempfile.TemporaryDirectory(prefix="triton-openai-bench-") as name, _fake(Path(name)) as triton:
         port = free_port()
         log = Path(name) / "service.log"
-        told = Path(name) / "max_seconds"
+        note = Path(name) / "max_seconds"
         with running([sys.executable, "-m", "bench.batches", "--serve", str(port), triton, name], log) as pid:
             wait_until_answers(port, "/health/ready", log)
             created, seconds, more = asyncio.run(_large(port, pid))
-        max_seconds = float(told.read_text())
+        max_seconds = float(note.read_text())
     return Input(create_ms=created * 1e3, seconds=seconds, turn_ms=max_seconds * 1e3, more_mib=more)
 
 

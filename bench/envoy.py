@@ -339,8 +339,8 @@ async def _measure(bench: Bench, options: argparse.Namespace) -> None:
     _row("The busiest, above the mean", *(f"{share:.1%}" for share in busiest))
     _row("CPU of a token", *(f"{statistics.median(costs[name]):.1f} µs" for name in names))
 
-    def kills(told: Callable[[Failover], object]) -> list[str]:
-        return [", ".join(str(told(failover)) for failover in failovers[name]) for name in names]
+    def kills(value_of: Callable[[Failover], object]) -> list[str]:
+        return [", ".join(str(value_of(failover)) for failover in failovers[name]) for name in names]
 
     _row("A Triton is killed: failed of 48 without a token", *kills(lambda one: one.waiting_failed))
     _row("… told of 16 with one", *kills(lambda one: one.told))

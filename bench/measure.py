@@ -59,10 +59,10 @@ def measure(plan: Plan, subject: Subject, triton: int, control: Target, cores: C
     outcome = msgspec.json.decode(done.stdout, type=Outcome)
     if outcome.errors:
         if subject.log is not None:
-            said = subject.log.read_text(errors="replace")[-2000:]
+            log = subject.log.read_text(errors="replace")[-2000:]
         else:
-            said = ""
-        raise BenchError(f"{plan.case}, {plan.streams} streams, {subject.name}: {outcome.errors[0]}\n{said}")
+            log = ""
+        raise BenchError(f"{plan.case}, {plan.streams} streams, {subject.name}: {outcome.errors[0]}\n{log}")
     return outcome
 
 

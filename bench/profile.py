@@ -80,8 +80,8 @@ def _profile(name: str, folder: Path, seconds: float) -> list[Line]:
                 spying = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
             measure(plan, subject, triton, Target(protocol="generate", host=HOST, port=port), Cores())
             if spying is not None and spying.wait(30):
-                said = (spying.stderr.read() if spying.stderr else b"").decode(errors="replace")
-                raise BenchError(f"py-spy may not look into the service: {said}")
+                errors = (spying.stderr.read() if spying.stderr else b"").decode(errors="replace")
+                raise BenchError(f"py-spy may not look into the service: {errors}")
     if spy:
         return sampled(output.read_text())
     return _traced(output)

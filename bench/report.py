@@ -290,7 +290,7 @@ def path_line(row: PathRow) -> str:
 
 
 def _chains_table(chains: Chains) -> str:
-    cells = [[f"{chains.turns}, {said}", written(getattr(chains, name), 2)] for name, said in _KEPT.items()]
+    cells = [[f"{chains.turns}, {text}", written(getattr(chains, name), 2)] for name, text in _KEPT.items()]
     return table(["a turn after", "CPU ms"], cells)
 
 
@@ -325,14 +325,14 @@ def _path_table(paths: Sequence[PathRow]) -> str:
 
 def line(row: Row, rows: Sequence[Row]) -> str:
     """Return a row in one sentence, for the progress."""
-    said = f"{row.case} {row.streams:>3} {_name(row):<11} {row.tokens_per_second:>9,.0f} tokens/s"
+    line = f"{row.case} {row.streams:>3} {_name(row):<11} {row.tokens_per_second:>9,.0f} tokens/s"
     if row.cpu_us_per_answer is not None:
-        said += f"  {row.cpu_us_per_answer:6.0f} us CPU per answer"
+        line += f"  {row.cpu_us_per_answer:6.0f} us CPU per answer"
     elif row.cpu_us_per_token is not None:
-        said += f"  {row.cpu_us_per_token:6.1f} us CPU per token"
+        line += f"  {row.cpu_us_per_token:6.1f} us CPU per token"
     if (times := ratio(row.cpu_us_per_token, _nginx(row, rows))) is not None:
-        said += f"  {times:.2f} x nginx"
-    return said
+        line += f"  {times:.2f} x nginx"
+    return line
 
 
 def _case_table(rows: Sequence[Row], everything: Sequence[Row]) -> str:
@@ -378,10 +378,10 @@ def _aim_lines(all_aims: Sequence[Aim]) -> Iterator[str]:
             sign = "<="
         else:
             sign = ">="
-        said = f"  {marks[aim.reached]:<12}  {aim.text}: {written(aim.value, 2)} (aim {sign} {aim.limit:g})"
+        line = f"  {marks[aim.reached]:<12}  {aim.text}: {written(aim.value, 2)} (aim {sign} {aim.limit:g})"
         if len(aim.rounds) > 1:
-            said += "; by round " + ", ".join(written(value, 2) for value in aim.rounds)
-        yield said
+            line += "; by round " + ", ".join(written(value, 2) for value in aim.rounds)
+        yield line
 
 
 def _ratios(values: Sequence[float | None], bases: Sequence[float | None]) -> tuple[float, ...]:

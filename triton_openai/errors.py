@@ -156,13 +156,13 @@ class UnsupportedParameter(InvalidRequest, code="unsupported_parameter"):
 class RequestRefused(InvalidRequest):
     """The model's backend refused the request; the message has its reason, without server details."""
 
-    def __init__(self, said: str | None, *, detail: str | None = None, param: str | None = None) -> None:
-        if said:
-            message = f"The model refused the request: {said}"
+    def __init__(self, backend_reason: str | None, *, detail: str | None = None, param: str | None = None) -> None:
+        if backend_reason:
+            message = f"The model refused the request: {backend_reason}"
         else:
             message = "The model refused the request."
         super().__init__(message, detail=detail, param=param)
-        self.said = said
+        self.backend_reason = backend_reason
 
 
 class InvalidValue(InvalidRequest, code="invalid_value"):

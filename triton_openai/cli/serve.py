@@ -119,11 +119,11 @@ def raise_file_limit() -> None:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
-        wanted = _ENOUGH_FILES
+        limit = _ENOUGH_FILES
     else:
-        wanted = min(hard, _ENOUGH_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        limit = min(hard, _ENOUGH_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def run_loop(main: Coroutine[Any, Any, int]) -> int:

@@ -229,8 +229,8 @@ def _converted(value: Any, annotation: Any, path: _Path, origin: str, *, strict:
         form = "text without spaces and commas"
         if repr(NAMED_KEY) in problem:
             form += ", and with one colon at most (--api-keys-file takes keys that have a colon themselves)"
-        wanted = f"Expected one of {', '.join(get_args(ApiGroup))}, not"
-        reason = re.sub("`str` matching regex .*", lambda _: form, problem).replace("Invalid enum value", wanted)
+        expected = f"Expected one of {', '.join(get_args(ApiGroup))}, not"
+        reason = re.sub("`str` matching regex .*", lambda _: form, problem).replace("Invalid enum value", expected)
         raise ConfigurationError(f"{origin} is not accepted: {reason[0].lower()}{reason[1:]}.")
     choices = next((get_args(kind) for kind in (annotation, *get_args(annotation)) if get_origin(kind) is Literal), ())
     if choices:
@@ -272,13 +272,13 @@ def _add_opentelemetry(layer: _Layer, environ: Mapping[str, str]) -> None:
 
     content = first(_CONTENT_VARIABLE)[0].lower() or "false"
     # The service has no events, only spans.
-    wanted = content in ("true", "span_only", "span_and_event")
-    if not wanted and content not in ("false", "no_content", "event_only"):
+    spans_have_content = content in ("true", "span_only", "span_and_event")
+    if not spans_have_content and content not in ("false", "no_content", "event_only"):
         raise ConfigurationError(
             f"{_CONTENT_VARIABLE}: {content!r} is not accepted: expected SPAN_ONLY, SPAN_AND_EVENT, true, or "
             "NO_CONTENT, EVENT_ONLY, false."
         )
-    add("content", wanted and _CONTENT_CHARACTERS, int, _CONTENT_VARIABLE)
+    add("content", spans_have_content and _CONTENT_CHARACTERS, int, _CONTENT_VARIABLE)
     exporter = first("OTEL_TRACES_EXPORTER")[0].lower()
     if exporter not in ("", "otlp", "none"):
         raise ConfigurationError(f"OTEL_TRACES_EXPORTER: {exporter!r} is not accepted: expected otlp or none.")

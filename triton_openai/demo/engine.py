@@ -59,8 +59,8 @@ class Engine:
         """Wait until the model is loaded. Raises :class:`ConfigurationError` with the reason if that fails."""
         assert self._process.stdout is not None
         if self._process.stdout.readline().strip() != _READY:
-            _, said = self._process.communicate()
-            last = said.strip().splitlines()[-1:] or [f"it ended with status {self._process.returncode}"]
+            _, output = self._process.communicate()
+            last = output.strip().splitlines()[-1:] or [f"it ended with status {self._process.returncode}"]
             raise ConfigurationError(f"The demo's engine did not start: {last[0]}")
 
     def stop(self) -> None:

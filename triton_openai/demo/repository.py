@@ -98,7 +98,7 @@ def build_repository(
     """
     destination = destination.resolve()
     builders = builders or BUILDERS
-    wanted = _with_needs(BUILDERS if models is None else models, builders)
+    names = _with_needs(BUILDERS if models is None else models, builders)
     repository = DemoRepository(
         path=destination / "models",
         backends=destination / "backends",
@@ -122,7 +122,7 @@ def build_repository(
         folder.mkdir(parents=True)
         (folder / "model.py").write_text(_MODEL_FILE.format(levels=2, module=module, name=name))
     site = Site(repository, contracts(), engine)
-    for name in wanted:
+    for name in names:
         builders[name][0](site, name)
     return repository
 

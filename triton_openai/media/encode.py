@@ -51,17 +51,17 @@ def encoder(kind: Format, rate: int) -> Encoder:
 
     Raises :class:`UnsupportedParameter` if what it needs is not installed.
     """
-    wanted = file_rate(kind, rate)
+    target_rate = file_rate(kind, rate)
     made: Encoder
     if kind in _LIBSNDFILE:
-        made = _Sndfile(_imported("soundfile", "audio", kind), kind, wanted)
+        made = _Sndfile(_imported("soundfile", "audio", kind), kind, target_rate)
     elif kind == "aac":
-        made = _Aac(_imported("av", "media", kind), wanted)
+        made = _Aac(_imported("av", "media", kind), target_rate)
     else:
-        made = _Pcm(_wav_header(wanted) if kind == "wav" else b"")
-    if wanted == rate:
+        made = _Pcm(_wav_header(target_rate) if kind == "wav" else b"")
+    if target_rate == rate:
         return made
-    return _Resampled(made, _imported("soxr", "audio", f"{kind} from a model with {rate} Hz"), rate, wanted)
+    return _Resampled(made, _imported("soxr", "audio", f"{kind} from a model with {rate} Hz"), rate, target_rate)
 
 
 def _imported(module: str, extra: str, what: str) -> Any:
@@ -194,9 +194,9 @@ class _Aac:
 class _Resampled:
     """An encoder for samples of another rate."""
 
-    def __init__(self, behind: Encoder, soxr: Any, rate: int, wanted: int) -> None:
+    def __init__(self, behind: Encoder, soxr: Any, rate: int, target_rate: int) -> None:
         self._encoder = behind
-        self._stream = soxr.ResampleStream(rate, wanted, 1, dtype="float32")
+        self._stream = soxr.ResampleStream(rate, target_rate, 1, dtype="float32")
 
     def encode(self, samples: Samples) -> bytes:
         return self._converted(samples)
@@ -289,17 +289,17 @@ def _read_wav(data: bytes) -> tuple[Samples, int]:
         raise ValueError("It is not a WAV file; others need the extra [audio].") from error
 
 
-def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
+def resampled(samples: Samples, rate: int, target_rate: int) -> Samples:
     """
-    Return *samples* of *rate* Hz, an array with one dimension, at *wanted* Hz.
+    Return *samples* of *rate* Hz, an array with one dimension, at *target_rate* Hz.
 
     Raises ``ValueError`` if that needs what is not installed.
     """
-    if rate == wanted:
+    if rate == target_rate:
         return samples
     try:
         soxr: Any = importlib.import_module("soxr")
     except (ImportError, OSError) as error:
-        raise ValueError(f"It has {rate} Hz; to make {wanted} Hz of it needs the extra [audio].") from error
-    converted: Samples = soxr.resample(samples, rate, wanted)
+        raise ValueError(f"It has {rate} Hz; to make {target_rate} Hz of it needs the extra [audio].") from error
+    converted: Samples = soxr.resample(samples, rate, target_rate)
     return converted

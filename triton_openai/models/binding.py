@@ -80,8 +80,8 @@ class Binder:
                 claim = registry.named(settings.adapter)
             if claim is None:
                 return Unserved(name=name, why=_why_unclaimed(config))
-            told = _mapping(settings)
-            adapter = claim.adapter.described(config, repository, told)
+            mapping = _mapping(settings)
+            adapter = claim.adapter.described(config, repository, mapping)
             reason = claim.reason
             metadata = adapter.metadata_with(self._files)
             text_level = None
@@ -92,7 +92,7 @@ class Binder:
                 voices = Voices(name, settings.audio, synthesis)
             direct = None
             if settings.adapter is None:
-                direct = self._token_level(adapter, repository, told)
+                direct = self._token_level(adapter, repository, mapping)
             if direct is not None and may_have_tokenizer(settings.tokenizer, metadata.tokenizer_dir):
                 reason = f"{adapter.name}, answered by its engine '{direct.config.name}', see --prefer-token-level"
                 text_level = adapter
@@ -125,7 +125,7 @@ class Binder:
         )
 
     def _token_level(
-        self, adapter: Adapter, repository: Mapping[str, ModelConfig], told: TensorMapping | None
+        self, adapter: Adapter, repository: Mapping[str, ModelConfig], mapping: TensorMapping | None
     ) -> Adapter | None:
         """Return the adapter for the engine behind *adapter*'s model, if there is one and the settings select it."""
         mode = self.settings.triton.prefer_token_level
@@ -138,10 +138,10 @@ class Binder:
             claim = self._registry.claim(engine)
         if engine is None or claim is None:
             return None
-        if told is None or told.audio is None:
+        if mapping is None or mapping.audio is None:
             audio = None
         else:
-            audio = TensorMapping(audio=told.audio)
+            audio = TensorMapping(audio=mapping.audio)
         direct = claim.adapter.described(engine, repository, audio)
         if direct.capabilities.tokens:
             return direct
@@ -151,15 +151,15 @@ class Binder:
 def _mapping(settings: ModelSettings) -> TensorMapping | None:
     """Return the model's tensors, where its settings describe them."""
     audio = AudioFormat(**{name: getattr(settings.audio, name) for name in AudioFormat.__struct_fields__})
-    told = TensorMapping(
+    mapping = TensorMapping(
         inputs=settings.inputs,
         constants=settings.constants,
         outputs=settings.outputs,
         text=settings.text,
         audio=None if audio == AudioFormat() else audio,
     )
-    if told.describes or told.audio is not None:
-        return told
+    if mapping.describes or mapping.audio is not None:
+        return mapping
     return None
 
 

@@ -194,9 +194,9 @@ class ModelControl:
             raise next(iter(failures.values()))
         if failures:
             well = [member.name for member in members if member.name not in failures]
-            said = " ".join(f"At '{name}': {error.message}" for name, error in failures.items())
+            problems = " ".join(f"At '{name}': {error.message}" for name, error in failures.items())
             raise errors.UpstreamError(
-                f"This failed at {len(failures)} of {len(members)} Tritons. {said}"
+                f"This failed at {len(failures)} of {len(members)} Tritons. {problems}"
                 + (f" The model is {done} at {_listed(well)}." if well and done != "found" else ""),
                 detail="; ".join(f"{name}: {error.reason}" for name, error in failures.items()),
             )

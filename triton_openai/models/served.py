@@ -79,14 +79,14 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     def differences(self) -> Sequence[str]:
         """The differences of the model between Tritons that clients can notice, in sentences."""
         every = (self, *self.variants)
-        told: dict[str, Callable[[ServedModel], object]] = {
+        properties: dict[str, Callable[[ServedModel], object]] = {
             "Its context length": lambda model: model.metadata.max_model_len,
             "Its tokenizer": lambda model: Path(model.metadata.tokenizer or model.metadata.tokenizer_dir or "").name,
             "Its adapter": lambda model: model.adapter.name,
             "The release of Triton": lambda model: model.adapter.config.server_version,
         }
         lines = []
-        for what, value_of in told.items():
+        for what, value_of in properties.items():
             values = [f"{value_of(model) or 'unknown'} at {' and '.join(sorted(model.endpoints))}" for model in every]
             if len({value_of(model) for model in every}) > 1:
                 lines.append(f"{what} is {', '.join(values)}.")

@@ -134,14 +134,14 @@ class Voices:
             raise self._wrong(f"has no voices: {folder} cannot be read ({error.strerror or error})") from error
         watch = FileWatch([folder, *files], problem="changed voices not used", model=self._model)
         voices: dict[str, Voice] = {}
-        said: dict[str, str] = {}
+        names_by_text: dict[str, str] = {}
         for path in files:
             if path.suffix.lower() == ".txt":
                 continue
             voice = self._read(path)
             if voice.name in voices:
                 raise self._wrong(f"has two recordings of the voice '{voice.name}' in {folder}")
-            other = said.setdefault(voice.text, voice.name)
+            other = names_by_text.setdefault(voice.text, voice.name)
             if other != voice.name and self._speech.voices_by_transcript:
                 # It would speak with the one that it got first.
                 raise self._wrong(

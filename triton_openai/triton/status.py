@@ -296,7 +296,7 @@ def model_failed_error(said: str | None, *, detail: str | None) -> UpstreamError
 def failed_midway_error(error: errors.InvalidRequest) -> UpstreamError:
     """Return *error* as the model's fault: a backend that has begun to answer had accepted the request."""
     if isinstance(error, errors.RequestRefused):
-        said = error.said
+        said = error.backend_reason
     else:
         said = error.message
     return model_failed_error(said, detail=error.detail)

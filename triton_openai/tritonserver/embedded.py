@@ -343,11 +343,11 @@ def _reached(host: str) -> str:
     return host
 
 
-def _available_ports(host: str, wanted: Sequence[int]) -> list[int]:
-    """Return the *wanted* ports for HTTP and gRPC, and one for metrics. Raises :class:`ConfigurationError`."""
+def _available_ports(host: str, requested: Sequence[int]) -> list[int]:
+    """Return the *requested* ports for HTTP and gRPC, and one for metrics. Raises :class:`ConfigurationError`."""
     ports = []
     with contextlib.ExitStack() as sockets:
-        for port, flag in zip(wanted, ("--kserve-http-port", "--kserve-grpc-port"), strict=True):
+        for port, flag in zip(requested, ("--kserve-http-port", "--kserve-grpc-port"), strict=True):
             try:
                 listening_socket = sockets.enter_context(socket.create_server((host, port)))
             except OSError as error:

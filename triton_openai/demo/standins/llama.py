@@ -137,8 +137,8 @@ class LlamaEngine:
             "n_probs": len(self._vocabulary),
             "logit_bias": [[self._vocabulary.of_bytes(b"!"), 1000.0]],
         }
-        told = next(event for event in self._events(body) if event and "completion_probabilities" in event)
-        top = told["completion_probabilities"][0]["top_logprobs"]
+        result = next(event for event in self._events(body) if event and "completion_probabilities" in event)
+        top = result["completion_probabilities"][0]["top_logprobs"]
         return {"id": token, "logprob": next(t["logprob"] for t in top if t["id"] == token), "top_logprobs": top[:20]}
 
     def _split(self, data: bytes, count: int) -> list[int] | None:
@@ -204,10 +204,10 @@ class Measured:
         """Return rows of scores: the likeliest tokens have their own, all others share the remaining probability."""
         matrix = np.zeros((len(tokens), vocabulary), dtype=np.float32)
         for row, (_, entry) in zip(matrix, self._entries[first : first + len(tokens)], strict=False):
-            told = {candidate["id"]: candidate["logprob"] for candidate in (*entry["top_logprobs"], entry)}
-            rest = max(1.0 - math.fsum(map(math.exp, told.values())), 1e-9)
-            row[:] = math.log(rest / (vocabulary - len(told)))
-            row[list(told)] = list(told.values())
+            logprobs = {candidate["id"]: candidate["logprob"] for candidate in (*entry["top_logprobs"], entry)}
+            rest = max(1.0 - math.fsum(map(math.exp, logprobs.values())), 1e-9)
+            row[:] = math.log(rest / (vocabulary - len(logprobs)))
+            row[list(logprobs)] = list(logprobs.values())
         return matrix
 
 

@@ -77,10 +77,10 @@ def _default_answer(prompt: str, options: Options) -> str:
         variant = 0
     else:
         variant = (options.seed or 0) % len(_VARIANTS)
-    said = f'{_VARIANTS[variant]} You wrote: "{last_words(prompt)}"'
+    text = f'{_VARIANTS[variant]} You wrote: "{last_words(prompt)}"'
     if options.images:
-        return f"{said} You sent {options.images} images."
-    return said
+        return f"{text} You sent {options.images} images."
+    return text
 
 
 def last_words(prompt: str) -> str:

@@ -103,7 +103,7 @@ class TritonPythonModel(InflightModel):
             raise Refused(self.no_input)
         self._check(request, input_ids)
         lengths = array(request, "input_lengths").reshape(-1)
-        wanted = int(scalar(request, "num_return_sequences", 1))
+        count = int(scalar(request, "num_return_sequences", 1))
         sequences = []
         for row in range(input_ids.shape[0]):
             ids = [int(token) for token in input_ids[row][: lengths[row]]]
@@ -113,7 +113,7 @@ class TritonPythonModel(InflightModel):
                     " info and check TRTGptModel logs for how maximum input length is set"
                 )
             reused = self._cache.reuse(ids)
-            sequences += [Sequence(self._generation(request, row, ids, i), ids, reused, row, i) for i in range(wanted)]
+            sequences += [Sequence(self._generation(request, row, ids, i), ids, reused, row, i) for i in range(count)]
         return sequences
 
     def _check(self, request: Any, input_ids: Any) -> None:

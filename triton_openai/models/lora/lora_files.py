@@ -37,11 +37,11 @@ class FoundLora(Lora, frozen=True, kw_only=True):
     #: The folder that its files must not lead out of.
     root: Path | None = None
 
-    def read(self, wanted: LoraFormat) -> Lora:
+    def read(self, form: LoraFormat) -> Lora:
         """Return the adapter with its weights from its files. Raises :class:`ConfigurationError` for clients to see."""
         assert self.folder is not None and self.root is not None, "an adapter without files has no weights"  # noqa: PT018
         try:
-            weights, config = load(self.folder, self.root, wanted)
+            weights, config = load(self.folder, self.root, form)
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"The weights of the LoRA adapter '{self.name}' cannot be read.", param="model", detail=error.message
@@ -187,13 +187,13 @@ def find_folder(path: str, *, root: Path, bases: Sequence[Path]) -> Path:
     )
 
 
-def check(folder: Path, root: Path, wanted: LoraFormat) -> None:
+def check(folder: Path, root: Path, form: LoraFormat) -> None:
     """Look at the headers of the files in *folder*. Raises :class:`ConfigurationError` for what cannot be sent."""
     # A file that is mapped is as long as its header says.
-    _arrays(folder, root, wanted, "r")
+    _arrays(folder, root, form, "r")
 
 
-def load(folder: Path, root: Path, wanted: LoraFormat) -> tuple[Matrix, Matrix]:
+def load(folder: Path, root: Path, form: LoraFormat) -> tuple[Matrix, Matrix]:
     """
     Return weights and config in the format of the model. Blocks: it reads both files.
 
@@ -201,15 +201,15 @@ def load(folder: Path, root: Path, wanted: LoraFormat) -> tuple[Matrix, Matrix]:
     """
     # The headers first: a wrong one must not make room for what is not there. Then the contents, read: a mapped file
     # would end the process when the file becomes shorter.
-    check(folder, root, wanted)
-    weights, config = _arrays(folder, root, wanted, None)
-    if config[:, wanted.config_width :].any():
+    check(folder, root, form)
+    weights, config = _arrays(folder, root, form, None)
+    if config[:, form.config_width :].any():
         raise ConfigurationError("it is a DoRA adapter, and the model's lora_config has no column for that")
-    config = config[:, : wanted.config_width]
+    config = config[:, : form.config_width]
     if (config < 0).any() or (config > 2**31 - 1).any():
         raise ConfigurationError(f"{CONFIG} holds numbers that are none of a module, layer or rank")
     return (
-        Matrix(wanted.weights, weights.shape, _weight_bytes(weights, wanted.weights)),
+        Matrix(form.weights, weights.shape, _weight_bytes(weights, form.weights)),
         Matrix("INT32", config.shape, config.astype("<i4").tobytes()),
     )
 
@@ -234,7 +234,7 @@ def _number(*parts: bytes) -> int:
     return int.from_bytes(digest.digest(), "little") % (2**63 - 1) + 1
 
 
-def _arrays(folder: Path, root: Path, wanted: LoraFormat, mode: Literal["r"] | None) -> tuple[Any, Any]:
+def _arrays(folder: Path, root: Path, form: LoraFormat, mode: Literal["r"] | None) -> tuple[Any, Any]:
     """Return both arrays, two-dimensional."""
     weights = _array(folder / WEIGHTS, root, mode)
     config = _array(folder / CONFIG, root, mode)
@@ -244,9 +244,9 @@ def _arrays(folder: Path, root: Path, wanted: LoraFormat, mode: Literal["r"] | N
         raise ConfigurationError(f"{CONFIG} holds {config.dtype} and not int32")
     if weights.shape[0] != config.shape[0]:
         raise ConfigurationError(f"{WEIGHTS} has {weights.shape[0]} rows and {CONFIG} has {config.shape[0]}")
-    if config.shape[1] not in (wanted.config_width, wanted.config_width + 1):
-        raise ConfigurationError(f"{CONFIG} has {config.shape[1]} columns where the model takes {wanted.config_width}")
-    if weights.size * _SIZES[wanted.weights] > _MAX_BYTES:
+    if config.shape[1] not in (form.config_width, form.config_width + 1):
+        raise ConfigurationError(f"{CONFIG} has {config.shape[1]} columns where the model takes {form.config_width}")
+    if weights.size * _SIZES[form.weights] > _MAX_BYTES:
         raise ConfigurationError(
             f"{WEIGHTS} is larger than a message to Triton can be; let the engine load it (lora_prefetch_dir)"
         )

@@ -74,12 +74,12 @@ class LoraModels:
         return msgspec.structs.replace(model, name=name, lora=Lora(name=lora), listed=False)
 
     def _bound(self, model: ServedModel, lora: FoundLora, name: str) -> ServedModel:
-        wanted = model.adapter.capabilities.lora
+        form = model.adapter.capabilities.lora
         delivery = None
-        if isinstance(wanted, LoraFormat) and lora.folder is not None:
-            key = (model.name, lora, wanted)
+        if isinstance(form, LoraFormat) and lora.folder is not None:
+            key = (model.name, lora, form)
             # Kept over reloads of the model: an engine that has forgotten the weights says so.
-            delivery = self._deliveries.setdefault(key, LoraDeliveries(partial(asyncio.to_thread, lora.read, wanted)))
+            delivery = self._deliveries.setdefault(key, LoraDeliveries(partial(asyncio.to_thread, lora.read, form)))
         return msgspec.structs.replace(model, name=name, lora=lora, lora_delivery=delivery)
 
 
