@@ -1,4 +1,4 @@
-"""The stages that process an answer's text, tokens and log probabilities, as far as the backend does not."""
+"""The stages that process an answer's text, tokens and log probabilities where the backend does not."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ class TokenText:
         skips_special = sampling.skip_special_tokens is not False
         self._names = TokenNames(pieces, skip_special_tokens=skips_special)
         self._text = detokenizer(pieces, context=generation.prompt_ids or (), skip_special_tokens=skips_special)
-        self._ends = frozenset(() if sampling.ignore_eos else vocabulary.end_ids)
+        self._ends = frozenset[int]()
+        if not sampling.ignore_eos:
+            self._ends = frozenset(vocabulary.end_ids)
         self._stops = frozenset(sampling.stop_token_ids)
         self._any = self._ends | self._stops
         self._min_tokens = sampling.min_tokens or 0
@@ -148,11 +150,12 @@ class StopStrings:
         if self.matched is not None:
             return ""
         text = self._held + piece
-        found = self._find(text)
-        if found is not None:
-            start, self.matched = found
+        match = self._find(text)
+        if match is not None:
+            start, self.matched = match
             end = start + len(self.matched)
-            self._held, self.dropped = "", len(text) - end
+            self._held = ""
+            self.dropped = len(text) - end
             if self._include:
                 return text[:end]
             return text[:start]
@@ -179,15 +182,20 @@ class StopStrings:
 
     def flush(self) -> str:
         """Return the delayed text, which cannot become a stop string any more."""
-        held = self._held
+        delayed = self._held
         self._held = ""
-        return held
+        return delayed
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
-            return min(found)[1:]
-        return None
+        """Return where the stop string begins that ends first, and the string."""
+        first: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0 and (first is None or (start + len(stop), start, stop) < first):
+                first = (start + len(stop), start, stop)
+        if first is None:
+            return None
+        return first[1:]
 
     def _could_begin(self, text: str) -> int:
         """Return the length of the longest suffix of *text* that is a prefix of a stop string."""
@@ -365,7 +373,9 @@ class Pipeline:
         """Append the delayed text and log probabilities to *shown*, the deltas of the last step."""
         if self._stop is None or not self._stop.cut:
             self._flush_text(decoder, shown)
-        entries = self._logprobs.end() if self._logprobs is not None else ()
+        entries: Sequence[TokenLogprob] = ()
+        if self._logprobs is not None:
+            entries = self._logprobs.end()
         if entries and shown:
             shown[-1].logprobs = [*shown[-1].logprobs, *entries]
         elif entries:
