@@ -88,11 +88,11 @@ async def rendered_chat(
             )
         variables.setdefault("reasoning_effort", reasoning_effort)
     if images:
-        found = marks(template, model.settings.image_placeholder, images[0].place)
-        rendering = msgspec.structs.replace(rendering, images=found)
+        image_marks = marks(template, model.settings.image_placeholder, images[0].place)
+        rendering = msgspec.structs.replace(rendering, images=image_marks)
     if audio:
-        found = marks(template, model.settings.audio_placeholder, audio[0].place, "audio")
-        rendering = msgspec.structs.replace(rendering, audio=found)
+        audio_marks = marks(template, model.settings.audio_placeholder, audio[0].place, "audio")
+        rendering = msgspec.structs.replace(rendering, audio=audio_marks)
     return await prompter.render_async(messages, rendering, template), template.name
 
 
@@ -158,23 +158,23 @@ def media_of(
         for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if not isinstance(part, ContentPart) or not (is_image(part) or is_audio(part)):
                 continue
-            place = f"messages[{number}].content[{index}]"
+            path = f"messages[{number}].content[{index}]"
             if not (model.takes_images if is_image(part) else model.adapter.capabilities.audio):
                 raise UnsupportedParameter(
-                    f"Content of type '{part.type}' is not supported by this model; only text is.", param=place
+                    f"Content of type '{part.type}' is not supported by this model; only text is.", param=path
                 )
             if is_audio(part):
-                place = f"{place}.input_audio.data"
+                path = f"{path}.input_audio.data"
                 if part.input_audio is None or part.input_audio.data is None:
-                    raise missing(place)
-                audio.append(AudioReference(place, part.input_audio.data))
+                    raise missing(path)
+                audio.append(AudioReference(path, part.input_audio.data))
                 continue
             source = part.image_url
             if source is None:
-                raise missing(f"{place}.image_url")
+                raise missing(f"{path}.image_url")
             if isinstance(source, str):
                 url = source
             else:
                 url = source.url
-            images.append(ImageReference(f"{place}.image_url", url.strip()))
+            images.append(ImageReference(f"{path}.image_url", url.strip()))
     return images, audio

@@ -61,10 +61,10 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, first_token=first_token, total=total)
 
 
-def _seconds(header: str, given: str, allowed: float | None) -> float:
-    """Return the seconds that a client has *given* in *header*, *allowed* at most. Raises :class:`InvalidRequest`."""
+def _seconds(header: str, value: str, allowed: float | None) -> float:
+    """Return the seconds in the *value* of *header*, at most *allowed*. Raises :class:`InvalidRequest`."""
     try:
-        seconds = float(given)
+        seconds = float(value)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
@@ -135,10 +135,10 @@ class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def too_many_tokens_error(
-    limit: int, found: str, *, tokens: int | None = None, param: str | None = None
+    limit: int, problem: str, *, tokens: int | None = None, param: str | None = None
 ) -> ContextLengthExceeded:
-    """Return the error, in OpenAI's words, for a request in which more than *limit* tokens were *found*."""
-    message = f"This model's maximum context length is {limit} tokens. However, {found}."
+    """Return the error, in OpenAI's words, for a request with more than *limit* tokens; *problem* is what has them."""
+    message = f"This model's maximum context length is {limit} tokens. However, {problem}."
     return ContextLengthExceeded(message, tokens=tokens, limit=limit, param=param)
 
 
@@ -153,9 +153,9 @@ def check_size(text: str, tokenizer: Tokenizer, limit: int | None) -> None:
         return
     size = size_of(text)
     if size > limit * longest:
-        found = f"your prompt has {size} bytes, more than that many tokens can hold"
+        problem = f"your prompt has {size} bytes, more than that many tokens can hold"
         # There are no fewer tokens.
-        raise too_many_tokens_error(limit, found, tokens=-(-size // longest))
+        raise too_many_tokens_error(limit, problem, tokens=-(-size // longest))
 
 
 def size_of(text: str) -> int:

@@ -245,14 +245,14 @@ def _named(tokenizer: Tokenizer, generation: Generation, entries: Sequence[Token
     names = TokenNames(pieces, skip_special_tokens=False)
     ids = generation.prompt_ids or ()
     named = [names.named(entry) for entry in (*(TokenLogprob("", None, id=number) for number in ids[:1]), *entries)]
-    for place, number in enumerate(ids):
-        entry = named[place]
+    for index, number in enumerate(ids):
+        entry = named[index]
         if number in pieces.special_ids and not prompt.startswith(entry.token):
-            named[place] = msgspec.structs.replace(entry, hidden=True)
+            named[index] = msgspec.structs.replace(entry, hidden=True)
             continue
         if number not in pieces.special_ids and pieces.exact:
             # Some tokenizers add a space in front of a text.
             first = pieces.first(number)
-            named[place] = msgspec.structs.replace(entry, token=first.decode("utf-8", "replace"), raw=first)
+            named[index] = msgspec.structs.replace(entry, token=first.decode("utf-8", "replace"), raw=first)
         break
     return tuple(named)

@@ -209,7 +209,7 @@ class Run(UpstreamCall):
         self._half = text[len(delta.text) :]
 
     def _hold_flushed(self, shown: list[Delta], before: int) -> None:
-        """Hold back the same of what the stages had delayed: of *shown* from the place *before* on."""
+        """Hold back the same of what the stages had delayed: the deltas in *shown* from the index *before* on."""
         for delta in shown[before:]:
             self._hold(delta)
         shown[before:] = [delta for delta in shown[before:] if delta.text or delta.logprobs]

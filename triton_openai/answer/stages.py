@@ -48,24 +48,24 @@ class TokenNames:
         token, raw = self._name(item.id, item.token, item.raw)
         return Alternative(token, item.logprob, raw, item.id)
 
-    def _name(self, number: int, given: str, given_raw: bytes | None) -> tuple[str, bytes | None]:
+    def _name(self, number: int, reported: str, reported_raw: bytes | None) -> tuple[str, bytes | None]:
         raw = self._pieces.raw(number)
         if raw is None:
-            if given:
-                return (given, given_raw)
+            if reported:
+                return (reported, reported_raw)
             return (self._pieces.decode([number], False), None)
         token = raw.decode("utf-8", "replace")
-        if given and not _same(given, token):
+        if reported and not _same(reported, token):
             # The configured tokenizer is not the backend's: the backend names another token.
-            return given, given_raw
+            return reported, reported_raw
         return token, raw
 
 
-def _same(given: str, ours: str) -> bool:
+def _same(reported: str, ours: str) -> bool:
     """Return whether a backend's name, decoded alone, can be that of our token: spaces and parts may differ."""
-    if _REPLACEMENT in given:
+    if _REPLACEMENT in reported:
         return _REPLACEMENT in ours
-    return given.strip() == ours.strip()
+    return reported.strip() == ours.strip()
 
 
 class TokenText:
@@ -111,16 +111,16 @@ class TokenText:
 
     def _cut(self, delta: Delta) -> Sequence[int]:
         ids = delta.token_ids
-        for place, number in enumerate(ids):
-            if number in self._ends or (number in self._stops and self._count + place >= self._min_tokens):
+        for index, number in enumerate(ids):
+            if number in self._ends or (number in self._stops and self._count + index >= self._min_tokens):
                 self.stopped = True
                 if number in self._ends:
                     self.stop_id = None
                 else:
                     self.stop_id = number
-                delta.token_ids = ids = ids[:place]
-                delta.logprobs = delta.logprobs[:place]
-                delta.tokens = place
+                delta.token_ids = ids = ids[:index]
+                delta.logprobs = delta.logprobs[:index]
+                delta.tokens = index
                 break
         return ids
 

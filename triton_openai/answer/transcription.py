@@ -112,12 +112,13 @@ class Transcription:
         if self._whisper is None or self.language is not None:
             return
         ids = await self._whisper.prompt(None, translate=False, times=False, before=None)
-        found = self._whisper.language((await self._run(chunk, ids, None)).token_ids)
+        transcript = await self._run(chunk, ids, None)
+        detected = self._whisper.language(transcript.token_ids)
         wanted = self._options.languages
-        if wanted and found not in wanted:
+        if wanted and detected not in wanted:
             self.language = wanted[0]
         else:
-            self.language = found
+            self.language = detected
         if self.language is None and isinstance(self._options.job, TranslationJob):
             raise UpstreamError("The model did not tell the language of the audio.")
 
