@@ -85,11 +85,11 @@ async def rendered_chat(
         wishes = {**(switches or {}), **(request.chat_template_kwargs or {})}
         rendering = msgspec.structs.replace(rendering, variables=template.thinking_variables(wishes, reasoning_effort))
     if images:
-        found = marks(template, model.settings.image_placeholder, images[0].param)
-        rendering = msgspec.structs.replace(rendering, images=found)
+        image_marks = marks(template, model.settings.image_placeholder, images[0].param)
+        rendering = msgspec.structs.replace(rendering, images=image_marks)
     if audio:
-        found = marks(template, model.settings.audio_placeholder, audio[0].param, "audio")
-        rendering = msgspec.structs.replace(rendering, audio=found)
+        audio_marks = marks(template, model.settings.audio_placeholder, audio[0].param, "audio")
+        rendering = msgspec.structs.replace(rendering, audio=audio_marks)
     return await prompter.render_async(messages, rendering, template), template.name
 
 

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 from time import monotonic
 
 import msgspec
@@ -22,8 +23,8 @@ class RunGroup:
     """
     The runs of one request. Calls *push* with the number of a run and its deltas as they arrive.
 
-    One timer serves the whole request, instead of one for every token: it checks the silence of each run, and *check*,
-    which gets the time and returns the seconds until it wants to be called again.
+    One timer for the whole request checks the silence of each run, and calls *check*, which gets the time and returns
+    the seconds until the next call.
 
     Must be closed; :meth:`close` closes every run.
     """
@@ -40,7 +41,7 @@ class RunGroup:
         self._timer: asyncio.TimerHandle | None = None
         self._ended: deque[int] = deque()
         self._loop = asyncio.get_running_loop()
-        # Done when :meth:`wait` has something to do. It takes less than an event.
+        # Done when :meth:`wait` has work. A future costs less than an event.
         self._wakeup = self._loop.create_future()
 
     async def start(self) -> None:
@@ -111,8 +112,9 @@ class RunGroup:
             self._timer.cancel()
         for run in self.runs:
             run.close()
-        # Breaks a reference cycle: only a long pause of the garbage collector would free the request.
-        del self._push, self._check
+        # Breaks a reference cycle: the request must not wait for the garbage collector.
+        del self._push
+        del self._check
 
 
 def timeout_error(timeout: float | None, runs: Sequence[Run] = ()) -> UpstreamTimeout:
@@ -135,12 +137,12 @@ class Collected(msgspec.Struct):
     @property
     def logprobs(self) -> Sequence[TokenLogprob]:
         """The log probabilities of its tokens."""
-        return [entry for delta in self.deltas for entry in delta.logprobs]
+        return list(chain.from_iterable([delta.logprobs for delta in self.deltas]))
 
     @property
     def token_ids(self) -> Sequence[int]:
         """The ids of its tokens, if the backend sends them."""
-        return [number for delta in self.deltas for number in delta.token_ids]
+        return list(chain.from_iterable([delta.token_ids for delta in self.deltas]))
 
 
 async def collect(runs: Sequence[Run], *, timeout: float | None, push: Push | None = None) -> list[Collected]:

@@ -10,6 +10,7 @@ import asyncio
 import math
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from operator import mul
 from typing import Any, Literal, TypeVar, cast
 
@@ -117,13 +118,16 @@ async def _taken(model: ServedModel, job: TextJob[Any], cut: Truncation | None) 
     tokenizer = (await model.prompter()).tokenizer
     if tokenizer is None and encodes:
         raise no_tokenizer_error(model)
-    if tokenizer is None:
+    if tokenizer is None and decodes:
         raise UnsupportedParameter(
             f"The model '{model.name}' takes text, not token ids, and its tokenizer is not configured (--tokenizer)."
-            f"{hint}"
-            if decodes
-            else "'truncate_prompt_tokens' needs the model's tokenizer, which is not configured (--tokenizer).",
-            param="input" if decodes else "truncate_prompt_tokens",
+            f"{hint}",
+            param="input",
+        )
+    if tokenizer is None:
+        raise UnsupportedParameter(
+            "'truncate_prompt_tokens' needs the model's tokenizer, which is not configured (--tokenizer).",
+            param="truncate_prompt_tokens",
         )
     longest = model.settings.max_model_len or tokenizer.model_max_length
     if cut is not None:
@@ -147,7 +151,9 @@ async def _taken(model: ServedModel, job: TextJob[Any], cut: Truncation | None) 
             else:
                 taken.append(await cut_text(tokenizer, item, cut, special=True))
         else:
-            value: Any = item if cut is None else cut_ids(item, cut)
+            value: Any = item
+            if cut is not None:
+                value = cut_ids(item, cut)
             if decodes or encodes:
                 check_ids(value, tokenizer, "input", hint)
             if decodes:
@@ -204,12 +210,12 @@ async def _with_token_pairs(model: ServedModel, job: ScoreJob, cut: Truncation |
     else:
         limit = cut.within(longest or tokenizer.model_max_length).tokens
     if limit is None and longest is not None:
-        for text in {text for pair in job.pairs for text in pair}:
+        for text in set().union(*job.pairs):
             check_size(text, tokenizer, longest)
     encoded = await tokenizer.encode_pairs_async(job.pairs, limit)
-    most = max(len(pair.ids) for pair in encoded)
-    if longest is not None and most > longest:
-        raise too_many_tokens_error(longest, f"a query and its document have {most} tokens together")
+    tokens = max(len(pair.ids) for pair in encoded)
+    if longest is not None and tokens > longest:
+        raise too_many_tokens_error(longest, f"a query and its document have {tokens} tokens together")
     return replace(job, encoded=encoded, pad_id=tokenizer.special_id("pad_token"))
 
 
@@ -217,7 +223,9 @@ async def _count(model: ServedModel, job: Job[Any]) -> int | None:
     """Return the tokens of the inputs of *job*, ``None`` where there is no tokenizer to count them."""
     if isinstance(job, ScoreJob):
         tokenizer = (await model.prompter()).tokenizer
-        pairs = job.encoded or (await tokenizer.encode_pairs_async(job.pairs) if tokenizer is not None else ())
+        pairs = job.encoded
+        if not pairs and tokenizer is not None:
+            pairs = await tokenizer.encode_pairs_async(job.pairs)
         if pairs:
             return sum(len(pair.ids) for pair in pairs)
         return None
@@ -237,7 +245,7 @@ async def _count(model: ServedModel, job: Job[Any]) -> int | None:
 
 async def _compared(upstream: UpstreamClient, model: ServedModel, job: ScoreJob, timeout: float | None) -> ScoreResult:
     """Return the cosines of embeddings. No text is embedded twice, and an activation changes no angle."""
-    texts = list(dict.fromkeys(text for pair in job.pairs for text in pair))
+    texts = list(dict.fromkeys(chain.from_iterable(job.pairs)))
     result = await run_job(upstream, model, EmbeddingJob(id=job.id, inputs=texts), timeout=timeout)
     vectors = dict(zip(texts, result.vectors, strict=True))
     size = len(job.pairs) * len(result.vectors[0]) // 4
@@ -266,7 +274,9 @@ def sigmoid(value: float) -> float:
 
 def activation_of(model: ServedModel, tokenizer: Tokenizer | None) -> Activation:
     """Return how the numbers of *model*, a classifier, become probabilities."""
-    kind = model.settings.problem_type or (tokenizer.problem_type if tokenizer is not None else None)
+    kind = model.settings.problem_type
+    if not kind and tokenizer is not None:
+        kind = tokenizer.problem_type
     if not model.adapter.capabilities.logits or kind == "regression":
         return "none"
     if kind == "multi_label_classification":
@@ -290,4 +300,6 @@ def activated(values: Sequence[float], activation: Activation) -> Sequence[float
 
 def labels_of(result: ClassificationResult, tokenizer: Tokenizer | None) -> Mapping[int, str]:
     """Return the labels of the classes of *result*: the backend's, or those of the tokenizer's folder."""
-    return result.labels or (tokenizer.labels if tokenizer is not None else {})
+    if result.labels or tokenizer is None:
+        return result.labels
+    return tokenizer.labels

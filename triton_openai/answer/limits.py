@@ -1,4 +1,4 @@
-"""How long an answer may take and how many tokens it may have: the operator's limits, the client's, and the model's."""
+"""The limits of an answer's time and tokens: the operator's, the client's, and the model's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from triton_openai.errors import ContextLengthExceeded, InvalidRequest
 from triton_openai.prompts.tokenizer import Tokenizer
 
 _HEADERS = {"first_token": "x-first-token-timeout", "idle": "x-idle-timeout", "total": "x-request-timeout"}
-# What remains for a request that has waited until its limit.
-_LEAST_SECONDS = 0.001
+# The time that remains for a request that has waited until its limit.
+_MIN_SECONDS = 0.001
 
 
 class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,15 +59,15 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
         if self.total is None:
             total = None
         else:
-            total = max(self.total - seconds, _LEAST_SECONDS)
-        first_token = max(self.first_token - seconds, _LEAST_SECONDS)
+            total = max(self.total - seconds, _MIN_SECONDS)
+        first_token = max(self.first_token - seconds, _MIN_SECONDS)
         return msgspec.structs.replace(self, first_token=first_token, total=total)
 
 
-def _seconds(header: str, given: str, allowed: float | None) -> float:
-    """Return the seconds that a client has *given* in *header*, *allowed* at most. Raises :class:`InvalidRequest`."""
+def _seconds(header: str, value: str, allowed: float | None) -> float:
+    """Return the seconds in the *value* of *header*, at most *allowed*. Raises :class:`InvalidRequest`."""
     try:
-        seconds = float(given)
+        seconds = float(value)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
@@ -81,13 +81,13 @@ def _seconds(header: str, given: str, allowed: float | None) -> float:
 
 
 class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """The limit of an answer's tokens. It is made once for a request; whatever depends on the length asks it."""
+    """The limit of an answer's tokens, made once for a request."""
 
     #: The tokens that the answer may have: what the client, the operator or the model's authors say, else a default.
     tokens: int
-    #: Whether fewer will do where the context has no room for them. Where not, the request is refused then.
+    #: Whether the answer may have fewer tokens if the context is too short. If not, the request is refused then.
     open: bool = False
-    #: Whether nobody has said how many: ``tokens`` holds only where the context's length is not known.
+    #: Whether no limit was set: ``tokens`` applies only if the length of the context is not known.
     unbounded: bool = False
     #: What the client asked for, and its name for that.
     asked: int | None = None
@@ -99,10 +99,12 @@ class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def room_for_prompt(self) -> int | None:
-        """The tokens that a prompt can have before the answer, or before one token of an open answer."""
+        """The most tokens of a prompt, before the answer or before one token of an open answer."""
         if self.context is None:
             return None
-        return self.context - (1 if self.open else self.tokens)
+        if self.open:
+            return self.context - 1
+        return self.context - self.tokens
 
     def max_tokens_for(self, prompt: int) -> int:
         """
@@ -136,10 +138,10 @@ class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def too_many_tokens_error(
-    limit: int, found: str, *, tokens: int | None = None, param: str | None = None
+    limit: int, problem: str, *, tokens: int | None = None, param: str | None = None
 ) -> ContextLengthExceeded:
-    """Return the error, in OpenAI's words, for a request in which more than *limit* tokens were *found*."""
-    message = f"This model's maximum context length is {limit} tokens. However, {found}."
+    """Return the error, in OpenAI's words, for a request with more than *limit* tokens; *problem* is what has them."""
+    message = f"This model's maximum context length is {limit} tokens. However, {problem}."
     return ContextLengthExceeded(message, tokens=tokens, limit=limit, param=param)
 
 
@@ -154,9 +156,9 @@ def check_size(text: str, tokenizer: Tokenizer, limit: int | None) -> None:
         return
     size = size_of(text)
     if size > limit * longest:
-        found = f"your prompt has {size} bytes, more than that many tokens can hold"
+        problem = f"your prompt has {size} bytes, more than that many tokens can hold"
         # There are no fewer tokens.
-        raise too_many_tokens_error(limit, found, tokens=-(-size // longest))
+        raise too_many_tokens_error(limit, problem, tokens=-(-size // longest))
 
 
 def size_of(text: str) -> int:

@@ -78,7 +78,10 @@ def _rows(logits: Logits) -> np.ndarray[Any, Any]:
         # The upper half of a float32.
         values = (np.frombuffer(logits.data, dtype="<u2").astype("<u4") << 16).view("<f4")
     elif logits.datatype in ("FP32", "FP16"):
-        values = np.frombuffer(logits.data, dtype="<f4" if logits.datatype == "FP32" else "<f2")
+        dtype = "<f4"
+        if logits.datatype == "FP16":
+            dtype = "<f2"
+        values = np.frombuffer(logits.data, dtype=dtype)
     else:
         raise InvalidAnswer(f"its logits are {logits.datatype}, which cannot be read")
     return values.reshape(-1, logits.width)
@@ -91,7 +94,7 @@ class PausableReceiver(Receiver, Protocol):
         """Pause the backend until :meth:`resume`."""
 
     def resume(self) -> None:
-        """Let the backend go on."""
+        """Resume the backend."""
 
 
 class LogitsReader:
@@ -167,7 +170,7 @@ def _cost(logits: Logits, chosen: Sequence[int]) -> float:
 # A prompt's scores may be hundreds of megabytes.
 _PARALLEL = 2
 # Log probabilities of one request's prompts, alternatives counted; each takes about 150 bytes.
-_MOST_SCORES = 1_000_000
+_MAX_SCORES = 1_000_000
 
 
 class PromptScoring(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,9 +197,9 @@ async def score_prompts(
     Raises :class:`ServiceError`.
     """
     wanted = sum(len(generation.prompt_ids or ()) for generation in generations) * (1 + scoring.count)
-    if wanted > _MOST_SCORES:
+    if wanted > _MAX_SCORES:
         raise InvalidRequest(
-            f"The prompts have {wanted} log probabilities, alternatives counted, and a request {_MOST_SCORES} at most.",
+            f"The prompts have {wanted} log probabilities, alternatives counted, and a request {_MAX_SCORES} at most.",
             param=scoring.param,
         )
     gate = asyncio.Semaphore(_PARALLEL)
@@ -246,14 +249,14 @@ def _named(tokenizer: Tokenizer, generation: Generation, entries: Sequence[Token
     names = TokenNames(pieces, skip_special_tokens=False)
     ids = generation.prompt_ids or ()
     named = [names.named(entry) for entry in (*(TokenLogprob("", None, id=number) for number in ids[:1]), *entries)]
-    for place, number in enumerate(ids):
-        entry = named[place]
+    for index, number in enumerate(ids):
+        entry = named[index]
         if number in pieces.special_ids and not prompt.startswith(entry.token):
-            named[place] = msgspec.structs.replace(entry, hidden=True)
+            named[index] = msgspec.structs.replace(entry, hidden=True)
             continue
         if number not in pieces.special_ids and pieces.exact:
             # Some tokenizers add a space in front of a text.
             first = pieces.first(number)
-            named[place] = msgspec.structs.replace(entry, token=first.decode("utf-8", "replace"), raw=first)
+            named[index] = msgspec.structs.replace(entry, token=first.decode("utf-8", "replace"), raw=first)
         break
     return tuple(named)

@@ -27,7 +27,7 @@ _MAX_RUNS = 2048
 # Runs that are prepared before other requests have their turn.
 _RUNS_IN_A_TURN = 16
 # Tokens of a logit_bias that are sent as texts: to find a token's text takes some ten microseconds.
-_MOST_WORDS = 1024
+_MAX_WORDS = 1024
 
 #: A prompt: a text, or exactly these tokens.
 Prompt: TypeAlias = str | Sequence[int]
@@ -69,9 +69,11 @@ async def prepare(
     adapter = model.adapter
     template = spec.template
     if len(prompts) * count > _MAX_RUNS:
+        param = "prompt"
+        if count > 1:
+            param = "n"
         raise InvalidValue(
-            f"A request can have {_MAX_RUNS} answers at most, this one asks for {len(prompts) * count}.",
-            "n" if count > 1 else "prompt",
+            f"A request can have {_MAX_RUNS} answers at most, this one asks for {len(prompts) * count}.", param
         )
     first = template.sampling.seed
     if first is None and (count > 1 or adapter.capabilities.fixed_seed):
@@ -84,7 +86,9 @@ async def prepare(
             if len(runs) % _RUNS_IN_A_TURN == _RUNS_IN_A_TURN - 1:
                 # Thousands of short prompts are as much work as a long one.
                 await asyncio.sleep(0)
-            own: dict[str, Any] = {} if single else {"id": f"{template.id}-{len(runs)}"}
+            own: dict[str, Any] = {}
+            if not single:
+                own["id"] = f"{template.id}-{len(runs)}"
             if first is not None:
                 own["sampling"] = msgspec.structs.replace(prepared.sampling, seed=nth_seed(first, number))
             run = Run(
@@ -212,7 +216,9 @@ async def _text_fields(
     if tokenizer is not None:
         if truncation is not None:
             cut = await cut_text(tokenizer, prompt, truncation, special=special)
-            prompt, original = cut, original if cut == prompt else None
+            if cut != prompt:
+                original = None
+            prompt = cut
         if capabilities.echoes and not (template.stream and capabilities.streaming):
             echo = await tokenizer.decode_async(await tokenizer.encode_async(prompt))
         if template.token_ids:
@@ -241,13 +247,17 @@ async def _id_fields(model: ServedModel, tokenizer: Tokenizer, prompt: Prompt, s
             ids = list(cut_ids(ids, truncation))
             prompt = await tokenizer.decode_async(ids, skip_special_tokens=False)
     else:
-        ids = list(prompt if truncation is None else cut_ids(prompt, truncation))
+        ids = list(prompt)
+        if truncation is not None:
+            ids = list(cut_ids(ids, truncation))
         check_ids(ids, tokenizer, "prompt")
         prompt = await tokenizer.decode_async(ids, skip_special_tokens=False)
     if not ids:
         raise InvalidValue("The prompt is empty: there is nothing to continue.", "prompt")
     # As in vLLM: the same word has other ids at the start of a text and within it.
-    forms = [form for word in spec.template.sampling.bad_words for form in (word, f" {word}")]
+    forms: list[str] = []
+    for word in spec.template.sampling.bad_words:
+        forms += (word, f" {word}")
     bad_word_ids = await offload.run(
         lambda: tuple(dict.fromkeys(tuple(tokenizer.encode(form)) for form in forms)),
         cost=offload.ITEM * len(forms) + offload.CHARACTER * sum(map(len, forms)),
@@ -309,9 +319,9 @@ def bias_words(tokenizer: Tokenizer | None, biases: Sequence[tuple[int, float]])
         raise UnsupportedParameter(
             "'logit_bias' needs the model's tokenizer, which is not configured (--tokenizer).", param="logit_bias"
         )
-    if len(biases) > _MOST_WORDS:
+    if len(biases) > _MAX_WORDS:
         raise InvalidRequest(
-            f"'logit_bias' holds {len(biases)} tokens, and may hold {_MOST_WORDS} at most on this model, which takes "
+            f"'logit_bias' holds {len(biases)} tokens, and may hold {_MAX_WORDS} at most on this model, which takes "
             "biases as texts.",
             param="logit_bias",
             code="array_above_max_length",

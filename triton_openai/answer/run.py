@@ -34,8 +34,8 @@ _REPLACEMENT = "\ufffd"
 # Responses of an answer: a backend may send parts of tokens, and some without any, but not without end.
 _STEPS_PER_TOKEN = 16
 _MORE_STEPS = 1000
-# Tokens that a character may lack its last byte after: it has four at most.
-_MOST_HALVES = 3
+# The most tokens of an incomplete character: a character has at most four bytes.
+_MAX_HALVES = 3
 
 
 class Run(UpstreamCall):
@@ -207,11 +207,11 @@ class Run(UpstreamCall):
     def _hold(self, delta: Delta) -> None:
         """Hold back the end of *delta* that may be a part of a character."""
         text = self._half + delta.text
-        delta.text = text[:-_MOST_HALVES] + text[-_MOST_HALVES:].rstrip(_REPLACEMENT)
+        delta.text = text[:-_MAX_HALVES] + text[-_MAX_HALVES:].rstrip(_REPLACEMENT)
         self._half = text[len(delta.text) :]
 
     def _hold_flushed(self, shown: list[Delta], before: int) -> None:
-        """Hold back the same of what the stages had delayed: of *shown* from the place *before* on."""
+        """Hold back the same of what the stages had delayed: the deltas in *shown* from the index *before* on."""
         for delta in shown[before:]:
             self._hold(delta)
         shown[before:] = [delta for delta in shown[before:] if delta.text or delta.logprobs]
@@ -303,11 +303,13 @@ class Run(UpstreamCall):
                 progress.finish_reason = FinishReason.STOP
         if tokens is not None and prompt is not None:
             cached = progress.cached_tokens
+            if cached is not None:
+                # A backend may count a whole block of its cache that the prompt fills only in part.
+                cached = min(cached, prompt)
             progress.usage = Usage(
                 prompt_tokens=prompt,
                 completion_tokens=tokens,
-                # A backend may count a whole block of its cache that the prompt fills only in part.
-                cached_tokens=None if cached is None else min(cached, prompt),
+                cached_tokens=cached,
             )
         half = self._half
         self._half = ""
@@ -325,16 +327,18 @@ class Run(UpstreamCall):
         ends within a character, the limit cut it there.
         """
         progress = self.progress
-        most = self.generation.sampling.max_tokens
+        max_tokens = self.generation.sampling.max_tokens
         text = progress.text
         steps = progress.steps
         counted = None
         cut = steps >= limit
         if self._tokenizer is not None:
-            counted = max(
-                await count_pieces(self._tokenizer, progress.pieces, progress.dropped), steps - progress.silent
-            )
-            cut = counted + (_UNSEEN_TOKENS if steps == 1 and text.endswith(_REPLACEMENT) else 0) >= limit
+            counted = await count_pieces(self._tokenizer, progress.pieces, progress.dropped)
+            counted = max(counted, steps - progress.silent)
+            unseen = 0
+            if steps == 1 and text.endswith(_REPLACEMENT):
+                unseen = _UNSEEN_TOKENS
+            cut = counted + unseen >= limit
         if progress.finish_reason is None:
             if cut:
                 progress.finish_reason = FinishReason.LENGTH
@@ -344,4 +348,4 @@ class Run(UpstreamCall):
             counted = max(counted, limit)
         if counted is None:
             return None
-        return min(counted, most)
+        return min(counted, max_tokens)

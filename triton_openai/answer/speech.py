@@ -25,13 +25,14 @@ from triton_openai.jobs import Speech, SynthesisJob, Voice
 from triton_openai.models.served import ServedModel
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
-# Characters that are spoken in a second, where no recording shows it, and what a character counts that is a syllable.
+# The characters that are spoken in a second if no recording shows the speed, and the weight of a character that is a
+# syllable.
 _PER_SECOND = 15.0
 _SYLLABLE = 3
 _SYLLABLES = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
-# Where a text may be cut, best first. Between sentences: after a mark that ends one, if no small letter follows, and no
-# title or initial precedes; after those of Chinese and Japanese, which put no blanks; at the end of a line. Between
-# clauses, and between words.
+# Where a text may be cut, the best cuts first. Between sentences: after a mark that ends one, if no small letter
+# follows, and no title or initial precedes; after those of Chinese and Japanese, which put no blanks; at the end of a
+# line. Between clauses, and between words.
 _CUTS = (
     re.compile(
         r"(?<=[.!?\u2026])(?<!\b[A-Z]\.)(?<!\b(?:Mr|Dr|St|vs)\.)(?<!\bMrs\.)[\"'\u201d\u2019)\]]*\s+(?![a-z\s])"
@@ -40,26 +41,27 @@ _CUTS = (
     re.compile(r"(?<=[,;:\u2013\u2014])\s+|(?<=[\uff0c\u3001\uff1b\uff1a])"),
     re.compile(r"\s+"),
 )
-# A shorter first piece is hardly worth a request, and some models speak it badly.
-_FEWEST = 20
-# How much longer a piece is than the one before: it is made while that one plays.
+# The least characters of the first piece: some models speak a shorter one badly.
+_MIN_FIRST_PIECE = 20
+# The most that a piece is longer than the one before, during which it is made.
 _GROWTH = 2
 # Responses that wait for a client to read before the backend is paused.
 _MAX_WAITING = 4
 
 
 def _length(text: str) -> int:
-    """Return about how long it takes to speak *text*, in letters."""
+    """Return the length of *text* when spoken, in letters."""
     return len(text) + (_SYLLABLE - 1) * len(_SYLLABLES.findall(text))
 
 
 def longest_piece(speech: Synthesis, voice: Voice | None) -> int:
-    """Return how many letters a model speaks at most at once, with *voice*."""
+    """Return the most letters that a model can speak at once, with *voice*."""
     rate = _PER_SECOND
     seconds = speech.max_seconds
     if voice is not None and voice.seconds:
         rate = max(1.0, _length(voice.text) / voice.seconds)
-        seconds -= voice.seconds if speech.with_reference else 0.0
+        if speech.with_reference:
+            seconds -= voice.seconds
     return max(1, int(rate * seconds))
 
 
@@ -69,33 +71,36 @@ def pieces(text: str, longest: int, *, streams: bool) -> list[str]:
 
     If the model does not stream, the first piece is a sentence, and they grow.
     """
-    found: list[str] = []
-    start = end = 0
+    parts: list[str] = []
+    start = 0
+    end = 0
     if streams:
-        room = longest
+        limit = longest
     else:
-        room = min(longest, _FEWEST)
+        limit = min(longest, _MIN_FIRST_PIECE)
     for stop in _stops(text, 0, len(text), longest, _CUTS):
         piece = text[start:end].strip()
-        if piece and _length(text[start:stop].strip()) > room:
-            found.append(piece)
+        if piece and _length(text[start:stop].strip()) > limit:
+            parts.append(piece)
             if streams:
-                room = longest
+                limit = longest
             else:
-                room = min(longest, max(_FEWEST, _GROWTH * _length(piece)))
+                limit = min(longest, max(_MIN_FIRST_PIECE, _GROWTH * _length(piece)))
             start = end
         end = stop
     rest = text[start:].strip()
     if rest:
-        return [*found, rest]
-    return found
+        parts.append(rest)
+    return parts
 
 
 def _stops(text: str, start: int, end: int, longest: int, cuts: Sequence[re.Pattern[str]]) -> Iterator[int]:
     """Yield the places at which *text* may be cut from *start* to *end*, with at most *longest* letters between two."""
     if not cuts:
-        # A word without end.
-        yield from (*range(start + max(1, longest // _SYLLABLE), end, max(1, longest // _SYLLABLE)), end)
+        # A very long word.
+        step = max(1, longest // _SYLLABLE)
+        yield from range(start + step, end, step)
+        yield end
         return
     for stop in (*(match.end() for match in cuts[0].finditer(text, start, end)), end):
         if _length(text[start:stop].strip()) <= longest:
@@ -254,5 +259,6 @@ class Speaker:
         for answers in (self._current, self._upcoming):
             if answers is not None:
                 answers.close()
-        self._current = self._upcoming = None
+        self._current = None
+        self._upcoming = None
         self._progress.ended = monotonic()

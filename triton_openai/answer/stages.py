@@ -1,4 +1,4 @@
-"""The stages that process an answer's text, tokens and log probabilities, as far as the backend does not."""
+"""The stages that process an answer's text, tokens and log probabilities where the backend does not."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ class TokenNames:
         token, raw = self._name(item.id, item.token, item.raw)
         return Alternative(token, item.logprob, raw, item.id)
 
-    def _name(self, number: int, given: str, given_raw: bytes | None) -> tuple[str, bytes | None]:
+    def _name(self, number: int, reported: str, reported_raw: bytes | None) -> tuple[str, bytes | None]:
         raw = self._pieces.raw(number)
         if raw is None:
-            if given:
-                return (given, given_raw)
+            if reported:
+                return (reported, reported_raw)
             return (self._pieces.decode([number], False), None)
         token = raw.decode("utf-8", "replace")
-        if given and not _same(given, token):
+        if reported and not _same(reported, token):
             # The configured tokenizer is not the backend's: the backend names another token.
-            return given, given_raw
+            return reported, reported_raw
         return token, raw
 
 
-def _same(given: str, ours: str) -> bool:
+def _same(reported: str, ours: str) -> bool:
     """Return whether a backend's name, decoded alone, can be that of our token: spaces and parts may differ."""
-    if _REPLACEMENT in given:
+    if _REPLACEMENT in reported:
         return _REPLACEMENT in ours
-    return given.strip() == ours.strip()
+    return reported.strip() == ours.strip()
 
 
 class TokenText:
@@ -81,7 +81,9 @@ class TokenText:
         skips_special = sampling.skip_special_tokens is not False
         self._names = TokenNames(pieces, skip_special_tokens=skips_special)
         self._text = detokenizer(pieces, context=generation.prompt_ids or (), skip_special_tokens=skips_special)
-        self._ends = frozenset(() if sampling.ignore_eos else vocabulary.end_ids)
+        self._ends = frozenset[int]()
+        if not sampling.ignore_eos:
+            self._ends = frozenset(vocabulary.end_ids)
         self._stops = frozenset(sampling.stop_token_ids)
         self._any = self._ends | self._stops
         self._min_tokens = sampling.min_tokens or 0
@@ -109,16 +111,16 @@ class TokenText:
 
     def _cut(self, delta: Delta) -> Sequence[int]:
         ids = delta.token_ids
-        for place, number in enumerate(ids):
-            if number in self._ends or (number in self._stops and self._count + place >= self._min_tokens):
+        for index, number in enumerate(ids):
+            if number in self._ends or (number in self._stops and self._count + index >= self._min_tokens):
                 self.stopped = True
                 if number in self._ends:
                     self.stop_id = None
                 else:
                     self.stop_id = number
-                delta.token_ids = ids = ids[:place]
-                delta.logprobs = delta.logprobs[:place]
-                delta.tokens = place
+                delta.token_ids = ids = ids[:index]
+                delta.logprobs = delta.logprobs[:index]
+                delta.tokens = index
                 break
         return ids
 
@@ -168,11 +170,12 @@ class StopStrings:
         if self.matched is not None:
             return ""
         text = self._held + piece
-        found = self._find(text)
-        if found is not None:
-            start, self.matched = found
+        match = self._find(text)
+        if match is not None:
+            start, self.matched = match
             end = start + len(self.matched)
-            self._held, self.dropped = "", len(text) - end
+            self._held = ""
+            self.dropped = len(text) - end
             if self._include:
                 return text[:end]
             return text[:start]
@@ -206,15 +209,20 @@ class StopStrings:
 
     def flush(self) -> str:
         """Return the delayed text, which cannot become a stop string any more."""
-        held = self._held
+        delayed = self._held
         self._held = ""
-        return held
+        return delayed
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
-            return min(found)[1:]
-        return None
+        """Return where the stop string begins that ends first, and the string."""
+        first: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0 and (first is None or (start + len(stop), start, stop) < first):
+                first = (start + len(stop), start, stop)
+        if first is None:
+            return None
+        return first[1:]
 
     def _could_begin(self, text: str) -> int:
         """Return the length of the longest suffix of *text* that is a prefix of a stop string."""
@@ -405,7 +413,9 @@ class Pipeline:
         """Append the delayed text and log probabilities to *shown*, the deltas of the last step."""
         if self._stop is None or not self._stop.cut:
             self._flush_text(decoder, shown)
-        entries = self._logprobs.end() if self._logprobs is not None else ()
+        entries: Sequence[TokenLogprob] = ()
+        if self._logprobs is not None:
+            entries = self._logprobs.end()
         if entries and shown:
             shown[-1].logprobs = [*shown[-1].logprobs, *entries]
         elif entries:

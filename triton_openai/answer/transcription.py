@@ -1,8 +1,8 @@
 """
-Writes down a recording chunk by chunk: a few are with Triton at the same time, and their texts come in order.
+Transcribes a recording chunk by chunk: a few are sent to Triton at the same time, and their texts come in order.
 
-No chunk is decoded long before Triton gets it, so a recording needs no more memory than the chunks that are on their
-way. A client that leaves costs those, as no backend takes a request back.
+No chunk is decoded long before Triton gets it, so a recording needs no more memory than the chunks in flight. When the
+client leaves, these still run: no backend cancels them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from itertools import takewhile
 from typing import TypeAlias
 
@@ -19,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from triton_openai import offload
+from triton_openai.adapters._common.base import Adapter
 from triton_openai.answer.prepare import tokenizer_of
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import ServiceError, UpstreamError
@@ -30,29 +32,29 @@ from triton_openai.prompts.whisper import WhisperTokens
 from triton_openai.tasks import cancel
 from triton_openai.triton.tensors import InferResponse
 
-# Seconds of the chunks of one recording that are on their way: 8 MB of samples, of which a transport makes copies.
-_ON_THEIR_WAY = 120.0
+# The most seconds of chunks in flight for one recording: 8 MB of samples, of which a transport makes copies.
+_MAX_SECONDS_IN_FLIGHT = 120.0
 # A letter or a digit of a word whose end has to be awaited.
 _IN_WORD = re.compile(rf"[^\W{UNSPACED}]")
 
-# Returns what was heard so far.
-_Hear: TypeAlias = Callable[[], str]
-_Tell: TypeAlias = Callable[[_Hear], None]
-_Ask: TypeAlias = Callable[[Chunk, _Tell | None], Awaitable[Transcript]]
+# Reads the text so far.
+_ReadText: TypeAlias = Callable[[], str]
+_Show: TypeAlias = Callable[[_ReadText], None]
+_Ask: TypeAlias = Callable[[Chunk, _Show | None], Awaitable[Transcript]]
 
 
 class TranscriptionOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client wants of a recording."""
+    """What the client wants to get for a recording."""
 
     #: Without samples, which each chunk has.
     job: TranscriptionJob
     #: The codes of the languages that it can be in, if the client names some.
     languages: Sequence[str] = ()
-    #: Whether the client wants to know when each part is spoken.
+    #: Whether the client wants the times of the parts.
     times: bool = False
     #: Whether the text is wanted while the model still writes it.
     live: bool = False
-    #: Most chunks that are with Triton at the same time.
+    #: The most chunks that are sent to Triton at the same time.
     parallel: int = 4
 
 
@@ -62,7 +64,7 @@ class Transcription:
     def __init__(self, upstream: UpstreamClient, model: ServedModel, options: TranscriptionOptions) -> None:
         #: The text so far: all pieces that :meth:`deltas` has yielded.
         self.text = ""
-        #: Those that the model tells; where it tells none, one for each chunk.
+        #: The segments of the model; one for each chunk if the model has none.
         self.segments: list[Segment] = []
         #: The code of the language, once it is known.
         self.language = options.job.language
@@ -80,7 +82,7 @@ class Transcription:
             try:
                 more = True
                 while more or asked:
-                    while more and self._has_room(asked):
+                    while more and self._has_capacity(asked):
                         chunk = await anext(chunks, None)
                         more = chunk is not None
                         if chunk is not None and not chunk.silent:
@@ -91,12 +93,14 @@ class Transcription:
                             yield piece
                         asked.popleft()
             finally:
-                await cancel(*(one.task for one in asked))
+                await cancel(*[sent.task for sent in asked])
 
-    def _has_room(self, asked: Sequence[_Asked]) -> bool:
-        longest = max((one.chunk.seconds for one in asked), default=0.0)
-        on_their_way = sum(one.chunk.seconds for one in asked) + longest
-        return not asked or (len(asked) < self._options.parallel and on_their_way <= _ON_THEIR_WAY)
+    def _has_capacity(self, asked: Sequence[_Asked]) -> bool:
+        if not asked:
+            return True
+        seconds = [sent.chunk.seconds for sent in asked]
+        in_flight = sum(seconds) + max(seconds)
+        return len(asked) < self._options.parallel and in_flight <= _MAX_SECONDS_IN_FLIGHT
 
     async def _prepare(self) -> None:
         """Find the tokens, where the model answers in those. Raises :class:`ConfigurationError`."""
@@ -108,20 +112,21 @@ class Transcription:
         if self._whisper is None or self.language is not None:
             return
         ids = await self._whisper.prompt(None, translate=False, times=False, before=None)
-        found = self._whisper.language((await self._run(chunk, ids, None)).token_ids)
+        transcript = await self._run(chunk, ids, None)
+        detected = self._whisper.language(transcript.token_ids)
         wanted = self._options.languages
-        if wanted and found not in wanted:
+        if wanted and detected not in wanted:
             self.language = wanted[0]
         else:
-            self.language = found
+            self.language = detected
         if self.language is None and isinstance(self._options.job, TranslationJob):
             raise UpstreamError("The model did not tell the language of the audio.")
 
-    async def _ask(self, chunk: Chunk, tell: _Tell | None) -> Transcript:
+    async def _ask(self, chunk: Chunk, show: _Show | None) -> Transcript:
         whisper = self._whisper
         job = self._options.job
         if whisper is None:
-            return await self._run(chunk, (), tell)
+            return await self._run(chunk, (), show)
         translate = isinstance(job, TranslationJob)
         language = None
         if self.language in whisper.languages:
@@ -129,21 +134,22 @@ class Transcription:
         ids = await whisper.prompt(language, translate=translate, times=self._options.times, before=job.prompt)
         result = await self._run(chunk, ids, None)
         text, segments = whisper.read(result.token_ids, chunk.seconds)
-        return replace(result, text=text, segments=segments if self._options.times else ())
+        if not self._options.times:
+            segments = []
+        return replace(result, text=text, segments=segments)
 
-    async def _run(self, chunk: Chunk, ids: Sequence[int], tell: _Tell | None) -> Transcript:
-        """Return what *chunk* says; *tell* gets what hears its text so far. Raises :class:`ServiceError`."""
+    async def _run(self, chunk: Chunk, ids: Sequence[int], show: _Show | None) -> Transcript:
+        """Return the transcript of *chunk*; *show* gets readers of the text so far. Raises :class:`ServiceError`."""
         self._number += 1
         adapter = self._model.adapter
         job = self._options.job
         job = replace(job, id=f"{job.id}-{self._number}", samples=chunk.samples, prompt_ids=ids)
 
-        def heard(responses: Sequence[InferResponse]) -> None:
-            assert tell is not None, "nobody else listens"
-            tell(lambda: str(adapter.decode(job, responses).text))
-
+        on_responses = None
+        if show is not None:
+            on_responses = partial(_show_text, show, adapter, job)
         (request,) = await offload.run(adapter.encode, job, cost=offload.BYTE * len(chunk.samples))
-        responses = await self._upstream.ask(request, heard if tell is not None else None)
+        responses = await self._upstream.ask(request, on_responses)
         result: Transcript = adapter.decode(job, responses)
         return result
 
@@ -169,26 +175,30 @@ class Transcription:
 
 
 class _Asked:
-    """A chunk that is with Triton."""
+    """A chunk in flight."""
 
     def __init__(self, chunk: Chunk, ask: _Ask, *, live: bool) -> None:
         self.chunk = chunk
-        # The text so far, and what of it will not change. Until somebody reads it, none of it is decoded.
-        self._before = self._sure = ""
+        # The text so far, and the part of it that will not change. It is not decoded before the text is read.
+        self._before = ""
+        self._sure = ""
         self._reads = False
-        self._hear: _Hear | None = None
+        self._read_text: _ReadText | None = None
         self._news = asyncio.Event()
-        self.task = asyncio.ensure_future(ask(chunk, self._tell if live else None))
+        show = None
+        if live:
+            show = self._show
+        self.task = asyncio.ensure_future(ask(chunk, show))
         self.task.add_done_callback(lambda _: self._news.set())
 
-    def _tell(self, hear: _Hear) -> None:
-        self._hear = hear
+    def _show(self, read_text: _ReadText) -> None:
+        self._read_text = read_text
         if self._reads:
-            self._listen(hear)
+            self._update(read_text)
 
-    def _listen(self, hear: _Hear) -> None:
+    def _update(self, read_text: _ReadText) -> None:
         try:
-            text = hear()
+            text = read_text()
         except ServiceError:
             # What cannot be read is reported at the end.
             return
@@ -206,8 +216,8 @@ class _Asked:
         """
         told = 0
         self._reads = True
-        if self._hear is not None:
-            self._listen(self._hear)
+        if self._read_text is not None:
+            self._update(self._read_text)
         while not self.task.done():
             await self._news.wait()
             self._news.clear()
@@ -218,6 +228,10 @@ class _Asked:
         text = (await self.task).text
         if len(text) > told:
             yield text[told:]
+
+
+def _show_text(show: _Show, adapter: Adapter, job: TranscriptionJob, responses: Sequence[InferResponse]) -> None:
+    show(lambda: str(adapter.decode(job, responses).text))
 
 
 def _agreed(before: str, text: str) -> str:

@@ -28,7 +28,7 @@ _log = structlog.get_logger(__name__)
 _CONFIGS_FRESH = 10.0
 # Config calls in flight at a time, so that a repository of hundreds of models does not open hundreds of connections.
 _PARALLEL_CONFIGS = 16
-# Between two looks for requests that did not find their model.
+# The pause between two looks for requests that did not find their model, in seconds.
 _MISS_SECONDS = 0.5
 
 
@@ -42,10 +42,10 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What one Triton, or several together, had at one moment."""
+    """The models of one Triton, or of several together, at one moment."""
 
     index: Sequence[IndexEntry] = ()
-    #: Those of ready models.
+    #: The configurations of ready models.
     configs: Mapping[str, ModelConfig] = {}
     #: Models that exist and are not ready, with the server's reason.
     waiting: Mapping[str, str] = {}
@@ -55,9 +55,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     server: ServerInfo | None = None
     #: Why Triton could not be asked.
     error: ServiceError | None = None
-    #: By ready model: what two Tritons that answer alike have in common.
+    #: By ready model: a digest that is equal on Tritons that answer alike.
     kinds: Mapping[str, bytes] = {}
-    #: By model, where several Tritons have it in different ways: the one with most Tritons first.
+    #: By model that several Tritons have in different ways: the variants, the one with most Tritons first.
     variants: Mapping[str, Sequence[Variant]] = {}
     #: By model of which several Tritons have loaded different versions: the Tritons of each.
     versions: Mapping[str, Mapping[str, Sequence[str]]] = {}
@@ -69,7 +69,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def coming(self) -> frozenset[str]:
-        """The waiting models that become ready by themselves: a client may try again soon."""
+        """The models that are being loaded: a client may try again soon."""
         states = frozenset({"LOADING", "READY"})
         return frozenset(entry.name for entry in self.index if entry.state in states and entry.name in self.waiting)
 
@@ -79,7 +79,7 @@ async def take_snapshot(client: TritonClient, *, previous: Snapshot | None = Non
     try:
         index = await client.repository_index()
     except ServiceError as error:
-        # Its traceback has this frame, and so *previous*: all snapshots of an outage would stay.
+        # Its traceback refers to this frame and *previous*: it would keep all snapshots of an outage.
         return Snapshot(error=error.with_traceback(None))
     if previous is not None and previous.complete and list(index) == list(previous.index):
         return previous
@@ -118,12 +118,12 @@ async def take_snapshot(client: TritonClient, *, previous: Snapshot | None = Non
 
 def merge(snapshots: Mapping[str, Snapshot]) -> Snapshot:
     """
-    Return what several Tritons have together, from the *snapshots* of each by its name.
+    Return the models of several Tritons together, from the *snapshots* of each by its name.
 
-    A model that is ready on one of them is ready. Of one that they have in different ways, the configuration of most
-    Tritons is in ``configs``.
+    A model that is ready on one of them is ready. If they have it in different ways, ``configs`` has the configuration
+    of most Tritons.
     """
-    reached = {name: each for name, each in snapshots.items() if each.reachable}
+    reached = {name: snapshot for name, snapshot in snapshots.items() if snapshot.reachable}
     if not snapshots:
         return Snapshot(error=UpstreamUnavailable("No Triton is known.", retry_after=2))
     if len(snapshots) == 1 or not reached:
@@ -132,62 +132,69 @@ def merge(snapshots: Mapping[str, Snapshot]) -> Snapshot:
     waiting: dict[str, str] = {}
     groups: dict[str, dict[bytes, list[str]]] = {}
     loaded: dict[str, dict[str, list[str]]] = {}
-    for endpoint, each in reached.items():
-        for entry in each.index:
+    for endpoint, snapshot in reached.items():
+        for entry in snapshot.index:
             if entry.ready or (entry.name, entry.version) not in index:
                 index[entry.name, entry.version] = entry
             if entry.ready:
                 loaded.setdefault(entry.name, {}).setdefault(entry.version, []).append(endpoint)
-        for model, reason in each.waiting.items():
+        for model, reason in snapshot.waiting.items():
             waiting.setdefault(model, reason)
-        for model in each.configs:
-            groups.setdefault(model, {}).setdefault(each.kinds[model], []).append(endpoint)
+        for model in snapshot.configs:
+            groups.setdefault(model, {}).setdefault(snapshot.kinds[model], []).append(endpoint)
     configs: dict[str, ModelConfig] = {}
     variants: dict[str, Sequence[Variant]] = {}
     for model in sorted(groups):
-        found = sorted(groups[model].values(), key=len, reverse=True)
-        configs[model] = reached[found[0][0]].configs[model]
-        if len(found) > 1:
+        by_size = sorted(groups[model].values(), key=len, reverse=True)
+        configs[model] = reached[by_size[0][0]].configs[model]
+        if len(by_size) > 1:
             variants[model] = [
-                Variant(repository=reached[names[0]].configs, endpoints=frozenset(names)) for names in found
+                Variant(repository=reached[names[0]].configs, endpoints=frozenset(names)) for names in by_size
             ]
+    servers = [snapshot.server for snapshot in reached.values() if snapshot.server is not None]
     return Snapshot(
         index=[entry for _, entry in sorted(index.items())],
         configs=configs,
         waiting={model: reason for model, reason in sorted(waiting.items()) if model not in configs},
-        complete=all(each.complete for each in reached.values()),
-        server=next((each.server for each in reached.values() if each.server is not None), None),
+        complete=all(snapshot.complete for snapshot in reached.values()),
+        server=next(iter(servers), None),
         variants=variants,
-        versions={model: found for model, found in loaded.items() if len(set(map(tuple, found.values()))) > 1},
+        versions={model: versions for model, versions in loaded.items() if _differ(versions)},
     )
 
 
+def _differ(versions: Mapping[str, Sequence[str]]) -> bool:
+    """Return whether the Tritons of one version are others than those of another one."""
+    return len({tuple(endpoints) for endpoints in versions.values()}) > 1
+
+
 def kind_of(model: str, configs: Mapping[str, ModelConfig]) -> bytes:
-    """Return a digest of the configs of *model* and of what it works through, without what changes no answer."""
-    found: dict[str, ModelConfig] = {}
+    """Return a digest of the configs of *model* and the models that it uses, without what changes no answer."""
+    configs_used: dict[str, ModelConfig] = {}
     left = [model]
     while left:
         name = left.pop()
-        if name not in found and name in configs:
-            config = found[name] = configs[name].behaviour
+        if name not in configs_used and name in configs:
+            config = configs[name].behaviour
+            configs_used[name] = config
             left += [step.model for step in config.steps]
             # Such as tensorrt_llm_model_name.
             left += [value for value in config.parameters.values() if value in configs]
-    return hashlib.sha256(msgspec.json.encode(list(found.values()), order="deterministic")).digest()
+    return hashlib.sha256(msgspec.json.encode(list(configs_used.values()), order="deterministic")).digest()
 
 
 class SharedList(Protocol):
-    """The list of one Triton that several processes share, of which one looks."""
+    """The list of one Triton that several processes share; one of them looks at Triton."""
 
     @property
     def newest(self) -> Snapshot | None:
-        """What the process that looks has published, if it is another one."""
+        """The list that another process has published, ``None`` if this process looks."""
 
     async def ask(self, *, reload: bool) -> bool:
-        """Have that process look now; return whether :attr:`newest` is what it has seen."""
+        """Make that process look now; return whether :attr:`newest` is what it has seen."""
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Give the others a new snapshot, if this is the process that looks."""
+        """Publish a new snapshot, if this is the process that looks."""
 
 
 class Catalog:
@@ -195,8 +202,8 @@ class Catalog:
     Keeps the newest snapshot of a Triton, and calls *changed* when it differs from the one before.
 
     *changed* is awaited before the snapshot counts as current, so its effect is there when :meth:`refresh` returns.
-    A Triton that *starts* with the service does not answer at first, which the log need not say. *phase*, a part of the
-    *interval*, moves the looks at several Tritons apart; *name* is what the log calls one of several. With a *shared*
+    A Triton that *starts* with the service does not answer at first, which is not logged. *phase*, a part of the
+    *interval*, spreads the looks at several Tritons; *name* is the name of one of several in the log. With a *shared*
     list, another process may look at this Triton.
     """
 
@@ -244,7 +251,7 @@ class Catalog:
                 elif newest is not self.snapshot:
                     # It is the first, or this process has looked for itself while the other one was silent.
                     await self.follow()
-            except Exception:  # noqa: BLE001 - a mistake of one look must not end discovery
+            except Exception:  # noqa: BLE001 - a failed look must not end discovery
                 self._log.exception("discovery failed")
             await asyncio.sleep(wait)
             wait = self._interval
@@ -258,7 +265,7 @@ class Catalog:
         await asyncio.shield(self._refreshing)
 
     async def follow(self) -> None:
-        """Take what another process has published."""
+        """Use the list that another process has published."""
         if self._busy:
             # It may have read what was published before.
             await self.refresh()
@@ -280,7 +287,7 @@ class Catalog:
 
     async def refresh_on_miss(self) -> None:
         """
-        Refresh after a request for an unknown model, at most twice a second, so that made-up names cost Triton nothing.
+        Refresh after a request for an unknown model, at most twice a second: unknown names must not load Triton.
 
         If a refresh is running, wait for it, so that simultaneous requests get the same result.
         """
@@ -316,7 +323,10 @@ class Catalog:
                 return newest
         now = asyncio.get_running_loop().time()
         reuse = not reloads and now - self._configs_read < _CONFIGS_FRESH
-        snapshot = await take_snapshot(self._client, previous=self.snapshot if reuse else None)
+        previous = None
+        if reuse:
+            previous = self.snapshot
+        snapshot = await take_snapshot(self._client, previous=previous)
         if snapshot is not self.snapshot:
             self._configs_read = now
         return snapshot

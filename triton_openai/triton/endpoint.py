@@ -69,7 +69,11 @@ class Endpoint:
 
     def address_of(self, request: InferRequest) -> str:
         """Return the address to which *request* goes."""
-        return self._addresses[self._for(request) if request.stream else self._grpc or self._control]
+        if request.stream:
+            client = self._for(request)
+        else:
+            client = self._grpc or self._control
+        return self._addresses[client]
 
     async def server_info(self) -> ServerInfo:
         """Return the server's name and version. Logs a gRPC address that does not answer."""
@@ -110,7 +114,10 @@ class Endpoint:
 
     async def load_model(self, model: str) -> None:
         """Load a model: over gRPC if that answers. Over HTTP, one of Triton's threads serves no streams meanwhile."""
-        await (self._grpc if self._grpc is not None and self.grpc_answers else self._control).load_model(model)
+        client = self._control
+        if self._grpc is not None and self.grpc_answers:
+            client = self._grpc
+        await client.load_model(model)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run a model that answers once: over gRPC if configured, because it can be cancelled there, else over HTTP."""
@@ -130,7 +137,7 @@ class Endpoint:
             await client.close()
 
 
-# Which Triton is meant, for those that found something else.
+# The hint for an address where something else than a Triton listens.
 _PORTS = "Triton's HTTP port is 8000 by default; 8001 is for gRPC, and 8002 for metrics only."
 # Mixed-up ports are the most common mistake: the scheme of an address, what the reason of a failed call has in it then,
 # what that looks like, and the scheme to write.

@@ -64,7 +64,7 @@ _HALF_WINDOW = WINDOW // 2
 _MAX_CONTINUATIONS = 16
 # The longest message that protobuf reads.
 _MAX_MESSAGE = UINT31
-# How often a call is sent that the server has certainly not begun.
+# The attempts of a call that the server has certainly not begun.
 _ATTEMPTS = 3
 # After this silence, a connection with open calls is pinged and one without is closed.
 SILENCE_SECONDS = 20.0
@@ -79,7 +79,7 @@ _BY_RESET = {REFUSED_STREAM: "UNAVAILABLE", CANCEL: "CANCELLED"}
 UNREACHABLE = "UNREACHABLE"
 LOST = "LOST"
 TOO_LONG = "TOO_LONG"
-#: Before the HTTP status of an answer that is not gRPC's: also a code of our own.
+#: The prefix of our own codes for an HTTP status of an answer that is not gRPC's.
 FOREIGN = "HTTP_"
 
 
@@ -137,7 +137,7 @@ class Call:
             self.deliver()
 
     def cancel(self) -> None:
-        """Receive nothing more, and tell the server unless the call has ended."""
+        """Receive nothing more, and make the server cancel the call unless it has ended."""
         self.messages = []
         self.outcome = None
         if self.connection is not None:
@@ -267,7 +267,7 @@ class Connection(asyncio.Protocol):
                     self._frame_received(kind, flags, stream_id & UINT31, data[start:end])
                     continue
                 self._unacknowledged += size
-                # The highest bit is reserved. No server sets it, so nobody pays for it.
+                # The highest bit is reserved. No server sets it, so it is masked only if no call matches.
                 call = calls.get(stream_id) or calls.get(stream_id & UINT31)
                 if call is None:
                     continue
@@ -283,7 +283,10 @@ class Connection(asyncio.Protocol):
                     self.acknowledge(call)
         except (ValueError, hpack.HPACKError, struct.error, IndexError) as error:
             self._write(frame(GOAWAY, 0, 0, struct.pack(">II", 0, PROTOCOL_ERROR)))
-            self.close(str(error) if type(error) is ValueError else f"the server sent what cannot be read: {error}")
+            reason = f"the server sent what cannot be read: {error}"
+            if type(error) is ValueError:
+                reason = str(error)
+            self.close(reason)
         self._rest = data[position:]
         if self._unacknowledged > 2**30:
             self._write(frame(WINDOW_UPDATE, 0, 0, UINT32.pack(self._unacknowledged)))
@@ -299,7 +302,11 @@ class Connection(asyncio.Protocol):
             if timer is not None:
                 timer.cancel()
         self._draining = True
-        reason = self._reason or ("the server closed the connection" if error is None else failure_reason(error))
+        reason = self._reason
+        if not reason and error is None:
+            reason = "the server closed the connection"
+        elif not reason and error is not None:
+            reason = failure_reason(error)
         if not self.ready.done():
             if self._transport.get_extra_info("sslcontext") and not (self._reason or isinstance(error, ssl.SSLError)):
                 reason = PERHAPS_REFUSED
@@ -431,12 +438,12 @@ class Connection(asyncio.Protocol):
     # Called by calls and the channel
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Whether it accepts another call."""
         return not self._draining and len(self._calls) < self._max_calls
 
     def open(self, call: Call) -> None:
-        """Send *call*, if the connection :attr:`has_room`."""
+        """Send *call*, if the connection :attr:`has_capacity`."""
         assert call.request is not None
         call.withdraw = None
         call.connection = self
@@ -455,11 +462,13 @@ class Connection(asyncio.Protocol):
         frames = []
         for start in range(0, len(block), FRAME_SIZE):
             part = block[start : start + FRAME_SIZE]
+            kind = CONTINUATION
+            if start == 0:
+                kind = HEADERS
+            flags = 0
             if start + FRAME_SIZE >= len(block):
-                last = END_HEADERS
-            else:
-                last = 0
-            frames.append(frame(CONTINUATION if start else HEADERS, last, call.stream_id, part))
+                flags = END_HEADERS
+            frames.append(frame(kind, flags, call.stream_id, part))
         self._send(call, frames)
 
     def acknowledge(self, call: Call) -> None:
@@ -469,7 +478,7 @@ class Connection(asyncio.Protocol):
             call.unacknowledged = 0
 
     def reset(self, call: Call) -> None:
-        """Tell the server to cancel the call."""
+        """Make the server cancel the call."""
         self._write(frame(RST_STREAM, 0, call.stream_id, UINT32.pack(CANCEL)))
         self._forget(call)
         self._end_if_unused()
@@ -513,7 +522,10 @@ class Connection(asyncio.Protocol):
             call.unsent = call.unsent[size:] or memoryview(b"")
             self._window -= size
             call.window -= size
-            frames.append(frame(DATA, 0 if call.unsent else END_STREAM, call.stream_id, data))
+            flags = END_STREAM
+            if call.unsent:
+                flags = 0
+            frames.append(frame(DATA, flags, call.stream_id, data))
         self._write(b"".join(frames))
 
     def _send_blocked(self) -> None:

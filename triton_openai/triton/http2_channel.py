@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from triton_openai import __version__
-from triton_openai.config.tls import failure_reason
+from triton_openai.config.tls import ReloadingContext, failure_reason
 from triton_openai.tasks import cancel
 from triton_openai.triton.connection import ConnectionSettings, Header, detect_dead_peer
 from triton_openai.triton.http2 import LOST, UNREACHABLE, Call, Connection
@@ -34,11 +34,15 @@ class Channel:
         parts = urlsplit(url)
         self._address = parts.hostname or "", parts.port or 8001
         self._settings = settings
-        self._tls = settings.ssl_context("h2") if parts.scheme == "grpcs" else None
+        self._tls: ReloadingContext | None = None
+        scheme = "http"
+        if parts.scheme == "grpcs":
+            scheme = "https"
+            self._tls = settings.ssl_context("h2")
         self._context: ssl.SSLContext | None = None
         self._fixed = (
             (":method", "POST"),
-            (":scheme", "http" if self._tls is None else "https"),
+            (":scheme", scheme),
             (":path", path),
             (":authority", parts.netloc),
             ("content-type", "application/grpc"),
@@ -57,7 +61,8 @@ class Channel:
         """Send *call* with its one *message* and its *own* metadata, as soon as there is a connection."""
         metadata = self._settings.headers()
         if metadata is not self._metadata:
-            self._metadata, self._headers = metadata, header_block((*self._fixed, *metadata))
+            self._metadata = metadata
+            self._headers = header_block((*self._fixed, *metadata))
         if own:
             call.headers = self._headers + header_block(own.items())
         else:
@@ -70,7 +75,7 @@ class Channel:
         if self._tls is not None and self._tls.current() is not self._context:
             self._context = self._tls.current()
             self.reconnect()
-        if self._current is not None and self._current.has_room:
+        if self._current is not None and self._current.has_capacity:
             self._current.open(call)
             return
         call.withdraw = self.withdraw
@@ -109,14 +114,15 @@ class Channel:
                         await self._establish(connection)
                 except (TimeoutError, OSError) as error:
                     connection.close()
-                    self._fail_waiting(
-                        UNREACHABLE, str(error) if type(error) is ConnectionError else failure_reason(error)
-                    )
+                    reason = failure_reason(error)
+                    if type(error) is ConnectionError:
+                        reason = str(error)
+                    self._fail_waiting(UNREACHABLE, reason)
                     continue
                 if self._current is not None:
                     self._current.drain()
                 self._current = connection
-                while self._waiting and connection.has_room:
+                while self._waiting and connection.has_capacity:
                     connection.open(self._waiting.popleft())
         finally:
             self._connecting = None

@@ -58,7 +58,9 @@ def header_block(headers: Iterable[Header]) -> bytes:
 def _string(text: str) -> bytes:
     data = text.encode()
     size = len(data)
-    return (bytes((size,)) if size < _LONG else b"\x7f" + varint(size - _LONG)) + data
+    if size < _LONG:
+        return bytes((size,)) + data
+    return b"\x7f" + varint(size - _LONG) + data
 
 
 def varint(value: int) -> bytes:

@@ -25,7 +25,7 @@ import httptools
 import msgspec
 
 from triton_openai import offload
-from triton_openai.config.tls import PERHAPS_REFUSED, failure_reason
+from triton_openai.config.tls import PERHAPS_REFUSED, ReloadingContext, failure_reason
 from triton_openai.errors import ServiceError
 from triton_openai.triton.client import Receiver
 from triton_openai.triton.connection import ConnectionSettings, detect_dead_peer
@@ -38,10 +38,10 @@ MAX_ERROR_BYTES = 256 * 1024
 # The most that is read of an answer's head, or between two pieces of its body, and of an event.
 MAX_HEAD_BYTES = 64 * 1024
 MAX_EVENT_BYTES = 64 * 1024 * 1024
-# What an output of the generate extension can be. Anything else is read leniently, and refused by who needs the output.
+# The types of an output of the generate extension. Anything else is read leniently, and refused where it is used.
 _Scalar = str | int | float | bool | None
 _Output = _Scalar | list[_Scalar]
-# Idle connections are closed well before the server or a load balancer would do it.
+# Idle connections are closed long before a server or a load balancer closes them.
 IDLE_SECONDS = 30.0
 MAX_IDLE = 512
 # If the server had closed the connection before it saw the request, the connection is lost within a round trip. Later,
@@ -53,7 +53,7 @@ _JSON = slice(len(b"data: "), None)
 
 
 class Event(JsonOutputs, msgspec.Struct, gc=False):
-    """A response, with a field for each output that was asked for. Nothing else of the JSON becomes an object."""
+    """A response, with a field for each requested output. Other JSON is not decoded."""
 
     error: Any = None
     model_name: Any = None
@@ -61,7 +61,7 @@ class Event(JsonOutputs, msgspec.Struct, gc=False):
     model: ClassVar[str] = ""
     #: The names of the fields by those of the outputs.
     fields: ClassVar[Mapping[str, str]] = {}
-    #: The first output; nearly every event has it.
+    #: The first output. Nearly every event has it.
     output_0: ClassVar[Any] = None
     absent: ClassVar[None] = None
 
@@ -75,9 +75,13 @@ class Event(JsonOutputs, msgspec.Struct, gc=False):
 
 @lru_cache(256)
 def _decoder(model: str, outputs: Sequence[str]) -> Callable[[bytes], Event]:
-    """Return what decodes events of *model* with these *outputs*."""
+    """Return the decoder of events of *model* with these *outputs*."""
     own = ("error", "model_name")
-    fields = {name: name if name in own else f"output_{number}" for number, name in enumerate(outputs)}
+    fields: dict[str, str] = {}
+    for number, name in enumerate(outputs):
+        fields[name] = f"output_{number}"
+        if name in own:
+            fields[name] = name
     getters: dict[tuple[str, ...], Callable[[Event], Sequence[Any]]] = {}
 
     def first(event: Event, names: tuple[str, ...]) -> Sequence[Any]:
@@ -85,7 +89,7 @@ def _decoder(model: str, outputs: Sequence[str]) -> Callable[[bytes], Event]:
         if getter is None:
             getter = getters[names] = attrgetter(*[fields.get(name, "absent") for name in names])
         values = getter(event)
-        # The outputs of a response have as many elements as each other.
+        # All outputs of a response have the same number of elements.
         if type(values[0]) is list:
             return JsonOutputs.first(event, names)
         return values
@@ -116,11 +120,13 @@ class Connection(asyncio.Protocol):
         self._parts: list[bytes] = []
         #: Called by llhttp with each piece of a body.
         self.on_body = self._parts.append
-        self._complete = self._reusable = False
-        # Received since the last piece of a body
+        self._complete = False
+        self._reusable = False
+        # The bytes received since the last piece of a body.
         self._bare = 0
         # Whether it has served a request before.
-        self._used = self._encrypted = False
+        self._used = False
+        self._encrypted = False
 
     # Called by asyncio
 
@@ -180,7 +186,7 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         if self._complete:
-            # Nobody has asked for it; its body must not become a part of the answer before it.
+            # There was no request for it; its body must not become a part of the previous answer.
             self._reusable = False
             raise ValueError("a second answer to one request")
         if self._stream is not None:
@@ -244,14 +250,18 @@ class Connection(asyncio.Protocol):
         if self._used and not stream.status and monotonic() - self._sent < STALE_SECONDS:
             stream.lose(None)
         elif self._encrypted and not self._used and not stream.status:
-            stream.lose(unreachable(failure_reason(error) if isinstance(error, ssl.SSLError) else PERHAPS_REFUSED))
+            reason = PERHAPS_REFUSED
+            if isinstance(error, ssl.SSLError):
+                reason = failure_reason(error)
+            stream.lose(unreachable(reason))
+        elif self._used or stream.status or (self._bare and not data):
+            stream.lose(cut_off_error())
         else:
-            answers = self._used or stream.status or (self._bare and not data)
-            stream.lose(cut_off_error(None if answers else _spoken(data)))
+            stream.lose(cut_off_error(_protocol_of(data)))
 
 
-def _spoken(data: bytes) -> str:
-    """Return what a server seems to speak that has not answered a connection's first request, only sent *data*."""
+def _protocol_of(data: bytes) -> str:
+    """Return a sentence about the protocol of a server that sent *data* in place of its first answer."""
     # A frame of settings on stream 0 (RFC 9113, 6.5).
     if data[3:9] in (b"\x04\x00" + bytes(4), b"\x04\x01" + bytes(4)):
         return "The server speaks HTTP/2, as for gRPC."
@@ -263,15 +273,18 @@ def _spoken(data: bytes) -> str:
 
 
 class ConnectionPool:
-    """Keep-alive connections to the server at *url*. Their number has no limit: admission is limited elsewhere."""
+    """Keep-alive connections to the server at *url*. Their number is not limited: admission limits the requests."""
 
     def __init__(self, url: str, settings: ConnectionSettings) -> None:
         parts = urlsplit(url)
-        tls = parts.scheme == "https"
-        #: Host and port.
-        self.address = parts.hostname or "localhost", parts.port or (443 if tls else 8000)
         self._settings = settings
-        self._tls = settings.ssl_context() if tls else None
+        self._tls: ReloadingContext | None = None
+        default_port = 8000
+        if parts.scheme == "https":
+            default_port = 443
+            self._tls = settings.ssl_context()
+        #: Host and port.
+        self.address = parts.hostname or "localhost", parts.port or default_port
         self._idle: deque[tuple[float, Connection]] = deque()
         self._closed = False
 
@@ -315,7 +328,7 @@ class ConnectionPool:
         self._idle.append((now, connection))
 
     def close_idle(self) -> None:
-        """Close every idle connection: one was silent, and the others may be dead too."""
+        """Close every idle connection: one was silent, so the others may be dead too."""
         while self._idle:
             self._idle.pop()[1].close()
 
@@ -365,7 +378,7 @@ class HttpCall:
 
     def feed(self, data: bytes) -> None:
         if self._ended.done():
-            # It is given up.
+            # The call has been given up.
             return
         self.parts.append(data)
         self._size += len(data)
@@ -416,9 +429,11 @@ class HttpStream:
         self._parts: list[bytes] = []
         self._size = 0
         self._cost = request.cost
-        if self._cost <= offload.INLINE and (connection := pool.idle()) is not None:
-            self._send(connection, message())
-            return
+        if self._cost <= offload.INLINE:
+            connection = pool.idle()
+            if connection is not None:
+                self._send(connection, message())
+                return
         self._connecting = asyncio.create_task(self._connect())
 
     async def _connect(self, *, again: bool = False) -> None:
@@ -516,7 +531,10 @@ class HttpStream:
         if not self.events:
             self._refuse()
         else:
-            self._end(cut_off_error() if b"".join(self._parts).strip() else None, whole=True)
+            error = None
+            if b"".join(self._parts).strip():
+                error = cut_off_error()
+            self._end(error, whole=True)
 
     def lose(self, error: ServiceError | None) -> None:
         """Take the loss of the connection before the end of the body; without an *error* the request is sent again."""

@@ -1298,7 +1298,7 @@ async def test_a_server_that_shuts_down(grpc_server):
     assert ["one"] == list((await reading.read())[0].texts("text_output"))
     stopping = asyncio.create_task(grpc_server._server.stop(10))
     # What reaches the server before its farewell reaches us is never answered.
-    await until(lambda: not grpc_server.client._streams._current.has_room)
+    await until(lambda: not grpc_server.client._streams._current.has_capacity)
     _, error = await outcome(grpc_server.client)
     assert UpstreamUnavailable is type(error)
     go_on.set()
