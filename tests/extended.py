@@ -1,9 +1,10 @@
 """
 Chooses the tests that ``make test`` leaves to ``make test-all``, and marks them as ``extended``.
 
-Those are the tests of clients, of the image and of the wheel, and the variants that ask the same of another transport, store or program. Text streams
-use HTTP where Triton has an HTTP address and a gRPC address, so gRPC is the other transport. The tests of ``triton/``
-itself run over both. A test that is left out for another reason has the mark itself.
+Those are the tests of clients, of the image and of the wheel, and the variants that ask the same of another transport,
+store or program. Text streams use HTTP where Triton has an HTTP address and a gRPC address, so gRPC is the other
+transport. The tests of ``triton/`` itself run over both. A test that is left out for another reason has the mark
+itself.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def last_words(prompt: str) -> str:
     """Return the user's last message in *prompt*, which may be a rendered chat or plain text."""
     for pattern in _TURNS:
         if turns := pattern.findall(prompt):
-            words = turns[-1]
+            words = str(turns[-1])
             break
     else:
         words = re.sub(r"<\|[a-z_]+\|>", "", prompt)
