@@ -39,11 +39,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = set(repeated)
         items[:] = [item for item in items if item not in left_out]
     for item in items:
-        if _is_extended(item):
+        if is_extended(item):
             item.add_marker(pytest.mark.extended)
 
 
-def _is_extended(item: pytest.Item) -> bool:
+def is_extended(item: pytest.Item) -> bool:
+    """Return whether `make test` leaves the test out."""
     if item.nodeid.startswith(_BEGINNINGS):
         return True
     if not _FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
