@@ -1,9 +1,10 @@
 """
 Chooses the tests that ``make test`` leaves to ``make test-all``, and marks them as ``extended``.
 
-Those are the tests of clients, and the variants that ask the same of another transport, store or program. Text streams
-use HTTP where Triton has an HTTP address and a gRPC address, so gRPC is the other transport. The tests of ``triton/``
-itself run over both. A test that is left out for another reason has the mark itself.
+Those are the tests of clients, of the image and of the wheel, and the variants that ask the same of another transport,
+store or program. Text streams use HTTP where Triton has an HTTP address and a gRPC address, so gRPC is the other
+transport. The tests of ``triton/`` itself run over both. A test that is left out for another reason has the mark
+itself.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Collection
 
 import pytest
 
-_FOLDERS = ("tests/clients/",)
+# Clients, and what is built of the package: that takes half a minute.
+_BEGINNINGS = ("tests/clients/", "tests/integration/test_image.py", "tests/integration/test_wheel.py")
 _FIXTURES = frozenset({"bucket", "pgbouncer", "postgresql", "s3", "shared"})
 _TRANSPORTS = frozenset({"grpc", "grpcs"})
 _STORES = frozenset({"postgresql", "several machines"})
@@ -37,12 +39,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = set(repeated)
         items[:] = [item for item in items if item not in left_out]
     for item in items:
-        if _is_extended(item):
+        if is_extended(item):
             item.add_marker(pytest.mark.extended)
 
 
-def _is_extended(item: pytest.Item) -> bool:
-    if item.nodeid.startswith(_FOLDERS):
+def is_extended(item: pytest.Item) -> bool:
+    """Return whether `make test` leaves the test out."""
+    if item.nodeid.startswith(_BEGINNINGS):
         return True
     if not _FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
         return True

@@ -16,7 +16,7 @@ from tests.proxy_fixture import changed, proxy_settings, serving
 from triton_openai import offload
 from triton_openai.parsers.answer_parser import AnswerParser
 
-pytestmark = [in_session_loop, pytest.mark.face]
+pytestmark = in_session_loop
 TEMPLATE = Path(__file__).parents[1] / "fixtures" / "tools.jinja"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}

@@ -88,7 +88,9 @@ async def fleets():
     async def make(ask=None, grace=10.0, **options):
         tritons = options.pop("tritons")
         listed = [EndpointSettings(name=name, url=(f"http://{name}:8000",)) for name in tritons]
-        settings = TritonSettings(endpoints=tuple(listed), refresh_interval=1000.0, **options)
+        # No timer takes what a test has applied back.
+        options = {"refresh_interval": 1000.0, "dns_interval": 1000.0, **options}
+        settings = TritonSettings(endpoints=tuple(listed), **options)
         told = Told()
         fleet = Fleet(settings, connect=lambda each: tritons[each.name], count=told, grace=grace)
         fleet.leasing.ejections.probe = ask

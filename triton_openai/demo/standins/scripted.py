@@ -88,7 +88,7 @@ def last_words(prompt: str) -> str:
     words: str = re.sub(r"<\|[a-z_]+\|>", "", prompt)
     for pattern in _TURNS:
         if turns := pattern.findall(prompt):
-            words = turns[-1]
+            words = str(turns[-1])
             break
     words = words.strip()
     if len(words) <= _QUOTE_LENGTH:
