@@ -145,7 +145,7 @@ def _silence(record: RequestRecord) -> UpstreamTimeout | None:
     """Return the error of a request whose model fell silent, before or after a first token, or sent nothing in time."""
     if not isinstance(error := record.error, UpstreamTimeout):
         return None
-    in_vain = not record.answered and any(answer.cancelled for answer in record.answers)
+    in_vain = record.time_to_first_token is None and any(answer.cancelled for answer in record.answers)
     if in_vain or error.code == "upstream_silent":
         return error
     return None
@@ -153,7 +153,7 @@ def _silence(record: RequestRecord) -> UpstreamTimeout | None:
 
 def _answered(record: RequestRecord) -> bool:
     """Return whether the model sent something: a first token is enough."""
-    return (record.error is None and not record.client_left) or record.answered
+    return (record.error is None and not record.client_left) or record.time_to_first_token is not None
 
 
 def _left_without(record: RequestRecord) -> bool:
