@@ -189,9 +189,9 @@ class Vllm(Adapter):
         tokens = generation.sampling.max_tokens
         if not generation.over_grpc and tokens > _MAX_WHOLE_OVER_HTTP:
             return False
-        if self._reads_logprobs(generation):
-            return tokens * (1 + (generation.sampling.logprobs or 0)) <= _MAX_WHOLE_LOGPROBS
-        return True
+        if tokens * (1 + (generation.sampling.logprobs or 0)) <= _MAX_WHOLE_LOGPROBS:
+            return True
+        return not self._reads_logprobs(generation)
 
     def encode(self, job: Generation | EmbeddingJob, /) -> Sequence[InferRequest]:
         """Return the request of a generation, or those of embeddings."""

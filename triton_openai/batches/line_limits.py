@@ -111,7 +111,8 @@ class FirstTokens(Observer):
 
     def ended(self, record: RequestRecord) -> None:
         wait = record.time_to_first_token
-        if record.batch is None and wait is not None:
+        # All answers of a request come whole, or none does.
+        if record.batch is None and wait is not None and not record.answers[0].whole:
             self._waits.append((time.monotonic(), wait))
 
     def slowest(self) -> float:

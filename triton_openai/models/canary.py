@@ -146,7 +146,7 @@ def _silence(record: RequestRecord) -> UpstreamTimeout | None:
     """Return the timeout that ended a request, before or after the first token; ``None`` for another end."""
     if not isinstance(error := record.error, UpstreamTimeout):
         return None
-    in_vain = not record.answered and any(answer.cancelled for answer in record.answers)
+    in_vain = record.time_to_first_token is None and any(answer.cancelled for answer in record.answers)
     if in_vain or error.code == "upstream_silent":
         return error
     return None
@@ -154,7 +154,7 @@ def _silence(record: RequestRecord) -> UpstreamTimeout | None:
 
 def _answered(record: RequestRecord) -> bool:
     """Return whether the model sent something: a first token is enough."""
-    return (record.error is None and not record.client_left) or record.answered
+    return (record.error is None and not record.client_left) or record.time_to_first_token is not None
 
 
 def _left_without(record: RequestRecord) -> bool:

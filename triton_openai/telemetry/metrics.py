@@ -290,7 +290,7 @@ class Metrics(Observer, Collector):
         child(DURATION, operation, PROVIDER, model, adapter, code).observe(record.duration)
         child(QUEUE, model, adapter).observe(record.queued_seconds)
         first = record.time_to_first_token
-        if first is not None:
+        if first is not None and not record.answers[0].whole:
             child(FIRST_TOKEN, operation, PROVIDER, model, adapter).observe(first)
         sent = [answer.sent for answer in record.answers if answer.sent is not None]
         if sent:

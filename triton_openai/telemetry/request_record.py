@@ -254,19 +254,14 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds to the backend's first token; ``None`` when none came, or only whole answers."""
+        """Seconds to the backend's first token; ``None`` when none came."""
         first: float | None = None
         for answer in self.answers:
-            if answer.first is not None and not answer.whole and (first is None or answer.first < first):
+            if answer.first is not None and (first is None or answer.first < first):
                 first = answer.first
         if first is None:
             return None
         return first - self.began
-
-    @property
-    def answered(self) -> bool:
-        """Whether the backend has sent something."""
-        return any(answer.first is not None for answer in self.answers)
 
     @property
     def usage(self) -> Usage | None:

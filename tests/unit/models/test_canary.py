@@ -239,7 +239,7 @@ async def test_a_triton_that_is_away_is_not_asked() -> None:
     models.fleet.snapshot.reachable = False
     small = AsyncMock(side_effect=UpstreamError("nobody is there"))
     canary = Canary(models, small, Metrics(Worker()))
-    lost = MagicMock(model="m", answered=False, error=UpstreamError("lost"), client_left=False)
+    lost = MagicMock(model="m", time_to_first_token=None, error=UpstreamError("lost"), client_left=False)
     for _ in range(FAILURES):
         canary.ended(lost)
     assert ["m"] == list(canary.asking)
