@@ -553,8 +553,10 @@ class Engine:
         if loras.exists():
             self._loras = json.loads(loras.read_text())
         self._lora_numbers = {}
-        # The backend's own, which vLLM does not know.
-        arguments = {name: value for name, value in self._arguments.items() if name != "disable_log_requests"}
+        # Nobody reads the engine's statistics in this process, and they cost some microseconds for each token.
+        arguments = {"disable_log_stats": True, **self._arguments}
+        # The vLLM backend takes it, vLLM does not know it.
+        arguments.pop("disable_log_requests", None)
         self._engine = self.AsyncLLM.from_engine_args(self.AsyncEngineArgs(**arguments))
         config = self._engine.vllm_config
         self._model_config = config.model_config
@@ -562,6 +564,10 @@ class Engine:
         self._vocabulary = self._model_config.get_vocab_size()
         fields = inspect.signature(self.SamplingParams).parameters
         self._known = {name for name in fields if not name.startswith("_")} - OWN
+        # Each request has parameters of its own: vLLM need not copy them.
+        self._own = {}
+        if "skip_clone" in fields:
+            self._own["skip_clone"] = True
         log(f"vLLM {self.version} serves {self._model_config.model}")
 
     def _import(self):
@@ -679,6 +685,7 @@ class Engine:
         returns = message.get("return", {})
         return self.SamplingParams(
             **values,
+            **self._own,
             logprobs=returns.get("logprobs"),
             prompt_logprobs=returns.get("prompt_logprobs"),
             detokenize=False,
