@@ -59,6 +59,10 @@ OWN = {"output_kind", "detokenize", "n", "logprobs", "prompt_logprobs", "output_
 IDS = ("stop_token_ids", "allowed_token_ids")
 
 
+#: Of a broken file, in the words that the service knows from other backends.
+NO_IMAGE = "cannot identify image file"
+
+
 class Refused(Exception):
     """
     A request that is not run.
@@ -245,7 +249,7 @@ class TritonPythonModel:
         """Start the engine. Raises RuntimeError for a release of vLLM whose interface differs."""
         folder = Path(args["model_repository"]) / str(args["model_version"])
         self.name = args["model_name"]
-        #: By name; used in the engine's loop only.
+        #: By name.
         self.carriers = {}
         #: None until the engine has started, and while it starts again.
         self.engine = None
@@ -299,7 +303,7 @@ class TritonPythonModel:
         log("the engine has died, and starts again")
         dead = self.engine
         self.engine = None
-        for carrier in self.carriers.values():
+        for carrier in list(self.carriers.values()):
             for stream in list(carrier.streams.values()):
                 carrier.fail(stream, died())
         # What the streams are told goes out first: the engine's start holds this loop.
@@ -318,56 +322,58 @@ class TritonPythonModel:
         self.loop.call_soon_threadsafe(self._stop.set)
 
     def execute(self, requests):
-        """Hand every request over to the engine's loop."""
+        """Hand every request over to the engine's loop, which this never waits for."""
         for request in requests:
             sender = request.get_response_sender()
             try:
-                message, carrier = read(request)
-                media = media_of(request)
-                if self.engine is None:
-                    raise died()
+                message, place = read(request)
+                answered = self._hand_over(sender, message, place, media_of(request), request.request_id())
             except Exception as error:  # noqa: BLE001 - each request has its answer
                 answer(sender, {"e": error_fields(error)})
                 continue
-            self.loop.call_soon_threadsafe(self._take, sender, message, carrier, media, request.request_id())
+            if answered:
+                sender.send(flags=FINAL)
 
-    def _take(self, sender, message, place, media, request_id):
-        """Begin what *message* asks for; runs in the engine's loop."""
+    def _hand_over(self, sender, message, place, media, request_id):
+        """Have the loop do what *message* asks for. Return whether nothing more is sent. Raises Refused."""
         kind = message.get("kind")
-        try:
-            if self.engine is None:
-                raise died()
-            if kind in ("embed", "classify", "info"):
-                self.loop.create_task(self._answer(sender, message, media, request_id))
-                return
-            if kind not in ("carrier", "generate", "cancel", "credit"):
-                raise Refused(f"There is no kind {kind!r} of requests.", "kind", "unsupported")
-            if place is None:
-                raise Refused(f"The kind {kind!r} needs the input 'carrier'.", "carrier")
-            name, number, acknowledged = place
-            if kind == "carrier":
-                self.carriers[name] = Carrier(self, name, sender)
-                return
-            carrier = self.carriers.get(name)
-            if carrier is None:
-                raise Refused("The carrier is not open.", "carrier", "overloaded")
-            carrier.acknowledge(acknowledged)
-            if kind == "generate":
-                self._begin(carrier, number, message, media, request_id)
-            elif kind == "cancel":
-                self._cancel(carrier, number)
-        except Exception as error:  # noqa: BLE001 - each request has its answer
-            answer(sender, {"e": error_fields(error)})
-            return
-        sender.send(flags=FINAL)
+        if self.engine is None:
+            raise died()
+        if kind in ("embed", "classify", "info"):
+            self._call(self._begin_answer, sender, message, request_id)
+            return False
+        if kind not in ("carrier", "generate", "cancel", "credit"):
+            raise Refused(f"There is no kind {kind!r} of requests.", "kind", "unsupported")
+        if place is None:
+            raise Refused(f"The kind {kind!r} needs the input 'carrier'.", "carrier")
+        name, number, acknowledged = place
+        if kind == "carrier":
+            self.carriers[name] = Carrier(self, name, sender)
+            return False
+        carrier = self.carriers.get(name)
+        if carrier is None:
+            raise Refused("The carrier is not open.", "carrier", "overloaded")
+        carrier.acknowledge(acknowledged)
+        if kind == "generate":
+            check_keys(message, KEYS, "")
+            check_keys(message.get("return", {}), RETURNS, "return.")
+            self._call(self._begin, carrier, number, message, media, request_id)
+        elif kind == "cancel":
+            self._call(self._cancel, carrier, number)
+        return True
+
+    def _call(self, function, *arguments):
+        self.loop.call_soon_threadsafe(function, *arguments)
+
+    def _begin_answer(self, sender, message, request_id):
+        self.loop.create_task(self._answer(sender, message, request_id))
 
     def _begin(self, carrier, number, message, media, request_id):
-        check_keys(message, KEYS, "")
-        returns = message.get("return", {})
-        check_keys(returns, RETURNS, "return.")
+        name = f"{request_id}/{carrier.name}/{number}"
+        stream = Stream(carrier, number, name, message.get("return", {}).get("logprobs"))
         if number in carrier.streams:
-            raise Refused(f"The stream {number} runs already.", "carrier")
-        stream = Stream(carrier, number, f"{request_id}/{carrier.name}/{number}", returns.get("logprobs"))
+            # Neither can be told from the other.
+            self._cancel(carrier, number)
         carrier.streams[number] = stream
         self.loop.create_task(self._generate(stream, message, media))
 
@@ -433,7 +439,7 @@ class TritonPythonModel:
             log(f"carrier {carrier.name} has gone: {len(names)} streams end")
         self._abort(names)
 
-    async def _answer(self, sender, message, media, request_id):
+    async def _answer(self, sender, message, request_id):
         """Answer a request that has one response."""
         try:
             if message["kind"] == "info":
@@ -442,7 +448,7 @@ class TritonPythonModel:
                 check_keys(message, KEYS, "")
                 body = await self.engine.pool(message, request_id)
         except Exception as error:  # noqa: BLE001 - the engine may fail in any way
-            body = {"e": error_fields(error)}
+            body = {"e": error_fields(self._explained(error))}
         answer(sender, body)
 
 
@@ -547,8 +553,10 @@ class Engine:
         if loras.exists():
             self._loras = json.loads(loras.read_text())
         self._lora_numbers = {}
-        # The backend's own, which vLLM does not know.
-        arguments = {name: value for name, value in self._arguments.items() if name != "disable_log_requests"}
+        # Nobody reads the engine's statistics in this process, and they cost some microseconds for each token.
+        arguments = {"disable_log_stats": True, **self._arguments}
+        # The vLLM backend takes it, vLLM does not know it.
+        arguments.pop("disable_log_requests", None)
         self._engine = self.AsyncLLM.from_engine_args(self.AsyncEngineArgs(**arguments))
         config = self._engine.vllm_config
         self._model_config = config.model_config
@@ -556,6 +564,10 @@ class Engine:
         self._vocabulary = self._model_config.get_vocab_size()
         fields = inspect.signature(self.SamplingParams).parameters
         self._known = {name for name in fields if not name.startswith("_")} - OWN
+        # Each request has parameters of its own: vLLM need not copy them.
+        self._own = {}
+        if "skip_clone" in fields:
+            self._own["skip_clone"] = True
         log(f"vLLM {self.version} serves {self._model_config.model}")
 
     def _import(self):
@@ -673,6 +685,7 @@ class Engine:
         returns = message.get("return", {})
         return self.SamplingParams(
             **values,
+            **self._own,
             logprobs=returns.get("logprobs"),
             prompt_logprobs=returns.get("prompt_logprobs"),
             detokenize=False,
@@ -736,7 +749,7 @@ def read_image(raw):
         image = Image.open(io.BytesIO(raw))
         return image.convert("RGB")
     except Exception:  # noqa: BLE001 - decoders fail in many ways
-        raise Refused("An image cannot be read.", "messages") from None
+        raise Refused(NO_IMAGE, "messages") from None
 
 
 def read_audio(raw):
