@@ -1,10 +1,10 @@
 """
 Files in a folder: written as they arrive, and in the tables once they are on the disk.
 
-The files of the folder are named by the ids that this service made. What clients call them is data. Beside them are
-the inputs of Anthropic's batches (``ID.requests``), the parts of results (``ID-GENERATION.part``), what is being
-written (``ID.new``), a lock of each process that runs batches (``HOLDER.lock``), and with PostgreSQL a file by which
-services know that they have the same folder (``shared-ID``).
+The names of the files are ids that this service made; the clients' names are data. The folder also has the inputs of
+Anthropic's batches (``ID.requests``), the parts of results (``ID-GENERATION.part``), incomplete files (``ID.new``), a
+lock of each process that runs batches (``HOLDER.lock``), and with PostgreSQL a file by which services check that they
+have the same folder (``shared-ID``).
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ UPLOAD_SECONDS = 86_400.0
 #: upload whose process was killed are free after the first.
 UPLOAD_LEASE_SECONDS = 180.0
 UPLOAD_RENEWAL_SECONDS = 45.0
-# Longest time that a scrape waits for the tables.
-_STATE_SECONDS = 2.0
+# File systems of several machines.
 _SHARED = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "ceph", "glusterfs", "fuse.glusterfs", "fuse.sshfs", "9p", "lustre"}
 )

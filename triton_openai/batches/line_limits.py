@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from typing import NamedTuple
 
+from triton_openai.access.rate_limits import Reservation
 from triton_openai.batches.host import Host
+from triton_openai.storage.batch_records import Line
 from triton_openai.telemetry.request_record import Observer, RequestRecord
 
 # The first tokens that count: those of the last seconds, and of so many requests at most.
@@ -62,6 +65,14 @@ class Limit:
             self._died_at = time.monotonic()
             self._ran = self.running
         return self._ran
+
+
+class PickedLine(NamedTuple):
+    """A line that was picked to start, the limit that counts it, and what counts it against its key."""
+
+    line: Line
+    limit: Limit
+    reservation: Reservation | None = None
 
 
 class ModelLimits:

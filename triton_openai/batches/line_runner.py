@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
 
 import structlog
 
 from triton_openai import errors, offload
-from triton_openai.access.rate_limits import Reservation
 from triton_openai.batches import timing
 from triton_openai.batches.away_models import AwayModels
 from triton_openai.batches.file_folder import on_disk
@@ -21,8 +19,7 @@ from triton_openai.batches.host import Host, Outcome
 from triton_openai.batches.inputs import id_and_body
 from triton_openai.batches.key_limits import KeyLimits
 from triton_openai.batches.line_errors import Verdict, lacks_capacity, may_hang, verdict_on
-from triton_openai.batches.line_limits import Limit
-from triton_openai.batches.picked import PickedLine
+from triton_openai.batches.line_limits import PickedLine
 from triton_openai.batches.quarantine import Quarantine, fatal_error
 from triton_openai.batches.results import add_result
 from triton_openai.batches.running_batch import Attempts, RunningBatch
@@ -33,14 +30,6 @@ from triton_openai.storage.line_table import LineTable
 _log = structlog.get_logger(__name__)
 # A line whose model answers other requests is tried so often again.
 _MAX_RETRIES = 3
-
-
-class _Admitted(NamedTuple):
-    """A picked line that the limits of its key admit."""
-
-    line: Line
-    limit: Limit
-    reservation: Reservation | None
 
 
 class LineRunner:
@@ -86,8 +75,7 @@ class LineRunner:
         finally:
             if running.lost or not contents:
                 contents = ()
-                for candidate in reversed(admitted):
-                    self._give_back(running, candidate)
+                self._give_back(running, admitted)
         if contents:
             await self._run_all(running, admitted, contents)
 
@@ -108,30 +96,33 @@ class LineRunner:
             await self._mark_stopped(running, numbers)
         return ()
 
-    async def _admit(self, running: RunningBatch, picked: Sequence[PickedLine]) -> Sequence[_Admitted]:
+    async def _admit(self, running: RunningBatch, picked: Sequence[PickedLine]) -> Sequence[PickedLine]:
         """Return those of *picked* that the limits of their key admit; the others wait again."""
         owner = running.batch.owner
         answers = await asyncio.gather(*(self._keys.admit(owner) for _ in picked), return_exceptions=True)
-        admitted: list[_Admitted] = []
+        admitted: list[PickedLine] = []
         refused: list[PickedLine] = []
         for candidate, answer in zip(picked, answers, strict=True):
             if isinstance(answer, BaseException):
                 refused.append(candidate)
             else:
-                admitted.append(_Admitted(candidate.line, candidate.limit, answer))
-        for candidate in reversed(refused):
-            candidate.limit.leave()
-            running.put_back(candidate.line)
+                admitted.append(candidate._replace(reservation=answer))
+        self._give_back(running, refused)
         return admitted
 
-    def _give_back(self, running: RunningBatch, admitted: _Admitted) -> None:
-        """Put a line back that has not started."""
-        self._keys.release(running.batch.owner, admitted.reservation)
-        admitted.limit.leave()
-        running.put_back(admitted.line)
+    def _give_back(self, running: RunningBatch, picked: Sequence[PickedLine]) -> None:
+        """Put lines back that have not started, in their order."""
+        for candidate in reversed(picked):
+            self._count_out(running, candidate)
+            running.put_back(candidate.line)
+
+    def _count_out(self, running: RunningBatch, candidate: PickedLine) -> None:
+        """Count a line out of the limits of its key and of its model."""
+        self._keys.release(running.batch.owner, candidate.reservation)
+        candidate.limit.leave()
 
     async def _run_all(
-        self, running: RunningBatch, admitted: Sequence[_Admitted], contents: Sequence[bytes | OSError]
+        self, running: RunningBatch, admitted: Sequence[PickedLine], contents: Sequence[bytes | OSError]
     ) -> None:
         """Run the lines that could be read. The others wait for another attempt."""
         unread: list[int] = []
@@ -142,13 +133,12 @@ class LineRunner:
                     number = candidate.line.number
                     _log.warning("input cannot be read", batch=running.batch.id, line=number, reason=str(content))
                 running.unreadable = True
-                self._keys.release(running.batch.owner, candidate.reservation)
-                candidate.limit.leave()
+                self._count_out(running, candidate)
                 self._retry(running, candidate.line, errors.StoreUnavailable("The input cannot be read."), counts=False)
             else:
                 task = asyncio.create_task(self._run(running, candidate, content))
                 running.running[candidate.line.number] = task
-                task.add_done_callback(partial(self._count_out, running, candidate))
+                task.add_done_callback(partial(self._end_line, running, candidate))
         if unread:
             await self._mark_stopped(running, unread)
         else:
@@ -157,7 +147,7 @@ class LineRunner:
             # Its task opens it again. An old descriptor can stay stale after the server of files has returned.
             running.close_input()
 
-    async def _run(self, running: RunningBatch, started: _Admitted, content: bytes) -> None:
+    async def _run(self, running: RunningBatch, started: PickedLine, content: bytes) -> None:
         """Run one line; store its result or schedule a retry."""
         batch = running.batch
         line = started.line
@@ -178,18 +168,17 @@ class LineRunner:
             _log.exception("line failed", batch=batch.id, line=line.number)
             await self._after_exception(running, line, custom_id)
 
-    def _count_out(self, running: RunningBatch, ended: _Admitted, _: object) -> None:
+    def _end_line(self, running: RunningBatch, ended: PickedLine, _: object) -> None:
         """Count a line out. A callback does it, because a task that is cancelled before its first step never runs."""
-        self._keys.release(running.batch.owner, ended.reservation)
         if self._quarantine.runs or running.has_full_group:
             running.full.set()
-        ended.limit.leave()
+        self._count_out(running, ended)
         running.running.pop(ended.line.number, None)
         running.woken.set()
         self._wake()
 
     async def _result_of(
-        self, running: RunningBatch, ran: _Admitted, outcome: Outcome, started_at: float
+        self, running: RunningBatch, ran: PickedLine, outcome: Outcome, started_at: float
     ) -> Outcome | None:
         """Return the result of a line that had *outcome*; ``None`` if the line waits for another attempt."""
         error = outcome.error
@@ -244,7 +233,9 @@ class LineRunner:
         running.retry(line, max(seconds, wanted))
         return True
 
-    async def _after_death(self, running: RunningBatch, ran: _Admitted, error: ServiceError, started_at: float) -> None:
+    async def _after_death(
+        self, running: RunningBatch, ran: PickedLine, error: ServiceError, started_at: float
+    ) -> None:
         """Quarantine a line whose Triton ended while it ran."""
         line = ran.line
         size = ran.limit.died(started_at)

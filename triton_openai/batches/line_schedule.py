@@ -10,8 +10,7 @@ from itertools import count
 from triton_openai.batches.away_models import AwayModels
 from triton_openai.batches.host import Host
 from triton_openai.batches.key_limits import KeyLimits
-from triton_openai.batches.line_limits import ModelLimits, is_open
-from triton_openai.batches.picked import PickedLine
+from triton_openai.batches.line_limits import ModelLimits, PickedLine, is_open
 from triton_openai.batches.quarantine import Quarantine
 from triton_openai.batches.running_batch import RunningBatch
 

@@ -16,8 +16,7 @@ from triton_openai import errors
 from triton_openai.batches.away_models import AwayModels
 from triton_openai.batches.host import Host
 from triton_openai.batches.key_limits import KeyLimits
-from triton_openai.batches.line_limits import ModelLimits
-from triton_openai.batches.picked import PickedLine
+from triton_openai.batches.line_limits import ModelLimits, PickedLine
 from triton_openai.batches.running_batch import Phase, RunningBatch
 from triton_openai.errors import ServiceError
 from triton_openai.storage.batch_records import Batch, Line
