@@ -29,6 +29,8 @@ class TurnRules(msgspec.Struct, frozen=True, kw_only=True):
     system_in_user: bool = False
     #: The first message has to be the user's.
     user_first: bool = False
+    #: There has to be a message of the user.
+    needs_user: bool = False
     merges_users: bool = False
     merges_assistants: bool = False
     #: An assistant has to say something.
@@ -141,6 +143,8 @@ class _Order:
             else:
                 self._append(message)
         self._close_calls()
+        if self._rules.needs_user and not any(message["role"] == "user" for message in messages):
+            self._append({"role": "user", "content": self._text(NEUTRAL)})
         for message, contents in zip(self._fitted, self._contents, strict=True):
             if len(contents) > 1:
                 message["content"] = joined(contents)

@@ -57,6 +57,11 @@ HABITS = {
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}[{{ m.tool_calls[0].function.name }} "
         "{{ m.tool_calls[0].function.arguments | tojson }}]{% endif %}{% endfor %}"
     ),
+    # Llama 2
+    "the system is a part of the user": (
+        "{% set ns = namespace(s='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.s = m.content %}"
+        "{% else %}{{ ns.s }}{% set ns.s = '' %}" + WRITE + "{% endif %}{% endfor %}"
+    ),
     "the user begins": refusing(
         "not p and m.role not in ['user', 'system'] or p and p.role == 'system' and m.role != 'user'"
     ),
