@@ -35,6 +35,7 @@ PRESENT = [name for name in TEXTS if name != "CHANGELOG.md"]
 COMMANDS = {
     *("--config", "--json", "--once", "--help", "--help-all", "--version"),
     *("--all", "--model", "--scripted", "--speech", "--weights"),
+    *("--format", "--reasoning", "--tools", "--prompt", "--cut"),
 }
 # Of the programs that the documents call, by the document.
 _DOCKER = {
@@ -188,9 +189,9 @@ def commands() -> list[str]:
 @every_case("line", dict.fromkeys(commands()))
 def test_commands(line: str, tmp_path: Path) -> None:
     """Commands are read as the service would read them."""
-    parsed = parse(shlex.split(line)[1:])
+    parsed = parse(shlex.split(line.partition(" <")[0])[1:])
 
-    assert parsed.command in ("serve", "inspect", "demo")
+    assert parsed.command in ("serve", "inspect", "demo", "parse")
     load_settings(parsed.settings, {})
 
 
