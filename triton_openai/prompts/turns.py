@@ -136,14 +136,18 @@ class _Order:
 
     def fitted(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return *messages* in order."""
+        lacks_user = self._rules.needs_user and not any(message["role"] == "user" for message in messages)
         for message in messages:
+            if lacks_user and message["role"] not in SYSTEM_ROLES:
+                self._append({"role": "user", "content": self._text(NEUTRAL)})
+                lacks_user = False
             self._before(message)
             if self._merges(message):
                 self._contents[-1].append(message["content"])
             else:
                 self._append(message)
         self._close_calls()
-        if self._rules.needs_user and not any(message["role"] == "user" for message in messages):
+        if lacks_user:
             self._append({"role": "user", "content": self._text(NEUTRAL)})
         for message, contents in zip(self._fitted, self._contents, strict=True):
             if len(contents) > 1:

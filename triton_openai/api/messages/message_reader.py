@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby
+from typing import Any
 
 import msgspec
 
@@ -77,7 +78,7 @@ def read(body: types.CountTokensRequest, *, strict_tools: bool) -> Reading:
         # The answer goes on with what the client wrote for it.
         continue_final_message=isinstance(last, messages.AssistantMessage) or None,
         reasoning_effort=None if config is None else config.effort,
-        chat_template_kwargs=None if thinking is None else dict.fromkeys(_SWITCHES, thinking.type != "disabled"),
+        chat_template_kwargs=_thinking_variables(thinking),
     )
     if isinstance(body, types.MessagesRequest):
         form = form or body.output_format
@@ -90,6 +91,16 @@ def read(body: types.CountTokensRequest, *, strict_tools: bool) -> Reading:
     if form is not None:
         chat.response_format = JsonSchemaFormat(json_schema=NamedSchema(schema=form.schema))
     return Reading(chat, [origin for _, origin in pairs], left_out)
+
+
+def _thinking_variables(thinking: types.ThinkingParam | None) -> dict[str, Any] | None:
+    """Return the variables of templates for *thinking*."""
+    if thinking is None:
+        return None
+    variables: dict[str, Any] = dict.fromkeys(_SWITCHES, thinking.type != "disabled")
+    if thinking.budget_tokens is not None and thinking.type != "disabled":
+        variables["thinking_budget"] = thinking.budget_tokens
+    return variables
 
 
 def _choice(body: types.CountTokensRequest) -> ToolChoice:
