@@ -38,6 +38,7 @@ COMMANDS = {
     *("--config", "--json", "--once", "--help", "--help-all", "--version"),
     *("--all", "--model", "--scripted", "--speech", "--weights"),
     *("--from", "--lora-modules", "--name", "--to"),
+    *("--format", "--reasoning", "--tools", "--prompt", "--cut"),
 }
 # Of the programs that the documents call, by the document.
 _DOCKER = {
@@ -203,9 +204,9 @@ def test_commands(line: str, tmp_path: Path) -> None:
         _, further = model_repository.build_parser().parse_known_args(arguments)
         model_repository.engine_arguments(further)
         return
-    parsed = parse(shlex.split(line)[1:])
+    parsed = parse(shlex.split(line.partition(" <")[0])[1:])
 
-    assert parsed.command in ("serve", "inspect", "demo")
+    assert parsed.command in ("serve", "inspect", "demo", "parse")
     load_settings(parsed.settings, {})
 
 

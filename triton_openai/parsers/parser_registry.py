@@ -82,25 +82,25 @@ class Registry(Generic[_Parser]):
 
     def _built_in(self, name: str) -> type[_Parser]:
         """Return the class of the built-in parser *name*."""
-        place = self.table[name][0]
-        if place == _DATA:
+        location = self.table[name][0]
+        if location == _DATA:
             return cast("type[_Parser]", built_in_parser(name))
-        loaded: type[_Parser] = EntryPoint(name, f"{self.package}.{place}", self.group).load()
+        loaded: type[_Parser] = EntryPoint(name, f"{self.package}.{location}", self.group).load()
         return loaded
 
     def _third_party(self) -> dict[str, EntryPoint]:
-        found: dict[str, EntryPoint] = {}
+        points: dict[str, EntryPoint] = {}
         for point in entry_points(group=self.group):
-            if self._own_name(point.name) is not None or found.get(point.name, point).value != point.value:
+            if self._own_name(point.name) is not None or points.get(point.name, point).value != point.value:
                 raise ConfigurationError(
                     f"The name '{point.name}' of a {self.kind} is taken twice ({point.value}). "
                     f"Known names: {', '.join(self.names())}."
                 )
-            found[point.name] = point
-        return found
+            points[point.name] = point
+        return points
 
 
-#: The place of a format that data describes, in place of a class.
+#: Stands for the class of a format that data describes.
 _DATA = "formats.yaml"
 # The formats with the names that other servers have for them. Those that data cannot describe have a class.
 _TOOLS: Mapping[str, Sequence[str]] = {
@@ -194,6 +194,8 @@ _TOOL_RULES = (
     DetectionRule("lfm2", ("<|tool_list_start|>",)),
     DetectionRule("lfm2", ("<|im_start|>", "List of tools: ")),
     DetectionRule("gemma4", ("<|tool_call>",)),
+    # Edits of Gemma 4's template may write its calls in another way; its turns have tokens of their own.
+    DetectionRule("gemma4", ("<|turn>", "<turn|>")),
     DetectionRule("functiongemma", ("<start_function_call>",)),
     DetectionRule("cohere_command3", ("<|START_ACTION|>",)),
     DetectionRule("step3", ("<steptml:invoke",)),
@@ -225,6 +227,7 @@ _REASONING_RULES = (
     DetectionRule("mistral", ("[THINK]",)),
     DetectionRule("seed_oss", ("<seed:think>",)),
     DetectionRule("gemma4", ("<|channel>thought",)),
+    DetectionRule("gemma4", ("<|turn>", "<turn|>", "<channel|>")),
     DetectionRule("cohere_command3", ("<|START_THINKING|>",)),
     DetectionRule("kimi", ("◁think▷",)),
     DetectionRule("granite", ("Here is my thought process:",)),

@@ -63,10 +63,10 @@ class Markers:
         match = (self._whole if ended else self._whole_or_begun).search(text, start)
         if match is None:
             return len(text), len(text), ""
-        found = match.group()
-        if not ended and match.end() == len(text) and found in self._prefixes:
-            found = ""
-        return match.start(), match.end(), found
+        marker = match.group()
+        if not ended and match.end() == len(text) and marker in self._prefixes:
+            marker = ""
+        return match.start(), match.end(), marker
 
     def at(self, text: str, start: int, *, ended: bool) -> str | None:
         """Return the marker at *start*, nothing if there is none, and ``None`` if the text may still become one."""
@@ -105,7 +105,11 @@ def _tail(following: frozenset[str]) -> str:
 
 
 class Reader:
-    """The text, a position in it, and what was read since the last :meth:`keep`."""
+    """
+    The text, a position in it, and what was read since the last :meth:`keep`.
+
+    It has many methods because they are the steps of which all grammars consist.
+    """
 
     def __init__(self) -> None:
         self._text = ""

@@ -16,7 +16,7 @@ from triton_openai.prompts.prompt_template import PLAIN, PromptTemplate, Renderi
 
 _IDENTITIES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 _NAMED = frozenset({"system", "user"})
-_LONGEST_REASON = 1_000
+_MAX_REASON = 1_000
 # One message of each kind: a template that fails on these fails on every chat.
 _SAMPLE = tuple({"role": role, "content": "text", "name": "name"} for role in (*_IDENTITIES, "user"))
 
@@ -54,13 +54,13 @@ class HistoryTemplate(PromptTemplate):
         Return the prompt of prepared *messages*. Raises :class:`UnsupportedParameter` for what a history template
         cannot express, and :class:`InvalidRequest` when it fails.
         """
-        for name, given in (
+        for name, value in (
             ("tools", rendering.tools),
             ("documents", rendering.documents),
             ("chat_template_kwargs", rendering.variables),
             ("add_generation_prompt", not rendering.add_generation_prompt),
         ):
-            if given:
+            if value:
                 param = rendering.origins.name(name)
                 raise UnsupportedParameter(f"The model's history template does not take '{param}'.", param=param)
         items = [_item(message, rendering, index) for index, message in enumerate(messages)]
@@ -69,7 +69,7 @@ class HistoryTemplate(PromptTemplate):
         except Exception as error:
             # A template is a program, and may raise any error.
             raise InvalidRequest(
-                f"The history template failed on these messages: {_words(error)}."[:_LONGEST_REASON],
+                f"The history template failed on these messages: {_words(error)}."[:_MAX_REASON],
                 param=rendering.origins.name("messages"),
                 detail=f"{type(error).__name__}: {error}",
             ) from error

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from triton_openai.errors import ConfigurationError
 from triton_openai.prompts.tokenizer import Tokenizer
 
-_PLACES = re.compile(r"\{(?:prefix|suffix)\}")
+_PLACEHOLDERS = re.compile(r"\{(?:prefix|suffix)\}")
 
 
 #: By the name of a model family. CodeLlama's form is missing: its own tokenizer adds the spaces around the texts.
@@ -31,18 +31,19 @@ FORMS: Mapping[str, str] = {
 
 def fill(form: str, prefix: str, suffix: str) -> str:
     """Return the prompt for the two texts in *form*."""
-    return _PLACES.sub(lambda place: prefix if place[0] == "{prefix}" else suffix, form)
+    texts = {"{prefix}": prefix, "{suffix}": suffix}
+    return _PLACEHOLDERS.sub(lambda match: texts[match[0]], form)
 
 
 def tokens_of(form: str) -> list[str]:
     """Return the special tokens of one of :data:`FORMS`."""
-    return [token for token in _PLACES.split(form) if token]
+    return [token for token in _PLACEHOLDERS.split(form) if token]
 
 
 def parse(spec: str) -> str:
     """Return the form that ``fim_template`` names or contains. Raises :class:`ConfigurationError`."""
     form = FORMS.get(spec, spec)
-    if sorted(_PLACES.findall(form)) != ["{prefix}", "{suffix}"]:
+    if sorted(_PLACEHOLDERS.findall(form)) != ["{prefix}", "{suffix}"]:
         raise ConfigurationError(
             f"fim_template has to be one of {', '.join(FORMS)}, or a text with {{prefix}} and {{suffix}} once each."
         )
@@ -51,9 +52,9 @@ def parse(spec: str) -> str:
 
 def known_fim_form(tokenizer: Tokenizer | None) -> str | None:
     """Return the name of the form whose tokens *tokenizer* has, if there is exactly one."""
-    found = [name for name, form in FORMS.items() if tokenizer is not None and all(map(tokenizer.has, tokens_of(form)))]
-    if len(found) == 1:
-        return found[0]
+    known = [name for name, form in FORMS.items() if tokenizer is not None and all(map(tokenizer.has, tokens_of(form)))]
+    if len(known) == 1:
+        return known[0]
     return None
 
 

@@ -217,18 +217,18 @@ def _find_tokenizer(
     if source is not None:
         return Tokenizer.load(source), f"{source} (--tokenizer)", False
     failed = False
-    places = (_given(hint), "tokenizer_dir of the model's config"), (_given(named), "named by the model's files")
-    for found, place in places:
-        if found is None:
+    sources = ((_given(hint), "tokenizer_dir of the model's config"), (_given(named), "named by the model's files"))
+    for folder, origin in sources:
+        if folder is None:
             continue
-        if not _exists(found) and (found != named or not is_hub_name(found)):
-            notes.append(f"no tokenizer: {found} ({place}) is not on this machine")
+        if not _exists(folder) and (folder != named or not is_hub_name(folder)):
+            notes.append(f"no tokenizer: {folder} ({origin}) is not on this machine")
             continue
         try:
-            return Tokenizer.load(found), f"{found} ({place})", False
+            return Tokenizer.load(folder), f"{folder} ({origin})", False
         except ConfigurationError as error:
             # The operator did not configure this one, so the service works without it.
-            notes.append(f"no tokenizer: {found} ({place}) is unusable: {error.message}")
+            notes.append(f"no tokenizer: {folder} ({origin}) is unusable: {error.message}")
             failed = True
     if not notes:
         notes.append("no tokenizer: --tokenizer is not given, and the model's config names none")
@@ -268,8 +268,10 @@ def _find_templates(
     if family is None:
         notes.append("no chat template: the tokenizer has none, and its special tokens are of no known family")
         return {}, None
-    found = ChatTemplate(read_builtin(family.name), name=family.name, special_tokens=tokens)
-    return {"default": found}, f"built-in {family.name} (the tokenizer has {family.has[0]} and no template of its own)"
+    template = ChatTemplate(read_builtin(family.name), name=family.name, special_tokens=tokens)
+    return {
+        "default": template
+    }, f"built-in {family.name} (the tokenizer has {family.has[0]} and no template of its own)"
 
 
 def _read_template(spec: str) -> tuple[str, str, str]:

@@ -99,7 +99,7 @@ def _raise_exception(message: object) -> NoReturn:
     raise TemplateRefusal(str(message))
 
 
-_LONGEST_REASON = 1_000
+_MAX_REASON = 1_000
 
 
 def compiled(source: str) -> tuple[Template, frozenset[str]]:
@@ -193,12 +193,12 @@ class ChatTemplate(PromptTemplate):
         """Return the error of a request whose *what* the template refused or failed on; the client calls it *param*."""
         if isinstance(error, TemplateRefusal):
             reason = (error.message or "").strip() or f"The chat template does not accept these {what}."
-            return InvalidRequest(reason[:_LONGEST_REASON], param=param)
+            return InvalidRequest(reason[:_MAX_REASON], param=param)
         if isinstance(error, RecursionError):
             return InvalidRequest(f"The {what} are nested too deeply for the chat template.", param=param)
         reason = f"{_line_of(error.__traceback__)}: {str(error) or type(error).__name__}"
         return InvalidRequest(
-            f"The chat template failed on these {what}{reason}"[:_LONGEST_REASON],
+            f"The chat template failed on these {what}{reason}"[:_MAX_REASON],
             param=param,
             detail=f"chat template '{self.name}': {type(error).__name__}: {error}",
         )

@@ -33,6 +33,8 @@ SWITCHES = ("enable_thinking", "thinking")
 EFFORTS = ("reasoning_effort", "thinking_effort")
 MODES = ("thinking_mode", "reasoning_mode", "think")
 BUDGETS = ("thinking_budget",)
+#: Other names of a number of tokens: of vLLM, and of Anthropic's ``thinking``.
+_BUDGET_NAMES = (*BUDGETS, "thinking_token_budget", "max_reasoning_tokens", "budget_tokens")
 VARIABLES = frozenset({*SWITCHES, *EFFORTS, *MODES, *BUDGETS})
 #: The words of a template that prints any word: those that models of this kind were trained on.
 _COMMON_WORDS = ("low", "medium", "high")
@@ -92,6 +94,10 @@ class ThinkingControls(msgspec.Struct, frozen=True):
         if level is not None:
             for name, value in self._values(level).items():
                 result.setdefault(name, value)
+        budget = _budget_of(variables)
+        if budget is not None:
+            for name in self.budgets:
+                result.setdefault(name, budget)
         for name in self.switches:
             if isinstance(result.get(name), str | Mapping):
                 # A word of another template
@@ -137,6 +143,18 @@ class ThinkingControls(msgspec.Struct, frozen=True):
     @property
     def _can_turn_off(self) -> bool:
         return bool(self.switches or self.budgets) or any(_OFF in words for words in self.words.values())
+
+
+def _budget_of(variables: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens for the thinking that a client's *variables* name."""
+    values = [variables.get(name) for name in _BUDGET_NAMES]
+    thinking = variables.get("thinking")
+    if isinstance(thinking, Mapping):
+        values += [thinking.get(name) for name in _BUDGET_NAMES]
+    for value in values:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
 
 
 def _fitting(words: Mapping[str, str | None], value: Any) -> str | None:

@@ -30,13 +30,13 @@ _NEAR = 256
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_])[ \n](?=[^\W\d_])")
 _WORDS = 16
 # A longer text without words is cut anywhere.
-_LONGEST_WORD = 1_000_000
+_MAX_WORD = 1_000_000
 
 #: More tokens than any model takes.
 MOST_TOKENS = 2 * 1024 * 1024
 
 #: ``transformers`` writes 1e30 for "unset". No model's context comes near this limit.
-_LONGEST_CONTEXT = 10**9
+_MAX_CONTEXT = 10**9
 
 
 class Tokenizer:
@@ -165,7 +165,7 @@ class Tokenizer:
             searched = place
         cuts = [match.start() for match in _BETWEEN_WORDS.finditer(text, searched, searched + _SEARCHED)]
         if len(cuts) < _WORDS:
-            if len(text) <= _LONGEST_WORD:
+            if len(text) <= _MAX_WORD:
                 return text
             # No text that somebody wrote: it is cut anywhere.
             cuts = [searched if side == "left" else searched + _SEARCHED] * _WORDS
@@ -272,9 +272,9 @@ class Tokenizer:
 
     def _find_eos(self, files: TokenizerFiles) -> tuple[int, ...]:
         declared = files.generation_config.get("eos_token_id", files.model_config.get("eos_token_id"))
-        found = [self.special_id("eos_token"), *(declared if isinstance(declared, list) else [declared])]
+        ids = [self.special_id("eos_token"), *(declared if isinstance(declared, list) else [declared])]
         # JSON's true is not an id.
-        return tuple(dict.fromkeys(number for number in found if type(number) is int and number >= 0))
+        return tuple(dict.fromkeys(number for number in ids if type(number) is int and number >= 0))
 
     def _find_adds_bos(self, files: TokenizerFiles) -> bool:
         # For Llama-like classes transformers rebuilds the post-processor from this flag, so it comes first.
@@ -331,7 +331,7 @@ def _longest_prompt(told: int | None, model: Mapping[str, Any]) -> int | None:
     factor = None
     if isinstance(scaling, dict):
         factor = scaling.get("factor")
-    if positions is not None and isinstance(factor, int | float) and 1 < factor < _LONGEST_CONTEXT:
+    if positions is not None and isinstance(factor, int | float) and 1 < factor < _MAX_CONTEXT:
         positions = int(positions * factor)
     return max((length for length in (told, positions) if length is not None), default=None)
 
@@ -345,7 +345,7 @@ def _labels(value: Any) -> dict[int, str]:
 def _max_length(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    if 0 < value <= _LONGEST_CONTEXT:
+    if 0 < value <= _MAX_CONTEXT:
         return int(value)
     return None
 

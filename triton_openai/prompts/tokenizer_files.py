@@ -305,11 +305,11 @@ def recommended_sampling(
             raise ConfigurationError(f"There is no file '{setting}' given by generation_config.")
         config = _read_json(path, "given by generation_config")
         origin = f"{setting} (generation_config)"
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, name in _SAMPLING.items():
         value = config.get(key)
         try:
-            found |= msgspec.convert({name: value}, _VALUES).explicit()
+            values |= msgspec.convert({name: value}, _VALUES).explicit()
         except msgspec.ValidationError:
             notes.append(f"{key} in {origin} is not used: {value!r} is no valid {name}")
-    return found, origin if found else None
+    return values, origin if values else None

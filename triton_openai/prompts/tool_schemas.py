@@ -114,7 +114,7 @@ def _schema(schema: Any, style: ToolStyle, depth: int, *, described: bool = True
         del fitted["default"]
     if isinstance(fitted.get("properties"), Mapping):
         properties = fitted["properties"]
-        fitted["properties"] = {name: _schema(each, style, depth - 1) for name, each in properties.items()}
+        fitted["properties"] = {name: _schema(inner, style, depth - 1) for name, inner in properties.items()}
     for key in ("items", "additionalProperties"):
         if isinstance(fitted.get(key), Mapping):
             fitted[key] = _schema(fitted[key], style, depth - 1)

@@ -87,6 +87,7 @@ class TurnProbe:
 #: By the rule that a template needs which does not take it as it is.
 _CONVERSATIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "system_in_user": [{"role": "system", "content": _SECOND}, _user(_FIRST)],
+    "needs_user": [{"role": "system", "content": _FIRST}],
     "user_first": [_assistant(_SECOND), _user(_FIRST)],
     "merges_users": [_user(_FIRST), _user(_SECOND)],
     "merges_assistants": [_user(_FIRST), _assistant(_SECOND), _assistant(_THIRD), _user("?")],

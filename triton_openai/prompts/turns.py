@@ -29,6 +29,8 @@ class TurnRules(msgspec.Struct, frozen=True, kw_only=True):
     system_in_user: bool = False
     #: The first message has to be the user's.
     user_first: bool = False
+    #: There has to be a message of the user.
+    needs_user: bool = False
     merges_users: bool = False
     merges_assistants: bool = False
     #: An assistant has to say something.
@@ -134,13 +136,19 @@ class _Order:
 
     def fitted(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return *messages* in order."""
+        lacks_user = self._rules.needs_user and not any(message["role"] == "user" for message in messages)
         for message in messages:
+            if lacks_user and message["role"] not in SYSTEM_ROLES:
+                self._append({"role": "user", "content": self._text(NEUTRAL)})
+                lacks_user = False
             self._before(message)
             if self._merges(message):
                 self._contents[-1].append(message["content"])
             else:
                 self._append(message)
         self._close_calls()
+        if lacks_user:
+            self._append({"role": "user", "content": self._text(NEUTRAL)})
         for message, contents in zip(self._fitted, self._contents, strict=True):
             if len(contents) > 1:
                 message["content"] = joined(contents)

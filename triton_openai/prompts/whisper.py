@@ -16,7 +16,7 @@ from triton_openai.prompts.tokenizer import Tokenizer
 
 _STEP = 0.02
 # Half of the decoder's context, without the mark in front: a longer prompt loses its beginning.
-_LONGEST_PROMPT = 223
+_MAX_PROMPT = 223
 
 
 class WhisperTokens:
@@ -47,7 +47,7 @@ class WhisperTokens:
         """
         ids: list[int] = []
         if before:
-            ids = [self._before, *(await self._tokenizer.encode_async(f" {before.strip()}"))[-_LONGEST_PROMPT:]]
+            ids = [self._before, *(await self._tokenizer.encode_async(f" {before.strip()}"))[-_MAX_PROMPT:]]
         ids.append(self._start)
         if language is not None:
             ids += [self.languages[language], self._tasks[translate]]

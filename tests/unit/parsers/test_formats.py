@@ -109,6 +109,9 @@ def test_new_formats_of_reasoning(name: str, reasoning: str, prompt: str, text: 
     ("<tool_call>f<tool_sep><arg_key>k</arg_key><arg_value>v</arg_value> <think></think>", "hy_v3", "glm45"),
     ("<tool_calls>[ [BEGIN FINAL RESPONSE]", "jamba", "apriel"),
     ("<dots_function_call>", "dots", None),
+    # Gemma 4's template as users edit it
+    ("{{ '<|turn>model\n' }}{{ '<' + '|tool_call>' }}{{ '<turn|>' }} <channel|>", "gemma4", "gemma4"),
+    ("{{ '<|turn>model\n' }}{{ '<turn|>' }} <tool_call>", "gemma4", None),
 ])  # fmt: skip
 def test_new_formats_are_recognised(template: str, tools: str, reasoning: str | None) -> None:
     """The markers of a chat template show its formats."""

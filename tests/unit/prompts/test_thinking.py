@@ -118,3 +118,16 @@ def test_words_of_one_template() -> None:
     assert template.takes_effort("colossal")
     assert {"reasoning_effort": "colossal"} == template.thinking_variables({}, "colossal")
     assert not ChatTemplate(QWEN, name="test").takes_effort("colossal")
+
+
+def test_budgets() -> None:
+    """A budget by any name reaches a template that takes one, unless the thinking is off."""
+    template = ChatTemplate(SEED, name="test")
+    for variables in (
+        {"thinking_budget": 512},
+        {"thinking": {"type": "enabled", "budget_tokens": 512}},
+        {"thinking_token_budget": 512, "enable_thinking": True},
+    ):
+        assert 512 == template.thinking_variables(variables, None)["thinking_budget"]
+    assert 0 == template.thinking_variables({"enable_thinking": False, "budget_tokens": 512}, None)["thinking_budget"]
+    assert "thinking_budget" not in ChatTemplate(QWEN, name="test").thinking_variables({"budget_tokens": 512}, None)

@@ -57,6 +57,11 @@ HABITS = {
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}[{{ m.tool_calls[0].function.name }} "
         "{{ m.tool_calls[0].function.arguments | tojson }}]{% endif %}{% endfor %}"
     ),
+    # Llama 2
+    "the system is a part of the user": (
+        "{% set ns = namespace(s='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.s = m.content %}"
+        "{% else %}{{ ns.s }}{% set ns.s = '' %}" + WRITE + "{% endif %}{% endfor %}"
+    ),
     "the user begins": refusing(
         "not p and m.role not in ['user', 'system'] or p and p.role == 'system' and m.role != 'user'"
     ),
@@ -169,3 +174,11 @@ def test_many_messages_are_merged_in_linear_time() -> None:
     messages = msgspec.convert([user("x" * 100)] * 5_000, list[Message])
     (merged,) = prepare(messages, template)
     assert 5_000 * 102 - 2 == len(merged["content"])
+
+
+def test_a_user_is_added_before_the_answer() -> None:
+    """A conversation without a user gets one behind its instructions, so that the last message stays the last."""
+    template = ChatTemplate(HABITS["the system is a part of the user"], name="llama")
+    messages = msgspec.convert([system("rules"), assistant("one")], list[Message])
+    prepared = prepare(messages, template)
+    assert ["system", "user", "assistant"] == [message["role"] for message in prepared]

@@ -82,7 +82,7 @@ def read(body: types.CountTokensRequest, *, strict_tools: bool) -> ParsedRequest
 def _options(body: types.CountTokensRequest) -> ChatOptions:
     options = ChatOptions(model=body.model)
     if body.thinking is not None:
-        options.chat_template_kwargs = dict.fromkeys(_SWITCHES, body.thinking.type != "disabled")
+        options.chat_template_kwargs = _thinking_variables(body.thinking)
     form = None
     config = body.output_config
     if config is not None:
@@ -100,6 +100,14 @@ def _options(body: types.CountTokensRequest) -> ChatOptions:
     if form is not None:
         options.response_format = JsonSchemaFormat(json_schema=NamedSchema(schema=form.schema))
     return options
+
+
+def _thinking_variables(thinking: types.ThinkingParam) -> dict[str, Any]:
+    """Return the variables of templates for *thinking*."""
+    variables: dict[str, Any] = dict.fromkeys(_SWITCHES, thinking.type != "disabled")
+    if thinking.budget_tokens is not None and thinking.type != "disabled":
+        variables["thinking_budget"] = thinking.budget_tokens
+    return variables
 
 
 def _selection(body: types.CountTokensRequest) -> ToolSelection:

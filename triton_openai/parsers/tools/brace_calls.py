@@ -14,7 +14,7 @@ from triton_openai.parsers.tools.tool_parser import MarkedCalls
 _KEY = re.compile(r"[^\s:,{}\[\]<>\"]*")
 _BARE = re.compile(r"[^,{}\[\]<>\"']*")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
-_LONGEST = 1_000
+_MAX_NAME = 1_000
 
 
 class BraceCalls(MarkedCalls):
@@ -56,7 +56,7 @@ class _Values(Literals):
             raise Ended
 
     def _bare_key(self, sink: Sink) -> Step[None]:
-        key = yield from self._reader.collect(_KEY, _LONGEST)
+        key = yield from self._reader.collect(_KEY, _MAX_NAME)
         if not key:
             raise Malformed
         sink(key)
@@ -65,7 +65,7 @@ class _Values(Literals):
         if first == '"':
             yield from json_text.string(self._reader, sink)
             return
-        text = yield from self._reader.collect(_BARE, _LONGEST)
+        text = yield from self._reader.collect(_BARE, _MAX_NAME)
         # Only what follows shows that it ends here.
         yield from self._reader.next()
         word = text.strip()

@@ -46,38 +46,38 @@ class ForcedCall(CallGrammar):
 
 class ConstrainedCalls(ToolParser):
     """
-    The stage for an answer that the backend was to be held to calls: *held* reads it.
+    The stage for an answer that guided decoding was to restrict to calls: *guided* reads it.
 
-    A backend may not do that, and some do it only after the thinking. What *held* takes for content goes to *own*,
-    which reads the model's own form of calls, until the first call.
+    A backend may ignore the guide, and some follow it only after the thinking. What *guided* takes for content goes to
+    *own*, which reads the model's own form of calls, until the first call.
     """
 
-    def __init__(self, held: ToolParser, own: ToolParser) -> None:
+    def __init__(self, guided: ToolParser, own: ToolParser) -> None:
         super().__init__(own.tools)
-        self._held = held
+        self._guided = guided
         self._own = own
-        self._found = False
+        self._has_call = False
 
     @property
     def unfinished(self) -> bool:
-        return self._held.unfinished or self._own.unfinished
+        return self._guided.unfinished or self._own.unfinished
 
     def feed(self, text: str) -> list[Event]:
-        return self._pass_on(self._held.feed(text))
+        return self._pass_on(self._guided.feed(text))
 
     def flush(self) -> list[Event]:
-        self._held.was_cut = self._own.was_cut = self.was_cut
+        self._guided.was_cut = self._own.was_cut = self.was_cut
         if self.was_cut:
-            self._held.drop_rest()
+            self._guided.drop_rest()
             self._own.drop_rest()
-        events = self._pass_on(self._held.flush()) + self._own.flush()
-        self.repairs = {**self._held.repairs, **self._own.repairs}
+        events = self._pass_on(self._guided.flush()) + self._own.flush()
+        self.repairs = {**self._guided.repairs, **self._own.repairs}
         self.failed = self._own.failed
         return events
 
     def _pass_on(self, events: list[Event]) -> list[Event]:
         passed: list[Event] = []
         for event in events:
-            self._found = self._found or isinstance(event, ToolCallStart)
-            passed += self._own.feed(event.text) if isinstance(event, Content) and not self._found else [event]
+            self._has_call = self._has_call or isinstance(event, ToolCallStart)
+            passed += self._own.feed(event.text) if isinstance(event, Content) and not self._has_call else [event]
         return passed

@@ -25,7 +25,7 @@ _BODY_ENDS = (*_ENDS, "<|channel|>")
 _BODY_END = Markers(*_BODY_ENDS)
 _CLOSERS = re.compile(r"[\s}\])]*")
 _HEADER_TEXT = re.compile(r"[^<]*")
-_LONGEST_HEADER = 400
+_MAX_HEADER = 400
 #: The tools of the model's server, as the format names them.
 _SERVER_TOOLS = frozenset({"python", "browser", "container"})
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -82,11 +82,11 @@ class Harmony(CallGrammar):
     def _header(self, marker: str) -> Step[str]:
         header = marker
         while True:
-            header += yield from self._reader.collect(_HEADER_TEXT, _LONGEST_HEADER)
+            header += yield from self._reader.collect(_HEADER_TEXT, _MAX_HEADER)
             marker = yield from self._reader.literal(*_ALL)
             if marker == "<|message|>":
                 return header + marker
-            if marker not in {"<|channel|>", "<|constrain|>"} or len(header) > _LONGEST_HEADER:
+            if marker not in {"<|channel|>", "<|constrain|>"} or len(header) > _MAX_HEADER:
                 raise Malformed
             header += marker
 

@@ -49,7 +49,7 @@ _MEMBERS = re.compile(
 OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 #: Longer numbers exist in no arguments; they would be held back until their end.
-_LONGEST_NUMBER = 1_000
+_MAX_NUMBER = 1_000
 
 
 def value(reader: Reader, sink: Sink, ends: Sink | None = None) -> Step[None]:
@@ -208,7 +208,7 @@ def _escape(reader: Reader) -> Step[str]:
 
 def _scalar(reader: Reader, ends: Sink, first: str) -> Step[None]:
     if first == "-" or "0" <= first <= "9":
-        text = yield from reader.collect(_NUMBER_CHARACTERS, _LONGEST_NUMBER)
+        text = yield from reader.collect(_NUMBER_CHARACTERS, _MAX_NUMBER)
     else:
         text = yield from reader.collect(_WORD_CHARACTERS, 5)
     # What is wrong goes on too: where it can be given back, it will be; where not, it must not be lost.

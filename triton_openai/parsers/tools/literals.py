@@ -16,7 +16,7 @@ from triton_openai.parsers.reader import Ended, Malformed, Reader, Sink, Step
 from triton_openai.parsers.tools.json_text import escape, quote
 
 #: Each level is a generator within a generator.
-_DEEPEST = 50
+_MAX_DEPTH = 50
 
 
 class Literals(ABC):
@@ -37,7 +37,7 @@ class Literals(ABC):
         Raises Malformed or Ended.
         """
         ends = ends or sink
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             raise Malformed
         yield from self._reader.space()
         first = yield from self._reader.next()
@@ -109,7 +109,7 @@ _ESCAPES = {"\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f":
 _ESCAPES["v"] = "\v"
 _CODES = {"x": 2, "u": 4, "U": 8}
 _PLAIN = re.compile(r"""[^'"\\]*""")
-_LONGEST_WORD = 1_000
+_MAX_WORD = 1_000
 
 
 def to_json(text: str) -> str | None:
@@ -145,7 +145,7 @@ class PythonLiterals(Literals):
         yield from self._bare("", sink)
 
     def _bare(self, first: str, sink: Sink) -> Step[None]:
-        word = yield from self._reader.collect(_WORD, _LONGEST_WORD)
+        word = yield from self._reader.collect(_WORD, _MAX_WORD)
         yield from self._reader.next()
         sink(_WORDS.get(word) or _number(word))
 

@@ -29,14 +29,14 @@ _OPAQUE = re.compile(
 )
 _NAME_KEYS = ("name", "tool_name", "function", "tool")
 _ARGUMENT_KEYS = ("arguments", "parameters")
-_LONGEST_RESOLVED = 256
+_MAX_RESOLVED = 256
 
 
 def resolved(written: str, tools: Mapping[str, Any]) -> str | None:
     """Return the name of the one of *tools* that the name *written* means; nothing if it is none, or one of several."""
     if written in tools:
         return written
-    if len(written) > _LONGEST_RESOLVED or not tools:
+    if len(written) > _MAX_RESOLVED or not tools:
         return None
     forms = set(_forms(written))
     # A namespace of the tool that the model left out.

@@ -11,7 +11,7 @@ from triton_openai.parsers.tools.literals import PythonLiterals
 from triton_openai.parsers.tools.tool_parser import ListedCalls
 
 _KEY = re.compile(r"\w*")
-_LONGEST_KEY = 256
+_MAX_KEY = 256
 
 
 class Pythonic(ListedCalls):
@@ -32,7 +32,7 @@ class Pythonic(ListedCalls):
         output = self._output
         separator = ""
         while not (yield from literals.closes(")", separator)):
-            key = yield from reader.collect(_KEY, _LONGEST_KEY)
+            key = yield from reader.collect(_KEY, _MAX_KEY)
             yield from reader.token("=")
             if not key:
                 raise Malformed

@@ -17,9 +17,9 @@ _ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 _STRING = frozenset({"string"})
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", list: "array"}
 #: Schemas refer to each other, and to themselves.
-_DEEPEST = 8
+_MAX_DEPTH = 8
 #: Alternatives of alternatives multiply; a schema that needs more looks than this leaves the type open.
-_MOST_LOOKS = 200
+_MAX_LOOKS = 200
 
 
 class Parameters:
@@ -38,13 +38,15 @@ class Parameters:
             self._root = own
         else:
             self._root = root
-        looks = iter(range(_MOST_LOOKS))
-        self._branches = list(_branches(own, self._root, _DEEPEST, looks))
+        looks = iter(range(_MAX_LOOKS))
+        self._branches = list(_branches(own, self._root, _MAX_DEPTH, looks))
         self._properties: dict[str, list[Any]] = {}
         for branch in self._branches:
             properties = branch.get("properties")
-            for name, each in properties.items() if isinstance(properties, Mapping) else ():
-                self._properties.setdefault(name, []).append(each)
+            if not isinstance(properties, Mapping):
+                continue
+            for name, schema_of_name in properties.items():
+                self._properties.setdefault(name, []).append(schema_of_name)
         #: The parameters that a call must have.
         self.required: frozenset[str] = frozenset(_strings(own.get("required")))
         self._types: dict[str, frozenset[str]] = {}
@@ -63,23 +65,19 @@ class Parameters:
         if name not in self._properties:
             return frozenset()
         if name not in self._types:
-            looks = iter(range(_MOST_LOOKS))
-            options = [_types(each, self._root, _DEEPEST, looks) for each in self._properties[name]]
-            if all(options):
-                found = frozenset().union(*options)
-            else:
-                found = frozenset()
-            if next(looks, None) is not None:
-                self._types[name] = found
-            else:
-                self._types[name] = frozenset()
+            looks = iter(range(_MAX_LOOKS))
+            options = [_types(option, self._root, _MAX_DEPTH, looks) for option in self._properties[name]]
+            self._types[name] = frozenset()
+            # An option of open type, and a schema that needs too many looks, leave the type open.
+            if all(options) and next(looks, None) is not None:
+                self._types[name] = frozenset().union(*options)
         return self._types[name]
 
     def inside(self, name: str) -> Parameters:
         """Return the parameters of the object *name*, or of the objects in the array of that name."""
-        looks = iter(range(_MOST_LOOKS))
-        for each in self._properties.get(name, ()):
-            for branch in _branches(each, self._root, _DEEPEST, looks):
+        looks = iter(range(_MAX_LOOKS))
+        for option in self._properties.get(name, ()):
+            for branch in _branches(option, self._root, _MAX_DEPTH, looks):
                 items = branch.get("items")
                 if "properties" not in branch and isinstance(items, Mapping):
                     return Parameters(items, self._root)
@@ -164,12 +162,12 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int, looks: Iterator[int
     for word in _ALTERNATIVES:
         options = schema.get(word)
         if isinstance(options, list) and options:
-            found = [_types(option, root, depth - 1, looks) for option in options]
+            known = [_types(option, root, depth - 1, looks) for option in options]
             if word == "allOf":
-                return next((types for types in found if types), frozenset())
+                return next((types for types in known if types), frozenset())
             # One alternative of open type leaves the type of the whole open.
-            if all(found):
-                return frozenset().union(*found)
+            if all(known):
+                return frozenset().union(*known)
             return frozenset()
     if isinstance(schema.get("enum"), list):
         values = schema["enum"]
@@ -180,12 +178,12 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int, looks: Iterator[int
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
     """Return what a reference into the same schema (``#/$defs/Name``) points at; nothing for other references."""
-    found: Any = root
+    target: Any = root
     beginning, *steps = reference.split("/")
     if beginning != "#":
         return None
     for step in steps:
-        if not isinstance(found, Mapping):
+        if not isinstance(target, Mapping):
             return None
-        found = found.get(step.replace("~1", "/").replace("~0", "~"))
-    return found
+        target = target.get(step.replace("~1", "/").replace("~0", "~"))
+    return target

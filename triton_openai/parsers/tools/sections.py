@@ -15,7 +15,7 @@ from triton_openai.parsers.tools.tool_parser import MarkedCalls
 _ATTRIBUTE_NAME = re.compile(r"[a-z]*")
 _ATTRIBUTE = re.compile(r'[^"<>\n]*')
 _TAG_NAME = re.compile(r"[^<>/\s]*")
-_LONGEST = 1_000
+_MAX_NAME = 1_000
 
 
 class SectionCalls(MarkedCalls):
@@ -200,7 +200,7 @@ class Invokes(SectionCalls, TaggedCalls):
                 return attributes
             name = yield from reader.collect(_ATTRIBUTE_NAME, 32)
             yield from reader.literal('="')
-            attributes[name] = yield from reader.collect(_ATTRIBUTE, _LONGEST)
+            attributes[name] = yield from reader.collect(_ATTRIBUTE, _MAX_NAME)
             yield from reader.literal('"')
 
 
@@ -220,7 +220,7 @@ class TagNames(SectionCalls, TaggedCalls):
     def _call(self) -> Step[None]:
         reader = self._reader
         yield from reader.token('name="')
-        name = yield from reader.collect(_ATTRIBUTE, _LONGEST)
+        name = yield from reader.collect(_ATTRIBUTE, _MAX_NAME)
         yield from reader.literal('">')
         self._open(name)
         while not (yield from self._ends()):

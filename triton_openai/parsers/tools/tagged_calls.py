@@ -12,7 +12,7 @@ from triton_openai.parsers.tools.schema import Parameters
 from triton_openai.parsers.tools.tool_parser import MarkedCalls
 
 #: A parameter's name is held back until its end.
-_LONGEST_KEY = 1_000
+_MAX_KEY = 1_000
 
 _KEY = re.compile(r"[^<]*")
 _QWEN_KEY = re.compile(r"[^<>\n]*")
@@ -43,7 +43,7 @@ class TaggedCalls(MarkedCalls):
 
     def _key(self, characters: re.Pattern[str]) -> Step[str]:
         """Read a parameter's name, made of *characters*."""
-        key = (yield from self._reader.collect(characters, _LONGEST_KEY)).strip()
+        key = (yield from self._reader.collect(characters, _MAX_KEY)).strip()
         yield from self._reader.next()
         if not key:
             raise Malformed

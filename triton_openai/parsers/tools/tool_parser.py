@@ -26,7 +26,7 @@ NewId: TypeAlias = Callable[[], str]
 #: What may stand in a function's name. Wider than OpenAI's own ``[a-zA-Z0-9_-]``: names of MCP servers have dots,
 #: slashes and colons. Without white space, quotes and brackets nothing of any markup can be taken for a name.
 NAME = re.compile(r"""[^\s<>(){}\[\]"'`,;=|\uff5c]*""")
-LONGEST_NAME = 256
+MAX_NAME = 256
 _BARE = "{["
 #: How objects of calls without a marker begin, behind their first character.
 _BARE_BEGINNINGS = {
@@ -339,7 +339,7 @@ class CallGrammar(Grammar, ToolParser):
 
     def _name(self) -> Step[str]:
         """Read a function's name. Raises :class:`Malformed` where there is none."""
-        name = yield from self._reader.collect(NAME, LONGEST_NAME)
+        name = yield from self._reader.collect(NAME, MAX_NAME)
         # At the end of the text, it may be a part of a name.
         yield from self._reader.next()
         if not name:
@@ -388,7 +388,7 @@ class MarkedCalls(CallGrammar):
         if first and first in (self.bare if not self.tools else _BARE):
             yield from self._attempt(self._block("") if first in self.bare else self._another_form(), "")
         elif first and self.bare_names and self.tools:
-            word = yield from self._reader.collect(_WORD, LONGEST_NAME)
+            word = yield from self._reader.collect(_WORD, MAX_NAME)
             known = word.removeprefix("call:") in self.tools
             if known and (yield from self._reader.peek()) in ("(", "{", "<"):
                 yield from self._attempt(self._another_form(), word)
