@@ -81,7 +81,7 @@ async def start(
     when the response has ended. Raises :class:`StoreUnavailable`.
     """
     made.response.status = "queued"
-    await made.put(made.input, lease=LEASE_SECONDS)
+    await made.save(made.input, lease=LEASE_SECONDS)
     reservation = context.call.reservation
     if reservation is not None:
         reservation = reservation.take()
@@ -111,7 +111,7 @@ async def _make(
         if pending:
             prepared = pending.pop()
             log.add(events.opening())
-            if not await made.begin():
+            if not await made.mark_in_progress():
                 raise asyncio.CancelledError
         else:
             # Another attempt: the model's engine does not take the request, or no Triton has this variant of the model.
@@ -136,17 +136,17 @@ async def _make(
             async with resources:
                 await context.admitted(answer, param="input")
                 log.add(events.concluded(None))
-                await made.keep()
+                await made.finalize()
         except asyncio.CancelledError:
             if executor.draining.reason() is not None:
                 raise
             # Another request has cancelled it.
             log.add(events.cancelled())
-            await made.keep()
+            await made.finalize()
 
     async def failed(error: errors.ServiceError) -> None:
         log.add(events.concluded(error))
-        await made.keep()
+        await made.finalize()
 
     try:
         await executor.run(record, work, failed=failed, reservation=lambda: reservation)

@@ -63,7 +63,7 @@ async def create(service: Service, call: Call[ResponsesRequest]) -> Reply:
     async with _conversation(context, made) as (asked, request):
         request.before = ()
         if made.response.store and body.stream:
-            await made.announce()
+            await made.save_placeholder()
         if not made.response.store and made.response.conversation is None:
             made.input = ()
         return await asked.admitted(partial(_answer, made=made, request=request), param=_MESSAGES)
@@ -199,7 +199,7 @@ def _events(made: StoredResponse, request: ParsedRequest, prepared: PreparedChat
     sealed = "reasoning.encrypted_content" in (request.body.include or ())
     names = request.tools.names
     forced = prepared.plan.forced
-    return ResponseEvents(made.response, run, parser, names=names, sealed=sealed, forced=forced, keep=made.keep)
+    return ResponseEvents(made.response, run, parser, names=names, sealed=sealed, forced=forced, keep=made.finalize)
 
 
 async def _begin_in_background(context: RequestContext[ResponsesRequest], made: StoredResponse) -> Reply:

@@ -66,7 +66,7 @@ async def keep(
     item = {"type": "message", "id": f"msg_{digits}i000", "role": "user", "content": "in"}
     rows = [Row("input", item["id"], json.dumps(item).encode())]
     rows += [Row("output", made.id, msgspec.json.encode(made)) for made in response.output]
-    assert await StoredResponse(state, "me", response).put(rows, lease=lease)
+    assert await StoredResponse(state, "me", response).save(rows, lease=lease)
     return response.id
 
 
@@ -140,7 +140,7 @@ async def test_a_deleted_response_in_the_middle() -> None:
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
 async def test_a_parent_that_is_deleted_meanwhile(monkeypatch: pytest.MonkeyPatch, background: bool) -> None:
     """A response that is made while the one before it is deleted goes on from what that went on from."""
-    keep = StoredResponse.keep
+    keep = StoredResponse.finalize
     async with service("memory") as proxy:
         made: list[str] = []
 
@@ -149,7 +149,7 @@ async def test_a_parent_that_is_deleted_meanwhile(monkeypatch: pytest.MonkeyPatc
                 assert await self.state.store().delete(made[1], bridged=True)
             await keep(self)
 
-        monkeypatch.setattr(StoredResponse, "keep", keep_late)
+        monkeypatch.setattr(StoredResponse, "finalize", keep_late)
         for turn in range(4):
             more = {"background": True, "stream": True} if background else {}
             body = {"model": "m", "input": f"turn {turn}", "previous_response_id": made[-1] if made else None, **more}
