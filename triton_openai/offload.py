@@ -32,7 +32,7 @@ _Args = TypeVarTuple("_Args")
 INLINE = 1_000
 LONG = 200_000
 # Microseconds of work that runs or waits in a lane before more of it is refused.
-_MOST_WORK = 10_000_000
+_MAX_WORK = 10_000_000
 _SHORT_THREADS = 4
 # Work that takes more has used memory that is worth giving back.
 _FRUGAL = 20_000
@@ -49,7 +49,7 @@ ITEM = 5.0
 
 async def run(function: Callable[[*_Args], _T], *arguments: *_Args, cost: float, refusable: bool = False) -> _T:
     """
-    Call *function*, which takes about *cost* microseconds, here or in a thread; that outlives a cancelled caller.
+    Call *function*, which takes about *cost* microseconds, here or in a thread, where it ends even if it is cancelled.
 
     With *refusable*, raises :class:`ServiceOverloaded` if too much work like it waits already.
     """
@@ -63,7 +63,10 @@ class Lane:
     """Threads for work of one kind: *long* work is done one by one, and its memory goes back to the system."""
 
     def __init__(self, *, long: bool) -> None:
-        self._threads = ThreadPoolExecutor(1 if long else _SHORT_THREADS, "long-work" if long else "work")
+        if long:
+            self._threads = ThreadPoolExecutor(1, "long-work")
+        else:
+            self._threads = ThreadPoolExecutor(_SHORT_THREADS, "work")
         # Microseconds of work that runs or waits, by key.
         self._costs: defaultdict[str | None, float] = defaultdict(float)
         self._lock = Lock()
@@ -75,7 +78,7 @@ class Lane:
             total = sum(self._costs.values())
             # The first piece of work is done however long it takes.
             if total > INLINE:
-                free = _MOST_WORK - total
+                free = _MAX_WORK - total
             else:
                 free = math.inf
             if refusable and not may_take(cost, own=self._costs.get(key, 0.0), free=free):

@@ -36,7 +36,7 @@ from triton_openai.triton.status import public_reason
 
 class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
     """
-    One model; ``created`` is when the service first saw it loaded: Triton does not tell when a model was made.
+    One model; ``created`` is when the service first saw it loaded: Triton does not report when a model was made.
 
     ``max_model_len``, vLLM's extension that many clients read, is there where the operator or the model's files give
     it. A LoRA adapter has ``root``, its own name, and ``parent``, the model that it belongs to, as in vLLM. The answer

@@ -147,7 +147,7 @@ async def create(service: Service, call: Call[Form]) -> Reply:
 
 
 async def _renew(files: Files, file_id: str) -> None:
-    """Let an upload count for as long as this process works on it."""
+    """Count an upload for as long as this process works on it."""
     while True:
         await asyncio.sleep(UPLOAD_RENEWAL_SECONDS)
         # What cannot be renewed now is renewed next time.

@@ -1,4 +1,4 @@
-"""Responses that are made in the background: making one, and reading its stream from any place, in any process."""
+"""Responses that are made in the background: making one, and reading its stream from any event on, in any process."""
 
 from __future__ import annotations
 
