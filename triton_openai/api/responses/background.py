@@ -48,9 +48,9 @@ def record_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -
     """
     if not made.response.store:
         raise errors.InvalidValue("'background' needs the response to be stored.", "background")
-    most = context.service.worker.share(context.service.settings.responses.max_background)
+    max_running = context.service.worker.share(context.service.settings.responses.max_background)
     state = made.state
-    free = most - len(state.live) - state.beginning.total()
+    free = max_running - len(state.live) - state.beginning.total()
     own = sum(log.owner == made.owner for log in state.live.values()) + state.beginning[made.owner]
     if not may_take(1, own=own, free=free):
         if free <= 0:

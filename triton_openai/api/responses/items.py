@@ -193,7 +193,7 @@ class InputResolver:
     async def _history(self, source: str, param: str) -> Sequence[bytes]:
         """Return the items of the conversation, or of the responses, that the request goes on from."""
         max_size = self._settings.server.max_body_size
-        history = await self._state.history(source, self._owner, param, most=MAX_MESSAGES, most_size=max_size)
+        history = await self._state.history(source, self._owner, param, max_items=MAX_MESSAGES, max_size=max_size)
         self._add(history.length, history.size, param)
         self.ancestors = [link.key for link in history.links[1:_ANCESTORS]]
         self.root = history.links[-1].key
@@ -275,7 +275,7 @@ class InputResolver:
         except InvalidRequest as error:
             raise too_long(error.message, param) from error
         if few:
-            self._max_values = check.most
+            self._max_values = check.max_values
             return None
         self._max_values = None
         return check

@@ -128,16 +128,16 @@ class ResponseStore:
                 await stored.save(_output_rows(response))
         return stored
 
-    async def history(self, key: str, owner: str, param: str, *, most: int, most_size: int) -> Chain:
+    async def history(self, key: str, owner: str, param: str, *, max_items: int, max_size: int) -> Chain:
         """
         Return the items of a conversation, or of a response and those before it, each in JSON, the oldest first.
 
         *param* says which: ``conversation`` or ``previous_response_id``.
 
-        They are counted and not read where they are more than *most*, or have more than *most_size* bytes. Raises
+        They are counted and not read where they are more than *max_items*, or have more than *max_size* bytes. Raises
         :class:`InvalidRequest` for what is not there, has not ended, or is part of a conversation.
         """
-        bounds = {"most_rows": most, "most_size": most_size}
+        bounds = {"most_rows": max_items, "most_size": max_size}
         if param == "conversation":
             chain = await self.store().chain(key, owner, ["items"], most=1, **bounds)
             if not chain.links[0].found:
@@ -145,7 +145,7 @@ class ResponseStore:
             return chain
         chain = Chain([Link(key, False, 0.0)], (), 0, 0)
         if is_key("resp_", key):
-            chain = await self.store().chain(key, owner, _ITEMS, most=most + 1, **bounds)
+            chain = await self.store().chain(key, owner, _ITEMS, most=max_items + 1, **bounds)
         for link in chain.links:
             if link.key.startswith("conv_"):
                 raise errors.InvalidValue("That is a conversation, or part of one: give 'conversation' instead.", param)
