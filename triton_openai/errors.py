@@ -76,6 +76,8 @@ class ServiceError(Exception):
     code: str = "internal_error"
     #: Whether trying again can help.
     retryable: ClassVar[bool] = True
+    #: Whether the log has a warning of it although it is the client's: a setting may be wrong.
+    warns: ClassVar[bool] = False
 
     def __init_subclass__(cls, **attributes: Any) -> None:
         super().__init_subclass__()
@@ -201,11 +203,11 @@ class ApiRestricted(InvalidApiKey, type="authentication_error", code="invalid_au
     """The path belongs to a restricted API, and the request lacks the header that opens it."""
 
 
-class OriginNotAllowed(InvalidRequest, status=403, code="origin_not_allowed"):
+class OriginNotAllowed(InvalidRequest, status=403, code="origin_not_allowed", warns=True):
     """A web page of an origin that is not allowed sent the request."""
 
 
-class HostNotAllowed(InvalidRequest, status=403, code="host_not_allowed"):
+class HostNotAllowed(InvalidRequest, status=403, code="host_not_allowed", warns=True):
     """The service asks for no API key, and the request's `Host` is neither this machine nor an allowed host."""
 
 

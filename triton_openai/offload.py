@@ -49,7 +49,7 @@ ITEM = 5.0
 
 async def run(function: Callable[[*_Args], _T], *arguments: *_Args, cost: float, refusable: bool = False) -> _T:
     """
-    Call *function*, which takes about *cost* microseconds, here or in a thread; that outlives a cancelled caller.
+    Call *function*, which takes about *cost* microseconds, here or in a thread, where it ends even if it is cancelled.
 
     With *refusable*, raises :class:`ServiceOverloaded` if too much work like it waits already.
     """
@@ -63,7 +63,10 @@ class Lane:
     """Threads for work of one kind: *long* work is done one by one, and its memory goes back to the system."""
 
     def __init__(self, *, long: bool) -> None:
-        self._threads = ThreadPoolExecutor(1 if long else _SHORT_THREADS, "long-work" if long else "work")
+        if long:
+            self._threads = ThreadPoolExecutor(1, "long-work")
+        else:
+            self._threads = ThreadPoolExecutor(_SHORT_THREADS, "work")
         # Microseconds of work that runs or waits, by key.
         self._costs: defaultdict[str | None, float] = defaultdict(float)
         self._lock = Lock()

@@ -323,7 +323,7 @@ class Call(msgspec.Struct, Generic[_Body], eq=False):
     #: The parameters of the path.
     path: Mapping[str, str] = _NONE
     query: Mapping[str, str] = _NONE
-    #: What the call uses of the key's limits. Work that outlives the reply takes it.
+    #: What the call uses of the key's limits. Work that goes on after the reply takes it.
     reservation: Reservation | None = None
 
     def with_body(self, body: _Other) -> Call[_Other]:

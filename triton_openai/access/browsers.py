@@ -76,11 +76,10 @@ class BrowserGuard:
                 continue
             if name == address:
                 continue
-            message = (
+            raise HostNotAllowed(
                 f"The host '{host[:_MAX_SHOWN]}' is not answered, because this service asks for no API key. Use "
                 "localhost, add the host to server.allowed_hosts (--allowed-host), or set up API keys."
             )
-            raise HostNotAllowed(message, detail=message)
 
     def _lists(self, name: str) -> bool:
         """Return whether the settings have *name*, or a pattern for it."""
@@ -105,8 +104,9 @@ class BrowserGuard:
             page = "other sites"
         else:
             page = f"the origin '{origin[:_MAX_SHOWN]}'"
-        message = f"Web pages of {page} may not send this request (access.cors_allow_origin, --cors-allow-origin)."
-        raise OriginNotAllowed(message, detail=message)
+        raise OriginNotAllowed(
+            f"Web pages of {page} may not send this request (access.cors_allow_origin, --cors-allow-origin)."
+        )
 
 
 @lru_cache(64)

@@ -57,7 +57,7 @@ async def known_effort(model: ServedModel, effort: str | None) -> str | None:
     try:
         template = (await model.prompter()).template_for()
     except ConfigurationError:
-        # The request says so when it is rendered.
+        # The error is raised when the request is rendered.
         return None
     if template.takes_effort(effort):
         return effort
@@ -65,7 +65,7 @@ async def known_effort(model: ServedModel, effort: str | None) -> str | None:
 
 
 def report_left_out(record: RequestRecord, kinds: Sequence[str]) -> None:
-    """Tell the client, and the log once in a while, that the *kinds* of tools and items of a request are left out."""
+    """Report to the client, and once to the log, the *kinds* of tools and items of a request that are left out."""
     report_ignored(record, kinds)
     for kind in dict.fromkeys(kinds):
         _warn_left_out(kind)
@@ -88,7 +88,7 @@ async def count_tokens(context: RequestContext[Conversation]) -> int:
 
 
 async def render(renderer: Renderer, run: Run, *, timeout: float | None) -> None:
-    """Have *renderer* take the whole answer of *run*; nobody reads what they return. Raises :class:`ServiceError`."""
+    """Pass the whole answer of *run* to *renderer*, for its state and not for its events. Raises ServiceError."""
     (answer,) = await collect([run], timeout=timeout)
 
     def rendered() -> None:

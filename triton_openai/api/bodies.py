@@ -396,7 +396,7 @@ class JsonCheck:
             self._max_text_size += _ENVELOPE_SIZE
         self._ids = limits.max_token_ids
         #: The values that the request has at most, *beside* those of JSON that was not counted.
-        self.most = beside
+        self.max_values = beside
 
     def check(self, body: bytes, *, exactly: bool = False, nested: bool = False, param: str | None = None) -> bool:
         """
@@ -413,11 +413,11 @@ class JsonCheck:
         else:
             text = _without_images(body, max_size, param)
         opened = text.count(b"[") + text.count(b"{")
-        values = self.most + opened + text.count(b",")
+        values = self.max_values + opened + text.count(b",")
         few = values < self._values and (nested or opened <= self._max_depth)
         if few and not exactly and not _has_long_number(text):
             # It is within the limits, whatever its strings contain.
-            self.most = values
+            self.max_values = values
             return values < self._ids and text is body and text.find(b"\\u") < 0
         # Without escaped characters, every second part is a string.
         if b"\\" in text:

@@ -47,7 +47,7 @@ from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.prompts.messages import Message
 
-#: Takes a whole answer in JSON.
+#: Stores a whole answer, which is in JSON.
 Keep: TypeAlias = Callable[[bytes], Awaitable[None]]
 
 
@@ -229,7 +229,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
 
 
 async def answer(context: RequestContext[Conversation], answer_id: str, keep: Keep | None = None) -> Reply:
-    """Answer a chat. The whole answer, in JSON, is given to *keep* first, also that of a stream before its end."""
+    """Answer a chat. *keep* gets the whole answer first, in JSON, also that of a stream before its end."""
     options = context.body.options
     prepared = await prepare_chat(context, answer_id)
     if keep is None:
@@ -520,7 +520,7 @@ class ChatChunks(Chunks):
 
 
 class _KeptChunks(ChatChunks):
-    """The chunks of a stream whose whole answer is given to *keep* before the last one is sent."""
+    """The chunks of a stream; *keep* gets the whole answer before the last one is sent."""
 
     def __init__(
         self, context: RequestContext[Conversation], prepared: PreparedChat, fields: Sequence[str], keep: Keep

@@ -55,19 +55,19 @@ class ToolDefinition(msgspec.Struct):
 
 
 class NamedFunction(msgspec.Struct):
-    """One of the given functions, by its name."""
+    """One of the request's functions, by its name."""
 
     name: str
 
 
 class NamedTool(msgspec.Struct, tag_field="type", tag="function"):
-    """One of the given functions."""
+    """One of the request's functions."""
 
     function: NamedFunction
 
 
 class NamedCustomTool(msgspec.Struct, tag_field="type", tag="custom"):
-    """One of the given custom tools."""
+    """One of the request's custom tools."""
 
     custom: NamedFunction
 
@@ -80,7 +80,7 @@ class AllowedToolList(msgspec.Struct):
 
 
 class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools"):
-    """Some of the given tools."""
+    """Some of the request's tools."""
 
     allowed_tools: AllowedToolList
 

@@ -25,7 +25,7 @@ from triton_openai.operations import Call, Reply
 # Names of vLLM's server that would change the answer.
 @refusing(messages=None, activation=None, softmax=None, padding="do_not_pad")
 class ClassifyRequest(InputRequest, kw_only=True):
-    """The request; ``use_activation`` false asks for logits in the place of probabilities."""
+    """The request; ``use_activation`` false returns logits instead of probabilities."""
 
     use_activation: bool | None = None
 

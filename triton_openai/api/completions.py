@@ -182,7 +182,7 @@ def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> Gen
 def _filled(
     prompts: Sequence[Prompt], suffix: str, model: ServedModel, tokenizer: Tokenizer | None, *, echo: bool
 ) -> Sequence[str]:
-    """Return what asks for the text between each of *prompts* and *suffix*. Raises :class:`InvalidRequest`."""
+    """Return prompts for the text between each of *prompts* and *suffix*. Raises :class:`InvalidRequest`."""
     form = fim_form(model.settings.fim_template, tokenizer)
     if form is None:
         known = known_fim_form(tokenizer)
@@ -202,7 +202,7 @@ def _filled(
 
 
 def _best(answers: Sequence[Collected], *, n: int, of: int) -> list[Collected]:
-    """Return the *n* answers of each prompt with the highest cumulative log probability, of the *of* there are."""
+    """Return the *n* answers of each prompt with the highest cumulative log probability; it has *of* of *answers*."""
     if n == of:
         return list(answers)
     best: list[Collected] = []

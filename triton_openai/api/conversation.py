@@ -130,7 +130,7 @@ async def prompt_of(
     options = conversation.options
     origins = conversation.origins
     pictures, audio = media_of(model, conversation.messages, origins)
-    # Before they are rendered: each is looked for in all of its message's text.
+    # Before they are rendered: for each, all of its message's text is searched.
     service.images.check_count(pictures, max_images=model.adapter.capabilities.images)
     repaired: list[str] = []
     prompt, context.record.chat_template = await rendered_chat(
@@ -291,5 +291,5 @@ def reasoning_tokens(parsers: Sequence[AnswerParser]) -> int | None:
 
 
 def call_outcomes(parsers: Sequence[AnswerParser]) -> Sequence[tuple[str, str]]:
-    """Return what became of each call in all choices, and what was repaired in it."""
+    """Return the outcome of each call in all choices, and what was repaired in it."""
     return [outcome for parser in parsers for outcome in parser.outcomes()]

@@ -53,7 +53,7 @@ _FEATURE_PARAMETERS = {
 
 class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
     """
-    One model; ``created`` is when the service first saw it loaded: Triton does not tell when a model was made.
+    One model; ``created`` is when the service first saw it loaded: Triton does not report when a model was made.
 
     The context length is there where the operator or the model's files give it, under each name that clients read:
     ``max_model_len`` of vLLM's server, ``context_length`` of OpenRouter, ``max_context_length`` of LM Studio, and

@@ -50,7 +50,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """One of the tokens considered at a place of the prompt, as in vLLM's server."""
+    """One of the tokens considered at a position of the prompt, as in vLLM's server."""
 
     logprob: float
     rank: int | None
@@ -129,7 +129,7 @@ def prompt_logprobs(entries: Sequence[TokenLogprob]) -> PromptLogprobs:
 
 
 def drop_prompt_logprobs(runs: Sequence[Run]) -> None:
-    """Let go of the prompts' log probabilities in pieces: to free hundreds of thousands at once holds the loop."""
+    """Free the prompts' log probabilities in steps: to free hundreds of thousands at once holds the event loop."""
     held = list({id(run.prompt_logprobs): list(run.prompt_logprobs) for run in runs}.values())
     for run in runs:
         run.prompt_logprobs = ()

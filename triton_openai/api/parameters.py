@@ -71,7 +71,7 @@ def _unsupported(values: Any) -> Meta:
     else:
         neutral = ()
     description = "Not supported: any other value is refused."
-    # `typing` takes equal annotations for the same one, and True equals 1: the types tell them apart.
+    # `typing` takes equal annotations for the same one, and True equals 1: the types distinguish them.
     extra = {"neutral": neutral, "types": tuple(map(type, neutral))}
     return Meta(extra_json_schema={"enum": [*neutral, None], "description": description}, extra=extra)
 
@@ -153,7 +153,7 @@ class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
     """Any JSON object."""
 
 
-#: How long an answer is to be: without influence, as no backend knows it.
+#: How long an answer is to be: without influence, as no backend supports it.
 Verbosity = Literal["low", "medium", "high"]
 
 
@@ -294,9 +294,9 @@ class _Biases(msgspec.Struct):
     logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]]
 
 
-def _biases(given: Mapping[int, Any]) -> tuple[tuple[int, float], ...]:
-    """Return the tokens of *given* with their biases, without those of 0. Raises :class:`InvalidRequest`."""
-    checked = converted({"logit_bias": given}, _Biases)
+def _biases(biases: Mapping[int, Any]) -> tuple[tuple[int, float], ...]:
+    """Return the tokens of *biases* with their numbers, without those of 0. Raises :class:`InvalidRequest`."""
+    checked = converted({"logit_bias": biases}, _Biases)
     return tuple(sorted((token, bias) for token, bias in checked.logit_bias.items() if bias))
 
 
@@ -435,7 +435,7 @@ def _check_supported(sampling: Sampling, limit: TokenLimit, adapter: Adapter, or
             raise UnsupportedParameter(
                 f"The parameter '{param}' is not supported with this model{reason}.", param=param
             )
-        # Checked here because the adapter does not know the client's name of the limit.
+        # Checked here because the adapter does not have the client's name.
         if isinstance(value, (int, float)):
             check_range(param, value, row.datatype)
 
@@ -552,7 +552,7 @@ def guide_of(options: GenerationOptions, supported: frozenset[str], origins: Ori
             reason = f"it supports {', '.join(sorted(supported))}"
         else:
             reason = "it has no guided decoding"
-        raise UnsupportedParameter(f"The model cannot be held to '{guide.kind}' output: {reason}.", param=guide.param)
+        raise UnsupportedParameter(f"The model does not support '{guide.kind}' output: {reason}.", param=guide.param)
     return guide
 
 

@@ -129,17 +129,19 @@ async def counting_audio(service: Service, call: Call[Any]) -> AsyncIterator[Non
     key = call.key
     record = call.record
     limits = service.authorizer.limits
-    most = key.limit.audio_seconds_per_minute
+    max_seconds = key.limit.audio_seconds_per_minute
     account = _AUDIO + key.name
-    if most is None:
+    if max_seconds is None:
         yield
         return
-    decision = await limits.admit(account, RateLimit(tokens_per_minute=most))
+    decision = await limits.admit(account, RateLimit(tokens_per_minute=max_seconds))
     told = {name.replace("tokens", "audio-seconds"): value for name, value in decision.headers.items()}
     record.headers = {**record.headers, **told}
     if decision.refusal is not None:
         wait = decision.refusal.wait
-        message = f"Rate limit reached for '{key.name}' on seconds of audio per minute: limit {most}. Please try again"
+        message = (
+            f"Rate limit reached for '{key.name}' on seconds of audio per minute: limit {max_seconds}. Please try again"
+        )
         raise RateLimited(f"{message} in {math.ceil(wait)}s.", kind="audio_seconds", wait=wait)
     try:
         yield

@@ -37,7 +37,7 @@ _LONGEST_INPUT = 4096
 # Seconds that are encoded at once; the first ones are to leave soon.
 _FIRST_BLOCK = 0.1
 _BLOCK = 1.0
-# Of what a model sends as a file, whose length nobody knows before.
+# Of what a model sends as a file, whose length is not known before.
 _READING = 20_000
 
 

@@ -80,7 +80,7 @@ async def _keep(context: RequestContext[chat.ChatRequest], answer_id: str, head:
     try:
         await state.store().put(answer_id, owner, msgspec.json.encode(head), 0, rows=rows)
     except errors.StoreUnavailable as error:
-        state.not_kept(error, answer_id)
+        state.warn_not_stored(error, answer_id)
         report_ignored(context.record, ["store"])
 
 

@@ -82,7 +82,7 @@ class Grammar(msgspec.Struct):
 
 
 def custom_function(description: str | None, grammar: Grammar | None) -> dict[str, Any]:
-    """Return a custom tool as a function of one text; only a forced call is held to a regular expression."""
+    """Return a custom tool as a function of one text. A regular expression guides forced calls only."""
     text: dict[str, Any] = {"type": "string", "description": "The tool's input, as plain text."}
     whole = description or ""
     if grammar is not None:
@@ -100,13 +100,15 @@ def custom_input(arguments: str) -> str:
     Of arguments that were cut, it is the text up to there.
     """
     try:
-        given = msgspec.json.decode(arguments, type=dict[str, Any])
+        members = msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         cut = read_cut_object(arguments)
         if cut.text is None or cut.members:
             return arguments
         return cut.text
-    text = given.get("input", next(iter(given.values())) if len(given) == 1 else None)
+    text = members.get("input")
+    if "input" not in members and len(members) == 1:
+        (text,) = members.values()
     if isinstance(text, str):
         return text
     return arguments
@@ -144,7 +146,7 @@ Mode = Literal["none", "auto", "required", "named"]
 
 
 class ToolSelection(msgspec.Struct, frozen=True):
-    """Which of its tools a request lets the model call."""
+    """Which of a request's tools the model may call."""
 
     mode: Mode = "auto"
     #: The only tools that may be called; without any, all may. In mode ``named`` it is the one that must be called.
@@ -229,7 +231,7 @@ def plan_tools(
             raise InvalidValue(f"There are two tools of the name '{tool.name}'.", list_param)
         schemas[tool.name] = tool.parameters
     if selection.mode == "none":
-        # As OpenAI does it: the model knows of the tools and must not call them. Without them in the prompt it cannot.
+        # OpenAI shows the model tools that it must not call. Without them in the prompt it cannot call them.
         return NO_TOOLS
     for chosen in selection.tools:
         if chosen.name not in schemas:

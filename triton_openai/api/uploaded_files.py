@@ -94,14 +94,14 @@ async def find_file(service: Service, key: ApiKey, file_id: str, param: str) -> 
 async def create(service: Service, call: Call[Form]) -> Reply:
     """Upload a file. The requests of a batch are a file with a JSON object in each line."""
     files = files_of(service)
-    most = files.settings.max_size
-    parts = call.body.parts(most + _FORM_SIZE)
+    max_size = files.settings.max_size
+    parts = call.body.parts(max_size + _FORM_SIZE)
     created = time.time()
     # Counted now, so that uploads at the same time do not exceed the limit together.
     file = StoredFile(
         id=new_id("file"),
         owner=call.key.name,
-        bytes=call.body.declared_size or most,
+        bytes=call.body.declared_size or max_size,
         created=created,
         expires=created + UPLOAD_LEASE_SECONDS,
         state="uploading",
@@ -116,7 +116,7 @@ async def create(service: Service, call: Call[Form]) -> Reply:
         if upload.purpose == "batch":
             largest = files.settings.max_batch_size
         else:
-            largest = most
+            largest = max_size
         if writing.size > largest:
             raise errors.PayloadTooLarge(f"The file is larger than the limit of {largest} bytes.", param="file")
         await writing.end()
@@ -147,7 +147,7 @@ async def create(service: Service, call: Call[Form]) -> Reply:
 
 
 async def _renew(files: Files, file_id: str) -> None:
-    """Let an upload count for as long as this process works on it."""
+    """Count an upload for as long as this process works on it."""
     while True:
         await asyncio.sleep(UPLOAD_RENEWAL_SECONDS)
         # What cannot be renewed now is renewed next time.
@@ -157,8 +157,8 @@ async def _renew(files: Files, file_id: str) -> None:
 
 def too_much(files: Files) -> errors.PayloadTooLarge:
     """Return the error for a key that has no room for more *files*."""
-    most = files.settings.max_total
-    message = f"The files of this key would have more than {most} bytes together. Delete some."
+    max_total = files.settings.max_total
+    message = f"The files of this key would have more than {max_total} bytes together. Delete some."
     return errors.PayloadTooLarge(message, code="storage_limit_exceeded")
 
 

@@ -31,10 +31,10 @@ class Admission:
     """
     Admits the requests of one process, first come, first served.
 
-    A request whose model is full does not hold up those for other models. *lag* returns the seconds by which the event
-    loop is late; *model_draining* knows which models take no requests now; *worker* is this process among those that
-    serve together, which gets its share of each limit. *capacity* returns how many requests for a model the Tritons
-    that have it take from this process.
+    A request for a model at its limit does not delay those for other models. *lag* returns the seconds by which the
+    event loop is late; *model_draining* has the models that take no requests now; *worker* is this process among those
+    that serve together, which gets its share of each limit. *capacity* returns how many requests for a model the
+    Tritons that have it take from this process.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Admission:
         """
         Admit the current request for *model*, after a wait of at most *patience* seconds.
 
-        Returns the task with which :meth:`leave` counts it out. Raises :class:`ServiceOverloaded` at once where the
-        queue is full or the process cannot follow, and when the wait was too long; and :class:`ModelUnloading` where
-        the model is being unloaded.
+        Returns the task, which :meth:`leave` takes. Raises :class:`ServiceOverloaded` at once if the queue is full or
+        the event loop is late, and when the wait was too long; and :class:`ModelUnloading` if the model is being
+        unloaded.
         """
         self.check(model)
         task = asyncio.current_task()
@@ -101,19 +101,26 @@ class Admission:
         """
         Return whether another line of a batch may run for *model*, where *lines* do already, or are about to.
 
-        They have this *share* of the model's limit at most, and of what live requests leave free. One place stays free
-        for the next live request, where there are any. No line begins while one waits for the model.
+        They have this *share* of the model's limit at most, and of what live requests leave free. Capacity for one live
+        request stays free, if there are any. No line begins while a live request waits for the model.
         """
-        own = sum(lines_model == model for lines_model in self._lines.values())
+        if self._lag() > _MAX_LOOP_LAG or self._is_awaited(model):
+            return False
+        own = sum(line_model == model for line_model in self._lines.values())
         live = len(self.running.get(model, ())) - own
         limit = min(self._model_limit, self._capacity(model))
         free = min(limit - live, self._limit - (self._total() - own))
-        waits = any(waiting_for == model for waiting_for, _, _ in self.queue.values())
-        room = lines < min(share * free, free - (live > 0)) and lines + 1 <= max(1, share * limit)
-        return room and not waits and self._lag() <= _MAX_LOOP_LAG
+        max_lines = share * free
+        if live > 0:
+            max_lines = min(max_lines, free - 1)
+        return lines < min(max_lines, free) and lines + 1 <= max(1, share * limit)
+
+    def _is_awaited(self, model: str) -> bool:
+        """Return whether a request waits for *model*."""
+        return any(waiting_for == model for waiting_for, _, _ in self.queue.values())
 
     def check(self, model: str) -> None:
-        """Raise what :meth:`enter` would raise at once."""
+        """Raise the errors that :meth:`enter` raises without a wait."""
         self._model_draining.check(model)
         if self._lag() > _MAX_LOOP_LAG:
             raise ServiceOverloaded("The service is overloaded.", retry_after=1)
@@ -138,7 +145,9 @@ class Admission:
         self.admit()
 
     async def _wait(self, model: str, task: _Task, record: RequestRecord, patience: float | None) -> None:
-        seconds = min(self._settings.queue_timeout, math.inf if patience is None else patience)
+        seconds = self._settings.queue_timeout
+        if patience is not None:
+            seconds = min(seconds, patience)
         turn = asyncio.get_running_loop().create_future()
         self.queue[turn] = model, task, SHARING_KEY.get()
         stage = record.stage("wait in queue")
@@ -148,7 +157,7 @@ class Admission:
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                # Admitted, and it gave up: its place goes to the next one.
+                # It was admitted, and gave up: the next one is admitted.
                 self.leave(model, task)
             if isinstance(error, TimeoutError):
                 reason = f"The request waited {seconds:g} seconds for others to end."
@@ -169,15 +178,22 @@ class Admission:
     def admit(self) -> None:
         """Admit waiting requests that have room, longest wait first."""
         while self.queue and self._total() < self._limit:
-            turn = next((one for one, (model, _, _) in self.queue.items() if self._has_room(model)), None)
+            turn = self._next_turn()
             if turn is None:
                 return
             model, task, _ = self.queue.pop(turn)
             # One that has given up may not have left the queue yet.
             if not turn.done():
-                # Counted now and not when it wakes up, so that no other request takes the place.
+                # Counted now and not when it wakes up, so that no other request is admitted in its place.
                 self._model_draining.enter(model, task)
                 turn.set_result(None)
+
+    def _next_turn(self) -> asyncio.Future[None] | None:
+        """Return the first request in the queue whose model is not at its limit."""
+        for turn, (model, _, _) in self.queue.items():
+            if self._has_room(model):
+                return turn
+        return None
 
     def _total(self) -> int:
         return sum(map(len, self.running.values()))

@@ -48,11 +48,13 @@ class Connection(web.RequestHandler):
         self._head_began: float | None = None
         # One timer that checks this time, instead of a new timer for every request.
         self._header_timer: asyncio.TimerHandle | None = None
-        self._answering = self._paused_reading = False
+        self._answering = False
+        self._paused_reading = False
         #: Whether it closes after the next answer.
         self.closes = False
         # Whether a request has come, whether the connection has ended, and the body of which the rest is read.
-        self._used = self._lost = False
+        self._used = False
+        self._lost = False
         self._unread: StreamReader | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -94,7 +96,8 @@ class Connection(web.RequestHandler):
 
     def begin_answer(self) -> None:
         """Note that the head of a request is complete."""
-        self._answering = self._used = True
+        self._answering = True
+        self._used = True
         self._head_began = None
 
     async def finish_response(
@@ -136,7 +139,9 @@ class Connection(web.RequestHandler):
                 )
             # What is not HTTP has no headers that say more.
             record = RequestRecord(request_id=request_id, method="", path="", client=request.remote)
-            record.status, record.error, record.ended = error.status, error, time.monotonic()
+            record.status = error.status
+            record.error = error
+            record.ended = time.monotonic()
             self._observer.started(record)
             self._observer.ended(record)
         else:
@@ -215,7 +220,9 @@ class WholeResponse(web.Response):
         date = _date(int(time.time()))
         head = f"HTTP/1.1 {self.status} {self.reason}\r\n{lines}Date: {date}\r\n{length}\r\n\r\n".encode()
         self._sent = True
-        await request.writer.write_eof(head + (b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if self.chunked else body))
+        if self.chunked:
+            body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+        await request.writer.write_eof(head + body)
         return None
 
     async def write_eof(self, data: bytes = b"") -> None:

@@ -71,7 +71,7 @@ class Executor:
             if isinstance(error, asyncio.CancelledError):
                 reason = self.draining.reason()
             if reason is None:
-                # Nobody waits for an answer.
+                # The client has left.
                 record.client_left = True
                 raise
             record.error = reason

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from triton_openai.access.keys import KEY, ROUTE_GROUPS
+from triton_openai.access.keys import KEY, ROUTE_GROUPS, RouteGroup
 from triton_openai.access.rate_limits import RESERVATION
 from triton_openai.config.tree import Settings
 from triton_openai.draining import Draining
@@ -64,14 +64,18 @@ class HttpOperations:
         self, app: web.Application, operations: Iterable[Operation], prefixes: Callable[[Operation, str], Sequence[str]]
     ) -> None:
         """Add the routes of *operations* to *app*, each with its group; *prefixes* returns those of a path."""
-        groups = app[ROUTE_GROUPS] = {}
+        groups: dict[web.AbstractRoute, RouteGroup] = {}
+        app[ROUTE_GROUPS] = groups
         for operation in operations:
             handler = self.handler(operation)
             for route in operation.routes:
                 method, path = route.split()
+                methods = [method]
+                if method == "GET":
+                    methods.append("HEAD")
                 for prefix in prefixes(operation, path):
                     resource = app.router.add_resource(prefix + path)
-                    for name in ("GET", "HEAD") if method == "GET" else (method,):
+                    for name in methods:
                         groups[resource.add_route(name, handler)] = operation.group
 
     def handler(self, operation: Operation) -> Handler:
@@ -165,15 +169,16 @@ async def _send_file(request: web.Request, file: LocalFile | RemoteFile) -> web.
         try:
             start, end, _ = request.http_range.indices(file.size)
         except ValueError:
-            # As if it was not there: it is no range of bytes, or has several.
+            # It is ignored: it is no range of bytes, or has several.
             pass
         else:
-            response.set_status(206 if start < end else 416)
             if start < end:
-                told = f"{start}-{end - 1}"
+                response.set_status(206)
+                sent = f"{start}-{end - 1}"
             else:
-                told = "*"
-            response.headers["Content-Range"] = f"bytes {told}/{file.size}"
+                response.set_status(416)
+                sent = "*"
+            response.headers["Content-Range"] = f"bytes {sent}/{file.size}"
     response.content_length = max(0, end - start)
     # Before the head: what fails now is still an error that the client can read.
     if start < end and request.method != "HEAD":

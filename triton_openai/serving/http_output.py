@@ -8,7 +8,7 @@ for whole.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, closing
 from time import monotonic
 
@@ -203,7 +203,11 @@ class EventStream:
             events = escape_line_breaks(events)
         if self._chunked:
             size = len(events)
-            events = b"".join((_SIZES[size] if size < 1024 else b"%x\r\n" % size, events, b"\r\n"))
+            if size < 1024:
+                head = _SIZES[size]
+            else:
+                head = b"%x\r\n" % size
+            events = b"".join((head, events, b"\r\n"))
         transport.write(events)
         self._last = monotonic()
         if transport.get_write_buffer_size() > _HIGH_WATER and not self._paused:
@@ -280,10 +284,11 @@ class HttpOutput:
     def send_parts(
         self, parts: AsyncGenerator[bytes, None], *, timeout: float | None, media_type: str | None = None
     ) -> Awaitable[Streamed]:
+        error_event = None
         if media_type is None:
             parts = _with_comments(parts, self._heartbeat, self._comment)
-        sender = _PartStream(self._request, parts, media_type, None if media_type else self._error_event)
-        return self._send(sender, timeout)
+            error_event = self._error_event
+        return self._send(_PartStream(self._request, parts, media_type, error_event), timeout)
 
     async def send_events(
         self, following: Callable[[float], Awaitable[bytes | None]], stop: Callable[[ServiceError], None]
@@ -309,7 +314,7 @@ class HttpOutput:
     async def _send(
         self, sender: EventStream | _PartStream, timeout: float | None, runs: Sequence[Run] = ()
     ) -> Streamed:
-        """Have *sender* send its answer, of *runs* if there are any."""
+        """Run *sender*, whose answer is of *runs* if there are any."""
         record = self._record
         try:
             async with asyncio.timeout(timeout):
@@ -324,7 +329,9 @@ class HttpOutput:
                     raise
                 await self._fail(sender, reason)
         except Exception as error:  # noqa: BLE001 - what has begun ends with an event; the rest is raised
-            failure = timeout_error(timeout, runs) if isinstance(error, TimeoutError) else error
+            failure: Exception = error
+            if isinstance(error, TimeoutError):
+                failure = timeout_error(timeout, runs)
             if not sender.begun:
                 raise failure from None
             await self._fail(sender, stream_error(self._record, failure))
@@ -351,7 +358,10 @@ class _PartStream:
         media_type: str | None,
         error_event: Callable[[ServiceError], bytes] | None,
     ) -> None:
-        self.response = _Response(headers=_HEADERS if media_type is None else {"Content-Type": media_type})
+        headers: Mapping[str, str] = _HEADERS
+        if media_type is not None:
+            headers = {"Content-Type": media_type}
+        self.response = _Response(headers=headers)
         self.complete = False
         self._request = request
         self._parts = parts
@@ -378,7 +388,9 @@ class _PartStream:
             else:
                 response.force_close()
             await response.prepare(self._request)
-        await response.write(part if self._error_event is None else escape_line_breaks(part))
+        if self._error_event is not None:
+            part = escape_line_breaks(part)
+        await response.write(part)
 
     async def fail(self, error: ServiceError) -> None:
         """Send *error* as the last event, if there are events, and break the body off."""

@@ -59,13 +59,14 @@ def _middleware(app: web.Application) -> Middleware:
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
-        record = request[RECORD] = RequestRecord(
+        record = RequestRecord(
             request_id=request_id(request.headers),
             method=request.method,
             path=request.path,
             request=request,
             client=addresses.address_of(request),
         )
+        request[RECORD] = record
 
         async def work() -> web.StreamResponse:
             draining.check()
@@ -92,7 +93,8 @@ def _middleware(app: web.Application) -> Middleware:
             return response
 
         async def reserve(key: ApiKey) -> None:
-            reservation = request[RESERVATION] = await authorizer.admit(key)
+            reservation = await authorizer.admit(key)
+            request[RESERVATION] = reservation
             record.headers = reservation.headers
             if reservation.refusal is not None:
                 raise reservation.refusal
@@ -122,11 +124,14 @@ def _service_error(request: web.Request, error: web.HTTPException) -> ServiceErr
 
 def _error_response(request: web.Request, error: ServiceError) -> web.Response:
     record = request[RECORD]
-    if error.status >= 500 or error.detail:
+    if error.status >= 500 or error.detail or error.warns:
         fields = {"request_id": record.request_id, "path": record.path}
         warn(_log, "request refused", error, **fields, status=error.status, code=error.code)
     render = request.app.get(ERROR_BODY)
-    status, body = (render and render(request.path, request.headers, record, error)) or (error.status, error.envelope())
+    rendered = None
+    if render is not None:
+        rendered = render(request.path, request.headers, record, error)
+    status, body = rendered or (error.status, error.envelope())
     return web.Response(status=status, body=body, content_type="application/json", headers=error.headers())
 
 
@@ -139,7 +144,7 @@ def _headers(app: web.Application) -> Callable[[web.Request, web.StreamResponse]
         """
         Add the headers of every answer, streams and errors included; none has a version.
 
-        While the service is ending, every connection closes after its answer, so that no client sends to a closed one.
+        While the service stops, every connection closes after its answer, so that no client sends to a closed one.
         """
         record = request[RECORD]
         headers = response.headers

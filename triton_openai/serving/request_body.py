@@ -55,8 +55,8 @@ _LONGEST_JOINED = 1024 * 1024
 async def read_body(request: web.Request, limits: LimitSettings) -> bytes:
     """Return the body of *request*, which is authorized, decompressed. Raises :class:`InvalidRequest`."""
     coding = content_coding(request)
-    most = request.client_max_size
-    check_body_size(most, request.content_length or 0)
+    max_size = request.client_max_size
+    check_body_size(max_size, request.content_length or 0)
     ask_for_body(request)
     try:
         # Mostly it came with the head.
@@ -68,11 +68,11 @@ async def read_body(request: web.Request, limits: LimitSettings) -> bytes:
         raise InvalidRequest(
             "The request's body cannot be read: it is not what its Transfer-Encoding says.", code="invalid_encoding"
         ) from error
-    if len(body) > most:
-        check_body_size(most, len(body))
+    if len(body) > max_size:
+        check_body_size(max_size, len(body))
     if coding is None or not body:
         return body
-    return await decompress(body, coding, most)
+    return await decompress(body, coding, max_size)
 
 
 async def _arrived(request: web.Request, limits: LimitSettings) -> bytes:
@@ -97,10 +97,10 @@ async def _arrived(request: web.Request, limits: LimitSettings) -> bytes:
     return await offload.run(b"".join, pieces, cost=offload.COPY * size)
 
 
-def check_body_size(most: int, size: int) -> None:
-    """Raise :class:`PayloadTooLarge` if *size* bytes are more than the *most* that a body may have."""
-    if size > most:
-        raise PayloadTooLarge(f"The request's body is larger than the limit of {most} bytes.")
+def check_body_size(max_size: int, size: int) -> None:
+    """Raise :class:`PayloadTooLarge` if *size* bytes are more than *max_size*."""
+    if size > max_size:
+        raise PayloadTooLarge(f"The request's body is larger than the limit of {max_size} bytes.")
 
 
 # zlib's name for the format of each coding. Of gzip, a single member is taken: millions of empty ones would take long.

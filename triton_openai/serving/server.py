@@ -50,10 +50,12 @@ class HttpServer:
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS)
         self._limits = limits
         # The arguments with which connections are made: those of TLS, if there is a context.
-        self._tls: dict[str, Any] = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": limits.header_timeout}
+        self._tls: dict[str, Any] = {}
+        if tls is not None:
+            self._tls = {"ssl": tls, "ssl_handshake_timeout": limits.header_timeout}
         self._observer = app.get(OBSERVERS, Observer())
         self._listeners: list[tuple[socket.socket, asyncio.Server]] = []
-        # With TLS, all connections: aiohttp knows of those whose handshake has ended.
+        # With TLS, all connections: aiohttp has those whose handshake has ended.
         self._handshakes: WeakSet[Connection] = WeakSet()
         self._taking: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -187,12 +189,16 @@ def listening_sockets(server: ServerSettings) -> Iterator[list[socket.socket]]:
     with contextlib.ExitStack() as opened:
         sockets: list[socket.socket] = []
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            for family, _, _, _, address in dict.fromkeys(found):
-                # With port 0, all use the port of the first socket. One for IPv6 leaves IPv4 to a socket of its own.
-                where = (address[0], sockets[0].getsockname()[1] if sockets else port, *address[2:])
-                # Listens now and not when the service starts: some systems report a port in use only here.
-                sockets.append(opened.enter_context(socket.create_server(where, family=family, backlog=_BACKLOG)))
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, _, _, _, address in dict.fromkeys(addresses):
+                own_port = port
+                if sockets:
+                    # With port 0, all use the port of the first socket.
+                    own_port = sockets[0].getsockname()[1]
+                # A socket for IPv6 leaves IPv4 to a socket of its own. It listens now and not when the service starts:
+                # some systems report a port in use only here.
+                listening = socket.create_server((address[0], own_port, *address[2:]), family=family, backlog=_BACKLOG)
+                sockets.append(opened.enter_context(listening))
         except OSError as error:
             # Those of a socket repeat the address in their words.
             if isinstance(error, socket.gaierror):
@@ -212,4 +218,6 @@ def address_of(settings: Settings, bound: socket.socket) -> str:
         scheme = "http"
     else:
         scheme = "https"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
+    if ":" in host:
+        host = f"[{host}]"
+    return f"{scheme}://{host}:{bound.getsockname()[1]}"

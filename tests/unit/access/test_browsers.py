@@ -38,7 +38,7 @@ def refused(by: BrowserGuard, request: Any) -> type[Exception] | None:
     try:
         by.check(request)
     except (HostNotAllowed, OriginNotAllowed) as error:
-        return type(error) if error.detail == error.message else AssertionError
+        return type(error) if error.warns else AssertionError
     return None
 
 

@@ -166,13 +166,13 @@ def _references(messages: Iterable[types.MessageParam]) -> Iterator[str]:
 
 
 def _messages(body: types.CountTokensRequest, left_out: list[str]) -> Iterator[tuple[messages.Message, str]]:
-    """Yield the messages of the chat, each with the place that it comes from. Turns of one role become one."""
+    """Yield the messages of the conversation, each with its path in the request. Turns of one role become one."""
     texts = _system_texts(body)
     if texts:
         yield messages.SystemMessage(content=_content(texts)), "system"
     for role, group in groupby(enumerate(body.messages), key=lambda item: item[1].role):
         turns = list(group)
-        place = f"messages[{turns[0][0]}]"
+        path = f"messages[{turns[0][0]}]"
         blocks: list[types.BlockParam] = []
         for block in chain.from_iterable(_blocks(message) for _, message in turns):
             if isinstance(block, types.LeftOutBlockParam):
@@ -180,14 +180,14 @@ def _messages(body: types.CountTokensRequest, left_out: list[str]) -> Iterator[t
             else:
                 blocks.append(block)
         if role == "assistant":
-            yield _assistant(blocks, place), place
+            yield _assistant(blocks, path), path
         elif role == "system":
             texts = [_text(block.text) for block in blocks if isinstance(block, types.TextBlock)]
             if len(texts) < len(blocks):
-                raise UnsupportedParameter("Messages of the system have texts only.", param=place)
-            yield messages.SystemMessage(content=_content(texts)), place
+                raise UnsupportedParameter("Messages of the system have texts only.", param=path)
+            yield messages.SystemMessage(content=_content(texts)), path
         else:
-            yield from [(message, place) for message in _user(blocks, place)]
+            yield from [(message, path) for message in _user(blocks, path)]
 
 
 def _system_texts(body: types.CountTokensRequest) -> list[messages.ContentPart]:
@@ -205,7 +205,7 @@ def _blocks(message: types.MessageParam) -> Sequence[types.BlockParam]:
     return message.content
 
 
-def _assistant(blocks: Sequence[types.BlockParam], place: str) -> messages.Message:
+def _assistant(blocks: Sequence[types.BlockParam], path: str) -> messages.Message:
     texts = []
     thoughts = []
     calls = []
@@ -221,7 +221,7 @@ def _assistant(blocks: Sequence[types.BlockParam], place: str) -> messages.Messa
             case types.CompactionBlockParam():
                 texts.append(_text(block.content or ""))
             case _:
-                raise _misplaced(block, "an assistant's", place)
+                raise _misplaced(block, "an assistant's", path)
     content: messages.Content = None
     if texts:
         content = _content(texts)
@@ -232,7 +232,7 @@ def _assistant(blocks: Sequence[types.BlockParam], place: str) -> messages.Messa
     )
 
 
-def _user(blocks: Sequence[types.BlockParam], place: str) -> Iterator[messages.Message]:
+def _user(blocks: Sequence[types.BlockParam], path: str) -> Iterator[messages.Message]:
     """Yield what tools answered, and then the rest: the images of tools too, which templates take of users only."""
     parts: list[messages.ContentPart] = []
     answered = False
@@ -243,7 +243,7 @@ def _user(blocks: Sequence[types.BlockParam], place: str) -> Iterator[messages.M
                 results.append(_text(block.content))
             else:
                 for inner in block.content or ():
-                    results += _parts(inner, place)
+                    results += _parts(inner, path)
             text = _joined_text(results)
             if block.is_error and not text.lower().startswith(("error", "<tool_use_error")):
                 text = f"Error: {text}"
@@ -251,14 +251,14 @@ def _user(blocks: Sequence[types.BlockParam], place: str) -> Iterator[messages.M
             answered = True
             yield messages.ToolMessage(content=text, tool_call_id=block.tool_use_id)
         elif isinstance(block, types.ResultBlockParam) and not isinstance(block, types.ToolReferenceBlockParam):
-            parts += _parts(block, place)
+            parts += _parts(block, path)
         else:
-            raise _misplaced(block, "a user's", place)
+            raise _misplaced(block, "a user's", path)
     if parts or not answered:
         yield messages.UserMessage(content=_content(parts))
 
 
-def _parts(block: types.ResultBlockParam, place: str) -> Iterator[messages.ContentPart]:
+def _parts(block: types.ResultBlockParam, path: str) -> Iterator[messages.ContentPart]:
     match block:
         case types.TextBlock():
             yield _text(block.text)
@@ -276,7 +276,7 @@ def _parts(block: types.ResultBlockParam, place: str) -> Iterator[messages.Conte
         case types.DocumentBlockParam(source=types.ContentSourceParam(content=list() as inner)):
             parts: list[messages.ContentPart] = []
             for inner_block in inner:
-                parts += _parts(inner_block, place)
+                parts += _parts(inner_block, path)
             yield _document(block, _joined_text(parts))
             yield from [part for part in parts if part.text is None]
         case types.SearchResultBlockParam():
@@ -296,7 +296,7 @@ def _parts(block: types.ResultBlockParam, place: str) -> Iterator[messages.Conte
             raise UnsupportedParameter(
                 f"{named} is of type '{printable(kind, 100)}', which is not supported: send its text, in a source "
                 "of type 'text'.",
-                param=place,
+                param=path,
             )
 
 
@@ -320,6 +320,6 @@ def _content(parts: Sequence[messages.ContentPart]) -> messages.Content:
     return list(parts)
 
 
-def _misplaced(block: types.BlockParam, whose: str, place: str) -> UnsupportedParameter:
+def _misplaced(block: types.BlockParam, whose: str, path: str) -> UnsupportedParameter:
     kind = block.__struct_config__.tag
-    return UnsupportedParameter(f"A block of type '{kind}' cannot be in {whose} message.", param=place)
+    return UnsupportedParameter(f"A block of type '{kind}' cannot be in {whose} message.", param=path)

@@ -16,9 +16,9 @@ from msgspec import UNSET, Meta, UnsetType
 from triton_openai.api.bodies import MAX_MESSAGES, ModelRequest
 from triton_openai.api.paging import Page
 from triton_openai.api.parameters import accepting, ignoring
+from triton_openai.api.tools import MAX_TOOLS
 
-_MOST_BLOCKS = 4096
-_MOST_TOOLS = 512
+_MAX_BLOCKS = 4096
 
 
 class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -55,7 +55,7 @@ class ImageBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="image"
 class ContentSourceParam(msgspec.Struct, frozen=True, tag_field="type", tag="content"):
     """Texts and images."""
 
-    content: str | Annotated[list[TextBlock | ImageBlockParam], Meta(max_length=_MOST_BLOCKS)]
+    content: str | Annotated[list[TextBlock | ImageBlockParam], Meta(max_length=_MAX_BLOCKS)]
 
 
 class FileSourceParam(msgspec.Struct, frozen=True, tag_field="type", tag="file"):
@@ -77,7 +77,7 @@ class SearchResultBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag=
 
     source: str
     title: str
-    content: Annotated[list[TextBlock], Meta(max_length=_MOST_BLOCKS)]
+    content: Annotated[list[TextBlock], Meta(max_length=_MAX_BLOCKS)]
 
 
 class ToolReferenceBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="tool_reference"):
@@ -111,7 +111,7 @@ class ToolResultBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="t
     """What a tool answered."""
 
     tool_use_id: str
-    content: str | Annotated[list[ResultBlockParam], Meta(max_length=_MOST_BLOCKS)] | None = None
+    content: str | Annotated[list[ResultBlockParam], Meta(max_length=_MAX_BLOCKS)] | None = None
     is_error: bool | None = None
 
 
@@ -162,7 +162,7 @@ class MessageParam(msgspec.Struct, frozen=True):
     """One message. Those of the role ``system`` may stand anywhere."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[_AnyBlock], Meta(max_length=_MOST_BLOCKS)]
+    content: str | Annotated[list[_AnyBlock], Meta(max_length=_MAX_BLOCKS)]
 
 
 class ToolParam(msgspec.Struct, frozen=True):
@@ -189,7 +189,7 @@ class ToolChoiceParam(msgspec.Struct, frozen=True):
 
 class ThinkingParam(msgspec.Struct, frozen=True):
     """
-    Whether the model thinks, for templates that know a switch for it.
+    Whether the model thinks, for templates with a switch for it.
 
     With the display ``omitted`` the answer has the thoughts in the signature of their block only.
     """
@@ -206,7 +206,7 @@ class OutputFormatParam(msgspec.Struct, frozen=True, tag_field="type", tag="json
 
 
 class OutputConfigParam(msgspec.Struct, frozen=True):
-    """How much the model thinks, for templates that know levels, and the form of the answer."""
+    """How much the model thinks, for templates with levels, and the form of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormatParam | None = None
@@ -218,8 +218,8 @@ class CountTokensRequest(ModelRequest, kw_only=True):
     """A conversation, of which the tokens are counted."""
 
     messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | Annotated[list[TextBlock], Meta(max_length=_MOST_BLOCKS)] | None = None
-    tools: Annotated[list[ToolParam], Meta(max_length=_MOST_TOOLS)] | None = None
+    system: str | Annotated[list[TextBlock], Meta(max_length=_MAX_BLOCKS)] | None = None
+    tools: Annotated[list[ToolParam], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingParam | None = None
     output_config: OutputConfigParam | None = None
@@ -234,7 +234,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None
-    #: The older place of ``output_config.format``.
+    #: The older name of ``output_config.format``.
     output_format: OutputFormatParam | None = None
 
 
@@ -263,7 +263,7 @@ class MessageUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageObject(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer; its ``stop_reason`` is null where the backend does not tell why it ended."""
+    """The answer; its ``stop_reason`` is null if the backend does not report why it ended."""
 
     id: str
     type: Literal["message"] = "message"
@@ -314,7 +314,7 @@ class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """
-    One model, as Anthropic's API describes it. Triton does not tell when a model was made: it is the epoch.
+    One model, as Anthropic's API describes it. Triton does not report when a model was made: it is the epoch.
 
     ``max_input_tokens`` is null where the context length is not known.
     """

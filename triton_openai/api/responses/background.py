@@ -1,4 +1,4 @@
-"""Responses that are made in the background: making one, and reading its stream from any place, in any process."""
+"""Responses that are made in the background: making one, and reading its stream from any event on, in any process."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def record_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -
     """
     if not made.response.store:
         raise errors.InvalidValue("'background' needs the response to be stored.", "background")
-    most = context.service.worker.share(context.service.settings.responses.max_background)
+    max_running = context.service.worker.share(context.service.settings.responses.max_background)
     state = made.state
-    free = most - len(state.live) - state.beginning.total()
+    free = max_running - len(state.live) - state.beginning.total()
     own = sum(log.owner == made.owner for log in state.live.values()) + state.beginning[made.owner]
     if not may_take(1, own=own, free=free):
         if free <= 0:
@@ -81,7 +81,7 @@ async def start(
     when the response has ended. Raises :class:`StoreUnavailable`.
     """
     made.response.status = "queued"
-    await made.put(made.input, lease=LEASE_SECONDS)
+    await made.save(made.input, lease=LEASE_SECONDS)
     reservation = context.call.reservation
     if reservation is not None:
         reservation = reservation.take()
@@ -111,7 +111,7 @@ async def _make(
         if pending:
             prepared = pending.pop()
             log.add(events.opening())
-            if not await made.begin():
+            if not await made.mark_in_progress():
                 raise asyncio.CancelledError
         else:
             # Another attempt: the model's engine does not take the request, or no Triton has this variant of the model.
@@ -136,17 +136,17 @@ async def _make(
             async with resources:
                 await context.admitted(answer, param="input")
                 log.add(events.concluded(None))
-                await made.keep()
+                await made.finalize()
         except asyncio.CancelledError:
             if executor.draining.reason() is not None:
                 raise
             # Another request has cancelled it.
             log.add(events.cancelled())
-            await made.keep()
+            await made.finalize()
 
     async def failed(error: errors.ServiceError) -> None:
         log.add(events.concluded(error))
-        await made.keep()
+        await made.finalize()
 
     try:
         await executor.run(record, work, failed=failed, reservation=lambda: reservation)

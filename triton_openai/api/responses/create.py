@@ -68,7 +68,7 @@ async def respond(service: Service, call: Call[ResponsesRequest], recent: Recent
     async with _conversation(context, made) as (asked, request):
         request.before = ()
         if made.response.store and body.stream:
-            await made.announce()
+            await made.save_placeholder()
         if not made.response.store and made.response.conversation is None and recent is None:
             made.input = ()
         return await asked.admitted(partial(_answer, made=made, request=request), param=_MESSAGES)
@@ -83,7 +83,7 @@ async def prepare(service: Service, call: Call[ResponsesRequest], recent: Recent
         await agents.count_tokens(asked)
     made.response.status = "completed"
     made.response.completed_at = now()
-    await made.keep()
+    await made.finalize()
     recent.put(made)
     begun = msgspec.structs.replace(made.response, status="in_progress", completed_at=None)
     return response_event("response.created", 0, response=begun) + terminal_events(made.response, 1)
@@ -227,7 +227,7 @@ def _events(made: StoredResponse, request: ParsedRequest, prepared: PreparedChat
     forced = prepared.plan.forced
 
     async def keep() -> None:
-        await made.keep()
+        await made.finalize()
         if made.recent is not None:
             made.recent.put(made)
 

@@ -22,7 +22,7 @@ _log = structlog.get_logger(__name__)
 #: A process that makes a response, or holds a conversation, renews its lease within this time; and how often it does.
 LEASE_SECONDS = 15.0
 RENEW_SECONDS = LEASE_SECONDS / 3
-#: The list of a response's events, without those that tell of its end: they follow from the response.
+#: The list of a response's events, without the last ones: they follow from the response.
 EVENTS = "events"
 _BATCH_SECONDS = 0.25
 # Bytes of stored events that stay here for readers, and of events that may wait to be stored.
@@ -42,9 +42,9 @@ class EventLog:
         self.response = response
         #: Makes the response.
         self.task: asyncio.Task[None] | None = None
-        #: How many events there are, without those that tell of the end.
+        #: How many events there are, without the last ones.
         self.count = 0
-        #: Those, once the response has ended.
+        #: The last ones, once the response has ended.
         self.last: bytes | None = None
         self.owner = owner
         self._store = store

@@ -209,7 +209,7 @@ class InputResolver:
         if recent is not None and param == "previous_response_id":
             history = recent.find(source)
         if history is None:
-            history = await self._state.history(source, self._owner, param, most=MAX_MESSAGES, most_size=max_size)
+            history = await self._state.history(source, self._owner, param, max_items=MAX_MESSAGES, max_size=max_size)
         self._add(history.length, history.size, param)
         self.ancestors = [link.key for link in history.links[1:_ANCESTORS]]
         self.root = history.links[-1].key
@@ -291,7 +291,7 @@ class InputResolver:
         except InvalidRequest as error:
             raise too_long(error.message, param) from error
         if few:
-            self._max_values = check.most
+            self._max_values = check.max_values
             return None
         self._max_values = None
         return check

@@ -31,7 +31,7 @@ class SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
 
 
 class TextOptions(msgspec.Struct):
-    """The form of the text. ``verbosity`` has no influence: no backend knows it. The response says ``medium``."""
+    """The form of the text. ``verbosity`` has no influence: no backend supports it. The response says ``medium``."""
 
     format: parameters.TextFormat | parameters.JsonObjectFormat | SchemaFormat | None = None
     verbosity: parameters.Verbosity | None = None

@@ -109,7 +109,7 @@ class _Allowed(_MoreTools):
 
 
 def _flat(name: str, namespace: str | None) -> str:
-    """Return the name of a function of a *namespace* for models, which know no namespaces."""
+    """Return the name of a function of a *namespace* for models, which have no namespaces."""
     if namespace is None:
         return name
     return f"{namespace}__{name}"
@@ -124,7 +124,7 @@ def _convert(value: Any, kind: type[_T], path: str) -> _T:
 
 
 class ToolName(msgspec.Struct, frozen=True):
-    """How the client calls a tool, and whether it takes text in place of arguments."""
+    """The client's name of a tool, and whether it takes text in place of arguments."""
 
     name: str
     namespace: str | None = None

@@ -84,7 +84,7 @@ async def cancel(service: Service, call: Call[None]) -> Reply:
         else:
             # Its maker, in another process, can store nothing more. What it has stored is the output.
             response.status = "cancelled"
-            await stored.put()
+            await stored.save()
 
 
 async def list_input(service: Service, call: Call[None]) -> Reply:

@@ -1,14 +1,15 @@
 """
-What is kept of responses: when, and where.
+How responses are stored: when, and where.
 
 A response is an entry of the store, which belongs to the key that made it. The entry's head is the response without
 its output; its rows are its ``input`` and ``output``, by item, and the ``events`` of one that is made in the
 background. Its parent is the response or the conversation that it goes on from.
 
-One that is made at once is kept when it has ended, and before the last event of its stream is sent. A stream is kept
-when it begins, too, as one that has failed: so it stays if this process is killed. One that is made in the background
-is kept while it waits, when it begins, and when it has ended. Its maker has a lease meanwhile: without, it has failed.
-Whoever cancels or deletes it changes the entry, and its maker can add nothing more.
+One that is made at once is stored when it has ended, and before the last event of its stream is sent. A stream is
+stored when it begins, too, as one that has failed: that it is if this process is killed. One that is made in the
+background is stored while it waits, when it begins, and when it has ended. Its maker has a lease meanwhile; when the
+lease has expired, the response has failed. A process that cancels or deletes it changes the entry, and its maker can
+add nothing more.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class RecentLane(NamedTuple):
 
 
 class ResponseStore:
-    """Responses, conversations and chats in *store*, of which each key sees its own; ``None`` keeps nothing."""
+    """Responses, conversations and chats in *store*, of which each key sees its own; ``None`` stores nothing."""
 
     def __init__(self, store: Store | None, settings: ResponsesSettings) -> None:
         self._store = store
@@ -118,7 +119,7 @@ class ResponseStore:
 
     @property
     def keeps(self) -> bool:
-        """Whether anything is kept."""
+        """Whether there is a store."""
         return self._store is not None
 
     @property
@@ -144,8 +145,8 @@ class ResponseStore:
         except errors.ServiceError as error:
             warn(_log, "responses cannot be stored", error)
 
-    def not_kept(self, error: errors.ServiceError, key: str) -> None:
-        """Log that what has the id *key* is not kept; that a store does not answer is logged once."""
+    def warn_not_stored(self, error: errors.ServiceError, key: str) -> None:
+        """Log that the object with the id *key* is not stored; an outage of the store is logged once."""
         if self.available:
             warn(_log, "response is not kept", error, response=key)
 
@@ -168,50 +169,47 @@ class ResponseStore:
         """Return a response. Raises :class:`ObjectNotFound`."""
         entry = await self.entry("resp_", response_id, owner)
         if entry is None:
-            kept = None
-        else:
-            kept = await self.store().chain(response_id, owner, ["output"], max_links=1)
-        if entry is None or kept is None or not kept.links[0].exists:
-            raise errors.ObjectNotFound(f"There is no response '{response_id[:100]}'.", param="response_id")
-        output = kept.rows
-        cost = offload.json_cost(entry.size)
-        response, items = await offload.run(
-            lambda: (_RESPONSE.decode(entry.head), _OUTPUT.decode(joined(output))), cost=cost
-        )
-        found = StoredResponse(self, owner, response, entry.version)
-        lost = found.running and entry.until < time.time()
-        response.output = items
+            raise _no_response(response_id)
+        chain = await self.store().chain(response_id, owner, ["output"], max_links=1)
+        if not chain.links[0].exists:
+            # It was deleted meanwhile.
+            raise _no_response(response_id)
+        output = chain.rows
+        response = await offload.run(_decoded, entry.head, output, cost=offload.json_cost(entry.size))
+        stored = StoredResponse(self, owner, response, entry.version)
+        lost = stored.running and entry.until < time.time()
         if lost:
             response.status = "failed"
             response.error = INTERRUPTED
         if lost or (response.status == "cancelled" and not output):
-            # Its maker has not ended it: it has the output that its events tell of.
-            events = b"".join((await self.store().chain(response_id, owner, [EVENTS], max_links=1)).rows)
+            # Its maker has not ended it: it has the output that is in its events.
+            chain = await self.store().chain(response_id, owner, [EVENTS], max_links=1)
+            events = b"".join(chain.rows)
             response.output = await offload.run(replayed, events, cost=offload.BYTE * len(events))
             if lost or response.output:
                 # Another process that is faster does the same.
-                await found.put(_output_rows(response))
-        return found
+                await stored.save(_output_rows(response))
+        return stored
 
-    async def history(self, key: str, owner: str, param: str, *, most: int, most_size: int) -> Chain:
+    async def history(self, key: str, owner: str, param: str, *, max_items: int, max_size: int) -> Chain:
         """
         Return the items of a conversation, or of a response and those before it, each in JSON, the oldest first.
 
         *param* says which: ``conversation`` or ``previous_response_id``.
 
-        They are counted and not read where they are more than *most*, or have more than *most_size* bytes. Raises
+        They are counted and not read where they are more than *max_items*, or have more than *max_size* bytes. Raises
         :class:`InvalidRequest` for what is not there, has not ended, or is part of a conversation.
         """
-        bounds = {"max_rows": most, "max_size": most_size}
+        bounds = {"max_rows": max_items, "max_size": max_size}
         if param == "conversation":
-            found = await self.store().chain(key, owner, ["items"], max_links=1, **bounds)
-            if not found.links[0].exists:
+            chain = await self.store().chain(key, owner, ["items"], max_links=1, **bounds)
+            if not chain.links[0].exists:
                 raise no_conversation(key)
-            return found
-        found = Chain([Link(key, False, 0.0)], (), 0, 0)
+            return chain
+        chain = Chain([Link(key, False, 0.0)], (), 0, 0)
         if is_key("resp_", key):
-            found = await self.store().chain(key, owner, _ITEMS, max_links=most + 1, **bounds)
-        for link in found.links:
+            chain = await self.store().chain(key, owner, _ITEMS, max_links=max_items + 1, **bounds)
+        for link in chain.links:
             if link.key.startswith("conv_"):
                 raise errors.InvalidValue("That is a conversation, or part of one: give 'conversation' instead.", param)
             if not link.exists:
@@ -221,25 +219,25 @@ class ResponseStore:
                 raise errors.InvalidRequest(missing, param=param, code="previous_response_not_found")
             if link.until > time.time():
                 raise errors.InvalidValue(f"The response '{link.key}' has not ended yet.", param)
-        return found
+        return chain
 
     def check_room(self, count: int, size: int, items: Sequence[Row]) -> None:
         """Raise :class:`ConversationFull` if there is no room for *items* beside *count* items of *size* bytes."""
-        most_items = self._settings.max_conversation_items
-        most_size = self._settings.max_conversation_size
-        if count + len(items) > most_items or size + sum(len(row.data) for row in items) > most_size:
-            raise errors.ConversationFull(most_items, most_size)
+        max_items = self._settings.max_conversation_items
+        max_size = self._settings.max_conversation_size
+        if count + len(items) > max_items or size + sum(len(row.data) for row in items) > max_size:
+            raise errors.ConversationFull(max_items, max_size)
 
     async def extend(
         self, conversation_id: str, owner: str, items: Sequence[Row], *, holder: str | None = None
     ) -> None:
         """
-        Add *items* to a conversation, those of a response only if that is its *holder*, which then holds it no longer.
+        Add *items* to a conversation; those of a response only if it is the *holder* of its lease, which ends then.
 
         Raises :class:`ConversationFull`, :class:`ConversationBusy` and :class:`ObjectNotFound`.
         """
-        most_items = self._settings.max_conversation_items
-        most_size = self._settings.max_conversation_size
+        max_items = self._settings.max_conversation_items
+        max_size = self._settings.max_conversation_size
         rows = [row._replace(list="items") for row in items]
         if holder is None:
             lease = None
@@ -247,21 +245,21 @@ class ResponseStore:
             lease = (holder, 0.0)
         try:
             added = await self.store().append(
-                conversation_id, owner, rows, max_rows=most_items, max_size=most_size, lease=lease
+                conversation_id, owner, rows, max_rows=max_items, max_size=max_size, lease=lease
             )
         except EntryFull as error:
-            raise errors.ConversationFull(most_items, most_size) from error
+            raise errors.ConversationFull(max_items, max_size) from error
         if not added and holder is not None:
-            raise errors.ConversationBusy("The conversation was deleted or is held by another response.")
+            raise errors.ConversationBusy("The conversation was deleted, or another response is being made in it.")
         if not added:
             raise no_conversation(conversation_id)
 
 
 class StoredResponse:
     """
-    A *response* of *owner* that is kept, or will be unless it has ``store: false``.
+    A *response* of *owner* that is stored, or will be unless it has ``store: false``.
 
-    *version* is that of what is kept, 0 before the first time.
+    *version* is that of the stored entry, 0 if there is none.
     """
 
     def __init__(self, state: ResponseStore, owner: str, response: ResponseObject, version: int = 0) -> None:
@@ -269,7 +267,7 @@ class StoredResponse:
         self.owner = owner
         self.response = response
         self.version = version
-        #: What its input is kept as, while it is made.
+        #: The rows of its input, while it is made.
         self.input: Sequence[Row] = ()
         #: The responses before the one that it goes on from, the newest first.
         self.ancestors: Sequence[str] = ()
@@ -277,7 +275,7 @@ class StoredResponse:
         self.recent: RecentLane | None = None
         #: The items before its input, each in JSON, if the connection keeps it.
         self.before: Sequence[bytes] = ()
-        #: Whether it holds its conversation no longer, because it stands there.
+        #: Whether its lease of the conversation has ended, because its items are there.
         self.released = False
         #: Its events, if this process makes it in the background.
         self.log = state.live.get(response.id)
@@ -287,13 +285,13 @@ class StoredResponse:
         """Whether it is being made."""
         return self.response.status in _RUNNING
 
-    async def put(
+    async def save(
         self, rows: Sequence[Row] = (), *, response: ResponseObject | None = None, lease: float = 0.0
     ) -> bool:
         """
-        Keep it, or *response* in its place, without the output, with more *rows*, unless another version is kept.
+        Store it, or *response* in its place, without the output, with more *rows*, unless another version is stored.
 
-        Whoever makes it says so again within *lease* seconds. Returns whether it is kept.
+        Its maker renews the lease within *lease* seconds. Returns whether it is stored.
         """
         head = msgspec.structs.replace(response or self.response, output=())
         encoded = await offload.run(msgspec.json.encode, head, cost=offload.rendering_cost(head))
@@ -301,34 +299,41 @@ class StoredResponse:
             parent = head.previous_response_id
         else:
             parent = head.conversation["id"]
-        kept = await self.state.store().put(
-            *(head.id, self.owner, encoded, self.version),
-            rows=rows, parent=parent, ancestors=self.ancestors, lease=(head.id, lease),
-        )  # fmt: skip
-        self.version += kept
-        return kept
+        is_stored = await self.state.store().put(
+            head.id,
+            self.owner,
+            encoded,
+            self.version,
+            rows=rows,
+            parent=parent,
+            ancestors=self.ancestors,
+            lease=(head.id, lease),
+        )
+        if is_stored:
+            self.version += 1
+        return is_stored
 
-    async def announce(self) -> None:
-        """Keep a stream, before it is made, as what it will be if this process ends in the middle of it."""
+    async def save_placeholder(self) -> None:
+        """Store a stream, before it is made, as failed: that it is if this process ends before the stream."""
         lost = msgspec.structs.replace(self.response, status="failed", error=INTERRUPTED)
         try:
-            await self.put(self.input, response=lost)
+            await self.save(self.input, response=lost)
         except errors.StoreUnavailable as error:
-            self.not_kept(error)
+            self.warn_not_stored(error)
 
-    async def begin(self) -> bool:
-        """Tell other processes that it is in progress; return false if one of them has cancelled it."""
+    async def mark_in_progress(self) -> bool:
+        """Store that it is in progress; return false if another process has cancelled it."""
         try:
-            return await self.put(lease=LEASE_SECONDS)
+            return await self.save(lease=LEASE_SECONDS)
         except errors.StoreUnavailable as error:
-            self.not_kept(error)
+            self.warn_not_stored(error)
             return True
 
-    async def keep(self) -> None:
+    async def finalize(self) -> None:
         """
-        Keep it, which has ended. If that does not work, it says so.
+        Store it, which has ended. If that fails, the response says so.
 
-        One of the background, of which a waiting client has nothing, is kept a little later if not at once.
+        For one of the background, for which no client waits, there are several attempts.
         """
         response = self.response
         log = self.log
@@ -338,16 +343,21 @@ class StoredResponse:
                 await self.state.extend(response.conversation["id"], self.owner, rows, holder=response.id)
                 self.released = True
             except errors.ServiceError as error:
-                self.not_kept(error)
+                self.warn_not_stored(error)
                 response.conversation = None
         if log is not None:
             await log.close()
             rows += log.rows()
-        for pause in (*(() if log is None else _PAUSES), None) if response.store else ():
+        if not response.store:
+            return
+        pauses: Sequence[float] = ()
+        if log is not None:
+            pauses = _PAUSES
+        for pause in (*pauses, None):
             try:
-                if await self.put(rows):
+                if await self.save(rows):
                     return
-                # Somebody has ended or deleted it, or this was kept, and the store could not say so.
+                # Another process has ended or deleted it; or this was stored, and the answer of the store was lost.
                 if log is None:
                     response.store = False
                 else:
@@ -357,21 +367,31 @@ class StoredResponse:
                 response.status = "cancelled"
                 return
             except errors.StoreUnavailable as error:
-                self.not_kept(error)
+                self.warn_not_stored(error)
                 if pause is None:
                     response.store = False
                     response.conversation = None
                 else:
                     await asyncio.sleep(pause)
 
-    def not_kept(self, error: errors.ServiceError) -> None:
-        """Log that it is not kept."""
-        self.state.not_kept(error, self.response.id)
+    def warn_not_stored(self, error: errors.ServiceError) -> None:
+        """Log that it is not stored."""
+        self.state.warn_not_stored(error, self.response.id)
 
 
 def is_key(prefix: str, key: str) -> bool:
-    """Return whether *key* can be the id of what is kept, of a kind as its *prefix* says."""
+    """Return whether *key* can be the id of a stored object whose ids begin with *prefix*."""
     return key.startswith(prefix) and _KEY.fullmatch(key) is not None
+
+
+def _decoded(head: bytes, output: Sequence[bytes]) -> ResponseObject:
+    response: ResponseObject = _RESPONSE.decode(head)
+    response.output = _OUTPUT.decode(joined(output))
+    return response
+
+
+def _no_response(response_id: str) -> errors.ObjectNotFound:
+    return errors.ObjectNotFound(f"There is no response '{response_id[:100]}'.", param="response_id")
 
 
 def no_conversation(conversation_id: str) -> errors.ObjectNotFound:

@@ -43,7 +43,7 @@ class SharedState:
         self._lists: dict[str, bytes] = {}
 
     def add(self, index: int, channel: Channel) -> None:
-        """Let worker *index*, which has just begun to listen, share; it closes the models that others have closed."""
+        """Add worker *index*, which has just begun to listen; it closes the models that others have closed."""
         self._channels[index] = channel
         for models in filter(None, self._closed.values()):
             channel.notify("apply", "close", models)
@@ -62,8 +62,9 @@ class SharedState:
             self._limits.leave(name, 0)
         self._claims = {model: owner for model, owner in self._claims.items() if owner != index}
         opened = self._closed.pop(index, None)
-        for channel in self._channels.values() if opened else ():
-            channel.notify("apply", "open", opened)
+        if opened:
+            for channel in self._channels.values():
+                channel.notify("apply", "open", opened)
         self._followers.pop(index, None)
         if index == self._looker:
             self._looker = next(iter(self._followers), None)
@@ -71,7 +72,7 @@ class SharedState:
                 self._followers[self._looker].notify("lead")
 
     def follow(self, index: int, channel: Channel) -> tuple[bool, dict[str, bytes]]:
-        """Let worker *index* share the lists; return whether it is the one that looks, and the newest lists."""
+        """Share the lists with worker *index*; return whether it is the one that looks, and the newest lists."""
         self._followers[index] = channel
         if self._looker is None:
             self._looker = index

@@ -66,7 +66,7 @@ async def keep(
     item = {"type": "message", "id": f"msg_{digits}i000", "role": "user", "content": "in"}
     rows = [Row("input", item["id"], json.dumps(item).encode())]
     rows += [Row("output", made.id, msgspec.json.encode(made)) for made in response.output]
-    assert await StoredResponse(state, "me", response).put(rows, lease=lease)
+    assert await StoredResponse(state, "me", response).save(rows, lease=lease)
     return response.id
 
 
@@ -126,7 +126,7 @@ async def test_a_deleted_response_in_the_middle() -> None:
             if gone is not None:
                 assert 200 == (await send(proxy, "DELETE", f"/v1/responses/{made[gone]}", None)).status
             assert "completed" == (await proxy.post("/v1/responses", body)).json["status"]
-            found = await state.history(made[3], "", "previous_response_id", most=9, most_size=9999)
+            found = await state.history(made[3], "", "previous_response_id", max_items=9, max_size=9999)
             assert [made[int(turn)] for turn in reversed(left)] == [link.key for link in found.links]
             assert 2 * len(left) == found.length == len(found.rows)
             assert made[2] == (await proxy.get(f"/v1/responses/{made[3]}")).json["previous_response_id"]
@@ -140,7 +140,7 @@ async def test_a_deleted_response_in_the_middle() -> None:
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
 async def test_a_parent_that_is_deleted_meanwhile(monkeypatch: pytest.MonkeyPatch, background: bool) -> None:
     """A response that is made while the one before it is deleted goes on from what that went on from."""
-    keep = StoredResponse.keep
+    keep = StoredResponse.finalize
     async with service("memory") as proxy:
         made: list[str] = []
 
@@ -149,14 +149,14 @@ async def test_a_parent_that_is_deleted_meanwhile(monkeypatch: pytest.MonkeyPatc
                 assert await self.state.store().delete(made[1], bridged=True)
             await keep(self)
 
-        monkeypatch.setattr(StoredResponse, "keep", keep_late)
+        monkeypatch.setattr(StoredResponse, "finalize", keep_late)
         for turn in range(4):
             more = {"background": True, "stream": True} if background else {}
             body = {"model": "m", "input": f"turn {turn}", "previous_response_id": made[-1] if made else None, **more}
             answer = await proxy.post("/v1/responses", body)
             made.append(re.findall(rb'"(resp_\w+)"', answer.body)[0].decode())
         found = await proxy.client.app[SERVICE].responses.history(
-            made[3], "", "previous_response_id", most=9, most_size=9999
+            made[3], "", "previous_response_id", max_items=9, max_size=9999
         )
         assert [made[3], made[2], made[0]] == [link.key for link in found.links]
 
@@ -194,7 +194,9 @@ async def test_one_response_at_a_time_in_a_conversation(state: ResponseStore) ->
                 await state.extend(conversation, "me", [Row("input", "b", b"{}")], holder="resp_2")
             # Items that a client adds itself need no turn.
             await state.extend(conversation, "me", [Row("items", "c", b"[]")])
-    assert [b"{}", b"[]"] == list((await state.history(conversation, "me", "conversation", most=9, most_size=99)).rows)
+    assert [b"{}", b"[]"] == list(
+        (await state.history(conversation, "me", "conversation", max_items=9, max_size=99)).rows
+    )
     with pytest.raises(ObjectNotFound):
         async with hold(3, "you"):
             pass
