@@ -110,7 +110,7 @@ _ROWS: Mapping[Kind, Sequence[tuple[str, ...]]] = {
          r"(.*response\.)?(metadata|reasoning|text(\.verbosity)?|top_logprobs|store|service_tier|"
          r"tool_choice|prompt_cache_key|safety_identifier)|.*(part|content\[\])\.logprobs"),
         ("`/v1/responses`: a response that is not there",
-         "400 with the code `previous_response_not_found`, which OpenAI's clients know. vLLM answers 404.",
+         "400 with the code `previous_response_not_found`, which OpenAI's clients handle. vLLM answers 404.",
          "^response: bad: a response that is not there"),
     ],
     Kind.DESIGN: [
