@@ -175,6 +175,7 @@ class _PieceCall(UpstreamCall):
         self._waiting.clear()
         # Breaks a reference cycle: the error's traceback has a frame with this call.
         self._error = None
+        self.progress = CallProgress()
 
 
 class Speaker:

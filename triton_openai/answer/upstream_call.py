@@ -66,7 +66,7 @@ class UpstreamClient(msgspec.Struct, frozen=True):
         return await _CollectedCall(self, request, on_responses).result()
 
 
-class CallProgress(msgspec.Struct, gc=False, eq=False):
+class CallProgress(msgspec.Struct, eq=False):
     """The progress of a call that is no generation; see :class:`triton_openai.generation.AnswerState`."""
 
     #: The number of responses.
@@ -322,6 +322,9 @@ class _CollectedCall(UpstreamCall):
         except BaseException as error:
             self._abort(error)
             raise
+        finally:
+            # Breaks a reference cycle: an error's traceback has this frame.
+            self.progress = CallProgress()
 
     def _encode(self, lora: Lora | None) -> InferRequest:
         return self._request

@@ -275,6 +275,8 @@ class Trace(CallTracer):
             else:
                 call.ended = max(call.began, self._at(outcome.ended))
             done.append(call)
+        # Breaks a reference cycle: an error's traceback has frames that refer to this trace.
+        self._calls.clear()
         span.name = span_name(record)
         span.shared = shared_attributes(record)
         span.attributes |= own_attributes(record)

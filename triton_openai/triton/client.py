@@ -152,6 +152,8 @@ class SingleAnswer:
         self._receiver = None
         if receiver is not None:
             receiver.end(failure)
+        # Breaks a reference cycle: the error's traceback has this frame.
+        del failure
 
     def pause(self) -> None:
         """Do nothing: one response is on its way at most."""

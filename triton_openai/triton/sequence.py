@@ -44,6 +44,8 @@ class SequenceAnswers:
         self._receiver = None
         if receiver is not None:
             receiver.end(failure)
+        # Breaks a reference cycle: the error's traceback has this frame.
+        del failure
 
     async def _ask(self, part: InferRequest) -> None:
         call = asyncio.ensure_future(self._client.infer(part))
@@ -56,6 +58,9 @@ class SequenceAnswers:
                 last = self._parts[-1]
             self._background.start(_end_sequence(self._client, call, last), timeout=_END_TIMEOUT)
             raise
+        finally:
+            # Breaks a reference cycle: the call's error has a traceback with this frame.
+            del call
         if self._receiver is not None:
             self._receiver.receive((response,))
 

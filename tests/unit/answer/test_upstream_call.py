@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
@@ -235,6 +238,28 @@ async def test_a_lost_request_that_no_other_triton_takes_ends_at_once(kind: Kind
         await asyncio.wait_for(asking, 2)
     upstream.route.lease = lease  # type: ignore[method-assign]
     assert unused(fleet)
+    await fleet.close()
+
+
+@every_case("kind", [speak, ask, ask_stream, ask_sequence])
+async def test_a_failed_call_is_freed_at_once(kind: Kind) -> None:
+    """Its error refers to the frames of the call; the call must not refer to the error for ever."""
+    triton = Triton()
+    fleet, upstream = await of(triton)
+    gc.collect()
+    gc.disable()
+    try:
+        triton.failure = UpstreamError("failed")
+        failure = weakref.ref(triton.failure)
+        with contextlib.suppress(UpstreamError):
+            await kind(upstream)
+        triton.failure = None
+        await upstream.background.close()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert failure() is None
+    finally:
+        gc.enable()
     await fleet.close()
 
 
