@@ -70,12 +70,12 @@ class ChatRequest(SamplingRequest, kw_only=True):
     ) = None
     thinking: (
         Annotated[
-            bool | dict[str, Any],
+            bool | str | dict[str, Any],
             Meta(description="The same, as DeepSeek, Kimi and GLM name it: an object with a `type`."),
         ]
         | None
     ) = None
-    enable_thinking: Annotated[bool, Meta(description="The same, as Qwen names it.")] | None = None
+    enable_thinking: Annotated[bool | str, Meta(description="The same, as Qwen names it.")] | None = None
     verbosity: Verbosity | None = None
     store: bool | None = None
     metadata: Annotated[Any, Meta(description="Up to 16 texts of 512 characters, kept with a completion.")] = None
