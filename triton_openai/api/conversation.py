@@ -47,12 +47,12 @@ class ChatOptions(GenerationOptions, kw_only=True):
     ) = None
     thinking: (
         Annotated[
-            bool | dict[str, Any],
+            bool | str | dict[str, Any],
             Meta(description="The same, as DeepSeek, Kimi and GLM name it: an object with a `type`."),
         ]
         | None
     ) = None
-    enable_thinking: Annotated[bool, Meta(description="The same, as Qwen names it.")] | None = None
+    enable_thinking: Annotated[bool | str, Meta(description="The same, as Qwen names it.")] | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

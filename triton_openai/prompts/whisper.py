@@ -25,16 +25,18 @@ class WhisperTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises :class:`ConfigurationError` for a tokenizer that is none of Whisper's."""
 
-        def found(token: str) -> int:
+        def special_id(token: str) -> int:
             number = tokenizer.token_id(token)
             if number is None:
                 raise ConfigurationError(f"The model's tokenizer is not Whisper's: it has no '{token}' (--tokenizer).")
             return number
 
         self._tokenizer = tokenizer
-        self._start, self._end = found("<|startoftranscript|>"), found("<|endoftext|>")
-        self._before, self._no_times = found("<|startofprev|>"), found("<|notimestamps|>")
-        self._tasks = found("<|transcribe|>"), found("<|translate|>")
+        self._start = special_id("<|startoftranscript|>")
+        self._end = special_id("<|endoftext|>")
+        self._before = special_id("<|startofprev|>")
+        self._no_times = special_id("<|notimestamps|>")
+        self._tasks = (special_id("<|transcribe|>"), special_id("<|translate|>"))
         numbers = {code: tokenizer.token_id(f"<|{code}|>") for code in LANGUAGES}
         #: The ids of the languages by code.
         self.languages = {code: number for code, number in numbers.items() if number is not None}
@@ -51,7 +53,8 @@ class WhisperTokens:
         ids.append(self._start)
         if language is not None:
             ids += [self.languages[language], self._tasks[translate]]
-            ids += [] if times else [self._no_times]
+            if not times:
+                ids.append(self._no_times)
         return ids
 
     def language(self, ids: Sequence[int]) -> str | None:
