@@ -139,10 +139,12 @@ async def counting_audio(service: Service, call: Call[Any]) -> AsyncIterator[Non
     record.headers = {**record.headers, **told}
     if decision.refusal is not None:
         wait = decision.refusal.wait
-        message = (
-            f"Rate limit reached for '{key.name}' on seconds of audio per minute: limit {max_seconds}. Please try again"
+        raise RateLimited(
+            f"Rate limit reached for '{key.name}' on seconds of audio per minute: limit {max_seconds}. "
+            f"Please try again in {math.ceil(wait)}s.",
+            kind="audio_seconds",
+            wait=wait,
         )
-        raise RateLimited(f"{message} in {math.ceil(wait)}s.", kind="audio_seconds", wait=wait)
     try:
         yield
     finally:
