@@ -62,6 +62,10 @@ _OF_LINES = "lines"
 _LINES_SECONDS = 120.0
 # The bench itself, and what the service measures on a timer, which may fall into any request.
 _BESIDE = ("bench", "__main__", "triton_openai.telemetry.process")
+# What runs once a second: on a busy machine, that is in each request.
+_EACH_SECOND = frozenset(
+    {"triton_openai.access.authorizer:Authorizer.watch", "triton_openai.serving.connections:_date"}
+)
 _ROOT = Path(__file__).parents[1]
 # What a call takes for the profiler: its frame. Before Python 3.14, integers that the profiler frees make up for it.
 _FRAME_BLOCKS = int(sys.version_info >= (3, 14))
@@ -142,11 +146,12 @@ class _Profiler:
         if event == "call":
             name = frame.f_globals.get("__name__", "")
             code = frame.f_code
-            if name.startswith(_BESIDE) or (stack and owner == "bench"):
+            function = f"{name}:{code.co_qualname}"
+            if name.startswith(_BESIDE) or function in _EACH_SECOND or (stack and owner == "bench"):
                 owner = "bench"
             elif name.startswith("triton_openai"):
                 owner = "ours"
-                self._functions[f"{name}:{code.co_qualname}"] += 1
+                self._functions[function] += 1
                 self._coroutines += bool(code.co_flags & CO_COROUTINE)
             else:
                 owner = "library"
