@@ -329,11 +329,13 @@ def finalizing(state: Path) -> bool:
 def test_a_full_disk(own: Own, tmp_path: Path) -> None:
     """A batch waits while nothing can be written, uploads are refused, and then all goes on."""
     options = ("--triton-url", own.url("http"), "--tokenizer", str(own.repository.tokenizer))
+    # So slow that the batch still runs when the disk is full, also on a busy machine.
+    settings = {"batches": {"max_running": 4}}
     with (
-        serving(tmp_path, *options) as service,
+        serving(tmp_path, *options, settings=settings) as service,
         OpenAI(base_url=service.base_url, api_key="none", max_retries=0) as client,
     ):
-        content = b"".join(map(request, range(1, 200)))
+        content = b"".join([request(number, delay=20) for number in range(1, 200)])
         file = client.files.create(file=("in.jsonl", content), purpose="batch")
         limits = resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE)
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
