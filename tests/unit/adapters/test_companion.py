@@ -14,7 +14,7 @@ from triton_openai.adapters.companion import Companion
 from triton_openai.companion.repository import config_text
 from triton_openai.errors import InvalidAnswer, InvalidRequest, PromptRefused, RequestRefused, ServiceError
 from triton_openai.generation import FinishReason, Generation, Guide, Lora, Sampling
-from triton_openai.jobs import ClassificationJob, EmbeddingJob
+from triton_openai.jobs import ClassificationJob, ClassificationResult, EmbeddingJob
 from triton_openai.triton.tensors import CarriedResponse, Delivery, JsonResponse, ModelConfig, TensorSpec
 
 INPUTS = {name: TensorSpec(name=name, datatype="BYTES", dims=(1,)) for name in ("request", "carrier")}
@@ -144,7 +144,9 @@ def test_vectors() -> None:
     result = adapter.decode(job, [answer({"vector": vector, "prompt": 3})] * 2)
     assert 6 == result.prompt_tokens
     classes = ClassificationJob(id="x", inputs=("a",))
-    assert ((0.5, 0.25),) == tuple(map(tuple, adapter.decode(classes, [answer({"vector": vector})]).values))
+    classified = adapter.decode(classes, [answer({"vector": vector})])
+    assert isinstance(classified, ClassificationResult)
+    assert [[0.5, 0.25]] == [list(values) for values in classified.values]
 
 
 @every_case("body,error", [
