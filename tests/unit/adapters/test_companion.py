@@ -146,7 +146,7 @@ def test_vectors() -> None:
     classes = ClassificationJob(id="x", inputs=("a",))
     classified = adapter.decode(classes, [answer({"vector": vector})])
     assert isinstance(classified, ClassificationResult)
-    assert ((0.5, 0.25),) == tuple(map(tuple, classified.values))
+    assert [[0.5, 0.25]] == [list(values) for values in classified.values]
 
 
 @every_case("body,error", [
