@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from triton_openai.adapters._common import tensor_mapping as tensors
 from triton_openai.adapters._common.base import Capabilities
 from triton_openai.adapters._common.decoding import checked_vectors
@@ -199,6 +197,9 @@ def _pooled(response: InferResponse, name: str, lengths: Sequence[int], pooling:
 
     *lengths* are the tokens of the texts, without padding behind them. Raises :class:`InvalidAnswer`.
     """
+    # Imported here: most services have no such model.
+    import numpy as np
+
     output = response.tensor(name)
     if output is None or output.datatype not in _TYPES or len(output.shape) != 3:
         raise response.invalid(f"the output '{name}' is not a vector for each token")

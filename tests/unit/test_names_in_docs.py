@@ -66,6 +66,7 @@ FOREIGN = {
     "docs/explanation/reliability.md": {
         *("--clients", "--faults", "--lines", "--only", "--poison", "--requests", "--seconds", "--seed", "--tritons"),
     },
+    "docs/reference/vllm-differences.md": {"--enable-prompt-tokens-details"},
     "docs/guides/vllm.md": {*_DOCKER, *_ENGINE},
     "docs/guides/tracing.md": {"--cases", "--trace-config"},
     "docs/tutorials/tracing-on-kubernetes.md": _KUBERNETES,

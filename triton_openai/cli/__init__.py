@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         written, environ, warnings = translate(given, os.environ)
         parsed = parse(written)
         if parsed.command == PARSE:
-            from triton_openai.cli.parse import run as run_parse
+            from triton_openai.cli.parse_answer import run as run_parse
 
             return run_parse(parsed.options)
         if parsed.command == "serve":

@@ -114,10 +114,10 @@ async def test_a_list_waits_for_the_models_that_triton_has(monkeypatch: pytest.M
     go_on = threading.Event()
     bind = Binder.bind_all
 
-    def bind_slowly(*arguments: Any) -> Any:
+    def bind_slowly(*arguments: Any, **keywords: Any) -> Any:
         loop.call_soon_threadsafe(begun.set)
         go_on.wait(20)
-        return bind(*arguments)
+        return bind(*arguments, **keywords)
 
     async with (
         FakeTriton(config_of("m")) as triton,

@@ -12,7 +12,7 @@ import pytest
 from bench.parsers import CALLS
 from tests.cases import every_case
 from tests.unit.parsers.test_tools import merge
-from triton_openai.cli.parse import parse_answer
+from triton_openai.cli.parse_answer import parse_answer
 from triton_openai.errors import ConfigurationError
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, choose, detect
