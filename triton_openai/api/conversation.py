@@ -133,6 +133,9 @@ async def prompt_of(
     # Before they are rendered: for each, all of its message's text is searched.
     service.images.check_count(pictures, max_images=model.adapter.capabilities.images)
     repaired: list[str] = []
+    switches = None
+    if not (options.think is None and options.thinking is None and options.enable_thinking is None):
+        switches = options.switches
     prompt, context.record.chat_template = await rendered_chat(
         model,
         prompter,
@@ -142,7 +145,7 @@ async def prompt_of(
         images=pictures,
         audio=audio,
         reasoning_effort=options.reasoning_effort,
-        switches=options.switches,
+        switches=switches,
         trust_template=service.settings.api.trust_request_chat_template,
         repaired=repaired,
         origins=origins,
