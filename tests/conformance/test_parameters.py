@@ -190,7 +190,13 @@ async def test_flags_are_always_sent(proxy, triton, model, streamed):
     elif model == "tensorrt_llm_llmapi":
         expected = {stream: [True], "sampling_param_exclude_input_from_output": [True], "return_finish_reason": [True]}
     elif model == "vllm_model":
-        expected["return_finish_reason"] = [True]
+        # What the client wants whole comes whole.
+        expected = {
+            stream: [streamed],
+            "exclude_input_in_output": [True],
+            "return_finish_reason": [True],
+            **counts,
+        }
     assert expected == flags
 
 

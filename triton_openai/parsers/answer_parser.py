@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallStart
 from triton_openai.parsers.reasoning import ReasoningParser
 from triton_openai.parsers.tools.tool_parser import ToolParser
@@ -69,6 +71,8 @@ class AnswerParser:
                 self._count(events, tokens)
             elif self._thinking:
                 self.reasoning_tokens += tokens
+            elif tokens > 1:
+                self.reasoning_tokens += _thinking_share(events, tokens)
         return self._take(events)
 
     def flush(self, *, cut: bool = False) -> list[Event]:
@@ -135,8 +139,7 @@ class AnswerParser:
             self._undecided_tokens += tokens
             return
         if self._undecided_tokens:
-            if any(isinstance(event, Reasoning) for event in events):
-                self.reasoning_tokens += self._undecided_tokens
+            self.reasoning_tokens += _thinking_share(events, self._undecided_tokens)
             self._undecided_tokens = 0
         if self._thinking:
             self.reasoning_tokens += tokens
@@ -149,3 +152,25 @@ class AnswerParser:
         if self._parallel or self.calls < 2:
             return events
         return [event for event in events if isinstance(event, Content | Reasoning) or not event.index]
+
+
+def _thinking_share(events: Sequence[Event], tokens: int) -> int:
+    """
+    Return how many of *tokens*, which came together, are thinking.
+
+    An answer that comes whole does not show where its tokens are: their number is shared out by characters.
+    """
+    thinking = 0
+    others = 0
+    for event in events:
+        if isinstance(event, Reasoning):
+            thinking += len(event.text)
+        elif isinstance(event, ToolCallStart):
+            others += len(event.name)
+        else:
+            others += len(event.text)
+    if not thinking:
+        return 0
+    if not others:
+        return tokens
+    return min(max(1, round(tokens * thinking / (thinking + others))), tokens - 1)
