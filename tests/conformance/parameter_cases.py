@@ -189,7 +189,8 @@ CASES: Mapping[str, Case] = {
     "spaces_between_special_tokens": Case(False, **REFUSED),
     "return_tokens_as_token_ids": Case(True, **REFUSED),
     "include_reasoning": Case(False, **CHAT, **HARMLESS),
-    "priority": Case(1, **REFUSED),
+    # Of ten levels, vLLM's last is 0.
+    "priority": Case(1, sent={"priority": -9}, can=lambda capabilities: capabilities.priority_levels > 0),
     "modalities": Case(["text", "audio"], **CHAT, **REFUSED),
     "audio": Case({"voice": "x", "format": "wav"}, **CHAT, **REFUSED),
     "verbosity": Case("high", **CHAT, **HARMLESS),

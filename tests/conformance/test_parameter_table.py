@@ -115,6 +115,8 @@ async def received(triton: TestTriton, tokenizer: Tokenizer, adapter: Adapter, r
 def _companion_received(tokenizer: Tokenizer, body: Mapping[str, Any]) -> Sent:
     """Return what the companion model got: the values of its JSON, and the prompt as text."""
     sent: Sent = {"prompt": tokenizer.decode(body["ids"], skip_special_tokens=False)}
+    if "priority" in body:
+        sent["priority"] = body["priority"]
     for part in ("sampling", "return"):
         sent |= {f"{part}.{name}": value for name, value in body.get(part, {}).items()}
     return sent
@@ -124,7 +126,7 @@ def _companion_expected(name: str, wanted: Sent) -> Sent:
     """Return *wanted*, in the words of vLLM's backend where the case has those, in the companion's."""
     expected: Sent = {}
     for target, value in wanted.items():
-        if target.startswith(("sampling.", "return.")):
+        if target == "priority" or target.startswith(("sampling.", "return.")):
             expected[target] = value
         elif target == f"{JSON}.logprobs" and name not in ("stop_token_ids", "return_token_ids"):
             expected["return.logprobs"] = value

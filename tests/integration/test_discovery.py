@@ -405,8 +405,8 @@ async def test_an_adapter_that_nobody_has():
     assert "vllm" == by_name["b"].adapter
     assert None is by_name["a"].adapter
     assert (
-        "There is no adapter 'vlm'. Known adapters: companion, vllm, trtllm-ensemble, trtllm, trtllm-llmapi, trtllm-bls, "
-        "synthesizer, classifier, embeddings, cross-encoder, transcriber, text." == by_name["a"].reason
+        "There is no adapter 'vlm'. Known adapters: companion, vllm, trtllm-ensemble, trtllm, trtllm-llmapi, "
+        "trtllm-bls, synthesizer, classifier, embeddings, cross-encoder, transcriber, text." == by_name["a"].reason
     )
 
 

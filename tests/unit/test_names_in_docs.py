@@ -68,6 +68,7 @@ FOREIGN = {
     },
     "docs/reference/vllm-differences.md": {"--enable-prompt-tokens-details"},
     "docs/guides/vllm.md": {*_DOCKER, *_ENGINE},
+    "docs/reference/vllm-differences.md": {"--enable-prompt-tokens-details"},
     "docs/guides/tracing.md": {"--cases", "--trace-config"},
     "docs/tutorials/tracing-on-kubernetes.md": _KUBERNETES,
     "examples/embeddings-onnx/README.md": {"--source"},

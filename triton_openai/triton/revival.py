@@ -51,6 +51,8 @@ class Revivals:
         except ServiceError as error:
             advice = "restart Triton, or start it with --model-control-mode=explicit"
             _log.error("the model cannot be loaded again", model=model, reason=error.reason, advice=advice)
+        except OSError as error:
+            _log.error("the model is not loaded again: its lock cannot be opened", model=model, reason=str(error))
         finally:
             self._models.discard(model)
 
