@@ -66,7 +66,6 @@ FOREIGN = {
     "docs/explanation/reliability.md": {
         *("--clients", "--faults", "--lines", "--only", "--poison", "--requests", "--seconds", "--seed", "--tritons"),
     },
-    "docs/reference/vllm-differences.md": {"--enable-prompt-tokens-details"},
     "docs/guides/vllm.md": {*_DOCKER, *_ENGINE},
     "docs/reference/vllm-differences.md": {"--enable-prompt-tokens-details"},
     "docs/guides/tracing.md": {"--cases", "--trace-config"},

@@ -178,7 +178,16 @@ def texts(node: Any) -> Iterator[str]:
 
 def test_no_text_is_about_the_code() -> None:
     """Clients do not know classes, modules and roles; a name that looks like a class is that of a schema."""
-    known = {*document()["components"]["schemas"], "OpenAI", "OpenAPI", "LoRA", "TensorRT", "WebSocket", "DeepSeek", "OpenRouter"}
+    known = {
+        *document()["components"]["schemas"],
+        "OpenAI",
+        "OpenAPI",
+        "LoRA",
+        "TensorRT",
+        "WebSocket",
+        "DeepSeek",
+        "OpenRouter",
+    }
     for text in texts(document()):
         names = set(re.findall(r"\b[A-Z][a-z]+(?:[A-Z][a-z]*)+\b|\b\w+Error\b", text))
         assert [] == sorted(names - known), text
