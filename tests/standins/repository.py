@@ -98,7 +98,7 @@ def companion(site: Site, name: str) -> None:
     engine = {"model": str(site.repository.tokenizer), "max_model_len": CONTEXT_LENGTH, "enable_lora": True}
     folder = site.write(name, config_text(engine).replace("KIND_MODEL", "KIND_CPU"), "companion")
     (folder / "engine.json").write_text(json.dumps(engine))
-    (folder / "multi_lora.json").write_text(json.dumps({lora: f"/loras/{lora}" for lora in ("alpha", "beta")}))
+    (folder / "multi_lora.json").write_text(json.dumps({lora: f"/loras/{lora}" for lora in ("gamma", "delta")}))
     (site.repository.path.parent / "standins" / "shipped_companion.py").write_text(model_code())
 
 
