@@ -227,7 +227,7 @@ class Generation(Job[Any], frozen=True, kw_only=True):
     sampling: Sampling
     #: Whether the client asks for a stream.
     stream: bool = False
-    #: Whether the client limits the time to the first token, or between two tokens: only parts show those.
+    #: Whether the time of each token counts, which only an answer in parts shows.
     times_tokens: bool = False
     #: Whether it can go over gRPC, where Triton passes a cancellation on in any case.
     over_grpc: bool = False

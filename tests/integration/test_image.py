@@ -37,10 +37,10 @@ pytestmark = pytest.mark.timeout(400)
 
 _IMPORT_EVERYTHING = """
 import importlib, pkgutil, triton_openai
-# The last two are for extras.
 skipped = ("triton_openai.demo.", "triton_openai.__main__", "triton_openai.triton._")
 # It runs in Triton.
 skipped += ("triton_openai.companion.model",)
+# They are for extras.
 skipped += ("triton_openai.storage.postgresql", "triton_openai.batches.bucket")
 for module in pkgutil.walk_packages(triton_openai.__path__, "triton_openai."):
     if not module.name.startswith(skipped):

@@ -27,7 +27,7 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
     first_token: float
     idle: float
     total: float | None
-    #: Whether the client limits the time to the first token, or between two.
+    #: Whether the time of each token counts: the client limits it, or the answer is stored as it comes.
     times_tokens: bool = False
 
     @classmethod

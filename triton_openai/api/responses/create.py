@@ -245,7 +245,9 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
     try:
         async with AsyncExitStack() as stack:
             stack.callback(record.free_memory)
-            own = replace(context, record=record)
+            # Its events are stored as they come, whether or not its client asks for a stream.
+            limits = msgspec.structs.replace(context.limits, times_tokens=True)
+            own = replace(context, record=record, limits=limits)
             asked, request = await stack.enter_async_context(_conversation(own, made))
             prepare = partial(prepare_fitting, request=request, answer_id=made.response.id)
             prepared = await asked.admitted(prepare, param=_MESSAGES, runs=False)
