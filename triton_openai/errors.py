@@ -62,7 +62,7 @@ _MAX_TRACE_CHARS = 20_000
 
 class ServiceError(Exception):
     """
-    A failure of the service itself, and the base of all errors for clients.
+    A failure of the service itself.
 
     *message* is shown to the client: a clear sentence, free of server paths, tracebacks and secrets. Characters of the
     client's that control a terminal become ``?``. Without one, the service itself has failed, and only its log has the

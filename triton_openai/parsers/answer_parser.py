@@ -41,6 +41,8 @@ class AnswerParser:
         self.calls = 0
         self.reasoning_tokens = 0
         self._undecided_tokens = 0
+        # Whether tokens have come.
+        self._counted = False
         #: Whether the text ended in the middle of a call that was passed on; known after the flush.
         self.cut = False
         self._thinking = False
@@ -71,8 +73,10 @@ class AnswerParser:
                 self._count(events, tokens)
             elif self._thinking:
                 self.reasoning_tokens += tokens
-            elif tokens > 1:
+            elif not self._counted:
+                # A whole answer.
                 self.reasoning_tokens += _thinking_share(events, tokens)
+            self._counted = True
         return self._take(events)
 
     def flush(self, *, cut: bool = False) -> list[Event]:
@@ -171,6 +175,6 @@ def _thinking_share(events: Sequence[Event], tokens: int) -> int:
             others += len(event.text)
     if not thinking:
         return 0
-    if not others:
+    if not others or tokens == 1:
         return tokens
     return min(max(1, round(tokens * thinking / (thinking + others))), tokens - 1)

@@ -214,8 +214,10 @@ async def test_lines_behind_those_of_a_model_that_is_away(tmp_path: Path, monkey
             await one.until(batch, lambda found: found.status == "in_progress")
             host.silent.add("n")
             one.runner._away.pause("n", "no")
-            host.busy = False
             held = one.runner._batches[batch.id]
+            # No line was chosen before the pause.
+            await one.until(batch, lambda _: held.starting is None)  # noqa: B023
+            host.busy = False
             if expected:
                 await one.until(batch, lambda found: found.succeeded == expected)  # noqa: B023
             else:
