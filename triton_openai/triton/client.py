@@ -133,19 +133,25 @@ class TritonClient(Protocol):
         """Close all connections."""
 
 
-class SingleAnswer:
-    """The one answer of a model that is not decoupled, as a stream of one response."""
+class AnswerTask:
+    """
+    Base of the streams of models that are not decoupled: a task whose :meth:`_ask` passes each answer on.
 
-    def __init__(self, client: TritonClient, request: InferRequest, receiver: Receiver) -> None:
+    Such a stream cannot be paused: one response is on its way at most.
+    """
+
+    def __init__(self, receiver: Receiver) -> None:
         self._receiver: Receiver | None = receiver
-        self._task = asyncio.create_task(self._ask(client, request))
+        self._task = asyncio.create_task(self._run())
 
-    async def _ask(self, client: TritonClient, request: InferRequest) -> None:
+    async def _ask(self) -> None:
+        """Ask for the answers, and give each to :meth:`_receive`. Raises any error."""
+        raise NotImplementedError
+
+    async def _run(self) -> None:
         failure = None
         try:
-            response = await client.infer(request)
-            if self._receiver is not None:
-                self._receiver.receive((response,))
+            await self._ask()
         except Exception as error:  # noqa: BLE001 - the receiver handles every error
             failure = error
         receiver = self._receiver
@@ -155,8 +161,12 @@ class SingleAnswer:
         # Breaks a reference cycle: the error's traceback has this frame.
         del failure
 
+    def _receive(self, response: InferResponse) -> None:
+        if self._receiver is not None:
+            self._receiver.receive((response,))
+
     def pause(self) -> None:
-        """Do nothing: one response is on its way at most."""
+        """Do nothing."""
 
     def resume(self) -> None:
         """Do nothing."""
@@ -165,6 +175,18 @@ class SingleAnswer:
         if self._receiver is not None:
             self._receiver = None
             self._task.cancel()
+
+
+class SingleAnswer(AnswerTask):
+    """The one answer of a model that is not decoupled, as a stream of one response."""
+
+    def __init__(self, client: TritonClient, request: InferRequest, receiver: Receiver) -> None:
+        self._client = client
+        self._request = request
+        super().__init__(receiver)
+
+    async def _ask(self) -> None:
+        self._receive(await self._client.infer(self._request))
 
 
 #: Gets the responses to a request so far, whenever further ones have arrived. It neither blocks nor raises.

@@ -10,14 +10,14 @@ from msgspec.structs import replace
 
 from triton_openai.errors import ServiceError
 from triton_openai.tasks import Background
-from triton_openai.triton.client import Receiver, TritonClient
+from triton_openai.triton.client import AnswerTask, Receiver, TritonClient
 from triton_openai.triton.tensors import InferRequest
 
 # The time limit for the end of a sequence that was given up, half of it for the request that still runs.
 _END_TIMEOUT = 20.0
 
 
-class SequenceAnswers:
+class SequenceAnswers(AnswerTask):
     """
     The stream of the answers to *request* and to those that follow it; each is sent when the one before is answered.
 
@@ -27,27 +27,16 @@ class SequenceAnswers:
 
     def __init__(self, client: TritonClient, request: InferRequest, receiver: Receiver, background: Background) -> None:
         self._client = client
-        self._receiver: Receiver | None = receiver
         self._background = background
         following = [replace(part, headers=request.headers) for part in request.following]
         self._parts = [request, *following]
-        self._task = asyncio.create_task(self._run())
+        super().__init__(receiver)
 
-    async def _run(self) -> None:
-        failure = None
-        try:
-            for part in self._parts:
-                await self._ask(part)
-        except Exception as error:  # noqa: BLE001 - the receiver handles every error
-            failure = error
-        receiver = self._receiver
-        self._receiver = None
-        if receiver is not None:
-            receiver.end(failure)
-        # Breaks a reference cycle: the error's traceback has this frame.
-        del failure
+    async def _ask(self) -> None:
+        for part in self._parts:
+            await self._send(part)
 
-    async def _ask(self, part: InferRequest) -> None:
+    async def _send(self, part: InferRequest) -> None:
         call = asyncio.ensure_future(self._client.infer(part))
         try:
             # Shielded: if the end of the sequence arrived before this request, the backend would keep the state.
@@ -61,19 +50,7 @@ class SequenceAnswers:
         finally:
             # Breaks a reference cycle: the call's error has a traceback with this frame.
             del call
-        if self._receiver is not None:
-            self._receiver.receive((response,))
-
-    def pause(self) -> None:
-        """Do nothing: the parts have one response each."""
-
-    def resume(self) -> None:
-        """Do nothing."""
-
-    def close(self, *, silent: bool = False) -> None:
-        if self._receiver is not None:
-            self._receiver = None
-            self._task.cancel()
+        self._receive(response)
 
 
 async def _end_sequence(client: TritonClient, call: asyncio.Future[Any], last: InferRequest | None) -> None:
