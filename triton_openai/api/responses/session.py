@@ -85,7 +85,8 @@ class ResponsesSession:
         self._headers = headers
         self._opened = opened
         self._send = send
-        self._operation = next(row for row in service.operations if row.name == "create_response")
+        operation = next(row for row in service.operations if row.name == "create_response")
+        self._operation = msgspec.structs.replace(operation, request=CreateEvent)
         self._recent = RecentResponses(service.settings.responses.max_lanes)
         # By stream_id: those that run.
         self._lanes: dict[str | None, _Lane] = {}
@@ -148,23 +149,21 @@ class ResponsesSession:
         record = RequestRecord(
             request_id=request_id({}), method="POST", path=self._opened.path, client=self._opened.client
         )
-        reservations: list[Reservation] = []
+        reservation: Reservation | None = None
 
         async def work() -> None:
+            nonlocal reservation
             service.executor.draining.check()
             key = service.authorizer.authenticate(self._headers, self._operation.group)
             service.authorizer.share(key)
-            reservation = None
             if key is not None:
                 record.key = key.name
                 record.key_digest = key.digest
                 if key.limit.any:
                     reservation = await service.authorizer.admit(key)
-                    reservations.append(reservation)
                     if reservation.refusal is not None:
                         raise reservation.refusal
-            row = msgspec.structs.replace(self._operation, request=CreateEvent)
-            request = await decode_json(body, row, record, service.settings)
+            request = await decode_json(body, self._operation, record, service.settings)
             if request.background:
                 raise errors.UnsupportedParameter(
                     "Responses over a WebSocket are not made in the background: use POST.", param="background"
@@ -173,7 +172,15 @@ class ResponsesSession:
             output = _FrameOutput(
                 self._sender(stream_id), record, service.executor.draining, service.settings.server.heartbeat_interval
             )
-            call = Call(row, request, key or NO_KEY, record, output, headers=self._headers, reservation=reservation)
+            call = Call(
+                self._operation,
+                request,
+                key or NO_KEY,
+                record,
+                output,
+                headers=self._headers,
+                reservation=reservation,
+            )
             recent = self._recent.lane(stream_id)
             if request.generate is False:
                 events = await prepare(service, call, recent)
@@ -187,9 +194,7 @@ class ResponsesSession:
             self._recent.drop(stream_id)
             await self._refuse(stream_id, error)
 
-        await service.executor.run(
-            record, work, failed=failed, reservation=lambda: reservations[0] if reservations else None
-        )
+        await service.executor.run(record, work, failed=failed, reservation=lambda: reservation)
 
     async def _refuse(self, stream_id: str | None, error: errors.ServiceError) -> None:
         """Send *error* as the answer to a request."""
