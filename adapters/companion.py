@@ -27,6 +27,7 @@ from triton_openai.adapters._common.base import (
     with_engine_arguments,
 )
 from triton_openai.adapters._common.decoding import checked_vectors
+from triton_openai.adapters.vllm import GUIDE_FIELDS, MAX_ALTERNATIVES
 from triton_openai.errors import (
     ConfigurationError,
     InvalidAnswer,
@@ -70,16 +71,6 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("skip_special_tokens", otherwise=Rule.SERVICE),
     Parameter("length_penalty"),
 )
-_GUIDE_FIELDS: Mapping[str, str] = {
-    "json": "json_object",
-    "json_schema": "json",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
-    "structural_tag": "structural_tag",
-}
-# vLLM's ``max_logprobs`` where the engine's arguments do not set it, and as much as OpenAI allows.
-_MOST_ALTERNATIVES = 20
 # The bytes of a number in a vector.
 _FLOAT = 4
 _FINISHES: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -123,8 +114,8 @@ class Companion(Adapter):
             tokens=True,
             ends_itself=True,
             token_inputs=True,
-            guides=frozenset(_GUIDE_FIELDS),
-            top_logprobs=_MOST_ALTERNATIVES,
+            guides=frozenset(GUIDE_FIELDS),
+            top_logprobs=MAX_ALTERNATIVES,
             cumulative_logprob=True,
             prompt_logprobs=True,
             token_ids=True,
@@ -191,7 +182,7 @@ class Companion(Adapter):
         scored = msgspec.structs.replace(
             generation, id=f"{generation.id}-prompt", sampling=plain, guide=None, cumulative_logprob=False
         )
-        return self._generation(scored, scores_prompt=_MOST_ALTERNATIVES)
+        return self._generation(scored, scores_prompt=MAX_ALTERNATIVES)
 
     def decode_prompt_logprobs(self, response: InferResponse, count: int) -> Sequence[TokenLogprob] | None:
         """Return the log probabilities of the prompt's tokens."""
@@ -364,4 +355,4 @@ def _guide_fields(guide: Guide) -> dict[str, Any]:
         value = True
     elif guide.kind in ("json_schema", "choice"):
         value = msgspec.Raw(guide.value.encode())
-    return {_GUIDE_FIELDS[guide.kind]: value}
+    return {GUIDE_FIELDS[guide.kind]: value}

@@ -71,7 +71,8 @@ _SUPPLIED = frozenset(
 _MAX_WHOLE_LOGPROBS = 4096
 # The tokens that the engine may generate for nobody, because Triton does not pass on over HTTP that a client has left.
 _MAX_WHOLE_OVER_HTTP = 1024
-_GUIDE_FIELDS: Mapping[str, str] = {
+#: What vLLM calls each guide.
+GUIDE_FIELDS: Mapping[str, str] = {
     "json": "json_object",
     "json_schema": "json",
     "regex": "regex",
@@ -79,8 +80,8 @@ _GUIDE_FIELDS: Mapping[str, str] = {
     "grammar": "grammar",
     "structural_tag": "structural_tag",
 }
-# vLLM's ``max_logprobs`` where the engine's arguments do not set it, and as much as OpenAI allows.
-_MOST_ALTERNATIVES = 20
+#: vLLM's ``max_logprobs`` where the engine's arguments do not set it, and as much as OpenAI allows.
+MAX_ALTERNATIVES = 20
 _MAX_TOKEN_ID = 2**31 - 1
 _SERVER_24_12 = "2.53."
 _vector = msgspec.json.Decoder(list[float])
@@ -129,8 +130,8 @@ class Vllm(Adapter):
             usage=_TOKEN_COUNT in self._optional,
             finish_reason=finish,
             token_inputs=True,
-            guides=frozenset(_GUIDE_FIELDS) if self._guide_key is not None else frozenset(),
-            top_logprobs=_MOST_ALTERNATIVES if logprobs else 0,
+            guides=frozenset(GUIDE_FIELDS) if self._guide_key is not None else frozenset(),
+            top_logprobs=MAX_ALTERNATIVES if logprobs else 0,
             cumulative_logprob=_CUMULATIVE in self._optional,
             token_ids=logprobs,
             lora="name",
@@ -384,7 +385,7 @@ def _guide_fields(guide: Guide) -> dict[str, Any]:
         value = True
     elif guide.kind in ("json_schema", "choice"):
         value = msgspec.Raw(guide.value.encode())
-    return {_GUIDE_FIELDS[guide.kind]: value}
+    return {GUIDE_FIELDS[guide.kind]: value}
 
 
 class _Entry(msgspec.Struct, frozen=True):

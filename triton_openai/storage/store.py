@@ -131,6 +131,8 @@ class Store(ABC):
     """
     Stores entries. Every method raises :class:`StoreUnavailable` when it fails.
 
+    It has many methods because each is one transaction, which a store does in its own way.
+
     An operation that takes too long fails and changes nothing. Then all operations fail at once, until the store
     answers again.
 
