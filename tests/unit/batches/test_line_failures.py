@@ -201,6 +201,13 @@ async def test_a_model_that_never_comes_back(tmp_path: Path) -> None:
         assert {name: ["batch_expired"] for name in NAMES[:2]} == one.results(done)
 
 
+async def pause(one: Process, batch: Batch, model: str) -> None:
+    """Pause *model* when lines of *batch* wait for it: the pause of a model that no line asks ends at once."""
+    await one.until(batch, lambda _: batch.id in one.runner._batches)
+    await one.until(batch, lambda _: model in one.runner._batches[batch.id].models())
+    one.runner._away.pause(model, "no")
+
+
 async def test_lines_behind_those_of_a_model_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines for models that are there are read over those of one that is away, up to a number of lines in memory."""
     monkeypatch.setattr(batch_lifecycle, "_WINDOW", 10)
@@ -211,9 +218,8 @@ async def test_lines_behind_those_of_a_model_that_is_away(tmp_path: Path, monkey
             host.busy = True
             away = [request(f"away-{number}", "n") for number in range(count)]
             batch = await one.batch(b"".join([*away, *map(request, NAMES[:5])]))
-            await one.until(batch, lambda found: found.status == "in_progress")
             host.silent.add("n")
-            one.runner._away.pause("n", "no")
+            await pause(one, batch, "n")
             held = one.runner._batches[batch.id]
             # No line was chosen before the pause.
             await one.until(batch, lambda _: held.starting is None)  # noqa: B023
@@ -273,8 +279,7 @@ async def test_keys_that_may_not_ask_a_model(name: str, owner: str, tmp_path: Pa
         host.busy = True
         batches = {who: await one.batch(NAMES[:5], owner=who, name=f"batch_{who}") for who in ("me", "you")}
         for batch in batches.values():
-            await one.until(batch, lambda found: found.status == "in_progress")
-        one.runner._away.pause("m", "no")
+            await pause(one, batch, "m")
         host.busy = False
         # It stays away for both while it is away.
         await one.until(batches[other], lambda _: host.asked[other] > 3)
@@ -290,8 +295,7 @@ async def test_no_key_may_ask_a_model(tmp_path: Path) -> None:
     async with process(tmp_path, host) as one:
         host.busy = True
         batch = await one.batch(NAMES[:5])
-        await one.until(batch, lambda found: found.status == "in_progress")
-        one.runner._away.pause("m", "no")
+        await pause(one, batch, "m")
         host.busy = False
         assert 5 == (await one.ended(batch)).failed
 
