@@ -85,8 +85,10 @@ def _run(
         os.dup2(stderr.fileno(), 2)
     if first is not None:
         first()
+    # The arguments of the process: a service that owns its process also logs what native libraries print.
+    sys.argv[1:] = arguments
     try:
-        sys.exit(main(arguments))
+        sys.exit(main())
     except Exception:  # noqa: BLE001 - Python would print it too, but only when nothing is written any more
         traceback.print_exc()
         sys.exit(1)
