@@ -131,6 +131,12 @@ test: has-triton $(VENV)/.develop ## run the tests, against a real Triton, in fi
 test-all: has-triton $(VENV)/.develop ## run every test: also clients, both transports, S3, PostgreSQL and Chromium
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
+.PHONY: docs
+docs: $(METADATA) | $(BIN)/python ## write the site of the documents to site/
+	$(call announce,the service and MkDocs,about 310 MB)
+	@$(INSTALL) '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean $(ARGS)
+
 .PHONY: clients
 clients: $(VENV)/.clients ## install clients for Node.js (npm), by which some tests ask the service
 
@@ -200,5 +206,5 @@ audit: $(METADATA) | $(BIN)/python ## look for known vulnerabilities in what the
 
 .PHONY: clean
 clean: ## remove .venv, caches and build outputs
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage htmlcov
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage htmlcov site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,11 +15,18 @@ import pytest
 from pydantic import BaseModel, SecretStr
 
 from tests.clients.service import Service, exchange
+from tests.documents import ADDRESS, ROOT, blocks
 from tests.programs import needs
 
-ROOT = Path(__file__).resolve().parents[2]
-#: A block of code, and the block directly after it that shows the output.
-EXAMPLE = re.compile(r"^```(python|sh)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+#: The file that the guide to batches sends.
+BATCH_LINE = json.dumps(
+    {
+        "custom_id": "page-1",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"model": "ensemble", "messages": [{"role": "user", "content": "Hello"}]},
+    }
+)
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 MODELS = ("ensemble", "vllm_model")
@@ -196,48 +202,48 @@ def test_langchain(demo: Service) -> None:
     assert found.name
 
 
-def examples(kind: str, *documents: str) -> list[tuple[str, str]]:
-    """Return the blocks of code of a *kind*, each with the output that its document shows."""
-    found = [each for name in documents for each in EXAMPLE.findall((ROOT / name).read_text(encoding="utf-8"))]
-    return [(code, shown) for language, code, shown in found if language == kind]
-
-
-def run(demo: Service, *command: str) -> str:
-    """Run a *command* of a document in the top folder and return what it prints."""
-    line = [part.replace("http://localhost:9000", demo.address) for part in command]
-    result = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+def run(demo: Service, *command: str, folder: Path = ROOT) -> str:
+    """Run a *command* of a document in *folder* and return what it prints."""
+    line = [part.replace(ADDRESS, demo.address) for part in command]
+    result = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert 0 == result.returncode, result.stderr
     return result.stdout
 
 
-def test_examples_in_python(demo: Service) -> None:
-    """Each one prints what its document shows."""
-    tutorials = ("docs/tutorials/first-steps.md", "docs/tutorials/langchain.md", "docs/guides/tools-and-reasoning.md")
-    expected = [(code, shown or ANSWER) for code, shown in examples("python", "README.md", *tutorials)]
-    ((_, program),) = [each for each in examples("sh", "examples/langchain/README.md") if each[1]]
-    expected.append(
-        (
-            "import runpy, sys\n"
-            "sys.argv[1:] = ['--base-url', 'http://localhost:9000/v1']\n"
-            "runpy.run_path('examples/langchain/chat.py', run_name='__main__')",
-            program,
-        )
+def test_examples_in_python(demo: Service, tmp_path: Path) -> None:
+    """Each program in the documents that has no marker ends, and prints what its document shows."""
+    (tmp_path / "requests.jsonl").write_text(BATCH_LINE)
+    expected = [(block.place, block.code, block.output) for block in blocks("python") if not block.marker]
+    ((program,),) = [[block.output] for block in blocks("sh", documents=("examples/langchain/README.md",))]
+    code = (
+        "import runpy, sys\n"
+        "sys.argv[1:] = ['--base-url', 'http://localhost:9000/v1']\n"
+        f"runpy.run_path({str(ROOT / 'examples/langchain/chat.py')!r}, run_name='__main__')"
     )
+    expected.append(("examples/langchain/chat.py", code, program))
     # One process for all, because the imports take most of the time.
-    code = "".join(f"exec({code!r}, {{'__name__': '__main__'}})\nprint('\\f')\n" for code, _ in expected)
-    printed = run(demo, sys.executable, "-W", "error", "-c", code).split("\f\n")
+    code = "".join(f"exec({code!r}, {{'__name__': '__main__'}})\nprint('\\f')\n" for _, code, _ in expected)
+    printed = run(demo, sys.executable, "-W", "error", "-W", "ignore::ResourceWarning", "-c", code, folder=tmp_path)
 
     assert len(expected) > 10
-    assert [shown.strip() for _, shown in expected] == [each.strip() for each in printed[:-1]]
+    for (place, _, shown), output in zip(expected, printed.split("\f\n")[:-1], strict=True):
+        if shown:
+            assert shown.strip() == output.strip(), place
 
 
 @needs("curl")
 def test_examples_with_curl(demo: Service) -> None:
-    """Each one prints what its document shows, but for ids and times."""
-    for code, shown in examples("sh", "README.md", "docs/tutorials/first-steps.md"):
-        if code.startswith("curl"):
-            printed = json.loads(run(demo, "sh", "-ec", code.replace("curl ", "curl -sS --fail -m 60 ", 1)))
-            assert "object" in printed, code
-            if shown:
-                changing = dict.fromkeys(("id", "created", "system_fingerprint"))
-                assert {**json.loads(shown), **changing} == {**printed, **changing}
+    """Each request in the documents that has no marker succeeds, with the answer that its document shows."""
+    for block in blocks("sh"):
+        if block.marker:
+            continue
+        for command in block.commands:
+            if command.startswith("curl "):
+                answer = run(demo, "sh", "-ec", command.replace("curl ", "curl -sS --fail -m 60 ", 1))
+                if '"stream": true' in command:
+                    assert answer.endswith("data: [DONE]\n\n"), block.place
+                    continue
+                printed = json.loads(answer)
+                if block.output and "…" not in block.output:
+                    changing = dict.fromkeys(("id", "created", "system_fingerprint"))
+                    assert {**json.loads(block.output), **changing} == {**printed, **changing}, block.place

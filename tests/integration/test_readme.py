@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -14,29 +13,18 @@ import pytest
 
 from tests import proxy_fixture
 from tests.clients.service import serving
+from tests.documents import ROOT, blocks
 from tests.triton_fixture import TestTriton
 from triton_openai.cli.arguments import parse
 from triton_openai.config.sources import load_settings
 
-ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests/fixtures"
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: A model on the hub, which stands for the tokenizer of the demo's models here.
 HUB_NAME = "meta-llama/Llama-3.1-8B-Instruct"
 
 
-def blocks(document: str, language: str) -> list[str]:
-    """Return the fenced blocks of a language."""
-    text = (ROOT / document).read_text(encoding="utf-8")
-    return [body for kind, body in BLOCK.findall(text) if kind == language]
-
-
-SHELL = [
-    line
-    for name in ("README.md", "docs/guides/chat-templates.md", "docs/guides/keys-and-limits.md")
-    for block in blocks(name, "sh")
-    for line in re.sub(r"\\\n\s*", "", block).splitlines()
-]
+GUIDES = ("README.md", "docs/guides/chat-templates.md", "docs/guides/keys-and-limits.md")
+SHELL = [line for block in blocks("sh", documents=GUIDES) for line in block.commands]
 
 
 @pytest.mark.parametrize("line", [line for line in SHELL if line.startswith("triton-openai serve")])
@@ -68,10 +56,8 @@ def test_inspect(triton: TestTriton) -> None:
 
 def test_the_other_commands() -> None:
     """`make demo` is what tests/integration/test_commands.py runs, and what pip makes is test_image.py's."""
-    others = {
-        line for block in blocks("README.md", "sh") if not block.startswith("curl") for line in block.splitlines()
-    }
-    others = {line for line in others if not line.startswith("triton-openai ")}
+    commands = {line for block in blocks("sh", documents=("README.md",)) for line in block.commands}
+    others = {line for line in commands if not line.startswith("triton-openai ")}
 
     assert {"make demo", "pip install ."} == others
     assert "triton-openai demo" in (ROOT / "Makefile").read_text()

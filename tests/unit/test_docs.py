@@ -14,6 +14,7 @@ import pytest
 from docs import generate
 from tests.cases import every_case
 from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.documents import DOCUMENTS, ROOT, blocks, read
 from tests.engine.page import written
 from tests.engine.reasons import REASONS
 from tests.proxy_fixture import serving
@@ -24,21 +25,10 @@ from triton_openai.config.tree import AccessSettings, ModelSettings, Settings, T
 from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.prompts import prompter
 
-ROOT = generate.ROOT
-DOCUMENTS = (
-    *("README.md", "CONTRIBUTING.md", "deploy/README.md"),
-    *(path.relative_to(ROOT).as_posix() for top in ("docs", "examples") for path in sorted((ROOT / top).rglob("*.md"))),
-)
 
-
-def read(document: str) -> str:
-    """Return the text of *document*."""
-    return (ROOT / document).read_text(encoding="utf-8")
-
-
-def blocks(document: str, language: str) -> list[str]:
-    """Return the fenced blocks of *language* in *document*."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", read(document), re.DOTALL | re.MULTILINE)
+def code_of(document: str, language: str) -> list[str]:
+    """Return the blocks of *language* in *document*."""
+    return [block.code for block in blocks(language, documents=(document,))]
 
 
 def anchor(heading: str) -> str:
@@ -107,7 +97,7 @@ def test_every_parser_is_listed() -> None:
 @every_case("document", DOCUMENTS)
 def test_yaml(document: str, tmp_path: Path) -> None:
     """A settings file in a document is accepted as it stands."""
-    for number, text in enumerate(blocks(document, "yaml")):
+    for number, text in enumerate(code_of(document, "yaml")):
         file = tmp_path / f"{number}.yaml"
         file.write_text(text)
         assert load_settings({"config": str(file)}, {}) != Settings()
@@ -115,7 +105,7 @@ def test_yaml(document: str, tmp_path: Path) -> None:
 
 def test_the_file_of_api_keys(tmp_path: Path) -> None:
     """The example is accepted as it stands."""
-    (text,) = blocks("docs/guides/keys-and-limits.md", "yml")
+    (text,) = code_of("docs/guides/keys-and-limits.md", "yml")
     file = tmp_path / "keys.yaml"
     file.write_text(text)
     ring = read_keys(AccessSettings(api_keys_file=file))
@@ -125,8 +115,8 @@ def test_the_file_of_api_keys(tmp_path: Path) -> None:
 
 async def test_the_example_of_an_adapter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The example of an adapter is registered as the document says, claims its models, and serves them."""
-    (code,) = blocks("docs/guides/writing-an-adapter.md", "python")
-    (metadata,) = blocks("docs/guides/writing-an-adapter.md", "ini")
+    (code,) = code_of("docs/guides/writing-an-adapter.md", "python")
+    (metadata,) = code_of("docs/guides/writing-an-adapter.md", "ini")
     (tmp_path / "acme_adapters.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     parser = configparser.ConfigParser()
@@ -159,8 +149,8 @@ async def test_the_example_of_a_tool_parser(monkeypatch: pytest.MonkeyPatch, tmp
     """
     The example of a tool parser is registered as the document says, and reads the calls of a chat, streamed or not.
     """
-    (code,) = blocks("docs/guides/writing-a-parser.md", "python")
-    (metadata,) = blocks("docs/guides/writing-a-parser.md", "ini")
+    (code,) = code_of("docs/guides/writing-a-parser.md", "python")
+    (metadata,) = code_of("docs/guides/writing-a-parser.md", "ini")
     (tmp_path / "acme_parsers.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     parser = configparser.ConfigParser()
@@ -202,7 +192,7 @@ async def test_the_example_of_a_tool_parser(monkeypatch: pytest.MonkeyPatch, tmp
 
 async def test_a_model_without_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An adapter whose model has no input for the limit serves those who do not ask for one."""
-    (code,) = blocks("docs/guides/writing-an-adapter.md", "python")
+    (code,) = code_of("docs/guides/writing-an-adapter.md", "python")
     (tmp_path / "acme_unlimited.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     point = EntryPoint("prompt-completion", "acme_unlimited:PromptCompletion", registry.ENTRY_POINT_GROUP)
