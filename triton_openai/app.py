@@ -31,7 +31,7 @@ from triton_openai.config.sources import SDK_REFUSES
 from triton_openai.config.tree import AUTO, NONE, AccessSettings, ModelSettings, ServerSettings, Settings
 from triton_openai.config.worker import Worker
 from triton_openai.draining import DRAINING, Draining, ModelDraining
-from triton_openai.errors import ConfigurationError, ServiceError
+from triton_openai.errors import ConfigurationError, ServiceError, install_advice
 from triton_openai.media.fetch import AllowedHosts, Fetcher, is_public, is_public_or_private
 from triton_openai.media.images import ImageLoader
 from triton_openai.models.canary import PATIENCE, Canary
@@ -229,7 +229,7 @@ def _open_files(settings: Settings) -> Files:
         # Imported here: S3 belongs to an extra.
         from triton_openai.batches.bucket import BucketFiles
     except ImportError as error:
-        advice = "It needs the extra [s3]: pip install 'triton-openai[s3]'."
+        advice = f"It needs the extra 's3': {install_advice('s3')}."
         raise ConfigurationError(f"--files-store: S3 cannot be used: {error}. {advice}") from error
     return BucketFiles(settings.files, settings.batches)
 

@@ -406,3 +406,9 @@ class ConfigurationError(ServiceError, status=501, code="configuration_error", r
     At start the command prints the message and exits with status 2. At request time it stands between a model and its
     use, so its message names the flags that help; it counts as a failure of the service.
     """
+
+
+def install_advice(*extras: str) -> str:
+    """Return how to install *extras*, which ``setup.cfg`` lists: from the package index or in a clone."""
+    names = ",".join(extras)
+    return f"pip install 'triton-openai[{names}]', or in a clone pip install '.[{names}]'"

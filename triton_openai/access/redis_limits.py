@@ -29,7 +29,7 @@ from triton_openai.access.rate_limits import (
     headers_of,
     refusal_of,
 )
-from triton_openai.errors import ConfigurationError, ServiceOverloaded
+from triton_openai.errors import ConfigurationError, ServiceOverloaded, install_advice
 from triton_openai.tasks import answered_within, cancel
 
 _log = structlog.get_logger(__name__)
@@ -157,7 +157,7 @@ class RedisLimits:
             from redis.backoff import NoBackoff
         except ImportError as error:
             raise ConfigurationError(
-                "access.limits_store needs the extra [redis]: pip install 'triton-openai[redis]'."
+                f"access.limits_store needs the extra 'redis': {install_advice('redis')}."
             ) from error
         self._local = local
         self._closed = closed

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from triton_openai.errors import ConfigurationError, InvalidRequest
+from triton_openai.errors import ConfigurationError, InvalidRequest, install_advice
 
 # Frames that are decoded at once: 4 MB with as many channels as are taken.
 _FRAMES = 65_536
@@ -264,7 +264,7 @@ def require_audio() -> None:
         import soxr
     except (ImportError, OSError) as error:
         raise ConfigurationError(
-            "This service cannot read audio: install it with the extra 'audio' (pip install 'triton-openai[audio]').",
+            f"This service cannot read audio, because the extra 'audio' is not installed: {install_advice('audio')}.",
             detail=str(error),
         ) from error
     del soundfile, soxr
@@ -370,8 +370,8 @@ def _with_av(data: bytes, container: str) -> Iterator[tuple[int, _Samples]]:
         av = _av()
     except (ImportError, OSError) as error:
         raise _wrong(
-            "MP4, WebM and AAC need the extra 'media' of this service, which is not installed (pip install "
-            "'triton-openai[media]'). Send WAV, FLAC, Ogg or MP3.",
+            "MP4, WebM and AAC need the extra 'media' of this service, which is not installed: "
+            f"{install_advice('media')}. Send WAV, FLAC, Ogg or MP3.",
             "invalid_audio_format",
         ) from error
     # A file may name others: nothing is opened but what is in memory.

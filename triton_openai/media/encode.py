@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from triton_openai.errors import InvalidAnswer, UnsupportedParameter
+from triton_openai.errors import InvalidAnswer, UnsupportedParameter, install_advice
 from triton_openai.media.speech_formats import Format, file_rate
 
 Samples = npt.NDArray[np.float32]
@@ -69,8 +69,7 @@ def _imported(module: str, extra: str, what: str) -> Any:
         return importlib.import_module(module)
     except (ImportError, OSError) as error:
         raise UnsupportedParameter(
-            f"The response_format {what} needs the extra [{extra}] of this service (pip install "
-            f"'triton-openai[{extra}]').",
+            f"The response_format {what} needs the extra '{extra}' of this service: {install_advice(extra)}.",
             param="response_format",
         ) from error
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
+from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, install_advice
 from triton_openai.prompts.prompt_template import PLAIN, PromptTemplate, Rendering
 
 _IDENTITIES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
@@ -36,7 +36,7 @@ class HistoryTemplate(PromptTemplate):
             from liquid.exceptions import LiquidError
         except ImportError as error:
             raise ConfigurationError(
-                "history_template needs a package that is not installed: pip install 'triton-openai[liquid]'."
+                f"history_template needs a package that is not installed: {install_advice('liquid')}."
             ) from error
         try:
             self._template = Environment(undefined=FalsyStrictUndefined).from_string(source)

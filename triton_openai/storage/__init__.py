@@ -13,7 +13,7 @@ from typing import Any
 
 from triton_openai.config.files import state_folder
 from triton_openai.config.tree import ResponsesSettings
-from triton_openai.errors import ConfigurationError
+from triton_openai.errors import ConfigurationError, install_advice
 from triton_openai.storage.batch_schema import lacking
 from triton_openai.storage.batch_store import BatchStore
 from triton_openai.storage.sqlite import SqliteDatabase, SqliteStore
@@ -49,7 +49,7 @@ def open_store(settings: ResponsesSettings) -> Store | None:
         # A driver, which only few services need. The extras are called as the modules here.
         package, _, extra = points[kind].module.rpartition(".")
         if package == __name__:
-            advice = f" It needs the extra [{extra}]: pip install 'triton-openai[{extra}]'."
+            advice = f" It needs the extra '{extra}': {install_advice(extra)}."
         else:
             advice = ""
         raise ConfigurationError(f"--responses-store: '{kind}' cannot be loaded: {error}.{advice}") from error
@@ -68,6 +68,6 @@ def open_batch_store(url: str) -> tuple[BatchStore, Path | None]:
     try:
         from triton_openai.storage.postgresql import PostgresDatabase
     except ImportError as error:
-        advice = "It needs the extra [postgresql]: pip install 'triton-openai[postgresql]'."
+        advice = f"It needs the extra 'postgresql': {install_advice('postgresql')}."
         raise ConfigurationError(f"--batches-store: PostgreSQL cannot be used: {error}. {advice}") from error
     return BatchStore(PostgresDatabase(url, lacking, namespace="openai_batches")), None

@@ -36,7 +36,7 @@ from opentelemetry.trace import (
 from triton_openai import __version__
 from triton_openai.config.sources import SDK_REFUSES
 from triton_openai.config.tree import TracesSettings
-from triton_openai.errors import ConfigurationError
+from triton_openai.errors import ConfigurationError, install_advice
 from triton_openai.telemetry.request_record import RequestRecord
 from triton_openai.telemetry.tracing import FIRST_TOKEN, SCHEMA_URL, Attributes, Span, SpanIds, Spans, span_name
 
@@ -62,8 +62,8 @@ def exporter_class(settings: TracesSettings) -> type[SpanExporter]:
         module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter")
     except ImportError as error:
         raise ConfigurationError(
-            f"Traces are to be sent to {settings.otlp_endpoint}, but the exporter is not installed ({error.name}): "
-            "install triton-openai[otlp], or switch traces off with OTEL_SDK_DISABLED=true.",
+            f"Traces are to be sent to {settings.otlp_endpoint}, but the exporter is not installed ({error.name}). "
+            f"Use {install_advice('otlp')}. To switch traces off, set OTEL_SDK_DISABLED=true.",
             param="otlp_endpoint",
         ) from error
     exporter: type[SpanExporter] = module.OTLPSpanExporter

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from triton_openai.errors import ConfigurationError
+from triton_openai.errors import ConfigurationError, install_advice
 
 _STUB = "triton_python_backend_stub"
 
@@ -60,8 +60,8 @@ def packaged_runtime(environment: Mapping[str, str], work_dir: Path, backends: P
     if problem is not None:
         raise ConfigurationError(
             f"The embedded Triton cannot run its models: {problem} ({sys.executable}). Install this service in Python "
-            "3.11 or 3.12 with a shared library (Debian: libpython3.11): pip install 'triton-openai[demo]'. It brings "
-            "'numpy<2'."
+            f"3.11 or 3.12 with a shared library (Debian: libpython3.11): {install_advice('demo')}. "
+            "It brings 'numpy<2'."
         )
     folder = work_dir / "backends"
     backend = folder / "python"
@@ -97,7 +97,7 @@ def _package() -> tuple[Path, Path]:
     """Return the folder of the server in its package, and that of the libraries beside it."""
     spec = importlib.util.find_spec("pytriton")
     if spec is None or not spec.submodule_search_locations:
-        advice = "pip install 'triton-openai[demo]'"
+        advice = install_advice("demo")
         if sys.version_info >= (3, 13):
             own = f"{sys.version_info[0]}.{sys.version_info[1]}"
             advice += f" in Python 3.11 or 3.12 (this is {own}, for which it has no wheel)"

@@ -961,7 +961,7 @@ async def test_a_library_that_is_not_installed(
     library: str, extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A store whose extra is not installed ends the start, with how to get it."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+    for name in {library, *(name for name in sys.modules if name.partition(".")[0] == library)}:
         monkeypatch.setitem(sys.modules, name, None)
     for name in ("triton_openai.batches.bucket", "triton_openai.storage.postgresql"):
         monkeypatch.delitem(sys.modules, name, raising=False)
