@@ -1,1 +1,1 @@
-"""The tests; ``docs/explanation/architecture.md`` says what is in which folder."""
+"""The tests; ``docs/contributing/architecture.md`` says what is in which folder."""

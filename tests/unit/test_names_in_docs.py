@@ -55,14 +55,15 @@ _ENGINE = {
 }
 FOREIGN = {
     "docs/guides/clients.md": {"--key", "--no-deps", "--schema"},
-    "docs/guides/deployment.md": {*_DOCKER, "--format", "--include", "--network", "--strict", "--variant"},
+    "docs/guides/deployment.md": {*_DOCKER, "--strict"},
     "docs/guides/kubernetes.md": _KUBERNETES,
     "docs/guides/kubernetes-gateway.md": {*_KUBERNETES, "--refresh-metrics-interval"},
     "docs/guides/migrating.md": {
         *(flag for flags in (*ALIASES.values(), *WITHOUT_EFFECT.values(), *REFUSED.values()) for flag in flags),
         *generate.ENGINE_ARGUMENTS,
     },
-    "docs/explanation/performance.md": {"--cases", "--quick", "--rounds", "--seconds", "--streams", "--subjects"},
+    "docs/contributing/benchmarks.md": {"--cases", "--quick", "--rounds", "--seconds", "--streams", "--subjects"},
+    "docs/contributing/deployment-tests.md": {*_DOCKER, "--format", "--include", "--network", "--strict", "--variant"},
     "docs/explanation/reliability.md": {
         *("--clients", "--faults", "--lines", "--only", "--poison", "--requests", "--seconds", "--seed", "--tritons"),
     },
