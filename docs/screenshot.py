@@ -1,7 +1,7 @@
 """
-Takes the picture of the page for the documents: ``python -m docs.screenshot``.
+Takes the pictures of the page for the documents: ``python -m docs.screenshot``.
 
-It starts the demo, asks one question in a headless Chromium, and writes ``docs/images/page.png``.
+It starts the demo, asks one question in a headless Chromium, and writes ``docs/images/page.png`` and ``page-dark.png``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from pathlib import Path
 
 from tests import chromium
 
-_PICTURE = Path(__file__).parent / "images" / "page.png"
+_IMAGES = Path(__file__).parent / "images"
+_PICTURES = {"light": "page.png", "dark": "page-dark.png"}
 _QUESTION = "What is the capital of France?"
 
 
-async def _take(address: str) -> bytes:
+async def _take(address: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         async with chromium.tab(Path(folder)) as tab:
             await tab.open(address)
@@ -28,14 +29,18 @@ async def _take(address: str) -> bytes:
             await tab.type("#temperature", "0")
             await tab.type("#prompt", _QUESTION)
             await tab.click("#send")
-            await tab.until("document.querySelector('.bubble.assistant .note')?.textContent")
+            await tab.until("document.querySelector('.bubble.assistant .note')?.textContent.includes('stop')")
             # The figures need two readings.
             await tab.until("/[0-9]/.test(document.querySelector('#first').textContent)")
-            return await tab.picture(1200, 860)
+            for theme, name in _PICTURES.items():
+                media = [{"name": "prefers-color-scheme", "value": theme}]
+                await tab.call("Emulation.setEmulatedMedia", features=media)
+                picture = await tab.picture(1200, 860)
+                await asyncio.to_thread((_IMAGES / name).write_bytes, picture)
 
 
 def main() -> None:
-    """Write the picture."""
+    """Write the pictures."""
     command = [sys.executable, "-m", "triton_openai", "demo", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
@@ -47,8 +52,7 @@ def main() -> None:
                 printed += line
             address = re.search(r"http://[\d.]+:\d+", printed)
             assert address is not None
-            _PICTURE.parent.mkdir(exist_ok=True)
-            _PICTURE.write_bytes(asyncio.run(_take(f"{address[0]}/")))
+            asyncio.run(_take(f"{address[0]}/"))
         finally:
             demo.terminate()
 

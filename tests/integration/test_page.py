@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ import msgspec
 import pytest
 from aiohttp import FormData
 
+import triton_openai
 from tests import chromium
 from tests.conformance.calls import steered
 from tests.conformance.fake_triton import FakeTriton, config_of
@@ -56,11 +59,12 @@ MARKDOWN = """# Title
 https://example.com/x."""
 LINK = 'href="https://example.com/{0}" title="https://example.com/{0}" target="_blank" rel="noopener noreferrer"'
 SHOWN = (
-    "<h4>Title</h4><p><strong>Bold</strong> and <em>em</em>, <code>a&lt;b&gt;</code>, 2*3*4, f(**kw) and "
+    "<h3>Title</h3><p><strong>Bold</strong> and <em>em</em>, <code>a&lt;b&gt;</code>, 2*3*4, f(**kw) and "
     f"snake_case_name.</p><ul><li>one<ul><li><a {LINK.format('a_(b)')}>deep</a></li></ul></li></ul>"
     '<ol start="1"><li>&lt;script&gt;pwned = 1&lt;/script&gt; &lt;img src=x onerror="pwned = 1"&gt;</li></ol>'
     "<p>[a](javascript:pwned=1) [b](java\tscript:pwned=1) [c](data:text/html,x) [d](/v1) ![e](//x.y/z.png)</p>"
-    "<pre><code>&lt;script&gt;pwned = 1&lt;/script&gt;\n**no**\n</code></pre>"
+    '<div class="block"><button class="copy">Copy</button><pre tabindex="0"><code>'
+    "&lt;script&gt;pwned = 1&lt;/script&gt;\n**no**\n</code></pre></div>"
     f"<p><a {LINK.format('x')}>https://example.com/x</a>.</p>"
 )
 
@@ -109,14 +113,14 @@ async def test_the_files_are_open_and_self_contained(tmp_path: Path) -> None:
             assert [] == [
                 url for url in re.findall(r"https?://[^\s'\"]+", text) if not url.startswith("http://www.w3.org")
             ]
-            assert not re.search(
-                r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=|innerHTML|\beval\(|localStorage|cookie", text
-            )
+            assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=|innerHTML|\beval\(|cookie", text)
             for name in re.findall(r'(?:src|href|from) ?=?"(?:\./)?((?:page/)?[a-z]+\.(?:js|css))"', text):
                 assert f"/page/{name.removeprefix('page/')}" in FILES
         for path in ("/status", "/page/", "/page/x.js", "/docs/"):
             async with proxy.client.get(path) as response:
                 assert 401 == response.status
+    folder = Path(triton_openai.__file__).with_name("page")
+    assert sum((folder / name).stat().st_size for name, _ in FILES.values()) < 100_000
     assert "unsafe" not in HEADERS["Content-Security-Policy"]
     assert "default-src 'none'" in HEADERS["Content-Security-Policy"]
 
@@ -179,14 +183,14 @@ async def test_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
             await tab.run("document.querySelector('#model').value = 'a-name'")
             answer = await said(tab, "Hello", "It is <b>fine</b>.")
             assert re.search(
-                r"^Model\s+It is <b>fine</b>\.\s+\d\.\d\d s to the first token · \d+ tokens · stop$", answer
+                r"^It is <b>fine</b>\.\s+\d\.\d\d s to the first token · \d+ tokens( · \d+ tokens/s)? · stop$", answer
             )
             assert 'api_key=os.environ["API_KEY"]' in await tab.text("#python")
             assert "sk-reader" not in await tab.run("document.documentElement.outerHTML")
             await tab.until("document.querySelector('#first').textContent.endsWith('s')")
 
             await said(tab, "Code?", MARKDOWN)
-            assert SHOWN == await tab.run(f"[...document.querySelectorAll('.bubble')].at(-1).children[2].{INNER}")
+            assert SHOWN == await tab.run(f"[...document.querySelectorAll('.said')].at(-1).children[1].{INNER}")
             # However it is cut; and a line that has ended is not made again.
             cut = await tab.run(f"""import("./page/markdown.js").then(({{ Markdown }}) => [1, 5, 999].map((size) => {{
                 const place = document.createElement("div"), shown = new Markdown(place), text = {json.dumps(MARKDOWN)};
@@ -209,7 +213,7 @@ async def test_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
             await tab.until("document.querySelector('#stop').hidden")
             assert "And then?" == await tab.run("document.querySelector('#prompt').value")
 
-            await tab.click("#clear")
+            await tab.click("#new")
             await tab.click("[data-example=tools]")
             assert 'get_weather({"city": "Bonn"})' in await said(tab, "Weather?", CALL)
             assert "What get_weather returns" == await tab.run("document.querySelector('#prompt-label').textContent")
@@ -218,7 +222,7 @@ async def test_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
             body = json.loads(code[code.index("-d '") + 4 : -1].replace("'\\''", "'"))
             assert ["user", "assistant", "tool"] == [message["role"] for message in body["messages"]]
 
-            await tab.click("#clear")
+            await tab.click("#new")
             await tab.type("#tools", "")
             await tab.click("[data-example=schema]")
             await tab.click("#stream")
@@ -238,7 +242,149 @@ async def test_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
             await tab.until("document.querySelector('#operations > details details')")
             await tab.click("#operations > details details summary")
             await tab.until("document.querySelector('.fields')?.innerText.includes('max_completion_tokens')")
+            # A word of the path, or a field at any depth.
+            for words, count in (("GET voices", 1), ("max_completion_tokens", 1), ("nosuchfield", 0)):
+                await tab.type("#search", words)
+                assert f"{count} operations" == await tab.text("#count"), words
+                hidden = "document.querySelectorAll('#operations > details:not([hidden])').length"
+                assert count == await tab.run(hidden)
             assert [] == tab.problems
+
+
+@pytest.mark.extended
+@needs("Chromium")
+async def test_chats_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
+    """A reader changes a message, asks again, stops, and finds everything after a reload, but for the key."""
+    settings = proxy_settings(triton, "http")
+    access = AccessSettings(api_key=("reader:sk-reader",))
+    async with serving(msgspec.structs.replace(settings, access=access)) as proxy:
+        await proxy.ready()
+        async with chromium.tab(tmp_path) as tab:
+
+            async def enter() -> None:
+                await tab.open(str(proxy.client.make_url("/")))
+                await tab.until("!document.querySelector('#key-form').hidden")
+                await tab.type("#key", "sk-reader")
+                await tab.click("#key-form button")
+                await tab.until("document.querySelector('#model').options.length > 1")
+
+            await enter()
+            await tab.type("#model", "vllm_model")
+            await tab.type("#system", "Be brief.")
+            await tab.type("#temperature", "0")
+            await said(tab, "One", "First.")
+            await said(tab, "Two", "Second.")
+            assert ["Be brief.", "One", "First.", "Two"] == [
+                message["content"].partition(" <<")[0] for message in (await asked(tab))["messages"]
+            ]
+
+            # Another first question: what followed is gone.
+            await action(tab, 0, "Edit")
+            await tab.run("document.querySelector('.bubble textarea').value = 'Three <<steer {\"text\": \"Third.\"}>>'")
+            await action(tab, 0, "Send")
+            await tab.until(f"{ANSWERS}.length === 1 && {IDLE} && {ANSWERS}[0].innerText.includes('Third.')")
+            await action(tab, 1, "Regenerate")
+            await tab.until(f"{IDLE} && {ANSWERS}.length === 1 && {ANSWERS}[0].innerText.includes('stop')")
+
+            # Escape stops an answer; what has come of it stays.
+            slow = {"text": "a b c d e f g h", "delay_ms": 300}
+            await tab.type("#prompt", f"Four <<steer {json.dumps(slow)}>>")
+            await tab.click("#send")
+            await tab.until(f"{ANSWERS}[1]?.innerText.includes('a')")
+            await tab.run("document.dispatchEvent(new KeyboardEvent('keydown', { key: 'Escape' }))")
+            await tab.until(f"{IDLE} && {ANSWERS}[1].innerText.includes('Stopped.')")
+
+            # A failure is seen at the answer, and mended by another try.
+            await tab.type("#prompt", f"Five <<steer {json.dumps({'text': 'a b', 'fail_at': 1})}>>")
+            await tab.click("#send")
+            await tab.until(f"{IDLE} && document.querySelector('.bubble.broken [role=alert]')")
+            assert "Try again" in await tab.text(".bubble.broken")
+
+            await tab.click("#new")
+            await tab.type("#prompt", "Not sent yet")
+            await tab.type("#title", "Ideas")
+            kept = await tab.run("JSON.stringify({ ...localStorage })")
+            assert "Third." in kept
+            assert "sk-reader" not in kept
+
+            await enter()
+            assert "Not sent yet" == await tab.run("document.querySelector('#prompt').value")
+            assert "Be brief." == await tab.run("document.querySelector('#system').value")
+            assert "vllm_model" == await tab.run("document.querySelector('#model').value")
+            titles = "[...document.querySelector('#chats').options].map((one) => one.text)"
+            assert ["Ideas", 'Three <<steer {"text": "Third."}>>'] == await tab.run(titles)
+            await tab.run("document.querySelector('#chats').selectedIndex = 1")
+            await tab.run("document.querySelector('#chats').dispatchEvent(new Event('change'))")
+            texts = await tab.run("[...document.querySelectorAll('.said')].map((one) => one.innerText)")
+            first = [text.split("\n")[0].partition(" <<")[0] for text in texts]
+            assert ["Three", "Third.", "Four", "Five"] == [first[number] for number in (0, 1, 2, 4)]
+            assert await tab.run("Boolean(document.querySelector('.bubble.broken'))")
+
+            for _ in range(2):
+                await tab.click("#delete-all")
+            assert ["New chat"] == await tab.run(titles)
+            assert "Third." not in await tab.run("JSON.stringify({ ...localStorage })")
+            assert [] == tab.problems
+
+
+@pytest.mark.extended
+@needs("Chromium")
+async def test_accessibility(triton: TestTriton, tmp_path: Path) -> None:
+    """axe finds nothing in either theme, at three widths, with every part of the page in use."""
+    axe = Path(sys.prefix) / "node/node_modules/axe-core/axe.min.js"
+    if not axe.exists():
+        pytest.skip("axe is not installed (make clients)")
+    async with serving(proxy_settings(triton, "http")) as proxy:
+        await proxy.ready()
+        async with chromium.tab(tmp_path) as tab:
+            await tab.open(str(proxy.client.make_url("/")))
+            await tab.until("document.querySelector('#model').options.length > 1")
+            await tab.type("#model", "vllm_model")
+            await said(tab, "Hello", f"{MARKDOWN}\n\n| a | b |\n| - | - |\n| 1 | 2 |\n")
+            await tab.type("#prompt", f"Fail <<steer {json.dumps({'text': 'a b', 'fail_at': 1})}>>")
+            await tab.click("#send")
+            await tab.until(f"{IDLE} && document.querySelector('.bubble.broken [role=alert]')")
+            await tab.click("#key-button")
+            await tab.run("for (const one of document.querySelectorAll('details')) one.open = true")
+            assert [] == await violations(tab, axe)
+            await tab.open(str(proxy.client.make_url("/docs")))
+            await tab.until("document.querySelectorAll('#operations > details').length > 10")
+            await tab.click("#operations > details summary")
+            assert [] == await violations(tab, axe)
+
+
+async def violations(tab: chromium.Tab, axe: Path) -> list[str]:
+    """Return what axe finds in the page."""
+    found = []
+    await tab.run(await asyncio.to_thread(axe.read_text))
+    for theme in ("light", "dark"):
+        await tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+        for width in (1280, 800, 390):
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            await tab.call("Emulation.setDeviceMetricsOverride", **size)
+            result = await tab.run(
+                "axe.run().then((done) => done.violations.map(({ id, nodes }) => [id, nodes[0].html]))"
+            )
+            found += [f"{theme} {width}: {name} {html}" for name, html in result]
+            wide = await tab.run("document.documentElement.scrollWidth > document.documentElement.clientWidth")
+            found += [f"{theme} {width}: it is wider than the window"] * bool(wide)
+    return found
+
+
+ANSWERS = "document.querySelectorAll('.bubble.assistant .said')"
+IDLE = "document.querySelector('#stop').hidden"
+
+
+async def asked(tab: chromium.Tab) -> Any:
+    """Return the request that the page shows as a curl command."""
+    code = await tab.text("#curl")
+    return json.loads(code[code.index("-d '") + 4 : -1].replace("'\\''", "'"))
+
+
+async def action(tab: chromium.Tab, number: int, name: str) -> None:
+    """Click the button *name* of a message."""
+    buttons = f"[...document.querySelectorAll('.bubble')[{number}].querySelectorAll('button')]"
+    await tab.run(f"{buttons}.find((one) => one.textContent === '{name}').click()")
 
 
 @pytest.mark.extended
@@ -368,7 +514,7 @@ async def said(tab: chromium.Tab, prompt: str, answer: str) -> str:
     count = await tab.run("document.querySelectorAll('.bubble.assistant').length")
     await tab.type("#prompt", f"{prompt} <<steer {json.dumps({'text': answer})}>>")
     await tab.click("#send")
-    shown = f"document.querySelectorAll('.bubble.assistant')[{count}]"
+    shown = f"document.querySelectorAll('.bubble.assistant .said')[{count}]"
     problem = "document.querySelector('#problem').textContent"
     await tab.until(f"{problem} || ({shown} && document.querySelector('#stop').hidden)")
     assert "" == await tab.run(problem)

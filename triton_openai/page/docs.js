@@ -69,14 +69,46 @@ async function load() {
   const main = every.filter(({ one }) => !one.description?.startsWith("The same as"));
   const also = ({ path, method }) => every.filter(({ one }) => one.description?.includes(`\`${method.toUpperCase()} ${path}\``))
     .map((each) => `${each.method.toUpperCase()} ${each.path}`).join(", ");
-  $("#operations").replaceChildren(
-    el("p", document_.info.description.replaceAll("`", "")),
-    ...document_.tags.flatMap(({ name }) => [el("h2", name), ...main.filter(({ one }) => one.tags.includes(name)).map((each) => {
-      const others = also(each);
-      const description = [each.one.description, others && `Also as ${others}.`].filter(Boolean).join(" ");
-      return operation(each.path, each.method, { ...each.one, description });
-    })]));
+  sections = document_.tags.map(({ name }) => ({ title: el("h2", name), operations: main.filter(({ one }) => one.tags.includes(name)).map((each) => {
+    const others = also(each);
+    const description = [each.one.description, others && `Also as ${others}.`].filter(Boolean).join(" ");
+    const words = `${each.method} ${each.path} ${others} ${JSON.stringify(each.one)} ${fieldNames(each.one.requestBody)}`.toLowerCase();
+    return { item: operation(each.path, each.method, { ...each.one, description }), words };
+  }) }));
+  $("#operations").replaceChildren(el("p", document_.info.description.replaceAll("`", "")),
+    ...sections.flatMap(({ title, operations }) => [title, ...operations.map(({ item }) => item)]));
+  search();
 }
 
+/** Return the names of all fields that a body has, at any depth. */
+function fieldNames(one, seen = new Set()) {
+  const names = [];
+  for (const [name, inner] of Object.entries(one ?? {})) {
+    if (name === "properties") names.push(...Object.keys(inner));
+    if (name === "$ref" && !seen.has(inner)) names.push(fieldNames(components[inner.split("/")[2]][inner.split("/").pop()], seen.add(inner)));
+    if (inner && typeof inner === "object") names.push(fieldNames(inner, seen));
+  }
+  return names.join(" ");
+}
+
+let sections = [];
+
+/** Show the operations that have all words of the search. */
+function search() {
+  const wanted = $("#search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  let count = 0;
+  for (const { title, operations } of sections) {
+    let any = false;
+    for (const { item, words } of operations) {
+      item.hidden = !wanted.every((word) => words.includes(word));
+      any ||= !item.hidden;
+      count += !item.hidden;
+    }
+    title.hidden = !any;
+  }
+  $("#count").textContent = wanted.length ? `${count} operations` : "";
+}
+
+$("#search").addEventListener("input", search);
 onKey(load);
 load().catch((error) => { $("#about").textContent = error.message; });

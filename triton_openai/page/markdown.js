@@ -213,6 +213,32 @@ function isRule(text) {
   return marks.length > 2 && marks === text[0].repeat(marks.length);
 }
 
+/** Return the cells of a table's row; a bar behind a backslash is text. */
+function cells(text) {
+  const made = [];
+  let cell = "";
+  for (let at = text[0] === "|" ? 1 : 0; at < text.length; at += 1) {
+    if (text[at] === "\\" && text[at + 1] === "|") {
+      at += 1;
+      cell += "|";
+    } else if (text[at] === "|") {
+      made.push(cell.trim());
+      cell = "";
+    } else {
+      cell += text[at];
+    }
+  }
+  return cell.trim() ? [...made, cell.trim()] : made;
+}
+
+/** Return how the columns are aligned that the second line of a table describes; null if it is no such line. */
+function alignments(text) {
+  if (!text.includes("-") || !/^[-:|\s]+$/.test(text)) return null;
+  const marks = cells(text);
+  if (!marks.every((mark) => /^:?-+:?$/.test(mark))) return null;
+  return marks.map((mark) => (mark.endsWith(":") ? (mark.startsWith(":") ? "center" : "right") : "left"));
+}
+
 /** Return the texts and elements of a line. */
 const inline = (text) => new Line(text).parts();
 
@@ -220,6 +246,8 @@ const inline = (text) => new Line(text).parts();
 export class Markdown {
   // Where the next line goes on: the marker of an open code block, the element that it would continue, the open lists.
   #fence = ""; #open = null; #lists = [];
+  // The last line of the open paragraph and its nodes: a table's head, if the next line describes columns. The open table.
+  #head = null; #table = null;
   #place; #rest = ""; #made = []; #draft = [];
 
   constructor(place) { this.#place = place; }
@@ -232,11 +260,13 @@ export class Markdown {
     for (const line of lines) this.#line(line);
     for (; this.#rest.length > LONGEST; this.#rest = this.#rest.slice(LONGEST)) this.#line(this.#rest.slice(0, LONGEST), "");
     // The line that has not ended is a draft, for the next call to take away. What may begin a code block has none.
-    const state = [this.#fence, this.#open, [...this.#lists]];
+    const state = [this.#fence, this.#open, [...this.#lists], this.#head, this.#table];
     this.#made = [];
-    if (this.#rest && !/^\s*(`{1,3}[^`]*|~{2,3}[^~]*)$/.test(this.#rest)) this.#line(this.#rest, "");
+    // Nor has the line that makes the line before it the head of a table.
+    const begins = /^\s*(`{1,3}[^`]*|~{2,3}[^~]*)$/.test(this.#rest) || (this.#head && /^[-:|\s]+$/.test(this.#rest));
+    if (this.#rest && !begins) this.#line(this.#rest, "");
     this.#draft = this.#made;
-    [this.#fence, this.#open, this.#lists] = state;
+    [this.#fence, this.#open, this.#lists, this.#head, this.#table] = state;
   }
 
   #add(parent, children) {
@@ -255,15 +285,26 @@ export class Markdown {
       return;
     }
     const indent = /^\s*/.exec(line)[0].length, item = indent > 1 && this.#lists.at(-1)?.item, text = line.trim();
+    const head = this.#head, columns = head && alignments(text);
+    this.#head = null;
+    if (this.#table && text.includes("|") && !fence) {
+      this.#row(text);
+      return;
+    }
+    this.#table = null;
     let found;
     if (fence) {
       this.#fence = fence;
       this.#open = el("code");
-      this.#add(item || this.#place, [el("pre", this.#open)]);
+      const code = el("pre", this.#open);
+      code.tabIndex = 0;
+      this.#add(item || this.#place, [el("div.block", el("button.copy", "Copy"), code)]);
     } else if (!text) {
       this.#open = null;
+    } else if (columns && columns.length === cells(head.text).length) {
+      this.#begin(head, columns, item);
     } else if ((found = /^(#{1,6})\s+(.*)$/s.exec(text))) {
-      this.#block(`h${Math.min(found[1].length + 3, 6)}`, found[2], false);
+      this.#block(`h${Math.min(found[1].length + 2, 6)}`, found[2], false);
     } else if (isRule(text)) {
       this.#block("hr", "", false);
     } else if ((found = /^(?:[-*+]|(\d{1,9})[.)])\s+(.*)$/s.exec(text))) {
@@ -271,12 +312,41 @@ export class Markdown {
     } else if ((found = /^> ?(.*)$/s.exec(text)) && this.#open?.tagName !== "BLOCKQUOTE") {
       this.#block("blockquote", found[1]);
     } else if (this.#open) {
+      const from = this.#made.length;
       this.#add(this.#open, ["\n", ...inline(found ? found[1] : text)]);
+      this.#note(text, this.#made.slice(from));
     } else if (item) {
       this.#open = this.#add(item, [filled(el("p"), inline(text))]);
     } else {
       this.#block("p", text);
+      this.#note(text, [this.#open]);
     }
+  }
+
+  /** Keep a line that can be the head of a table. */
+  #note(text, nodes) {
+    if (text.includes("|")) this.#head = { text, nodes };
+  }
+
+  /** Begin a table, whose head has been shown as text. */
+  #begin(head, columns, item) {
+    for (const node of head.nodes) node.remove();
+    const body = el("tbody"), row = el("tr");
+    for (const [index, cell] of cells(head.text).entries()) row.append(filled(el(`th.${columns[index]}`), inline(cell)));
+    const place = el("div.table", el("table", el("thead", row), body));
+    place.tabIndex = 0;
+    this.#add(item || this.#place, [place]);
+    this.#open = null;
+    this.#table = { body, columns };
+  }
+
+  #row(text) {
+    const { body, columns } = this.#table, row = el("tr");
+    // A short row stays short: many of them would make more cells than there is text.
+    for (const [index, cell] of cells(text).slice(0, columns.length).entries()) {
+      row.append(filled(el(`td.${columns[index]}`), inline(cell)));
+    }
+    this.#add(body, [row]);
   }
 
   /** Begin what belongs to no list; the next line can go on with it if it stays open. */

@@ -30,6 +30,8 @@ LINES = (
     "\n",
     "**x\n",
     "| a | b |\n",
+    "a|b\n-|-\n",
+    "|-|\n|-|\n\n",
     "`\n",
     "- - -\n",
     "    x\n",
@@ -97,8 +99,23 @@ def test_blocks() -> None:
     """Lists, quotes, headings, rules and code blocks are made line by line."""
     text = "# A\n- a\n  - b\n\n1. c\n---\n> d\n> e\n\n~~~\n*f*\n~~~\n* * *\n**g\nh**"
     expected = (
-        '<div><h4>A</h4><ul><li>a<ul><li>b</li></ul></li></ul><ol start="1"><li>c</li></ol><hr></hr>'
-        "<blockquote>d\ne</blockquote><pre><code>*f*\n</code></pre><hr></hr><p>**g\nh**</p></div>"
+        '<div><h3>A</h3><ul><li>a<ul><li>b</li></ul></li></ul><ol start="1"><li>c</li></ol><hr></hr>'
+        "<blockquote>d\ne</blockquote><div><button>Copy</button><pre><code>*f*\n</code></pre></div><hr></hr>"
+        "<p>**g\nh**</p></div>"
+    )
+    assert [expected] * 3 == rendered([("", text, 1, "", size) for size in (1, 5, 1000)])
+
+
+@needs("Node.js")
+def test_tables() -> None:
+    """A line of columns makes the line before it the head of a table; what is too much or too little is mended."""
+    text = "a\nb | *c*\n-- | :-:\n1 | `2\\|`\n|3\n|4|5|6|\n\nd | e\n| - |\n\nf | g\n- | -\nh\n"
+    head = "<thead><tr><th>{}</th><th>{}</th></tr></thead>"
+    row = "<tr><td>{}</td><td>{}</td></tr>"
+    rows = row.format(1, "<code>2|</code>") + "<tr><td>3</td></tr>" + row.format(4, 5)
+    expected = (
+        f"<div><p>a</p><div><table>{head.format('b', '<em>c</em>')}<tbody>{rows}</tbody></table></div>"
+        f"<p>d | e\n| - |</p><div><table>{head.format('f', 'g')}<tbody></tbody></table></div><p>h</p></div>"
     )
     assert [expected] * 3 == rendered([("", text, 1, "", size) for size in (1, 5, 1000)])
 
@@ -113,4 +130,6 @@ def test_hostile_text() -> None:
         texts.append(("", one, count, "", LENGTH // 1000))
         texts += [(begin, one, count, f"{end}\n", LENGTH) for begin, end in AROUND]
     nested = "".join(f"{'  ' * depth}- **x\n" for depth in range(300))
+    # A table with many columns and short rows.
+    texts.append(("a|" * 3000 + "\n" + "-|" * 3000 + "\n", "|\n", LENGTH // 100, "", LENGTH))
     assert len(texts) + 1 == len(rendered([*texts, ("", nested, 1, "", LENGTH)]))

@@ -1,0 +1,447 @@
+// A chat through v1/chat/completions: its messages and what can be done with each, its settings, and its answers.
+import { $, ask, atSecondClick, copy, download, el, events, explain } from "./common.js";
+import * as chats from "./chats.js";
+import { showCode } from "./code.js";
+import { Markdown } from "./markdown.js";
+
+const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
+const NUMBERS = ["max_tokens", "temperature", "top_p", "seed"];
+const SETTINGS = ["model", "system", ...NUMBERS, "reasoning_effort", "tools", "tool_choice", "schema"];
+const EXAMPLES = {
+  tools: [{ type: "function", function: { name: "get_weather", description: "The weather in a city now.",
+    parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] } } }],
+  schema: { type: "object", properties: { answer: { type: "string" }, sure: { type: "boolean" } },
+    required: ["answer", "sure"], additionalProperties: false },
+};
+// Of a file that is attached as text.
+const MOST_TEXT = 1_000_000;
+
+let running = null;
+let attached = [];
+
+// Models
+
+/** Offer `models`, a list from GET status. */
+export function offerModels(models) {
+  const able = models.filter((model) => model.tasks.includes("generate"));
+  const names = able.flatMap((model) => [model.name, ...model.aliases, ...model.loras].map((name) => [name, model.chat]));
+  if (JSON.stringify(names) === $("#model").dataset.names) return;
+  $("#model").dataset.names = JSON.stringify(names);
+  $("#model").replaceChildren(...names.map(([name, chat]) => {
+    const option = el("option", chat === false ? `${name} (cannot chat)` : name);
+    option.value = name;
+    option.disabled = chat === false;
+    return option;
+  }));
+  chooseModel();
+  refreshCode();
+}
+
+function chooseModel() {
+  const wanted = chats.chat().settings.model;
+  const options = [...$("#model").options].filter((option) => !option.disabled);
+  const option = options.find((one) => one.value === wanted) ?? options[0];
+  if (option) $("#model").value = option.value;
+}
+
+// The request
+
+/** Return the calls of the last answer that have no result yet. */
+function unanswered(messages) {
+  if (messages.at(-1)?.role === "user") return [];
+  const last = messages.findLast((message) => message.role === "assistant");
+  const done = new Set(messages.map((message) => message.tool_call_id));
+  return (last?.tool_calls ?? []).filter((call) => !done.has(call.id));
+}
+
+function json(field) {
+  const text = $(`#${field}`).value.trim();
+  try {
+    return text ? JSON.parse(text) : null;
+  } catch (error) {
+    throw new Error(`${$(`label[for=${field}]`).textContent}: ${error.message}`);
+  }
+}
+
+function written(text) {
+  const [call] = unanswered(chats.chat().messages);
+  if (call) return { role: "tool", tool_call_id: call.id, content: text };
+  const texts = attached.filter((file) => file.text).map((file) => `\n\n${file.name}:\n\`\`\`\n${file.text}\n\`\`\``);
+  const images = attached.filter((file) => file.url).map((file) => file.url);
+  return { role: "user", content: text + texts.join(""), ...(images.length && { images }) };
+}
+
+/** Return a message as the API takes it: what the page keeps beside it is left out. */
+function sent({ role, content, images, tool_calls, tool_call_id }) {
+  const parts = images?.map((url) => ({ type: "image_url", image_url: { url } }));
+  return { role, content: parts ? [{ type: "text", text: content }, ...parts] : content, ...(tool_calls && { tool_calls }), ...(tool_call_id && { tool_call_id }) };
+}
+
+function request(messages) {
+  const system = $("#system").value.trim();
+  // An answer that broke before its first character is no message.
+  const whole = messages.filter((message) => message.role !== "assistant" || message.content || message.tool_calls);
+  const all = whole.map(sent);
+  const body = { model: $("#model").value, messages: system ? [{ role: "system", content: system }, ...all] : all };
+  for (const name of NUMBERS) if ($(`#${name}`).value) body[name] = Number($(`#${name}`).value);
+  if ($("#reasoning_effort").value) body.reasoning_effort = $("#reasoning_effort").value;
+  const tools = json("tools"), schema = json("schema");
+  if (tools) Object.assign(body, { tools, tool_choice: $("#tool_choice").value });
+  if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", strict: true, schema } };
+  if ($("#stream").checked) Object.assign(body, { stream: true, stream_options: { include_usage: true } });
+  return body;
+}
+
+/** Show what Send would send, else what was sent, in code. */
+export function refreshCode() {
+  const { messages } = chats.chat(), text = $("#prompt").value;
+  const asked = messages.slice(0, messages.findLastIndex((message) => message.role !== "assistant") + 1);
+  try {
+    showCode(request(text || !asked.length ? [...messages, written(text || "Hello!")] : asked));
+  } catch { /* It is shown once the JSON is complete. */ }
+}
+
+// The messages on the screen
+
+/** Change the log, which stays at its end unless its reader has gone up in it. */
+function atEnd(change, always = false) {
+  const log = $("#log"), follow = always || log.scrollHeight - log.scrollTop - log.clientHeight < 50;
+  change();
+  if (follow) log.scrollTop = log.scrollHeight;
+}
+
+function action(name, title, act) {
+  const made = Object.assign(el("button.action", name), { type: "button", title });
+  made.addEventListener("click", () => act(made));
+  return made;
+}
+
+/** Return an empty bubble for `message`, with what can be done with it. */
+function bubble(message) {
+  const made = el(`div.bubble.${message.role}`, el("strong", NAMES[message.role]));
+  const actions = el("div.actions");
+  const place = el("div.said");
+  actions.append(action("Copy", "Copy this message", (button) => copy(button, message.content, place)));
+  if (message.role === "user") actions.append(action("Edit", "Change this message, and ask again", () => edit(message, made)));
+  if (message.role === "assistant") actions.append(action("Regenerate", "Ask again", () => again(message)));
+  made.append(place, actions);
+  return { made, place };
+}
+
+function show(message) {
+  const { made, place } = bubble(message);
+  if (message.role === "assistant") {
+    shower(message, place)(true);
+  } else {
+    place.append(el("p", message.content));
+    for (const url of message.images ?? []) place.append(Object.assign(el("img"), { src: url, alt: "attached image" }));
+  }
+  if (message.error) broken(made, message);
+  atEnd(() => $("#log").append(made), true);
+  return made;
+}
+
+function broken(made, message) {
+  made.classList.add("broken");
+  const alert = el("p.problem", message.error);
+  alert.setAttribute("role", "alert");
+  made.querySelector(".said").after(el("div.row", alert, action("Try again", "Ask again", () => again(message))));
+}
+
+/** Return a function that shows what has come of `answer` in `place` since its last call: once per frame, or `now`. */
+function shower(answer, place) {
+  const reasoning = el("p"), content = el("div"), calls = el("div"), note = el("p.note"), markdown = new Markdown(content);
+  const details = el("details", el("summary", "Reasoning"), reasoning);
+  details.hidden = true;
+  place.append(details, content, calls, note);
+  let thought = 0, said = 0, asked = 0;
+  if (answer.json) markdown.write("```\n");
+  const render = () => atEnd(() => {
+    asked = 0;
+    if (answer.reasoning?.length > thought) reasoning.append(answer.reasoning.slice(thought));
+    if (answer.content.length > said) markdown.write(answer.content.slice(said));
+    [thought, said] = [answer.reasoning?.length ?? 0, answer.content.length];
+    details.hidden = !thought;
+    for (const [index, call] of (answer.tool_calls ?? []).entries()) {
+      (calls.children[index] ?? calls.appendChild(el("code.call"))).textContent = `${call.function.name}(${call.function.arguments})`;
+    }
+    note.textContent = answer.note ?? "";
+  });
+  return (now) => {
+    if (!now) return asked ||= requestAnimationFrame(render);
+    cancelAnimationFrame(asked);
+    return render();
+  };
+}
+
+/** Show the current chat: its messages, its draft and its settings. */
+function showChat() {
+  const { messages, draft, settings } = chats.chat();
+  $("#log").replaceChildren();
+  for (const message of messages) show(message);
+  $("#prompt").value = draft;
+  for (const name of SETTINGS) if (name !== "model") $(`#${name}`).value = settings[name] ?? (name === "tool_choice" ? "auto" : "");
+  $("#stream").checked = settings.stream ?? true;
+  chooseModel();
+  attached = [];
+  showAttached();
+  showList();
+  showPromptLabel();
+  refreshCode();
+}
+
+function showList() {
+  $("#chats").replaceChildren(...chats.all().map((one) => Object.assign(el("option", chats.titleOf(one)), { value: one.id })));
+  $("#chats").value = chats.chat().id;
+  $("#title").value = chats.chat().title;
+  $("#title").placeholder = chats.titleOf(chats.chat());
+}
+
+function showPromptLabel() {
+  const [call] = unanswered(chats.chat().messages);
+  $("#prompt-label").textContent = call ? `What ${call.function.name} returns` : "Your message";
+}
+
+// Answers
+
+/** Add what a delta, or a whole message, brings to the answer. */
+function add(answer, delta) {
+  answer.content += delta.content ?? "";
+  answer.reasoning += delta.reasoning_content ?? delta.reasoning ?? "";
+  for (const part of delta.tool_calls ?? []) {
+    const call = answer.tool_calls[part.index ?? answer.tool_calls.length] ??= { id: "", type: "function", function: { name: "", arguments: "" } };
+    call.id += part.id ?? "";
+    call.function.name += part.function?.name ?? "";
+    call.function.arguments += part.function?.arguments ?? "";
+  }
+}
+
+/** Say how long an answer took: to its first token, and per second of what follows. */
+function describe(answer, times, usage, finish) {
+  const tokens = usage?.completion_tokens, seconds = (times.last - times.first) / 1000;
+  const rate = times.first && tokens > 1 && seconds > 0.05 ? (tokens - 1) / seconds : 0;
+  answer.note = [times.first && `${((times.first - times.began) / 1000).toFixed(2)} s to the first token`,
+    tokens && `${tokens} tokens`, rate && `${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`, finish].filter(Boolean).join(" · ");
+}
+
+/** Ask for an answer to the messages of `thread`, and show it while it comes. */
+async function complete(thread) {
+  const body = request(thread.messages), times = { began: performance.now(), first: 0, last: 0 };
+  const answer = { role: "assistant", content: "", reasoning: "", tool_calls: [], ...("response_format" in body && { json: true }) };
+  const { made, place } = bubble(answer);
+  const render = shower(answer, place);
+  made.classList.add("waiting");
+  atEnd(() => $("#log").append(made), true);
+  let usage = null, finish = "";
+  running = new AbortController();
+  try {
+    const response = await ask("v1/chat/completions", { method: "POST", signal: running.signal,
+      headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+    for await (const event of body.stream ? events(response) : [await response.json()]) {
+      for (const choice of event.choices) {
+        const delta = choice.delta ?? choice.message;
+        add(answer, delta);
+        if (body.stream && (delta.content || delta.reasoning_content || delta.tool_calls)) {
+          times.last = performance.now();
+          times.first ||= times.last;
+        }
+        finish = choice.finish_reason ?? finish;
+      }
+      usage = event.usage ?? usage;
+      describe(answer, times, usage, finish);
+      render();
+    }
+    if (!finish) throw new Error("The answer ended early: the connection was lost.");
+  } catch (error) {
+    if (error.name === "AbortError") answer.note = "Stopped.";
+    else answer.error = explain(error);
+  }
+  made.classList.remove("waiting");
+  // Calls of an answer that was cut off may be incomplete.
+  if (!finish || !answer.tool_calls.length) delete answer.tool_calls;
+  render(true);
+  if (answer.error) broken(made, answer);
+  thread.messages.push(answer);
+}
+
+function busy(now) {
+  $("#send").hidden = now;
+  $("#stop").hidden = !now;
+  $("#log").classList.toggle("busy", now);
+}
+
+/** Have the current chat answered, unless a tool's result is still to come. */
+async function answerChat() {
+  const thread = chats.chat();
+  busy(true);
+  try {
+    if (!unanswered(thread.messages).length) await complete(thread);
+  } catch (error) {
+    $("#problem").textContent = explain(error);
+  }
+  running = null;
+  busy(false);
+  chats.keep();
+  showList();
+  showPromptLabel();
+  refreshCode();
+}
+
+async function send() {
+  const text = $("#prompt").value.trim();
+  if (running || !(text || attached.length)) return;
+  $("#problem").textContent = "";
+  try {
+    request([]);
+  } catch (error) {
+    $("#problem").textContent = error.message;
+    return;
+  }
+  const message = written(text);
+  chats.chat().messages.push(message);
+  chats.chat().draft = "";
+  $("#prompt").value = "";
+  attached = [];
+  showAttached();
+  show(message);
+  chats.keep();
+  await answerChat();
+  $("#prompt").focus();
+}
+
+/** Take away `message` and all that follow it. */
+function cut(message) {
+  const { messages } = chats.chat();
+  messages.splice(messages.indexOf(message));
+  $("#log").replaceChildren();
+  for (const one of messages) show(one);
+}
+
+function again(message) {
+  if (running) return;
+  cut(message);
+  answerChat();
+}
+
+/** Put a field in the place of a message, which is sent again with what its reader makes of it. */
+function edit(message, made) {
+  if (running) return;
+  const field = Object.assign(el("textarea"), { value: message.content, rows: 4, ariaLabel: "The message" });
+  const place = made.querySelector(".said"), actions = made.querySelector(".actions");
+  const back = () => {
+    cut(message);
+    chats.chat().messages.push(...rest);
+    for (const one of rest) show(one);
+  };
+  const { messages } = chats.chat(), rest = messages.slice(messages.indexOf(message));
+  const save = () => {
+    cut(message);
+    const changed = { ...message, content: field.value.trim() };
+    chats.chat().messages.push(changed);
+    show(changed);
+    answerChat();
+  };
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") back();
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) save();
+  });
+  place.replaceChildren(field);
+  actions.replaceChildren(action("Send", "Send it again (Ctrl+Enter)", save), action("Cancel", "Leave it as it is (Escape)", back));
+  field.focus();
+}
+
+// Attached files
+
+function showAttached() {
+  $("#attached").replaceChildren(...attached.map((file) => el("li.chip", file.name,
+    action("×", `Do not attach ${file.name}`, () => {
+      attached = attached.filter((one) => one !== file);
+      showAttached();
+    }))));
+}
+
+async function attach(files) {
+  $("#problem").textContent = "";
+  for (const file of files) {
+    if (file.type.startsWith("image/")) {
+      const url = await new Promise((done) => {
+        const reader = new FileReader();
+        reader.addEventListener("load", () => done(reader.result));
+        reader.readAsDataURL(file);
+      });
+      attached.push({ name: file.name, url });
+    } else if (file.size > MOST_TEXT) {
+      $("#problem").textContent = `${file.name} is longer than a million bytes.`;
+    } else {
+      attached.push({ name: file.name, text: await file.text() });
+    }
+  }
+  showAttached();
+}
+
+// What the reader does
+
+function keepDraft() {
+  const chat = chats.chat();
+  chat.draft = $("#prompt").value;
+  for (const name of SETTINGS) if ($(`#${name}`).value || name !== "model") chat.settings[name] = $(`#${name}`).value;
+  chat.settings.stream = $("#stream").checked;
+  chats.keep();
+}
+
+function leave() {
+  running?.abort();
+  $("#problem").textContent = "";
+}
+
+function startChat() {
+  leave();
+  chats.begin();
+  showChat();
+  $("#prompt").focus();
+}
+
+$("#chat-form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
+$("#chat-form").addEventListener("input", () => { keepDraft(); refreshCode(); });
+$("#prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
+});
+$("#prompt").addEventListener("paste", (event) => {
+  const files = [...event.clipboardData.files];
+  if (files.length) { event.preventDefault(); attach(files); }
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") running?.abort();
+  if (event.key.toLowerCase() === "o" && event.shiftKey && (event.ctrlKey || event.metaKey)) { event.preventDefault(); startChat(); }
+});
+$("#log").addEventListener("click", ({ target }) => {
+  if (!target.classList.contains("copy")) return;
+  const place = target.nextElementSibling;
+  copy(target, place.textContent, place);
+});
+$("#stop").addEventListener("click", () => running?.abort());
+$("#attach").addEventListener("click", () => $("#files").click());
+$("#files").addEventListener("change", async () => { await attach([...$("#files").files]); $("#files").value = ""; });
+$("#new").addEventListener("click", startChat);
+$("#chats").addEventListener("change", () => { leave(); chats.choose($("#chats").value); showChat(); });
+$("#title").addEventListener("input", () => { chats.chat().title = $("#title").value.trim(); chats.keep(); });
+$("#title").addEventListener("change", showList);
+atSecondClick($("#delete"), "Delete it now?", () => { leave(); chats.remove(); showChat(); });
+atSecondClick($("#delete-all"), "Delete all now?", () => { leave(); chats.removeAll(); showChat(); });
+$("#export").addEventListener("click", () => download(chats.exported(), "chats.json"));
+$("#import").addEventListener("click", () => $("#import-file").click());
+$("#import-file").addEventListener("change", async () => {
+  try {
+    chats.add(await $("#import-file").files[0].text());
+    showList();
+  } catch (error) {
+    $("#problem").textContent = error.message;
+  }
+  $("#import-file").value = "";
+});
+for (const button of document.querySelectorAll("[data-example]")) button.addEventListener("click", () => {
+  $(`#${button.dataset.example}`).value = JSON.stringify(EXAMPLES[button.dataset.example], null, 2);
+  keepDraft();
+  refreshCode();
+});
+showChat();

@@ -1,0 +1,97 @@
+// The chats of this reader, kept in this browser: never an API key. A chat is its messages, its draft and its settings.
+
+// Each address of the service has its own.
+const NAME = `triton-openai chats ${new URL(".", document.baseURI).pathname}`;
+const FIELDS = ["id", "title", "changed", "messages", "draft", "settings"];
+
+let chats = read();
+let current = chats[0];
+
+function read() {
+  try {
+    const kept = JSON.parse(localStorage.getItem(NAME) ?? "[]").filter(isChat);
+    if (kept.length) return kept;
+  } catch { /* The browser keeps nothing, or something else is there. */ }
+  return [made()];
+}
+
+/** Return whether something that was kept or imported is a chat. */
+function isChat(one) {
+  return typeof one?.id === "string" && Array.isArray(one.messages)
+    && one.messages.every((message) => typeof message?.role === "string" && typeof message.content === "string");
+}
+
+function made() {
+  return { id: crypto.getRandomValues(new Uint32Array(4)).join("-"), title: "", changed: Date.now(), messages: [], draft: "", settings: {} };
+}
+
+/** Keep all chats. Where there is no room, the oldest attachments go, and then the oldest chats. */
+export function keep() {
+  current.changed = Date.now();
+  const kept = chats.filter((chat) => chat.messages.length || chat === current)
+    .map((chat) => Object.fromEntries(FIELDS.map((name) => [name, chat[name]])));
+  while (kept.length) {
+    try {
+      localStorage.setItem(NAME, JSON.stringify(kept));
+      return;
+    } catch {
+      const heavy = kept.findLastIndex((chat) => chat.messages.some((message) => message.images?.length));
+      if (heavy < 0) kept.pop();
+      else kept[heavy] = { ...kept[heavy], messages: kept[heavy].messages.map(({ images, ...rest }) => rest) };
+    }
+  }
+}
+
+export const all = () => chats;
+export const chat = () => current;
+
+/** Return what a chat is called: by its reader, or by its first message. */
+export function titleOf(one) {
+  const first = one.messages.find((message) => message.role === "user")?.content.trim().split("\n")[0] ?? "";
+  return one.title || (first.length > 50 ? `${first.slice(0, 50)}…` : first) || "New chat";
+}
+
+/** Begin a chat with the settings of the current one. */
+export function begin() {
+  if (!current.messages.length) return;
+  current = { ...made(), settings: { ...current.settings } };
+  chats.unshift(current);
+  keep();
+}
+
+export function choose(id) {
+  current = chats.find((one) => one.id === id) ?? current;
+}
+
+export function remove() {
+  chats = chats.filter((one) => one !== current);
+  if (!chats.length) chats.push({ ...made(), settings: { ...current.settings } });
+  current = chats[0];
+  keep();
+}
+
+export function removeAll() {
+  chats = [made()];
+  current = chats[0];
+  keep();
+}
+
+export const exported = () => JSON.stringify(chats.filter((one) => one.messages.length), null, 2);
+
+/** Add chats that were exported. Throws an Error for what are none. */
+export function add(text) {
+  let found;
+  try {
+    found = [JSON.parse(text)].flat();
+  } catch {
+    found = [];
+  }
+  if (!found.length || !found.every(isChat)) throw new Error("This file has no chats of this page.");
+  const known = new Set(chats.map((one) => one.id));
+  for (const one of found) {
+    const fields = Object.fromEntries(FIELDS.map((name) => [name, one[name]]));
+    chats.push({ ...made(), ...fields, draft: String(one.draft ?? ""), settings: { ...one.settings }, ...(known.has(one.id) && { id: made().id }) });
+  }
+  chats.sort((one, other) => other.changed - one.changed);
+  keep();
+}
