@@ -46,6 +46,9 @@ class ReasoningOptions(msgspec.Struct):
 
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
+    max_tokens: (
+        Annotated[int, Meta(ge=-1, description="The most tokens of thinking: an extension of OpenRouter.")] | None
+    ) = None
 
 
 class ConversationId(msgspec.Struct):
@@ -117,6 +120,7 @@ class ResponsesRequest(ItemsRequest, kw_only=True):
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     store: bool | None = None
     background: bool | None = None
@@ -126,7 +130,7 @@ class ResponsesRequest(ItemsRequest, kw_only=True):
 #: The options that a chat completion has under the same name.
 SHARED_OPTIONS = (
     "frequency_penalty", "min_p", "model", "presence_penalty", "repetition_penalty", "seed", "stop", "stream",
-    "temperature", "top_k", "top_p",
+    "temperature", "thinking_token_budget", "top_k", "top_p",
 )  # fmt: skip
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

@@ -370,11 +370,15 @@ def read(
             f"A conversation can have {MAX_MESSAGES} messages at most.", param="input", code="array_above_max_length"
         )
     plan = plan_tools(tools.declared, tools.selection(body.tool_choice), parallel=body.parallel_tool_calls)
+    max_thinking = None
+    if body.reasoning is not None:
+        max_thinking = body.reasoning.max_tokens
     options = _Options(
         max_tokens=body.max_output_tokens,
         logprobs=bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ()),
         top_logprobs=body.top_logprobs,
         reasoning_effort=effort,
+        thinking_budget=max_thinking,
         chat_template_kwargs=body.chat_template_kwargs,
         response_format=_format(body),
         **{name: getattr(body, name) for name in SHARED_OPTIONS},
