@@ -9,10 +9,11 @@ and parsers of their texts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Any
 
 import msgspec
+import structlog
 from msgspec import Meta
 
 from triton_openai import offload
@@ -38,6 +39,11 @@ from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.thinking import BUDGET_NAMES, budget_of
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.telemetry.request_record import RENDER
+
+_log = structlog.get_logger(__name__)
+
+# Tools whose names are looked for in a prompt.
+_MAX_LOOKED_FOR = 16
 
 
 class ChatOptions(GenerationOptions, kw_only=True):
@@ -193,11 +199,30 @@ async def prompt_of(
     )
     if repaired:
         report_repaired(context.record, repaired)
+    if conversation.tools.prompt and not _shows_tools(prompt, conversation.tools.prompt):
+        # The template takes tools, but shows none in a conversation like this one.
+        report_ignored(context.record, [origins.name("tools")])
+        _warn_hidden_tools(model.name, context.record.chat_template)
     tokenizer = prompter.tokenizer
     if model.adapter.metadata.adds_bos and tokenizer is not None and tokenizer.adds_bos:
         # Else the prompt would begin with it twice.
         prompt = tokenizer.strip_bos(prompt)
     return prompt, pictures, audio
+
+
+def _shows_tools(prompt: str, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether *prompt* has the names of *tools*; of many, the first are looked for."""
+    names = [tool["function"]["name"] for tool in tools[:_MAX_LOOKED_FOR]]
+    return all(name in prompt for name in names)
+
+
+@lru_cache(64)
+def _warn_hidden_tools(model: str, template: str | None) -> None:
+    _log.warning(
+        "the chat template does not show the tools of a request: --chat-template gives the model another",
+        model=model,
+        template=template,
+    )
 
 
 async def prepare_chat(context: RequestContext[Conversation], answer_id: str, *, fitting: bool = False) -> PreparedChat:

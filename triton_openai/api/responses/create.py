@@ -172,7 +172,7 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
     effort = await agents.known_effort(context.model, asked_effort)
     items = [(param, item) for item in inputs.before]
     items += [(f"input[{number}]", item) for number, item in enumerate(inputs.resolved)]
-    if not items:
+    if not items and (body.input is None or body.instructions is None):
         raise errors.missing("input")
 
     def parse() -> ParsedRequest:
