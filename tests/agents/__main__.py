@@ -34,7 +34,7 @@ MODEL = "vllm_model"
 CONTEXT = 48_000
 PACKAGES = (
     *("@anthropic-ai/claude-code@2.1.330", "@openai/codex@0.169.0", "opencode-ai@1.18.33"),
-    *("openai@6.49.0", "@anthropic-ai/sdk@1.13.0"),
+    *("openai@6.49.0", "ws@8", "@anthropic-ai/sdk@1.13.0"),
 )
 CLIENTS = {
     "OpenAI's JavaScript client": "openai_client.cjs",
@@ -52,6 +52,7 @@ model_context_window = {context}
 name = "Triton"
 base_url = "{address}/v1"
 wire_api = "responses"
+supports_websockets = {sockets}
 """
 
 
@@ -89,15 +90,20 @@ def agents(address: str) -> list[Agent]:
     codex = ("codex", "exec")
     codex_flags = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
     claude = ("claude", "-p", "--allowedTools", "Bash", "--")
-    found = [
-        Agent(
-            name="Codex CLI",
-            command=(*codex, *codex_flags),
-            again=(*codex, "resume", "--last", *codex_flags),
-            tool="exec_command",
-            argument="cmd",
-            files={".codex/config.toml": _CODEX.format(model=MODEL, context=CONTEXT, address=address)},
-        ),
+    found = []
+    for name, sockets in (("Codex CLI", "false"), ("Codex CLI over WebSockets", "true")):
+        config = _CODEX.format(model=MODEL, context=CONTEXT, address=address, sockets=sockets)
+        found.append(
+            Agent(
+                name=name,
+                command=(*codex, *codex_flags),
+                again=(*codex, "resume", "--last", *codex_flags),
+                tool="exec_command",
+                argument="cmd",
+                files={".codex/config.toml": config},
+            )
+        )
+    found.append(
         Agent(
             name="Claude Code",
             command=claude,
@@ -110,8 +116,8 @@ def agents(address: str) -> list[Agent]:
                 "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(CONTEXT),
                 "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             },
-        ),
-    ]
+        )
+    )
     for package in ("openai-compatible", "openai", "anthropic"):
         provider = {
             "npm": f"@ai-sdk/{package}",
