@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from triton_openai.adapters._common.base import Capabilities, Parameter, Rule, bind
 from triton_openai.adapters._common.decoding import CumulativeText, Reader, TextDecoder, TextStage
+from triton_openai.adapters._common.media_names import is_media
 from triton_openai.adapters._common.tensor_mapping import (
     DescribedAdapter,
     Kind,
@@ -76,6 +77,9 @@ def _found(config: ModelConfig) -> TensorMapping | None:
     required = [spec for name, spec in config.inputs.items() if not spec.optional and name != inputs.get(_STREAM)]
     texts = [name for name, spec in config.outputs.items() if spec.datatype == "BYTES" and name != outputs.get(_FINISH)]
     if len(required) != 1 or required[0].datatype != "BYTES" or len(texts) != 1:
+        return None
+    if is_media(required[0].name) or is_media(texts[0]):
+        # Bytes of a file, and no text
         return None
     return TensorMapping(inputs={_PROMPT: required[0].name, **inputs}, outputs={_TEXT: texts[0], **outputs})
 

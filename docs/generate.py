@@ -180,7 +180,7 @@ def settings() -> str:
 def _flag(option: Option) -> str:
     """Return the flag and what is given with it, its unit among them."""
     metavar = (option.metavar,) if isinstance(option.metavar, str) else option.metavar or ()
-    model = "[MODEL=]" if option.per_model else ""
+    model = "[MODEL=]" if option.per_model and not option.verbatim else ""
     return f"`{' '.join((option.flag, *(model + word for word in metavar)))}`"
 
 

@@ -2,8 +2,9 @@
 ``python -m tests.agents``: run Codex CLI, Claude Code and opencode against the service and a scripted model.
 
 Each answers a plain question, runs a tool that the model calls and hands the result back, and goes on with the
-conversation in a second turn. OpenAI's JavaScript client and LiteLLM do the same over the Responses API, and both
-JavaScript clients run batches. The exit status is 1 if one of them does not.
+conversation in a second turn. Then it reads twenty notes, one after the other, while the model slips in each of its
+calls. OpenAI's JavaScript client and LiteLLM do the same over the Responses API, and both JavaScript clients run
+batches. The exit status is 1 if one of them does not.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from tests.clients.service import serving, steered
+from tests.slipping import slipping_calls
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import build_repository
 from triton_openai.tritonserver.embedded import EmbeddedTriton
@@ -32,7 +34,7 @@ MODEL = "vllm_model"
 CONTEXT = 48_000
 PACKAGES = (
     *("@anthropic-ai/claude-code@2.1.330", "@openai/codex@0.169.0", "opencode-ai@1.18.33"),
-    *("openai@6.49.0", "@anthropic-ai/sdk@1.13.0"),
+    *("openai@6.49.0", "ws@8", "@anthropic-ai/sdk@1.13.0"),
 )
 CLIENTS = {
     "OpenAI's JavaScript client": "openai_client.cjs",
@@ -50,6 +52,7 @@ model_context_window = {context}
 name = "Triton"
 base_url = "{address}/v1"
 wire_api = "responses"
+supports_websockets = {sockets}
 """
 
 
@@ -70,10 +73,16 @@ class Agent(msgspec.Struct, frozen=True, kw_only=True):
     files: Mapping[str, str] = {}
     environ: Mapping[str, str] = {}
 
+    def arguments(self, command: str) -> dict[str, str]:
+        """Return the arguments of the tool that runs *command*."""
+        if self.tool == "bash":
+            return {self.argument: command, "description": "Read the note"}
+        return {self.argument: command}
+
     def call(self, command: str) -> str:
         """Return what the model writes to run *command*."""
-        arguments = {self.argument: command, **({"description": "Read the note"} if self.tool == "bash" else {})}
-        return f"<tool_call>\n{json.dumps({'name': self.tool, 'arguments': arguments})}\n</tool_call>"
+        call = {"name": self.tool, "arguments": self.arguments(command)}
+        return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
 def agents(address: str) -> list[Agent]:
@@ -81,15 +90,20 @@ def agents(address: str) -> list[Agent]:
     codex = ("codex", "exec")
     codex_flags = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
     claude = ("claude", "-p", "--allowedTools", "Bash", "--")
-    found = [
-        Agent(
-            name="Codex CLI",
-            command=(*codex, *codex_flags),
-            again=(*codex, "resume", "--last", *codex_flags),
-            tool="exec_command",
-            argument="cmd",
-            files={".codex/config.toml": _CODEX.format(model=MODEL, context=CONTEXT, address=address)},
-        ),
+    found = []
+    for name, sockets in (("Codex CLI", "false"), ("Codex CLI over WebSockets", "true")):
+        config = _CODEX.format(model=MODEL, context=CONTEXT, address=address, sockets=sockets)
+        found.append(
+            Agent(
+                name=name,
+                command=(*codex, *codex_flags),
+                again=(*codex, "resume", "--last", *codex_flags),
+                tool="exec_command",
+                argument="cmd",
+                files={".codex/config.toml": config},
+            )
+        )
+    found.append(
         Agent(
             name="Claude Code",
             command=claude,
@@ -102,8 +116,8 @@ def agents(address: str) -> list[Agent]:
                 "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(CONTEXT),
                 "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             },
-        ),
-    ]
+        )
+    )
     for package in ("openai-compatible", "openai", "anthropic"):
         provider = {
             "npm": f"@ai-sdk/{package}",
@@ -212,7 +226,18 @@ class Session:
         if not any("Marker one." in prompt and "Go on." in prompt for prompt in self._asked()[before:]):
             found["a second turn"] = found["a second turn"] or "The model was not told of the first one."
         found["a tool call"] = self._lacking("READ-THE-NOTE", self.ask(steered("Read the note.", text=call)))
+        found["twenty slips"] = self._lacking("ALL-NOTES-READ", self.ask(self._notes()))
         return found
+
+    def _notes(self) -> str:
+        """Write notes, each of which has the model call for the next one with another slip. Return the question."""
+        slips = [
+            slipping_calls(self._agent.tool, self._agent.arguments(f"cat note{turn}.txt"))[turn] for turn in range(20)
+        ]
+        for turn, slip in enumerate(slips[1:]):
+            (self._work / f"note{turn}.txt").write_text(steered(f"Note {turn} says:", text=slip))
+        (self._work / f"note{len(slips) - 1}.txt").write_text(steered("The last note says:", text="ALL-NOTES-READ"))
+        return steered("Read all notes.", text=slips[0])
 
     def _asked(self) -> list[str]:
         return [json.dumps(event) for event in self._record.events(event="request")]

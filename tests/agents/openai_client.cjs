@@ -2,6 +2,7 @@
 
 const assert = require("node:assert");
 const OpenAI = require("openai");
+const { ResponsesWS } = require("openai/resources/responses/ws");
 
 const [baseURL, model] = process.argv.slice(2);
 const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
@@ -28,8 +29,34 @@ async function main() {
 
   await client.responses.delete(first.id);
   await assert.rejects(client.responses.retrieve(first.id), OpenAI.NotFoundError);
+  await overSocket();
   await batches();
   console.log("PASSED");
+}
+
+async function overSocket() {
+  const socket = new ResponsesWS(client);
+  const messages = socket.stream();
+  const ask = async (body) => {
+    socket.send({ type: "response.create", model, store: false, ...body });
+    for (;;) {
+      // A loop over the messages would end with the first answer.
+      const { value, done } = await messages.next();
+      assert(!done, "the connection was closed");
+      if (value.type === "error") throw value.error;
+      if (value.type === "message" && value.message.type === "response.completed") return value.message.response;
+    }
+  };
+  const first = await ask({ input: steered(call), tools });
+  const [called] = first.output;
+  assert.deepEqual([called.name, JSON.parse(called.arguments)], ["get_weather", { city: "Bonn" }]);
+  const input = [
+    { type: "function_call_output", call_id: called.call_id, output: "fine" },
+    { role: "user", content: steered("It is fine.") },
+  ];
+  const second = await ask({ input, tools, previous_response_id: first.id });
+  assert.equal(second.output[0].content[0].text, "It is fine.");
+  socket.close();
 }
 
 async function batches() {

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.cases import every_case
@@ -201,3 +202,40 @@ async def test_a_tool_call(stream: bool) -> None:
             assert 200 == answer.status, answer.body
             assert b'"f"' in answer.body, face
             assert b"<tool_call>" not in answer.body, face
+
+
+@every_case("stream", [False, True])
+@every_case("strict", [False, True])
+@every_case("face, name", [("chat", "max_tokens"), ("chat", "max_completion_tokens"), ("completions", "max_tokens")])
+async def test_more_tokens_than_fit(face: str, name: str, strict: bool, stream: bool) -> None:
+    """The answer has as many as there is room for, and a header says so; with strict parameters it is refused."""
+    async with running(max_model_len=100) as service:
+        service.service.settings = msgspec.structs.replace(
+            service.service.settings,
+            api=msgspec.structs.replace(service.service.settings.api, strict_parameters=strict),
+        )
+        few = await ask(service, face, steered(text=TEXT), **{name: 20}, stream=stream)
+        many = await ask(service, face, steered(text=TEXT), **{name: 4000}, min_tokens=3000, stream=stream)
+        long = await ask(service, face, "word " * 200, **{name: 20}, stream=stream)
+
+    assert 200 == few.status
+    assert "x-max-tokens" not in few.headers
+    assert (400, "context_length_exceeded") == (long.status, long.error["code"])
+    if strict:
+        assert (400, "context_length_exceeded") == (many.status, many.error["code"])
+    else:
+        assert 200 == many.status
+        assert 0 < int(many.headers["x-max-tokens"]) < 100
+
+
+async def test_a_truncated_prompt_keeps_room_for_the_answer() -> None:
+    """A prompt that is cut to what fits leaves the tokens that the client asks for."""
+    async with running(max_model_len=100) as service:
+        answer = await ask(
+            service, "completions", "word " * 200, max_tokens=30, truncate_prompt_tokens=-1, stream=False
+        )
+
+    assert 200 == answer.status
+    assert "x-max-tokens" not in answer.headers
+    # The model puts a token in front.
+    assert 71 == answer.json["usage"]["prompt_tokens"]

@@ -10,13 +10,15 @@ import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
+import yaml
 from yarl import URL
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, changed, read, serving
 from tests.triton_fixture import embedded, frozen
-from triton_openai.cli.inspect import inspect_models
+from triton_openai.cli.inspect import inspect_models, render
 from triton_openai.config.tree import DefaultParameters, ModelDefaults, ModelSettings, Settings, TritonSettings
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import DemoRepository, build_repository
@@ -416,6 +418,25 @@ async def test_what_nobody_claims_says_why():
         (report,) = await inspect_models(settings_of(triton.url))
 
     assert "no adapter fits its tensors (inputs: IMAGE FP32; outputs: label BYTES)" == report.reason
+    assert "" == report.settings
+
+
+async def test_what_nobody_claims_can_be_described():
+    """`inspect` and the error of a request print settings that serve the model, and with them it answers."""
+    odd = config_of("odd", ("question BYTES 1", "num_beams INT32 1"), ("answer BYTES 1",), backend="python")
+    async with FakeTriton(odd) as triton:
+        settings = settings_of(triton.url)
+        (report,) = await inspect_models(settings)
+        async with serving(settings) as proxy:
+            await proxy.finds_triton()
+            answer = await proxy.post("/v1/completions", {"model": "odd", "prompt": "Hi"})
+        described = msgspec.convert(yaml.safe_load(report.settings)["models"], dict[str, ModelSettings])
+        (served,) = await inspect_models(msgspec.structs.replace(settings, models=described))
+
+    assert report.settings in answer.error["message"]
+    assert 404 == answer.status
+    assert report.settings.splitlines()[1].strip() in render([report])
+    assert "text" == served.adapter
 
 
 async def test_many_misses_are_one_look():

@@ -260,6 +260,7 @@ async def test_the_files_of_a_model_tell(fake: FakeTriton, repository: Path) -> 
         found = await scrape(proxy)
         answer = await proxy.post(CHATS, HELLO)
         long = await proxy.post(CHATS, {**HELLO, "max_tokens": 64})
+        too_long = await proxy.post(CHATS, {"model": "m", "messages": [{"role": "user", "content": "word " * 99}]})
 
     # The engine's default.
     assert 0 < found.sum("vllm:lora_requests_info", model_name="m", max_lora="1")
@@ -267,7 +268,8 @@ async def test_the_files_of_a_model_tell(fake: FakeTriton, repository: Path) -> 
     assert 200 == answer.status
     # An answer of open length goes on to the end of the context.
     assert 64 - len("Hello") == json.loads(fake.asked[0][1]["sampling_parameters"])["max_tokens"]
-    assert (400, "context_length_exceeded") == (long.status, long.error["code"])
+    assert (200, str(64 - len("Hello"))) == (long.status, long.headers["x-max-tokens"])
+    assert (400, "context_length_exceeded") == (too_long.status, too_long.error["code"])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from triton_openai.models.served import ServedModel
 from triton_openai.prompts.content import text_of
 from triton_openai.prompts.messages import ContentPart, Message, UserMessage, is_audio, is_image
 from triton_openai.prompts.origins import CHAT_ORIGINS, Origins
-from triton_openai.prompts.prompt_template import Rendering, marks
+from triton_openai.prompts.prompt_template import TOOLS_REMEDY, Rendering, marks
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.template import ChatTemplate
 
@@ -77,7 +77,9 @@ async def rendered_chat(
     )
     template = prompter.template_for(rendering)
     if tools and "tools" not in template.variables:
-        raise UnsupportedParameter("The model's chat template does not take tools.", param=origins.name("tools"))
+        raise UnsupportedParameter(
+            f"The model's chat template does not take tools. {TOOLS_REMEDY}", param=origins.name("tools")
+        )
     if reasoning_effort is not None and not template.takes_effort(reasoning_effort):
         param = origins.name("reasoning_effort")
         raise UnsupportedParameter(f"The model's chat template does not take a '{param}'.", param=param)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
 
 from triton_openai import offload
+from triton_openai.answer.budgeted_run import BudgetedRun
 from triton_openai.answer.limits import TimeLimits, TokenLimit, check_size, size_of
 from triton_openai.answer.logits_reader import PromptScoring
 from triton_openai.answer.run import Run
+from triton_openai.answer.thinking_budget import ThinkingBudget
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import ConfigurationError, InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Generation, Vocabulary
@@ -47,6 +50,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     adds_special: bool = True
     #: Asks for the log probabilities of the prompt's tokens.
     prompt_scoring: PromptScoring | None = None
+    #: How much an answer may think, where its engine has no such limit.
+    thinking_budget: ThinkingBudget | None = None
 
 
 async def prepare(
@@ -91,7 +96,10 @@ async def prepare(
                 own["id"] = f"{template.id}-{len(runs)}"
             if first is not None:
                 own["sampling"] = msgspec.structs.replace(prepared.sampling, seed=nth_seed(first, number))
-            run = Run(
+            new_run: Callable[..., Run] = Run
+            if spec.thinking_budget is not None:
+                new_run = partial(BudgetedRun, budget=spec.thinking_budget)
+            run = new_run(
                 msgspec.structs.replace(prepared, **own),
                 adapter=adapter,
                 upstream=upstream,
@@ -281,7 +289,10 @@ async def _fitted(model: ServedModel, tokenizer: Tokenizer, generation: Generati
         count = len(ids)
     else:
         count = await tokenizer.count_async(generation.prompt, adds_bos)
-    sampling = msgspec.structs.replace(generation.sampling, max_tokens=limit.max_tokens_for(count))
+    max_tokens = limit.max_tokens_for(count)
+    sampling = msgspec.structs.replace(generation.sampling, max_tokens=max_tokens)
+    if (sampling.min_tokens or 0) > max_tokens:
+        sampling = msgspec.structs.replace(sampling, min_tokens=max_tokens)
     return msgspec.structs.replace(generation, sampling=sampling, prompt_tokens=count)
 
 

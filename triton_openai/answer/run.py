@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from time import monotonic
+from typing import ClassVar
 
 from msgspec.structs import replace
 
@@ -46,6 +47,8 @@ class Run(UpstreamCall):
     """
 
     progress: AnswerState
+    #: What its progress is.
+    _state: ClassVar[type[AnswerState]] = AnswerState
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class Run(UpstreamCall):
         tokenizer: Tokenizer | None = None,
         lora_deliveries: LoraDeliveries | None = None,
     ) -> None:
-        progress = AnswerState(generation)
+        progress = self._state(generation)
         super().__init__(
             upstream,
             progress,
@@ -67,6 +70,8 @@ class Run(UpstreamCall):
             lora_deliveries=lora_deliveries,
         )
         self.generation = generation
+        # What the model is asked for: the generation itself, or what goes on from a part of its answer.
+        self._request = generation
         progress.whole = not generation.stream and adapter.returns_whole(generation)
         self.prompt_logprobs: Sequence[TokenLogprob] = ()
         #: Whether the run has ended, and with which error, if any. :meth:`finalize` sets usage and reason.
@@ -78,7 +83,7 @@ class Run(UpstreamCall):
         self._tokenizer = tokenizer
         self._decoder: Decoder = adapter.decoder(generation)
         self._logits: LogitsReader | None = None
-        self._pipeline = Pipeline(adapter.capabilities, generation, tokenizer, progress)
+        self._pipeline = self._new_pipeline()
         self._max_steps = _STEPS_PER_TOKEN * generation.sampling.max_tokens + _MORE_STEPS
         # Tokens of the steps with nothing to show since the last delta that was pushed.
         self._unshown = 0
@@ -109,25 +114,28 @@ class Run(UpstreamCall):
 
     def _receiver(self) -> Receiver | None:
         """Return the reader of logits, if their log probabilities are wanted; start the time limit of the answer."""
-        whole = self._limits.total is not None and (self.progress.whole or self._adapter.returns_whole(self.generation))
+        whole = self._limits.total is not None and (self.progress.whole or self._adapter.returns_whole(self._request))
         if not whole:
             # An answer that comes as a whole has no first token: only the limit for the whole answer applies.
             self._last_response = monotonic()
             self._silence_limit = self._limits.first_token
         if not self._pipeline.reads_logits:
             return None
-        self._decoder = self._logits = LogitsReader(self, self._decoder, self.generation)
+        self._decoder = self._logits = LogitsReader(self, self._decoder, self._request)
         return self._logits
 
     def _restart(self) -> Receiver | None:
         if self._logits is not None:
             self._logits.close()
-        self._decoder = self._adapter.decoder(self.generation)
-        self._pipeline = Pipeline(self._adapter.capabilities, self.generation, self._tokenizer, self.progress)
+        self._decoder = self._adapter.decoder(self._request)
+        self._pipeline = self._new_pipeline()
         return self._receiver()
 
+    def _new_pipeline(self) -> Pipeline:
+        return Pipeline(self._adapter.capabilities, self._request, self._tokenizer, self.progress)
+
     def _encode(self, lora: Lora | None) -> InferRequest:
-        generation = self.generation
+        generation = self._request
         if lora is not generation.lora:
             # With the weights of the LoRA adapter.
             generation = replace(generation, lora=lora)
@@ -139,7 +147,7 @@ class Run(UpstreamCall):
         return request
 
     def _stop_request(self) -> InferRequest | None:
-        return self._adapter.cancel(self.generation)
+        return self._adapter.cancel(self._request)
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
         """Take the responses that arrived together, and push their deltas."""
@@ -239,7 +247,7 @@ class Run(UpstreamCall):
         if self.progress.steps:
             cause = None
         else:
-            cause = self._adapter.no_answer_cause(self.generation)
+            cause = self._adapter.no_answer_cause(self._request)
         if cause:
             return f" {cause}"
         return ""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from triton_openai.adapters._common.base import Capabilities, Decoder
+from triton_openai.answer.thinking_budget import ThinkingStage
 from triton_openai.generation import Alternative, AnswerState, Delta, FinishReason, Generation, TokenLogprob, Vocabulary
 from triton_openai.prompts.detokenizer import TokenPieces, detokenizer
 from triton_openai.prompts.tokenizer import Tokenizer
@@ -356,16 +357,23 @@ class Pipeline:
     The stages that one answer needs, created at its start. ``feed`` passes a delta through all of them, in order.
 
     ``may_end`` is whether a stage may end the answer, ``token_ids`` whether the answer shows ids, and ``reads_logits``
-    whether log probabilities may have to be computed from logits.
+    whether log probabilities may have to be computed from logits. *thinking* ends the answer where its thinking has
+    spent its budget.
     """
 
     def __init__(
-        self, capabilities: Capabilities, generation: Generation, tokenizer: Tokenizer | None, progress: AnswerState
+        self,
+        capabilities: Capabilities,
+        generation: Generation,
+        tokenizer: Tokenizer | None,
+        progress: AnswerState,
+        thinking: ThinkingStage | None = None,
     ) -> None:
         sampling = generation.sampling
         include = bool(sampling.include_stop_str_in_output)
         self._progress = progress
         self._token_text: TokenText | None = None
+        self._thinking = thinking
         self._stop: StopStage | None = None
         self._logprobs: LogprobsStage | None = None
         stages: list[Callable[[Delta], None]] = []
@@ -376,6 +384,8 @@ class Pipeline:
             else:
                 self._token_text = TokenText(tokenizer.pieces, generation, generation.vocabulary)
             stages.append(self._token_text.feed)
+        if thinking is not None:
+            stages.append(thinking.feed)
         stages.append(progress.add)
         # The backend does not cut stop strings, or was asked to show them.
         if sampling.stop and (capabilities.stop is None or (capabilities.stop == "shown" and sampling.stop_showable)):
@@ -398,7 +408,7 @@ class Pipeline:
             self.feed = _in_order(stages)
         else:
             self.feed = progress.add
-        self.may_end = self._token_text is not None or self._stop is not None
+        self.may_end = self._token_text is not None or self._stop is not None or thinking is not None
         self.token_ids = generation.token_ids
         self.reads_logits = capabilities.tokens and not capabilities.ends_itself and sampling.logprobs is not None
 
@@ -406,6 +416,8 @@ class Pipeline:
     def ended(self) -> bool:
         """Whether the answer ends here, even if the backend continues."""
         if self._stop is not None and self._stop.cut:
+            return True
+        if self._thinking is not None and self._thinking.spent:
             return True
         return self._token_text is not None and self._token_text.stopped
 
@@ -425,7 +437,10 @@ class Pipeline:
         if self._token_text is not None and self._token_text.stopped:
             self._progress.finish_reason = FinishReason.STOP
             self._progress.stop_reason = self._token_text.stop_id
-        text = decoder.flush()
+        text = ""
+        if self._thinking is None or not self._thinking.spent:
+            # Of an answer that is ended, a decoder may say that it is not complete.
+            text = decoder.flush()
         if text:
             self._progress.add_text(text)
         if self._token_text is not None:

@@ -6,6 +6,7 @@ import base64
 import binascii
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import structlog
 
@@ -26,28 +27,44 @@ from triton_openai.telemetry.request_record import RequestRecord
 _log = structlog.get_logger(__name__)
 
 _SEALED = "triton-openai:1:"
+# What a summary begins with that stands for all before it.
+_SEALED_ALL = "triton-openai:1all:"
 # Longest text of a tool's type in a message or the log.
 LONGEST_TYPE = 64
 
 
-def seal(reasoning: str) -> str:
+def seal(reasoning: str, *, summarizes_all: bool = False) -> str:
     """
     Return *reasoning* as an opaque text, which a client sends back with the next turn.
 
-    It is encoded, not encrypted: it is no secret from the client.
+    It is encoded, not encrypted: it is no secret from the client. *summarizes_all* is whether it is a summary that
+    stands for all before it.
     """
-    return base64.b64encode((_SEALED + reasoning).encode(errors="surrogatepass")).decode()
+    begin = _SEALED
+    if summarizes_all:
+        begin = _SEALED_ALL
+    return base64.b64encode((begin + reasoning).encode(errors="surrogatepass")).decode()
 
 
 def unsealed(sealed: str | None) -> str | None:
     """Return what :func:`seal` made *sealed* of, or ``None`` for what another server made."""
-    try:
-        text = base64.b64decode(sealed or "", validate=True).decode(errors="surrogatepass")
-    except (binascii.Error, ValueError):
-        return None
-    if text.startswith(_SEALED):
-        return text.removeprefix(_SEALED)
+    text = _decoded(sealed)
+    for begin in (_SEALED, _SEALED_ALL):
+        if text.startswith(begin):
+            return text.removeprefix(begin)
     return None
+
+
+def seals_all(sealed: Any) -> bool:
+    """Return whether *sealed*, of any type, is a summary that stands for all before it."""
+    return isinstance(sealed, str) and _decoded(sealed).startswith(_SEALED_ALL)
+
+
+def _decoded(sealed: str | None) -> str:
+    try:
+        return base64.b64decode(sealed or "", validate=True).decode(errors="surrogatepass")
+    except (binascii.Error, ValueError):
+        return ""
 
 
 async def known_effort(model: ServedModel, effort: str | None) -> str | None:

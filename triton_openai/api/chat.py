@@ -231,7 +231,8 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
 async def answer(context: RequestContext[Conversation], answer_id: str, keep: Keep | None = None) -> Reply:
     """Answer a chat. *keep* gets the whole answer first, in JSON, also that of a stream before its end."""
     options = context.body.options
-    prepared = await prepare_chat(context, answer_id)
+    strict = context.service.settings.api.strict_parameters
+    prepared = await prepare_chat(context, answer_id, fitting=not strict)
     if keep is None:
         context.forget_messages()
     runs = prepared.runs

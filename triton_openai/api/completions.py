@@ -17,6 +17,7 @@ from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec, Prompt
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import encode, encode_each, new_id, now, separated, whole_of
+from triton_openai.api.fitting import fitted
 from triton_openai.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
@@ -176,7 +177,9 @@ def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> Gen
         raise UnsupportedParameter(
             "'best_of' needs log probabilities, which this model does not report.", param="best_of"
         )
-    return spec
+    if context.service.settings.api.strict_parameters:
+        return spec
+    return fitted(spec)
 
 
 def _filled(

@@ -9,17 +9,20 @@ and parsers of their texts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Any
 
 import msgspec
+import structlog
 from msgspec import Meta
 
 from triton_openai import offload
 from triton_openai.answer.chat_prompt import media_of, rendered_chat
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import MAX_ITEMS, report_repaired
+from triton_openai.answer.thinking_budget import ThinkingBudget
+from triton_openai.api.bodies import MAX_ITEMS, report_ignored, report_repaired
+from triton_openai.api.fitting import fitted
 from triton_openai.api.parameters import GenerationOptions
 from triton_openai.api.service import RequestContext, media_reservation, runs_of, spec_of
 from triton_openai.api.tools import ToolPlan
@@ -33,7 +36,14 @@ from triton_openai.parsers.tools.tool_parser import ToolParser
 from triton_openai.prompts.messages import AssistantMessage, Message
 from triton_openai.prompts.origins import CHAT_ORIGINS, Origins
 from triton_openai.prompts.prompter import Prompter
+from triton_openai.prompts.thinking import BUDGET_NAMES, budget_of
+from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.telemetry.request_record import RENDER
+
+_log = structlog.get_logger(__name__)
+
+# Tools whose names are looked for in a prompt.
+_MAX_LOOKED_FOR = 16
 
 
 class ChatOptions(GenerationOptions, kw_only=True):
@@ -53,6 +63,26 @@ class ChatOptions(GenerationOptions, kw_only=True):
         | None
     ) = None
     enable_thinking: Annotated[bool | str, Meta(description="The same, as Qwen names it.")] | None = None
+    reasoning: (
+        Annotated[
+            dict[str, Any],
+            Meta(description="The same, as OpenRouter names it: `effort`, `max_tokens`, `enabled`, `exclude`."),
+        ]
+        | None
+    ) = None
+    thinking_budget: Annotated[int, Meta(ge=-1, description="`thinking_token_budget`, as Qwen names it.")] | None = None
+    thinking_budget_tokens: (
+        Annotated[int, Meta(ge=-1, description="`thinking_token_budget`, as llama.cpp names it.")] | None
+    ) = None
+    reasoning_budget: (
+        Annotated[int, Meta(ge=-1, description="`thinking_token_budget`, as NVIDIA's NIM names it.")] | None
+    ) = None
+    max_thinking_tokens: (
+        Annotated[int, Meta(ge=-1, description="`thinking_token_budget`, as NVIDIA's NIM names it.")] | None
+    ) = None
+    max_reasoning_tokens: (
+        Annotated[int, Meta(ge=-1, description="`thinking_token_budget`, as other gateways name it.")] | None
+    ) = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -62,9 +92,28 @@ class ChatOptions(GenerationOptions, kw_only=True):
 
     @property
     def switches(self) -> Mapping[str, Any]:
-        """The options that turn the thinking on or off, by their names."""
-        switches = {"think": self.think, "thinking": self.thinking, "enable_thinking": self.enable_thinking}
+        """The options that turn the thinking on or off, or limit it, by their names."""
+        switches: dict[str, Any] = {
+            "think": self.think,
+            "thinking": self.thinking,
+            "enable_thinking": self.enable_thinking,
+            "thinking_budget": self.max_thinking,
+        }
+        if self.reasoning is not None:
+            switches["think"] = self.think or self.reasoning.get("effort") or self.reasoning.get("enabled")
         return {name: value for name, value in switches.items() if value is not None}
+
+    @property
+    def max_thinking(self) -> int | None:
+        """The most tokens of thinking, by any of its names; ``None`` for no limit."""
+        if self.thinking_token_budget is not None and self.thinking_token_budget >= 0:
+            return self.thinking_token_budget
+        budget = budget_of({name: getattr(self, name, None) for name in (*BUDGET_NAMES, "thinking")})
+        if budget is None and self.reasoning is not None:
+            budget = budget_of({"thinking_budget": self.reasoning.get("max_tokens")})
+        if budget is None and self.chat_template_kwargs is not None:
+            budget = budget_of(self.chat_template_kwargs)
+        return budget
 
     @property
     def alternatives(self) -> tuple[str, int | None]:
@@ -133,9 +182,7 @@ async def prompt_of(
     # Before they are rendered: for each, all of its message's text is searched.
     service.images.check_count(pictures, max_images=model.adapter.capabilities.images)
     repaired: list[str] = []
-    switches = None
-    if not (options.think is None and options.thinking is None and options.enable_thinking is None):
-        switches = options.switches
+    switches = options.switches
     prompt, context.record.chat_template = await rendered_chat(
         model,
         prompter,
@@ -145,18 +192,37 @@ async def prompt_of(
         images=pictures,
         audio=audio,
         reasoning_effort=options.reasoning_effort,
-        switches=switches,
+        switches=switches or None,
         trust_template=service.settings.api.trust_request_chat_template,
         repaired=repaired,
         origins=origins,
     )
     if repaired:
         report_repaired(context.record, repaired)
+    if conversation.tools.prompt and not _shows_tools(prompt, conversation.tools.prompt):
+        # The template takes tools, but shows none in a conversation like this one.
+        report_ignored(context.record, [origins.name("tools")])
+        _warn_hidden_tools(model.name, context.record.chat_template)
     tokenizer = prompter.tokenizer
     if model.adapter.metadata.adds_bos and tokenizer is not None and tokenizer.adds_bos:
         # Else the prompt would begin with it twice.
         prompt = tokenizer.strip_bos(prompt)
     return prompt, pictures, audio
+
+
+def _shows_tools(prompt: str, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether *prompt* has the names of *tools*; of many, the first are looked for."""
+    names = [tool["function"]["name"] for tool in tools[:_MAX_LOOKED_FOR]]
+    return all(name in prompt for name in names)
+
+
+@lru_cache(64)
+def _warn_hidden_tools(model: str, template: str | None) -> None:
+    _log.warning(
+        "the chat template does not show the tools of a request: --chat-template gives the model another",
+        model=model,
+        template=template,
+    )
 
 
 async def prepare_chat(context: RequestContext[Conversation], answer_id: str, *, fitting: bool = False) -> PreparedChat:
@@ -177,9 +243,12 @@ async def prepare_chat(context: RequestContext[Conversation], answer_id: str, *,
         guide = await offload.run(plan.guide, cost=offload.rendering_cost(dict(plan.schemas)))
         spec = _with(spec, guide=guide)
     if fitting:
-        spec = msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
+        spec = fitted(spec)
     with record.stage(RENDER):
         prompt, pictures, audio = await prompt_of(context, prompter)
+    max_thinking = conversation.options.max_thinking
+    if max_thinking is not None and not plan.forced:
+        spec = _with_budget(context, spec, parsers, prompter.tokenizer, max_thinking, images=bool(pictures))
     if pictures or audio:
         spec = await _with_media(context, spec, pictures, audio)
     runs = await runs_of(context, prompter.tokenizer, [prompt], spec)
@@ -189,6 +258,53 @@ async def prepare_chat(context: RequestContext[Conversation], answer_id: str, *,
     if plan.mode != "none":
         record.tool_calls = partial(call_outcomes, answer_parsers)
     return PreparedChat(spec, plan, runs, answer_parsers)
+
+
+def _with_budget(
+    context: RequestContext[Conversation],
+    spec: GenerationSpec,
+    parsers: Parsers,
+    tokenizer: Tokenizer | None,
+    tokens: int,
+    *,
+    images: bool,
+) -> GenerationSpec:
+    """
+    Return *spec* with a budget of *tokens* for the thinking: the engine keeps it if it can, else this service does.
+
+    Raises :class:`UnsupportedParameter` where neither can and the client named vLLM's parameter. Other names are
+    reported as ignored: agents send them to every model.
+    """
+    conversation = context.body
+    adapter = context.model.adapter
+    if "thinking_token_budget" in adapter.supported:
+        return _with(spec, sampling=msgspec.structs.replace(spec.template.sampling, thinking_token_budget=tokens))
+    can_call = conversation.tools.mode == "auto" and parsers.tools is not None
+    ending = ""
+    if parsers.reasoning is not None and not (images and adapter.capabilities.images_as_turn):
+        ending = parsers.reasoning.ending(calls=can_call)
+    if parsers.reasoning is None or not ending:
+        name = "thinking_token_budget"
+        if conversation.options.thinking_token_budget is not None:
+            raise UnsupportedParameter(
+                f"The parameter '{name}' is not supported with this model: where its thinking ends is not known "
+                "(--reasoning-parser).",
+                param=name,
+            )
+        report_ignored(context.record, [conversation.origins.name(name)])
+        return spec
+    calls: Sequence[str] = ()
+    if can_call and parsers.tools is not None:
+        calls = parsers.tools(conversation.tools.schemas).openings
+    ending_ids: tuple[int, ...] = ()
+    if tokenizer is not None:
+        ending_ids = tuple(tokenizer.encode(ending))
+    budget = ThinkingBudget(
+        tokens=tokens, meter=partial(parsers.reasoning.meter, calls=calls), ending=ending, ending_ids=ending_ids
+    )
+    # What comes as a whole cannot be ended on its way.
+    spec = _with(spec, times_tokens=True)
+    return msgspec.structs.replace(spec, thinking_budget=budget)
 
 
 async def _with_media(
@@ -233,6 +349,9 @@ def _spec(
     forced = plan.forced
     if options.top_logprobs and not options.logprobs:
         raise InvalidValue("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
+    if options.thinking_token_budget is not None:
+        # What becomes of it is decided when the prompt is there.
+        options = msgspec.structs.replace(options, thinking_token_budget=None)
     if forced:
         # The call wins, as in vLLM's server: a format is that of an answer in text.
         options = msgspec.structs.replace(options, response_format=None)

@@ -22,6 +22,7 @@ from triton_openai.answer.run import Run
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.api import parameters
 from triton_openai.api.bodies import ModelRequest, read_form, report_ignored
+from triton_openai.api.fitting import report_limited
 from triton_openai.api.responses.stored import ResponseStore
 from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.batches.file_folder import Files
@@ -574,6 +575,8 @@ async def runs_of(
     upstream = context.upstream()
     with record.stage(TOKENIZE):
         runs = await prepare(model, tokenizer, prompts, spec, upstream, context.limits)
+    if spec.limit.open and spec.limit.asked is not None:
+        report_limited(record, spec.limit.asked, runs)
     record.answers = [run.progress for run in runs]
     record.n = spec.n
     record.response_id = spec.template.id

@@ -8,6 +8,7 @@ is written from it. The arguments of vLLM's engine are not listed: they are unkn
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 from triton_openai.config.options import ENVIRONMENT_PREFIX
@@ -26,6 +27,14 @@ def _grpc(value: str) -> str:
     return f"grpc://{rest}"
 
 
+def _text_of(file: str) -> str:
+    """Return the text of a *file*. Raises :class:`ConfigurationError`."""
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(f"The file '{file}' with the history template cannot be read: {error}.") from error
+
+
 #: By server: each flag, the flag of ours that it stands for, and what is done to its value where they differ.
 ALIASES: Mapping[str, Mapping[str, tuple[str, Callable[[str], str] | None]]] = {
     "NVIDIA's OpenAI frontend": {
@@ -39,6 +48,7 @@ ALIASES: Mapping[str, Mapping[str, tuple[str, Callable[[str], str] | None]]] = {
         "-t": ("--triton-url", _grpc),
         "--triton-endpoint": ("--triton-url", _grpc),
         "-o": ("--otlp-endpoint", None),
+        "--history-template-file": ("--history-template", _text_of),
     },
     "triton-inference-server-openai-api": {
         "--tokenizer_dir": ("--tokenizer", None),
@@ -62,11 +72,6 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
 }
 #: By server: each flag that means nothing here, and what to do instead.
 REFUSED: Mapping[str, Mapping[str, str]] = {
-    "openai_trtllm": {
-        "--history-template": "Write the text as defaults.history_template in the YAML file, or use --chat-template.",
-        "--history-template-file": "Put the text into defaults.history_template in the YAML file, or use "
-        "--chat-template.",
-    },
     "triton-inference-server-openai-api": {
         "--engine_dir": "Leave it out: --max-model-len sets what was read from the engine, and with "
         "--triton-repository it is read from the model's files.",

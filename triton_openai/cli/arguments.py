@@ -235,7 +235,7 @@ def _add_settings(parser: argparse.ArgumentParser, command: str, *, everything: 
             if option.choices:
                 choices = f"{{{','.join(option.choices)}}}"
             metavar = option.metavar or choices or option.name.rpartition("-")[2].upper()
-            if option.per_model:
+            if option.per_model and not option.verbatim:
                 keywords["metavar"] = f"[MODEL=]{metavar}"
             else:
                 keywords["metavar"] = metavar

@@ -89,6 +89,8 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     notes: Sequence[str] = ()
     chat: bool | None = None
     problems: Sequence[str] = ()
+    #: Of a model that is not served: settings in YAML that would serve it.
+    settings: str = ""
 
 
 def inspect(settings: Settings, parsed: Parsed) -> int:
@@ -159,7 +161,7 @@ async def report(models: Models) -> list[ModelReport]:
         problems: tuple[str, ...] = ()
         if entry.role is None:
             problems = (entry.why,)
-        reports.append(ModelReport(name=entry.name, reason=entry.why, problems=problems))
+        reports.append(ModelReport(name=entry.name, reason=entry.why, problems=problems, settings=entry.settings))
     for name, state in models.fleet.snapshot.waiting.items():
         # In one line, also for a traceback.
         why = " ".join(state.split())
@@ -391,6 +393,8 @@ def overview(reports: Sequence[ModelReport], command: str) -> str:
     ]
     lines = table(["MODEL", "ADAPTER", "TASKS", "CHAT", "TOKENIZER", "STATE"], rows)
     lines += problems([f"{report.name}: {text}" for report in reports for text in report.problems])
+    if any(report.settings for report in reports):
+        lines += ["", "The details of a model that is not served have settings that would serve it."]
     return "\n".join([*lines, "", f"For details: {command}"])
 
 
@@ -413,7 +417,10 @@ def render(reports: Sequence[ModelReport]) -> str:
 
 def _render(item: ModelReport) -> str:
     if item.adapter is None:
-        return f"{item.name}\n  not served: {item.reason}"
+        lines = [item.name, f"  not served: {item.reason}"]
+        if item.settings:
+            lines += ["  settings that would serve it:", *[f"    {line}" for line in item.settings.splitlines()]]
+        return "\n".join(lines)
     rows = [
         ("served as", ", ".join(item.served_as)),
         ("adapter", f"{item.adapter} ({item.reason})"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
@@ -92,7 +92,9 @@ def _read_text(values: Mapping[str, Any], known: Mapping[str, Option]) -> _Layer
         if option is None:
             raise ConfigurationError(f"{origin} is not a setting.{did_you_mean(origin, [*known, _CONFIG_VARIABLE])}")
         refuse_if_file_only(option, origin)
-        if option.is_alias or option.per_model:
+        if option.per_model and option.verbatim:
+            written[option.path] = _single(value, origin), origin
+        elif option.is_alias or option.per_model:
             _add_assignments(written, option, _split(value), origin)
         elif option.fields:
             written[option.path] = _objects(value, option, origin), origin
@@ -143,6 +145,15 @@ def _add_assignments(written: _Layer, option: Option, values: list[str], origin:
             )
         else:
             written[option.path] = (text, origin)
+
+
+def _single(value: str | Sequence[str], origin: str) -> str:
+    """Return the one text of a flag or of a variable, as it is written."""
+    if isinstance(value, str):
+        return value
+    if len(value) > 1:
+        raise ConfigurationError(f"{origin} is given twice.")
+    return value[0]
 
 
 def _split(value: str | Iterable[str], separator: str = ",") -> list[str]:

@@ -16,6 +16,7 @@ from triton_openai.errors import ServiceError
 from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.models.loading import Prompters
 from triton_openai.models.served import ServedModel, Unserved
+from triton_openai.models.suggestions import suggested_settings
 from triton_openai.models.voices import Voices
 from triton_openai.prompts.prompter import may_have_tokenizer
 from triton_openai.triton.catalog import Snapshot
@@ -79,7 +80,7 @@ class Binder:
             else:
                 claim = registry.named(settings.adapter)
             if claim is None:
-                return Unserved(name=name, why=_why_unclaimed(config))
+                return Unserved(name=name, why=_why_unclaimed(config), settings=suggested_settings(config, registry))
             mapping = _mapping(settings)
             adapter = claim.adapter.described(config, repository, mapping)
             reason = claim.reason

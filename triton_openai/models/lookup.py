@@ -173,6 +173,12 @@ class Models:
         if triton_model in snapshot.waiting:
             # A retry, as official clients do after a 503, would not help: clients load models here.
             raise ModelNotFound(name, why="is not loaded", detail=snapshot.waiting[triton_model])
+        unserved = next((entry for entry in self.unserved if entry.name == triton_model), None)
+        if unserved is not None and unserved.role is None:
+            hint = f" Triton has it, but {unserved.why}."
+            if unserved.settings:
+                hint += f" These settings would serve it:\n{unserved.settings}"
+            raise ModelNotFound(name, why="is not served", hint=hint)
         raise ModelNotFound(name, hint=self._suggestion(name, allows))
 
     def _suggestion(self, name: str, allows: Callable[[str], bool]) -> str:

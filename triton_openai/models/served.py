@@ -186,3 +186,5 @@ class Unserved(msgspec.Struct, frozen=True, kw_only=True):
     role: str | None = None
     #: Whether what is configured for it is at fault.
     failed: bool = False
+    #: Settings in YAML that would serve it; empty where none are found.
+    settings: str = ""

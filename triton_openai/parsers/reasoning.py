@@ -10,6 +10,7 @@ from typing import ClassVar
 from triton_openai.parsers.events import Event
 from triton_openai.parsers.grammar import Grammar, TextParser
 from triton_openai.parsers.reader import Step, markers
+from triton_openai.parsers.thinking_meter import ThinkingMeter
 
 _ANYTHING = re.compile(r"(?s:.*)")
 # In a stream, thinking that the prompt opened waits up to so many characters: a model may skip it and answer at once.
@@ -50,6 +51,24 @@ class ReasoningParser(TextParser):
         """Return whether *prompt* ends with thinking opened (true) or closed (false), or with neither."""
         return None
 
+    @classmethod
+    def ending(cls, *, calls: bool) -> str:  # noqa: ARG003
+        """
+        Return the text that ends the thinking in place of the model; nothing if the thinking cannot be limited.
+
+        *calls* is whether the model may call tools then.
+        """
+        return ""
+
+    @classmethod
+    def meter(cls, prompt: str, calls: Sequence[str]) -> ThinkingMeter:
+        """
+        Return what finds the thinking in the answer to *prompt*, where :meth:`ending` has a text.
+
+        *calls* are what opens a call, which ends the thinking too.
+        """
+        raise NotImplementedError
+
 
 class Delimited(Grammar, ReasoningParser):
     """
@@ -73,6 +92,8 @@ class Delimited(Grammar, ReasoningParser):
     frame: ClassVar[tuple[str, str] | None] = None
     #: Markers around the parts of an answer after the thinking; they are dropped.
     dropped: ClassVar[tuple[str, ...]] = ()
+    #: The white space that the family's template has before and after what closes a past thinking.
+    space_at_end: ClassVar[tuple[str, str]] = ("\n", "\n\n")
 
     def __init__(self, *, inside: bool | None = None) -> None:
         super().__init__()
@@ -103,6 +124,18 @@ class Delimited(Grammar, ReasoningParser):
         if end.endswith(cls.closings):
             return False
         return None
+
+    @classmethod
+    def meter(cls, prompt: str, calls: Sequence[str]) -> ThinkingMeter:
+        inside = cls.inside_after(prompt)
+        if inside is None:
+            inside = cls.begins_inside
+        return ThinkingMeter(cls.openings, (*cls.closings, *cls.implied, *calls), inside=inside)
+
+    @classmethod
+    def ending(cls, *, calls: bool) -> str:  # noqa: ARG003
+        before, after = cls.space_at_end
+        return before + cls.closings[0] + after
 
     def _text(self) -> Step[None]:
         reader = self._reader
@@ -222,12 +255,14 @@ class DeepSeekR1(Delimited):
 class KimiK2(Delimited):
     """Kimi K2 Thinking and K2.5, which may go on to their tool calls without closing the thinking."""
 
+    space_at_end = ("", "")
     implied = ("<|tool_calls_section_begin|>",)
 
 
 class Kimi(Delimited):
     """The first Kimi models that think."""
 
+    space_at_end = ("", "")
     openings = ("◁think▷",)
     closings = ("◁/think▷",)
 
@@ -242,6 +277,7 @@ class MiniMaxM2(Delimited):
 class Mistral(Delimited):
     """Magistral and the Ministral models that think."""
 
+    space_at_end = ("", "")
     special_tokens = True
     openings = ("[THINK]",)
     closings = ("[/THINK]",)
@@ -250,6 +286,7 @@ class Mistral(Delimited):
 class SeedOss(Delimited):
     """ByteDance's Seed OSS."""
 
+    space_at_end = ("", "")
     openings = ("<seed:think>",)
     closings = ("</seed:think>",)
 
@@ -264,6 +301,7 @@ class Granite(Delimited):
 class Gemma4(Delimited):
     """Google's Gemma 4."""
 
+    space_at_end = ("", "")
     special_tokens = True
     openings = ("<|channel>thought",)
     closings = ("<channel|>",)
@@ -273,6 +311,7 @@ class Gemma4(Delimited):
 class Cohere(Delimited):
     """Cohere's Command models that think, with their frame around the answer."""
 
+    space_at_end = ("", "")
     special_tokens = True
     openings = ("<|START_THINKING|>",)
     closings = ("<|END_THINKING|>",)
@@ -296,6 +335,7 @@ class Ernie45(Delimited):
 class KimiK3(Delimited):
     """Kimi K3, whose answer has parts: the thinking, the response, and the calls."""
 
+    space_at_end = ("", "")
     special_tokens = True
     openings = ("<|open|>think<|sep|>",)
     closings = ("<|close|>think<|sep|>",)
@@ -308,6 +348,7 @@ class KimiK3(Delimited):
 class MiniMaxM3(Delimited):
     """MiniMax M3."""
 
+    space_at_end = ("", "")
     openings = ("<mm:think>",)
     closings = ("</mm:think>",)
 
@@ -315,6 +356,7 @@ class MiniMaxM3(Delimited):
 class Apertus(Delimited):
     """Apertus."""
 
+    space_at_end = ("", "")
     special_tokens = True
     openings = ("<|inner_prefix|>",)
     closings = ("<|inner_suffix|>",)

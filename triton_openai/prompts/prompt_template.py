@@ -16,6 +16,9 @@ from triton_openai.prompts.thinking import ThinkingControls, level_of
 from triton_openai.prompts.tool_schemas import ToolStyle
 from triton_openai.prompts.turns import ANY_ORDER, TurnRules
 
+#: How an operator makes a template take tools, for the errors of those that do not.
+TOOLS_REMEDY = "Leave the tools out, or have the operator give the model a template for tools (--chat-template)."
+
 
 class Rendering(msgspec.Struct, frozen=True, kw_only=True):
     """How a chat template renders messages: its other inputs, and where the prompt ends."""

@@ -27,7 +27,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.prompts.prompt_template import PLAIN, PromptTemplate, Rendering, ToolForm
+from triton_openai.prompts.prompt_template import PLAIN, TOOLS_REMEDY, PromptTemplate, Rendering, ToolForm
 from triton_openai.prompts.thinking import VARIABLES, thinking_controls
 from triton_openai.prompts.tool_schemas import fit_tools, tool_style
 from triton_openai.prompts.turn_probes import TurnProbe
@@ -191,14 +191,17 @@ class ChatTemplate(PromptTemplate):
 
     def _refusal(self, error: Exception, what: str, param: str) -> InvalidRequest:
         """Return the error of a request whose *what* the template refused or failed on; the client calls it *param*."""
+        remedy = ""
+        if what == "tools":
+            remedy = f" {TOOLS_REMEDY}"
         if isinstance(error, TemplateRefusal):
             reason = (error.message or "").strip() or f"The chat template does not accept these {what}."
-            return InvalidRequest(reason[:_MAX_REASON], param=param)
+            return InvalidRequest(reason[:_MAX_REASON] + remedy, param=param)
         if isinstance(error, RecursionError):
             return InvalidRequest(f"The {what} are nested too deeply for the chat template.", param=param)
         reason = f"{_line_of(error.__traceback__)}: {str(error) or type(error).__name__}"
         return InvalidRequest(
-            f"The chat template failed on these {what}{reason}"[:_MAX_REASON],
+            f"The chat template failed on these {what}{reason}"[:_MAX_REASON] + remedy,
             param=param,
             detail=f"chat template '{self.name}': {type(error).__name__}: {error}",
         )

@@ -33,8 +33,12 @@ SWITCHES = ("enable_thinking", "thinking")
 EFFORTS = ("reasoning_effort", "thinking_effort")
 MODES = ("thinking_mode", "reasoning_mode", "think")
 BUDGETS = ("thinking_budget",)
-#: Other names of a number of tokens: of vLLM, and of Anthropic's ``thinking``.
-_BUDGET_NAMES = (*BUDGETS, "thinking_token_budget", "max_reasoning_tokens", "budget_tokens")
+#: All names of a number of tokens: of Qwen's service and Seed OSS; vLLM, TensorRT-LLM and Dynamo; llama.cpp; NVIDIA's
+#: NIM (two); other gateways; and Anthropic's, within ``thinking``.
+BUDGET_NAMES = (
+    *BUDGETS, "thinking_token_budget", "thinking_budget_tokens", "reasoning_budget", "max_thinking_tokens",
+    "max_reasoning_tokens", "budget_tokens",
+)  # fmt: skip
 VARIABLES = frozenset({*SWITCHES, *EFFORTS, *MODES, *BUDGETS})
 #: The words of a template that prints any word: those that models of this kind were trained on.
 _COMMON_WORDS = ("low", "medium", "high")
@@ -94,7 +98,7 @@ class ThinkingControls(msgspec.Struct, frozen=True):
         if level is not None:
             for name, value in self._values(level).items():
                 result.setdefault(name, value)
-        budget = _budget_of(variables)
+        budget = budget_of(variables)
         if budget is not None:
             for name in self.budgets:
                 result.setdefault(name, budget)
@@ -145,14 +149,15 @@ class ThinkingControls(msgspec.Struct, frozen=True):
         return bool(self.switches or self.budgets) or any(_OFF in words for words in self.words.values())
 
 
-def _budget_of(variables: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens for the thinking that a client's *variables* name."""
-    values = [variables.get(name) for name in _BUDGET_NAMES]
+def budget_of(variables: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens for the thinking that a client's *variables* name; ``None`` for no limit."""
+    values = [variables.get(name) for name in BUDGET_NAMES]
     thinking = variables.get("thinking")
     if isinstance(thinking, Mapping):
-        values += [thinking.get(name) for name in _BUDGET_NAMES]
+        values += [thinking.get(name) for name in BUDGET_NAMES]
     for value in values:
-        if isinstance(value, int) and not isinstance(value, bool):
+        # -1 is no limit.
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
             return value
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,7 @@ VALUES = {
     "--tls-client-ca": ("a.pem", "tls.client_ca", "a.pem"),
     "--workers": ("2", "server.workers", 2),
     "--api-key": ("secret", "access.api_key", ("secret",)),
+    "--history-template": (__file__, "defaults.history_template", Path(__file__).read_text()),
 }
 FLAGS = [(flag, ours) for flags in ALIASES.values() for flag, (ours, _) in flags.items()]
 
@@ -129,7 +131,7 @@ def test_no_alias_is_a_flag_of_ours() -> None:
     """Ours are read as they are."""
     theirs = {flag for flags in (*ALIASES.values(), *WITHOUT_EFFECT.values(), *REFUSED.values()) for flag in flags}
 
-    assert {"--history-template"} == theirs & {option.flag for option in options()}
+    assert not theirs & {option.flag for option in options()}
     line = shlex.split("serve --port 1 --triton-url http://h:8001 --api-key=a:-p")
     assert ([*line], {}, []) == translate(line, {})
 
@@ -138,11 +140,29 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     """A flag without its value, and a variable without a counterpart, end the command with one sentence."""
     assert 2 == main(["serve", "-p"])
     assert "triton-openai: Argument --port: expected one argument." in capsys.readouterr().err
-    monkeypatch.setenv("OPENAI_TRTLLM_HISTORY_TEMPLATE", "{{ items }}")
+    monkeypatch.setenv("OPENAI_TRTLLM_HISTORY_TEMPLATE_FILE", "/nowhere/history.liquid")
     assert 2 == main(["serve"])
-    assert (
-        "OPENAI_TRTLLM_HISTORY_TEMPLATE, known from openai_trtllm, has no counterpart here" in capsys.readouterr().err
-    )
+    assert "The file '/nowhere/history.liquid' with the history template cannot be read" in capsys.readouterr().err
+
+
+@every_case("form", ["flag", "equals", "file", "variable", "variable of a file"])
+def test_history_templates_of_openai_trtllm(tmp_path_factory: pytest.TempPathFactory, form: str) -> None:
+    """The text, with its commas, equals signs and line ends, becomes the template of all models."""
+    text = "{% for item in items -%}\n{% if item.identity == 'User', x %}{{ item.content }}{% endif %}\n{% endfor -%}\n"
+    file = tmp_path_factory.mktemp("history") / "history.liquid"
+    file.write_text(text)
+    flags, environ = {
+        "flag": (["--history-template", text], {}),
+        "equals": ([f"--history-template={text}"], {}),
+        "file": (["--history-template-file", str(file)], {}),
+        "variable": ([], {"OPENAI_TRTLLM_HISTORY_TEMPLATE": text}),
+        "variable of a file": ([], {"OPENAI_TRTLLM_HISTORY_TEMPLATE_FILE": str(file)}),
+    }[form]
+    arguments, variables, warnings = translate(["serve", *flags], environ)
+    settings = load_settings(parse(arguments).settings, variables)
+
+    assert text == settings.defaults.history_template == settings.model("m").history_template
+    assert (form in ("flag", "equals")) == (not warnings)
 
 
 def test_the_warning(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,6 +321,49 @@ LITERALS = (
 
 BRACKETS = (
     Slip(
+        "parentheses for the call's braces",
+        "hermes",
+        '<tool_call>\n("name": "exec", "arguments": {"command": "ls"})\n</tool_call>',
+        (("exec", {"command": "ls"}),),
+    ),
+    Slip(
+        "parentheses for the braces of arguments",
+        "hermes",
+        '<tool_call>\n{"name": "exec", "arguments": ("command": "ls")}\n</tool_call>',
+        (("exec", {"command": "ls"}),),
+    ),
+    Slip(
+        "doubled braces of a call",
+        "hermes",
+        '<tool_call>\n{{"name": "exec", "arguments": {"command": "ls"}}}\n</tool_call>',
+        (("exec", {"command": "ls"}),),
+    ),
+    Slip(
+        "doubled braces everywhere",
+        "hermes",
+        '<tool_call>\n{{"name": "exec", "arguments": {{"command": "ls"}}}}\n</tool_call>',
+        (("exec", {"command": "ls"}),),
+    ),
+    Slip(
+        "doubled braces of arguments",
+        "hermes",
+        '<tool_call>\n{"name": "exec", "arguments": {{"command": "ls"}}}\n</tool_call>',
+        (("exec", {"command": "ls"}),),
+    ),
+    Slip(
+        "braces doubled at the beginning only",
+        "hermes",
+        '<tool_call>\n{"name": "exec", "arguments": {{"command": "ls"}}\n</tool_call>',
+        (("exec", {"command": "ls"}),),
+    ),
+    Slip("doubled braces of Kimi's arguments", "kimi_k2", _kimi('{{"command": "ls"}}'), (("exec", {"command": "ls"}),)),
+    Slip(
+        "doubled braces of Mistral's arguments",
+        "mistral",
+        _mistral('{{"command": "ls"}}'),
+        (("exec", {"command": "ls"}),),
+    ),
+    Slip(
         "no last one",
         "hermes",
         '<tool_call>\n{"name": "load", "arguments": {"opts": {"a": 1}}\n</tool_call>',

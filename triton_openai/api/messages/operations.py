@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TypeVar
 
-import structlog
-
 from triton_openai.api import agents
 from triton_openai.api.agents import known_effort
 from triton_openai.api.bodies import new_id, report_ignored, whole
@@ -20,9 +18,7 @@ from triton_openai.models.lookup import Models
 from triton_openai.operations import Call, Reply
 
 _Body = TypeVar("_Body", bound=types.CountTokensRequest)
-_log = structlog.get_logger(__name__)
 #: The header of an answer with the most tokens that fit the context, if the client asked for more.
-LIMITED_HEADER = "x-max-tokens"
 
 
 async def create(service: Service, call: Call[types.MessagesRequest]) -> Reply:
@@ -66,12 +62,7 @@ async def _answer(context: RequestContext[Conversation], *, omits_thinking: bool
     context.forget_messages()
     (run,) = prepared.runs
     (parser,) = prepared.parsers
-    max_tokens = run.generation.sampling.max_tokens
-    asked = prepared.spec.limit.tokens
-    limited = max_tokens < asked
-    if limited:
-        record.headers = {**record.headers, LIMITED_HEADER: str(max_tokens)}
-        _log.info("max_tokens is limited to what fits the context", asked=asked, max_tokens=max_tokens)
+    limited = run.generation.sampling.max_tokens < prepared.spec.limit.tokens
     events = MessageEvents(
         prepared.spec.template.id,
         options.model,

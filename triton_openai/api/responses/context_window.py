@@ -17,6 +17,7 @@ from typing import TypeVar
 from triton_openai import offload
 from triton_openai.api import conversation as chats
 from triton_openai.api.conversation import Conversation, PreparedChat
+from triton_openai.api.responses.compaction import compact_beyond_threshold
 from triton_openai.api.responses.request_reader import ParsedRequest
 from triton_openai.api.service import RequestContext
 from triton_openai.errors import ContextLengthExceeded
@@ -47,10 +48,20 @@ async def prepare_fitting(
     context: RequestContext[Conversation], request: ParsedRequest, answer_id: str
 ) -> PreparedChat:
     """
-    Return what answers the conversation of *request*, shortened as far as ``truncation`` allows.
+    Return what answers the conversation of *request*, compacted and shortened as far as the request allows.
 
     Raises as :func:`prepare_chat`.
     """
+    spent = await compact_beyond_threshold(context, request)
+    prepared = await _prepare_shortened(context, request, answer_id)
+    # The key pays for the summary too.
+    context.record.answers = [*context.record.answers, *spent]
+    return prepared
+
+
+async def _prepare_shortened(
+    context: RequestContext[Conversation], request: ParsedRequest, answer_id: str
+) -> PreparedChat:
     sizes: Sequence[float] | None = None
     for estimate in _ATTEMPTS:
         try:

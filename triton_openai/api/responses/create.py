@@ -16,6 +16,7 @@ from triton_openai.api import agents
 from triton_openai.api.bodies import check_texts, now, report_ignored, whole
 from triton_openai.api.conversation import Conversation, PreparedChat
 from triton_openai.api.responses import background
+from triton_openai.api.responses.compaction import SUMMARIZE, after_compaction, no_summary_error, summary_limit
 from triton_openai.api.responses.context_window import answered, prepare_fitting
 from triton_openai.api.responses.conversations import claimed
 from triton_openai.api.responses.items import InputResolver, input_items, too_long
@@ -40,13 +41,6 @@ _REPEATED = (
     "previous_response_id", "prompt_cache_key", "safety_identifier", "tool_choice", "top_logprobs", "truncation",
     "user",
 )  # fmt: skip
-_SUMMARIZE = (
-    "Summarize this conversation for somebody who has to go on with it, and who has only the user's messages and your "
-    "summary: what the user wants, what was found out, decided and done, the names, paths, numbers and texts that "
-    "matter, and what is left to do. Write the summary and nothing else."
-)
-# Most tokens of a summary, thoughts included; less where the context is small, so that the next turn has room.
-_SUMMARY_TOKENS = 2048
 # The field with the messages.
 _MESSAGES = "input"
 
@@ -172,11 +166,11 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
     effort = await agents.known_effort(context.model, asked_effort)
     items = [(param, item) for item in inputs.before]
     items += [(f"input[{number}]", item) for number, item in enumerate(inputs.resolved)]
-    if not items:
+    if not items and (body.input is None or body.instructions is None):
         raise errors.missing("input")
 
     def parse() -> ParsedRequest:
-        request = read(body, items, strict_tools=settings.api.strict_tools, effort=effort)
+        request = read(body, after_compaction(items), strict_tools=settings.api.strict_tools, effort=effort)
         if inputs.check is not None:
             # It goes on with the JSON in texts, now that it is together.
             try:
@@ -231,7 +225,16 @@ def _events(made: StoredResponse, request: ParsedRequest, prepared: PreparedChat
         if made.recent is not None:
             made.recent.put(made)
 
-    return ResponseEvents(made.response, run, parser, names=names, sealed=sealed, forced=forced, keep=keep)
+    return ResponseEvents(
+        made.response,
+        run,
+        parser,
+        names=names,
+        sealed=sealed,
+        forced=forced,
+        compaction=request.compaction,
+        keep=keep,
+    )
 
 
 async def _begin_in_background(context: RequestContext[ResponsesRequest], made: StoredResponse) -> Reply:
@@ -270,14 +273,11 @@ async def compact(service: Service, call: Call[CompactRequest]) -> Reply:
     items = input_items(context.body)
     if not items and context.body.previous_response_id is None:
         raise errors.missing("input")
-    limit = _SUMMARY_TOKENS
-    context_length = context.model.settings.max_model_len
-    if context_length is not None:
-        limit = min(_SUMMARY_TOKENS, max(1, context_length // 4))
+    limit = summary_limit(context.model.settings.max_model_len)
     body = ResponsesRequest(
         model=context.body.model,
         max_output_tokens=limit,
-        input=[*items, {"role": "user", "content": _SUMMARIZE}],
+        input=[*items, {"role": "user", "content": SUMMARIZE}],
         instructions=context.body.instructions,
         previous_response_id=context.body.previous_response_id,
         store=False,
@@ -294,7 +294,7 @@ async def compact(service: Service, call: Call[CompactRequest]) -> Reply:
         if isinstance(output, OutputMessage):
             summary += "".join([part.text for part in output.content])
     if not summary or response.usage is None:
-        raise errors.UpstreamError(f"The model wrote no summary of the conversation in {limit} tokens.")
+        raise no_summary_error(limit)
     own = [msgspec.json.decode(row.data, type=Item) for row in made.input[:-1]]
     kept = [item for item in [*request.before, *own] if item.get("role") == "user"]
     compaction = {"type": "compaction", "id": f"cmp_{token_hex(16)}", "encrypted_content": agents.seal(summary)}

@@ -23,7 +23,7 @@ class ItemKind(NamedTuple):
     part_event: str = "content_part"
     index_field: str = "content_index"
 
-    def fill(self, item: objects.OutputItem, text: str, logprobs: Sequence[ContentLogprob]) -> None:
+    def fill(self, item: objects.OpenItem, text: str, logprobs: Sequence[ContentLogprob]) -> None:
         """Set the whole *text* of *item*."""
         if self.part is None:
             setattr(item, self.field, text)
@@ -34,7 +34,7 @@ class ItemKind(NamedTuple):
 
 
 #: By the type of the item.
-ITEM_KINDS: Mapping[type[objects.OutputItem], ItemKind] = {
+ITEM_KINDS: Mapping[type[objects.OpenItem], ItemKind] = {
     objects.OutputMessage: ItemKind("msg", "output_text", "content", objects.OutputText),
     objects.OutputReasoning: ItemKind("rs", "reasoning_text", "content", objects.ReasoningText),
     objects.OutputFunctionCall: ItemKind("fc", "function_call_arguments", "arguments"),
@@ -58,7 +58,7 @@ def replayed(events: bytes) -> list[objects.OutputItem]:
             deltas = []
         elif event.delta:
             deltas.append(event)
-    if output and output[-1].status == "in_progress":
+    if output and not isinstance(output[-1], objects.OutputCompaction) and output[-1].status == "in_progress":
         item = output[-1]
         item.status = "incomplete"
         summarizes = bool(deltas) and deltas[0].type.startswith(f"response.{SUMMARY.text}.")

@@ -46,6 +46,16 @@ class ReasoningOptions(msgspec.Struct):
 
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
+    max_tokens: (
+        Annotated[int, Meta(ge=-1, description="The most tokens of thinking: an extension of OpenRouter.")] | None
+    ) = None
+
+
+class ContextEdit(msgspec.Struct):
+    """When a conversation is compacted: beyond a number of tokens, by default three quarters of the context."""
+
+    type: Literal["compaction"]
+    compact_threshold: Annotated[int, Meta(ge=1)] | None = None
 
 
 class ConversationId(msgspec.Struct):
@@ -88,7 +98,7 @@ Includable = Literal[
 
 
 @parameters.accepting("client_metadata")
-@parameters.refusing(prompt=None, context_management=[], moderation=None)
+@parameters.refusing(prompt=None, moderation=None)
 class ResponsesRequest(ItemsRequest, kw_only=True):
     """The request. The fields below ``top_p`` are extensions, which chats have too."""
 
@@ -117,16 +127,18 @@ class ResponsesRequest(ItemsRequest, kw_only=True):
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     store: bool | None = None
     background: bool | None = None
     conversation: str | ConversationId | None = None
+    context_management: Annotated[list[ContextEdit], Meta(max_length=1)] | None = None
 
 
 #: The options that a chat completion has under the same name.
 SHARED_OPTIONS = (
     "frequency_penalty", "min_p", "model", "presence_penalty", "repetition_penalty", "seed", "stop", "stream",
-    "temperature", "top_k", "top_p",
+    "temperature", "thinking_token_budget", "top_k", "top_p",
 )  # fmt: skip
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -194,7 +206,20 @@ class OutputCustomCall(_OutputCall, kw_only=True, tag="custom_tool_call"):
     input: str = ""
 
 
-OutputItem: TypeAlias = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall
+class OutputCompaction(msgspec.Struct, kw_only=True, tag_field="type", tag="compaction"):
+    """A summary of all before it, in the form that clients send back. It is never open."""
+
+    id: str = ""
+    encrypted_content: str
+
+    @property
+    def status(self) -> ItemStatus:
+        """How it ended."""
+        return "completed"
+
+
+OpenItem: TypeAlias = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall
+OutputItem: TypeAlias = OpenItem | OutputCompaction
 
 
 class InputTokensDetails(msgspec.Struct, kw_only=True):

@@ -15,7 +15,13 @@ from triton_openai.api.agents import LONGEST_TYPE, unsealed
 from triton_openai.api.bodies import MAX_MESSAGES, explain
 from triton_openai.api.conversation import ChatOptions, Conversation
 from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema, ResponseFormat
-from triton_openai.api.responses.objects import SHARED_OPTIONS, Item, ResponsesRequest, SchemaFormat
+from triton_openai.api.responses.objects import (
+    SHARED_OPTIONS,
+    Item,
+    OutputCompaction,
+    ResponsesRequest,
+    SchemaFormat,
+)
 from triton_openai.api.tools import (
     ANY_TOOL,
     MAX_TOOLS,
@@ -346,6 +352,8 @@ class ParsedRequest(msgspec.Struct):
     tools: Tools
     #: The items that it goes on from.
     before: Sequence[Item] = ()
+    #: The summary that the answer goes on from, if the conversation was compacted for it.
+    compaction: OutputCompaction | None = None
 
 
 def read(
@@ -370,17 +378,26 @@ def read(
             f"A conversation can have {MAX_MESSAGES} messages at most.", param="input", code="array_above_max_length"
         )
     plan = plan_tools(tools.declared, tools.selection(body.tool_choice), parallel=body.parallel_tool_calls)
+    max_thinking = None
+    if body.reasoning is not None:
+        max_thinking = body.reasoning.max_tokens
     options = _Options(
         max_tokens=body.max_output_tokens,
         logprobs=bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ()),
         top_logprobs=body.top_logprobs,
         reasoning_effort=effort,
+        thinking_budget=max_thinking,
         chat_template_kwargs=body.chat_template_kwargs,
         response_format=_format(body),
         **{name: getattr(body, name) for name in SHARED_OPTIONS},
     )
     conversation = Conversation(builder.messages, plan, options, Origins(_NAMES, builder.origins))
     return ParsedRequest(body, conversation, tools)
+
+
+def summary_text(summary: str) -> str:
+    """Return what the assistant says where a conversation was compacted to a *summary*."""
+    return f"Summary of the conversation so far:\n{summary}"
 
 
 def check_items(items: Iterable[Item]) -> None:
@@ -439,7 +456,7 @@ def _read_item(item: Item, path: str, builder: MessageBuilder, tools: Tools) -> 
         summary = unsealed(_convert(item, _Compaction, path).encrypted_content)
         if summary is None:
             raise InvalidValue("A compaction that another service made cannot be read.", path)
-        builder.say(f"Summary of the conversation so far:\n{summary}", path)
+        builder.say(summary_text(summary), path)
     else:
         raise InvalidValue(f"'{path}.type' is not a known kind of item.", f"{path}.type")
 

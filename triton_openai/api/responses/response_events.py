@@ -27,6 +27,9 @@ from triton_openai.parsers.tools.json_text import is_object
 
 _encode = msgspec.json.Encoder().encode
 
+# Events of the summary of a conversation that was compacted.
+_COMPACTION_EVENTS = 3
+
 
 # The codes by which clients decide whether to try again; of several that fit, the first.
 _CODES: Mapping[type[ServiceError], str] = {
@@ -52,6 +55,8 @@ class ResponseEvents(EventRenderer):
     sealed: bool
     #: Whether it is tool calls and nothing else.
     forced: bool = False
+    #: The summary that it goes on from, if the conversation was compacted for it: its first item.
+    compaction: objects.OutputCompaction | None = None
     #: Keeps the response before its last event is sent.
     keep: Callable[[], Awaitable[None]] | None = None
 
@@ -62,8 +67,14 @@ class ResponseEvents(EventRenderer):
         self._queued = False
         # The opening events have the first numbers, though they may be rendered after the first text.
         self._next = 2
+        self._first = 0
+        if self.compaction is not None:
+            self.compaction.id = f"cmp_{self.response.id.partition('_')[2]}0000"
+            self._output.append(self.compaction)
+            self._first = 1
+            self._next += _COMPACTION_EVENTS
         # The item that is open: its texts, log probabilities, and what stands round a piece of text in its events.
-        self._item: objects.OutputItem | None = None
+        self._item: objects.OpenItem | None = None
         self._kinds = ITEM_KINDS
         if self.response.reasoning.get("summary") is not None:
             self._kinds = {**ITEM_KINDS, objects.OutputReasoning: SUMMARY}
@@ -86,9 +97,18 @@ class ResponseEvents(EventRenderer):
         self._opened = True
         if self._queued:
             self.response.status = "in_progress"
-            self._next = 3
-            return self._begun("response.in_progress", 2)
-        return self._begun("response.created", 0) + self._begun("response.in_progress", 1)
+            self._next += 1
+            return self._begun("response.in_progress", 2) + self._compacted(3)
+        return self._begun("response.created", 0) + self._begun("response.in_progress", 1) + self._compacted(2)
+
+    def _compacted(self, number: int) -> bytes:
+        """Return the events of the summary, from *number* on, if there is one."""
+        item = self.compaction
+        if item is None:
+            return b""
+        added = response_event("response.output_item.added", number, output_index=0, item=item)
+        event = response_event("response.compaction.compacting", number + 1, output_index=0, item_id=item.id)
+        return added + event + response_event("response.output_item.done", number + 2, output_index=0, item=item)
 
     def keep_alive(self) -> bytes:
         """Return the opening events, then an event that changes nothing: comments do not reset clients' timers."""
@@ -126,7 +146,7 @@ class ResponseEvents(EventRenderer):
     def last(self, choice: int) -> bytes:
         """Return the text that the parser delayed, and the end of the last item."""
         events = self._parsed(self.parser.flush(cut=self.run.progress.cut), [])
-        if not self._output and not self.forced:
+        if len(self._output) == self._first and not self.forced:
             # An empty answer is a message too. A forced call that is cut before its name is nothing.
             events += self._begin(objects.OutputMessage)
         cut = self.run.progress.finish_reason is FinishReason.LENGTH
@@ -240,7 +260,7 @@ class ResponseEvents(EventRenderer):
             return b""
         return self._open(kind)
 
-    def _open(self, kind: type[objects.OutputItem], **fields: Any) -> bytes:
+    def _open(self, kind: type[objects.OpenItem], **fields: Any) -> bytes:
         """Return the end of the open item, and the events that begin one of *kind*."""
         rendered = self._close("completed")
         names = self._kinds[kind]

@@ -118,9 +118,11 @@ class ModelDefaults(SettingsGroup, frozen=True):
     ] = None
     history_template: Annotated[
         Text | None,
-        file_only(
+        flag(
             "Liquid template in place of a chat template, over 'items' with 'identity' and 'content' (needs the extra "
-            "[liquid])."
+            "[liquid]). The flag is for all models.",
+            metavar="TEXT",
+            verbatim=True,
         ),
     ] = None
     fim_template: Annotated[

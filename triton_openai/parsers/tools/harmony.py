@@ -12,9 +12,11 @@ front of the channel too: then it is the first of the text.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from triton_openai.parsers.reader import Malformed, Markers, Step, discard, markers
 from triton_openai.parsers.reasoning import ReasoningParser
+from triton_openai.parsers.thinking_meter import ThinkingMeter
 from triton_openai.parsers.tools.tool_parser import CallGrammar
 
 _ALL = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
@@ -139,6 +141,19 @@ class HarmonyReasoning(Harmony, ReasoningParser):
         if prompt.endswith("<|channel|>analysis<|message|>"):
             return True
         return None
+
+    @classmethod
+    def meter(cls, prompt: str, calls: Sequence[str]) -> ThinkingMeter:
+        ends = (*_BODY_ENDS, *[text for text in calls if text not in _BODY_ENDS])
+        inside = bool(cls.inside_after(prompt))
+        return ThinkingMeter(("<|channel|>analysis<|message|>",), ends, inside=inside, anywhere=True)
+
+    @classmethod
+    def ending(cls, *, calls: bool) -> str:
+        if calls:
+            # A call, or text before it: the model says which.
+            return "<|end|><|start|>assistant<|channel|>commentary"
+        return "<|end|><|start|>assistant<|channel|>final<|message|>"
 
     def _text(self) -> Step[None]:
         yield from self._messages((yield from (self._reasoning() if self._inside else self._begins())))

@@ -147,7 +147,7 @@ class CallReader:
         tag = CALL_TAG.match(text, at)
         if tag is not None:
             return self._named_call(tag[1], tag.end(), in_tag=True)
-        if text[at] == "{":
+        if text[at] == "{" or (text[at] == "(" and not self._options.bare):
             return self._object_call(at)
         header = text.find(_MESSAGE, at, at + _MAX_HEADER)
         recipient = None
@@ -191,7 +191,9 @@ class CallReader:
         return self._made(name, written, arguments, call_id), end
 
     def _object_call(self, at: int) -> tuple[Call, int]:
-        """Read a call that is an object with a name and arguments."""
+        """Read a call that is an object with a name and arguments, perhaps with parentheses for its braces."""
+        if self._scanner.text[at] == "(":
+            self._state.repair("brackets")
         members, end = self._values.call(at)
         function = members.get("function")
         if isinstance(function, dict):

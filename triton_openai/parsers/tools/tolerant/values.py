@@ -82,6 +82,10 @@ class ValueReader:
         scanner = self._scanner
         self._state.open(level)
         result: dict[str, Any] = {}
+        is_doubled = self._is_doubled(at)
+        if is_doubled:
+            self._state.repair("brackets")
+            at = scanner.after_space(at + 1)
         at += 1
         while True:
             at = self._next_item(at, after_item=bool(result))
@@ -90,6 +94,8 @@ class ValueReader:
                 break
             if scanner.text[at] in "})":
                 at += 1
+                if is_doubled:
+                    at = self._after_second_brace(at)
                 break
             if scanner.closes(at):
                 self._state.repair("brackets")
@@ -105,6 +111,18 @@ class ValueReader:
         self._state.close()
         return result, at
 
+    def _is_doubled(self, at: int) -> bool:
+        """Return whether another brace follows the one at *at*, as in the templates of some programs."""
+        scanner = self._scanner
+        return scanner.text[at] == "{" and scanner.text.startswith("{", scanner.after_space(at + 1))
+
+    def _after_second_brace(self, at: int) -> int:
+        """Return the position after the second brace of an end, if there is one at *at*."""
+        end = self._scanner.after_space(at)
+        if self._scanner.text.startswith("}", end):
+            return end + 1
+        return at
+
     def _arguments_of_call(self, at: int, members: Mapping[str, Any]) -> tuple[Any, int]:
         """Read the arguments in the object of a call; *members* came before them."""
         written = next((members[key] for key in NAME_KEYS if isinstance(members.get(key), str)), None)
@@ -112,7 +130,9 @@ class ValueReader:
         if written is not None:
             name = self._tools.resolve(written)
         at = self._scanner.after_space(at)
-        if self._scanner.text.startswith("{", at):
+        if self._scanner.text.startswith(("{", "("), at):
+            if self._scanner.text[at] == "(":
+                self._state.repair("brackets")
             return self.object(at, self._tools.parameters(name))
         return self.value(at, NO_PARAMETERS, "")
 

@@ -1,0 +1,130 @@
+"""
+Conversations that become shorter: the model summarizes what was said so far, and goes on from the summary.
+
+Source: OpenAI's ``context_management`` with ``compact_threshold``, and its guide to compaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from secrets import token_hex
+
+import msgspec
+
+from triton_openai import errors
+from triton_openai.answer.fan_out import collect
+from triton_openai.api.agents import seal, seals_all
+from triton_openai.api.conversation import ChatOptions, Conversation, prepare_chat, prompt_of
+from triton_openai.api.responses.objects import Item, OutputCompaction
+from triton_openai.api.responses.request_reader import ParsedRequest, summary_text
+from triton_openai.api.service import RequestContext
+from triton_openai.api.tools import NO_TOOLS
+from triton_openai.generation import AnswerState, tokens_in
+from triton_openai.parsers.events import Content
+from triton_openai.prompts.messages import AssistantMessage, DeveloperMessage, SystemMessage, UserMessage
+
+#: What the model is asked for.
+SUMMARIZE = (
+    "Summarize this conversation for somebody who has to go on with it, and who has only the user's messages and your "
+    "summary: what the user wants, what was found out, decided and done, the names, paths, numbers and texts that "
+    "matter, and what is left to do. Write the summary and nothing else."
+)
+# Most tokens of a summary, thoughts included; less where the context is small, so that the next turn has room.
+_SUMMARY_TOKENS = 2048
+# The part of the context after which a conversation is compacted, where the request names no threshold.
+_DEFAULT_SHARE = 0.75
+
+
+def summary_limit(context_length: int | None) -> int:
+    """Return the most tokens of a summary in a context of this length."""
+    if context_length is None:
+        return _SUMMARY_TOKENS
+    return min(_SUMMARY_TOKENS, max(1, context_length // 4))
+
+
+def no_summary_error(limit: int) -> errors.UpstreamError:
+    """Return the error for a model that wrote no summary of at most *limit* tokens."""
+    return errors.UpstreamError(f"The model wrote no summary of the conversation in {limit} tokens.")
+
+
+def after_compaction(items: Sequence[tuple[str, Item]]) -> Sequence[tuple[str, Item]]:
+    """Return *items*, each with its path, from the last summary of all before it on."""
+    for place in range(len(items) - 1, 0, -1):
+        _, item = items[place]
+        if item.get("type") == "compaction" and seals_all(item.get("encrypted_content")):
+            return items[place:]
+    return items
+
+
+async def compact_beyond_threshold(
+    context: RequestContext[Conversation], request: ParsedRequest
+) -> Sequence[AnswerState]:
+    """
+    Compact the conversation of *request* if it has more tokens than its ``context_management`` allows.
+
+    The answer then goes on from the instructions, a summary and the user's last message. Returns what the summary took.
+    Raises :class:`ServiceError`.
+    """
+    threshold = _threshold(context, request)
+    if threshold is None or request.compaction is not None:
+        return ()
+    conversation = context.body
+    if await _count(context) <= threshold:
+        return ()
+    limit = summary_limit(context.model.settings.max_model_len)
+    options = ChatOptions(model=conversation.options.model, max_tokens=limit)
+    if "temperature" in context.model.adapter.supported:
+        options.temperature = 0.0
+    origins = list(conversation.origins.messages or ())
+    origins += origins[-1:]
+    asked = Conversation(
+        [*conversation.messages, UserMessage(content=SUMMARIZE)],
+        NO_TOOLS,
+        options,
+        msgspec.structs.replace(conversation.origins, messages=origins),
+    )
+    prepared = await prepare_chat(context.about(asked), f"cmp_{token_hex(16)}", fitting=True)
+    (answer,) = await collect(prepared.runs, timeout=context.limits.total)
+    (parser,) = prepared.parsers
+    events = [*parser.feed(answer.text), *parser.flush(cut=answer.run.progress.cut)]
+    summary = "".join([event.text for event in events if isinstance(event, Content)])
+    if not summary:
+        raise no_summary_error(limit)
+    request.compaction = OutputCompaction(encrypted_content=seal(summary, summarizes_all=True))
+    _replace_by(summary, conversation)
+    return [answer.run.progress]
+
+
+def _replace_by(summary: str, conversation: Conversation) -> None:
+    """Replace what *conversation* has between the instructions and the user's last message by the *summary*."""
+    messages = conversation.messages
+    kept = [number for number, message in enumerate(messages) if isinstance(message, SystemMessage | DeveloperMessage)]
+    users = [number for number, message in enumerate(messages) if isinstance(message, UserMessage)]
+    conversation.keep([*kept, *users[-1:]])
+    origins = list(conversation.origins.messages or ())
+    conversation.messages.insert(len(kept), AssistantMessage(content=summary_text(summary)))
+    origins.insert(len(kept), origins[-1])
+    conversation.origins = msgspec.structs.replace(conversation.origins, messages=origins)
+
+
+def _threshold(context: RequestContext[Conversation], request: ParsedRequest) -> int | None:
+    """Return the most tokens of a prompt that is not compacted; ``None`` for any number."""
+    edits = request.body.context_management
+    if not edits:
+        return None
+    if edits[0].compact_threshold is not None:
+        return edits[0].compact_threshold
+    context_length = context.model.settings.max_model_len
+    if context_length is None:
+        return None
+    return int(context_length * _DEFAULT_SHARE)
+
+
+async def _count(context: RequestContext[Conversation]) -> int:
+    """Return the tokens of the prompt; without a tokenizer, an estimate."""
+    model = context.model
+    prompter = await model.prompter()
+    prompt, _, _ = await prompt_of(context, prompter)
+    if prompter.tokenizer is None:
+        return tokens_in(prompt)
+    return await prompter.tokenizer.count_async(prompt, model.adapter.metadata.adds_bos)
