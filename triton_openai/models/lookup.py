@@ -20,7 +20,7 @@ from triton_openai.models.served import ServedModel, Unserved
 from triton_openai.tasks import cancel, wait_any
 from triton_openai.triton.catalog import Snapshot
 from triton_openai.triton.fleet import Fleet
-from triton_openai.triton.revival import reloading_error
+from triton_openai.triton.reloading import reloading_error
 
 _log = structlog.get_logger(__name__)
 

@@ -23,7 +23,6 @@ from triton_openai.errors import (
     InvalidRequest,
     LoraNotLoaded,
     ModelCrashed,
-    ModelNotFound,
     Overloaded,
     RequestRefused,
     ServiceError,
@@ -31,7 +30,7 @@ from triton_openai.errors import (
     UpstreamError,
 )
 from triton_openai.triton.client import Receiver, ResponseStream, TritonClient
-from triton_openai.triton.revival import Revivals, reloading_error
+from triton_openai.triton.revival import Revivals
 from triton_openai.triton.status import classify, cut_off_error, public_reason
 from triton_openai.triton.tensors import CarriedResponse, Delivery, InferRequest, InferResponse, Tensor
 
@@ -342,12 +341,8 @@ class CarriedStream:
         """End with *error*."""
         receiver = self._receiver
         self._forget()
-        if receiver is None:
-            return
-        if isinstance(error, ModelNotFound):
-            model = self._request.model
-            error = reloading_error(model, model) or error
-        receiver.end(error)
+        if receiver is not None:
+            receiver.end(error)
 
     def _forget(self) -> None:
         self._receiver = None

@@ -16,13 +16,12 @@ import msgspec
 import structlog
 
 from triton_openai.config.tree import TritonAccess
-from triton_openai.errors import ConfigurationError, ModelNotFound, ServiceError, UnsupportedParameter
+from triton_openai.errors import ConfigurationError, ServiceError, UnsupportedParameter
 from triton_openai.tasks import cancel
 from triton_openai.triton.carrier import Carriers
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo, TritonClient
 from triton_openai.triton.connection import OPEN_ACCESS, ConnectionSettings
 from triton_openai.triton.http import HttpClient
-from triton_openai.triton.revival import reloading_error
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
 _log = structlog.get_logger(__name__)
@@ -122,10 +121,7 @@ class Endpoint:
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run a model that answers once: over gRPC if configured, because it can be cancelled there, else over HTTP."""
-        try:
-            return await (self._grpc or self._control).infer(request)
-        except ModelNotFound as error:
-            raise reloading_error(request.model, request.model) or error from error
+        return await (self._grpc or self._control).infer(request)
 
     def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
         client = self._for(request)

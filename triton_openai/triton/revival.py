@@ -9,26 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import hashlib
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import structlog
 
-from triton_openai.errors import ServiceError, UpstreamUnavailable
+from triton_openai.errors import ServiceError
 from triton_openai.tasks import spawn
 from triton_openai.triton.client import TritonClient
+from triton_openai.triton.reloading import lock_of
 
 _log = structlog.get_logger(__name__)
 
 # Seconds after a model was loaded in which a process may still have an older list of models. A request that finds no
 # model has the list read again, at most twice a second.
 _LISTED_SECONDS = 1.0
-# Seconds after which a client may try again.
-_RETRY_SECONDS = 2.0
 
 
 class Revivals:
@@ -69,40 +65,10 @@ class Revivals:
             task.cancel()
 
 
-def reloading_error(model: str, name: str) -> UpstreamUnavailable | None:
-    """
-    Return the error for a request to the Triton model *model*, called *name*, which Triton says that it does not have.
-
-    Return ``None`` unless a process of this machine has the model loaded again at the moment.
-    """
-    try:
-        descriptor = os.open(_lock_of(model), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        # Shared: two processes that look at the same time do not hinder each other.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return UpstreamUnavailable(
-            f"The process of the model '{name}' has died, and the model is being loaded again.",
-            param="model",
-            retry_after=_RETRY_SECONDS,
-        )
-    finally:
-        os.close(descriptor)
-    return None
-
-
-def _lock_of(model: str) -> Path:
-    """Return the file that is locked while *model* is loaded again."""
-    digest = hashlib.sha256(model.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"triton-openai-{os.getuid()}-{digest}.lock"
-
-
 @contextmanager
 def _alone(model: str) -> Iterator[bool]:
     """Yield whether no other process of this machine and user has *model* loaded again at the moment."""
-    descriptor = os.open(_lock_of(model), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(lock_of(model), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,6 +16,7 @@ from triton_openai.errors import ModelNotFound, ServiceError, UpstreamUnavailabl
 from triton_openai.triton.carrier import Carriers
 from triton_openai.triton.endpoint import Endpoint
 from triton_openai.triton.revival import Revivals
+from triton_openai.triton.status import classify
 from triton_openai.triton.tensors import InferRequest, Tensor
 
 MODEL = "revived"
@@ -59,7 +60,8 @@ class Refusing:
     """A Triton that does not have the model, and answers a request for it as Triton does."""
 
     def stream(self, request: InferRequest, receiver: Any) -> Any:
-        asyncio.get_running_loop().call_soon(receiver.end, ModelNotFound(request.model))
+        error = classify(f"Request for unknown model: '{request.model}' is not found", request.model)
+        asyncio.get_running_loop().call_soon(receiver.end, error)
         return self
 
     def close(self, *, silent: bool = False) -> None:
