@@ -36,8 +36,23 @@ from triton_openai.errors import (
     ServiceError,
     UpstreamError,
 )
-from triton_openai.generation import Alternative, Delta, FinishReason, Generation, Guide, Sampling, TokenLogprob
-from triton_openai.jobs import ClassificationJob, ClassificationResult, EmbeddingJob, EmbeddingResult, JobType
+from triton_openai.generation import (
+    Alternative,
+    Delta,
+    EngineLoad,
+    FinishReason,
+    Generation,
+    Guide,
+    Sampling,
+    TokenLogprob,
+)
+from triton_openai.jobs import (
+    ClassificationJob,
+    ClassificationResult,
+    EmbeddingJob,
+    EmbeddingResult,
+    JobType,
+)
 from triton_openai.triton.tensors import CarriedResponse, InferRequest, InferResponse, ModelConfig, Scored
 
 _log = structlog.get_logger(__name__)
@@ -95,6 +110,7 @@ class _Vector(msgspec.Struct):
 _JOBS: Mapping[str, Sequence[JobType]] = {"embed": (EmbeddingJob,), "classify": (ClassificationJob,)}
 _arguments = msgspec.json.Decoder(dict[str, Any])
 _vector = msgspec.json.Decoder(_Vector)
+_load = msgspec.json.Decoder(EngineLoad)
 
 
 class Companion(Adapter):
@@ -175,6 +191,20 @@ class Companion(Adapter):
                 body["ids"] = list(item)
             requests.append(self.request(f"{job.id}-{index}", [self._body(body)], (_RESPONSE,)))
         return requests
+
+    def load_request(self) -> InferRequest:
+        """Return the request for the engine's load."""
+        return self.request("load", [self._body({"v": 1, "kind": "info"})], (_RESPONSE,))
+
+    def decode_load(self, responses: Sequence[InferResponse]) -> EngineLoad | None:
+        """Return the load; ``None`` from an engine that does not measure it, or that has died."""
+        for response in responses:
+            for text in response.texts(_RESPONSE):
+                try:
+                    return _load.decode(text)
+                except msgspec.MsgspecError:
+                    return None
+        return None
 
     def encode_prompt_logits(self, generation: Generation) -> InferRequest:
         """Return a request that generates one token and brings the log probabilities of the prompt's."""

@@ -432,3 +432,16 @@ class AnswerState:
         if prompt is None:
             prompt = tokens_in(self._generation.prompt)
         return Usage(prompt_tokens=prompt, completion_tokens=self.tokens or tokens_in_pieces(self.pieces))
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine reports of its load."""
+
+    #: Requests that it works on, and those that wait for it.
+    running: int
+    waiting: int
+    #: The share of its KV cache that is in use, from 0 to 1.
+    cache_usage: float | None = None
+    #: The blocks of the cache, and the tokens in one.
+    cache_blocks: int | None = None
+    block_size: int | None = None

@@ -16,7 +16,16 @@ from typing import Any, ClassVar, Literal, Protocol
 import msgspec
 
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.generation import Delta, Generation, Logits, LoraFormat, Sampling, TensorMapping, TokenLogprob
+from triton_openai.generation import (
+    Delta,
+    EngineLoad,
+    Generation,
+    Logits,
+    LoraFormat,
+    Sampling,
+    TensorMapping,
+    TokenLogprob,
+)
 from triton_openai.jobs import JobType
 from triton_openai.triton.tensors import (
     INTEGER_RANGES,
@@ -417,6 +426,14 @@ class Adapter:
         For backends that send them in place of logits; ``None`` where *response* has none.
         """
         return None
+
+    def load_request(self) -> InferRequest | None:
+        """Return a request for the load of the engine, ``None`` where it does not report it by request."""
+        return None
+
+    def decode_load(self, responses: Sequence[InferResponse]) -> EngineLoad | None:
+        """Return the load that *responses* to that request bring, ``None`` where the engine does not measure it."""
+        raise NotImplementedError
 
     def cancel(self, generation: Generation) -> InferRequest | None:
         """Return a request that makes the engine stop *generation*, ``None`` where closing the stream is enough."""

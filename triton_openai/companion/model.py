@@ -443,7 +443,8 @@ class TritonPythonModel:
         """Answer a request that has one response."""
         try:
             if message["kind"] == "info":
-                body = self.engine.info()
+                streams = sum(len(carrier.streams) for carrier in self.carriers.values())
+                body = self.engine.info(streams)
             else:
                 check_keys(message, KEYS, "")
                 body = await self.engine.pool(message, request_id)
@@ -553,11 +554,19 @@ class Engine:
         if loras.exists():
             self._loras = json.loads(loras.read_text())
         self._lora_numbers = {}
-        # Nobody reads the engine's statistics in this process, and they cost some microseconds for each token.
+        # Nobody reads vLLM's own log in this process.
         arguments = {"disable_log_stats": True, **self._arguments}
         # The vLLM backend takes it, vLLM does not know it.
         arguments.pop("disable_log_requests", None)
-        self._engine = self.AsyncLLM.from_engine_args(self.AsyncEngineArgs(**arguments))
+        # By engine: what its scheduler has said last. Several engines share the work with data parallelism.
+        self._scheduled = {}
+        options = {}
+        if self.StatLogger is not None:
+            options["stat_loggers"] = [scheduler_logger(self.StatLogger, self._scheduled)]
+        self._engine = self.AsyncLLM.from_engine_args(self.AsyncEngineArgs(**arguments), **options)
+        skip_token_statistics(self._engine)
+        # The requests for vectors that run.
+        self._pooling = 0
         config = self._engine.vllm_config
         self._model_config = config.model_config
         self._config = config
@@ -586,6 +595,12 @@ class Engine:
             self.has_collectors = callable(RequestOutputCollector.put) and callable(RequestOutputCollector.get_nowait)
         except (ImportError, AttributeError):
             self.has_collectors = False
+        self.StatLogger = None
+        if "stat_loggers" in inspect.signature(AsyncLLM.from_engine_args).parameters:
+            with contextlib.suppress(ImportError):
+                from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+                self.StatLogger = PrometheusStatLogger
         self.AsyncLLM = AsyncLLM
         self.AsyncEngineArgs = AsyncEngineArgs
         self.LoRARequest = LoRARequest
@@ -607,10 +622,11 @@ class Engine:
         """End the requests of these *names*."""
         await self._engine.abort(names)
 
-    def info(self):
-        """Return what the engine is."""
+    def info(self, streams):
+        """Return what the engine is, and its load: *streams* run or wait in it."""
         config = self._model_config
         return {
+            **self._load(streams),
             "engine": "vllm",
             "version": self.version,
             "model": config.model,
@@ -623,6 +639,26 @@ class Engine:
             "max_num_seqs": self._config.scheduler_config.max_num_seqs,
             "priorities": getattr(self._config.scheduler_config, "policy", None) == "priority",
         }
+
+    def _load(self, streams):
+        """Return running and waiting requests, and the use of the KV cache from 0 to 1; None where it is not known."""
+        cache = getattr(self._config, "cache_config", None)
+        load = {
+            "running": None,
+            "waiting": None,
+            "cache_usage": None,
+            "cache_blocks": getattr(cache, "num_gpu_blocks", None),
+            "block_size": getattr(cache, "block_size", None),
+        }
+        if not streams and not self._pooling:
+            # The scheduler says nothing more when its last request was aborted.
+            load.update(running=0, waiting=0, cache_usage=0.0)
+        elif self._scheduled:
+            engines = list(self._scheduled.values())
+            load["running"] = sum(one.num_running_reqs for one in engines)
+            load["waiting"] = sum(one.num_waiting_reqs + getattr(one, "num_skipped_waiting_reqs", 0) for one in engines)
+            load["cache_usage"] = max(one.kv_cache_usage for one in engines)
+        return load
 
     async def generate(self, stream, message, media, take):
         """
@@ -711,14 +747,59 @@ class Engine:
         params = self.PoolingParams(task=message["kind"], **values)
         prompt = self._prompt(message, [])
         result = None
-        async for output in self._engine.encode(
-            prompt, params, request_id, lora_request=self._lora(message.get("lora"))
-        ):
-            result = output
+        self._pooling += 1
+        try:
+            async for output in self._engine.encode(
+                prompt, params, request_id, lora_request=self._lora(message.get("lora"))
+            ):
+                result = output
+        finally:
+            self._pooling -= 1
         if result is None:
             raise Refused("The engine gave no answer.", kind="engine")
         vector = np.asarray(result.outputs.data.float().cpu().numpy(), dtype="<f4").reshape(-1)
         return {"vector": base64.b64encode(vector.tobytes()).decode(), "prompt": len(result.prompt_token_ids)}
+
+
+def scheduler_logger(base, scheduled):
+    """
+    Return a class for vLLM to log statistics with: it keeps what each engine's scheduler has said last in *scheduled*.
+
+    *base* is vLLM's logger for Prometheus, which is left out where a class of it is given: nobody reads it here.
+    """
+
+    class SchedulerLogger(base):
+        def __init__(self, vllm_config, engine_indexes=None):
+            """Register no metrics."""
+
+        def record(self, scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0):
+            if scheduler_stats is not None:
+                scheduled[engine_idx] = scheduler_stats
+
+        def ignore(self, *arguments, **options):
+            """Do nothing."""
+
+        log = ignore
+        log_engine_initialized = ignore
+        record_sleep_state = ignore
+        record_admission_rejection = ignore
+
+    return SchedulerLogger
+
+
+def skip_token_statistics(engine):
+    """Have vLLM take no times of each token: they cost some microseconds, and nobody reads them."""
+    processor = getattr(engine, "output_processor", None)
+    process = getattr(processor, "process_outputs", None)
+    if process is None or getattr(processor, "tracing_enabled", False):
+        return
+    if list(inspect.signature(process).parameters)[2:3] != ["iteration_stats"]:
+        return
+
+    def process_outputs(outputs, timestamp=None, iteration_stats=None, **options):
+        return process(outputs, timestamp, None, **options)
+
+    processor.process_outputs = process_outputs
 
 
 def multi_modal_data(described, media):

@@ -192,6 +192,98 @@ def test_an_engine_that_does_not_fit(model: Any, name: str, monkeypatch: pytest.
         model.Engine(tmp_path)
 
 
+class Logger:
+    """Stands for vLLM's logger for Prometheus, which registers metrics when it is made."""
+
+    def __init__(self, config: Any, engine_indexes: Any = None) -> None:
+        raise AssertionError("It registers metrics.")
+
+    def log(self) -> None:
+        raise AssertionError("It writes a log.")
+
+
+def stats(**fields: Any) -> Any:
+    """Return what a scheduler says of its load."""
+    return types.SimpleNamespace(
+        **{"num_running_reqs": 2, "num_waiting_reqs": 1, "kv_cache_usage": 0.5, "num_skipped_waiting_reqs": 1, **fields}
+    )
+
+
+def test_the_newest_statistics_are_kept(model: Any) -> None:
+    """One of each engine; nothing is logged, and no metrics are registered."""
+    kept: dict[int, Any] = {}
+    logger = model.scheduler_logger(Logger, kept)(object(), [0, 1])
+    logger.record(scheduler_stats="old", iteration_stats=None, mm_cache_stats=None, engine_idx=0)
+    logger.record("new", None, engine_idx=0)
+    logger.record("other", None, None, 1)
+    logger.record(None, None, engine_idx=0)
+    logger.log()
+    logger.log_engine_initialized()
+    logger.record_sleep_state(0, 0)
+
+    assert {0: "new", 1: "other"} == kept
+
+
+_LOADS: dict[str, tuple[int, int, dict[int, Any], tuple[Any, Any, Any]]] = {
+    "an engine": (4, 0, {0: stats()}, (2, 2, 0.5)),
+    "several engines": (9, 0, {0: stats(), 1: stats(num_running_reqs=5, kv_cache_usage=0.75)}, (7, 4, 0.75)),
+    "an engine whose last request was aborted": (0, 0, {0: stats()}, (0, 0, 0.0)),
+    "vectors alone": (0, 1, {0: stats()}, (2, 2, 0.5)),
+    "a release without the number": (4, 0, {0: types.SimpleNamespace(num_running_reqs=2, num_waiting_reqs=1,
+                                                                     kv_cache_usage=0.5)}, (2, 1, 0.5)),
+    "no statistics": (4, 0, {}, (None, None, None)),
+}  # fmt: skip
+
+
+@every_case("name", list(_LOADS))
+def test_the_load(model: Any, name: str) -> None:
+    """It is what the schedulers say, and nothing while nothing runs."""
+    streams, pooling, scheduled, expected = _LOADS[name]
+    engine = model.Engine.__new__(model.Engine)
+    cache = types.SimpleNamespace(num_gpu_blocks=100, block_size=16)
+    engine._config = types.SimpleNamespace(cache_config=cache)
+    engine._scheduled = scheduled
+    engine._pooling = pooling
+    load = engine._load(streams)
+
+    assert expected == (load["running"], load["waiting"], load["cache_usage"])
+    assert (100, 16) == (load["cache_blocks"], load["block_size"])
+
+
+class Processor:
+    """What vLLM processes outputs with."""
+
+    def __init__(self, *, tracing: bool = False) -> None:
+        self.tracing_enabled = tracing
+        self.got: Any = None
+
+    def process_outputs(self, outputs: Any, timestamp: Any = None, iteration_stats: Any = None, **more: Any) -> Any:
+        self.got = (outputs, timestamp, iteration_stats, more)
+        return "processed"
+
+
+class OtherProcessor(Processor):
+    """That of a release with another interface."""
+
+    def process_outputs(self, outputs: Any, statistics: Any = None) -> Any:  # type: ignore[override]
+        self.got = (outputs, statistics)
+
+
+def test_times_of_tokens_are_not_taken(model: Any) -> None:
+    """Unless vLLM sends traces, which have them; another interface stays as it is."""
+    plain, tracing, other = Processor(), Processor(tracing=True), OtherProcessor()
+    for processor in (plain, tracing, other):
+        model.skip_token_statistics(types.SimpleNamespace(output_processor=processor))
+    model.skip_token_statistics(types.SimpleNamespace())
+    assert "processed" == plain.process_outputs([1], 2.0, "times", weight_version="v")
+    tracing.process_outputs([1], 2.0, "times")
+    other.process_outputs([1], "times")
+
+    assert ([1], 2.0, None, {"weight_version": "v"}) == plain.got
+    assert ([1], 2.0, "times", {}) == tracing.got
+    assert ([1], "times") == other.got
+
+
 _REFUSED = {
     "a misspelt key": (lambda model: model.check_keys({"temprature": 1}, {"temperature"}, ""), "'temprature'"),
     "another version": (lambda model: model.read(_request('{"v": 2}')), "version 1"),
