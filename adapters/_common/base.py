@@ -230,6 +230,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     images_as_turn: bool = False
     #: A classifier returns logits, not probabilities.
     logits: bool = False
+    #: The engine can leave out the activation of vectors, classes and scores.
+    activation: bool = False
     #: The backend has the labels of a classifier's classes.
     labels: bool = False
     #: The backend uses one seed for all requests that bring none.
