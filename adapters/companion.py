@@ -39,6 +39,7 @@ from triton_openai.errors import (
 )
 from triton_openai.generation import (
     Alternative,
+    Beams,
     Delta,
     EngineLoad,
     FinishReason,
@@ -87,7 +88,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("stop", otherwise=Rule.SERVICE),
     Parameter("include_stop_str_in_output", otherwise=Rule.SERVICE),
     Parameter("skip_special_tokens", otherwise=Rule.SERVICE),
-    Parameter("length_penalty"),
+    Parameter("length_penalty", why="it is one of beam searches: send 'use_beam_search' too"),
 )
 # The bytes of a number in a vector.
 _FLOAT = 4
@@ -139,6 +140,7 @@ class Companion(Adapter):
             cumulative_logprob=True,
             prompt_logprobs=True,
             token_ids=True,
+            beam_search=True,
             priority_levels=LEVELS,
             lora="name",
             images=math.inf if _MEDIA in config.inputs else 0,
@@ -314,6 +316,8 @@ class Companion(Adapter):
         }
         if returns:
             body["return"] = returns
+        if generation.beams is not None:
+            body["beams"] = _beams(generation, generation.beams)
         if generation.priority:
             # Of vLLM's priorities the lowest comes first, and 0 is that of requests that bring none.
             body["priority"] = generation.priority - LEVELS
@@ -350,6 +354,15 @@ class Companion(Adapter):
 
     def decoder(self, generation: Generation) -> Decoder:
         return DeliveryDecoder(generation)
+
+
+def _beams(generation: Generation, beams: Beams) -> dict[str, Any]:
+    """Return the *beams* of *generation* as the model takes them."""
+    sampling = generation.sampling
+    ends = set(sampling.stop_token_ids)
+    if generation.vocabulary is not None and not sampling.ignore_eos:
+        ends.update(generation.vocabulary.end_ids)
+    return {**msgspec.structs.asdict(beams), "ends": sorted(ends)}
 
 
 def _activation(activate: bool) -> dict[str, Any]:

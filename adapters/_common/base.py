@@ -215,6 +215,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: bool = False
     #: Tokens come with their ids.
     token_ids: bool = False
+    #: The engine does beam searches.
+    beam_search: bool = False
     #: A logit bias is sent as texts, each of which the backend tokenizes with its special tokens.
     bias_words: bool = False
     #: The levels of priority that the engine itself has; 1 comes first.

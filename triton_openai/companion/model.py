@@ -45,14 +45,20 @@ WINDOW = 32
 SILENCE = 30.0
 #: Seconds after which an idle carrier sends an empty response, which shows whether its client is still there.
 PULSE = 1.0
+#: Seconds for which the answers of a beam search are kept for the streams that share it.
+KEPT = 30.0
 #: Seconds between two looks at the engine's health.
 HEALTH = 1.0
 
 FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 # The keys of a generation. Any other key is an error: a misspelt one would change the answer silently.
-KEYS = {"v", "kind", "ids", "prompt", "sampling", "lora", "priority", "salt", "media", "mm", "return", "pooling"}
+KEYS = {
+    *("v", "kind", "ids", "prompt", "sampling", "lora", "priority", "salt", "media", "mm", "return", "pooling"),
+    "beams",
+}
 RETURNS = {"logprobs", "prompt_logprobs"}
+BEAMS = {"width", "index", "search", "length_penalty", "ends"}
 # The fields of SamplingParams that this file sets itself, or that are no parameters.
 OWN = {"output_kind", "detokenize", "n", "logprobs", "prompt_logprobs", "output_text_buffer_length", "skip_clone"}
 # Those that hold token ids.
@@ -108,15 +114,17 @@ def log(text):
 class Stream:
     """One generation of a carrier."""
 
-    __slots__ = ("carrier", "completion", "logprobs", "name", "number")
+    __slots__ = ("carrier", "completion", "logprobs", "name", "number", "search")
 
-    def __init__(self, carrier, number, name, logprobs):
+    def __init__(self, carrier, number, name, logprobs, search=None):
         self.carrier = carrier
         self.number = number
         #: What the engine calls it.
         self.name = name
         #: How many alternatives each token has, None without log probabilities.
         self.logprobs = logprobs
+        #: The name of the beam search that it takes its answer from, None for a generation of its own.
+        self.search = search
         #: The tokens of its answer so far.
         self.completion = 0
 
@@ -133,6 +141,8 @@ class Carrier:
         self.name = name
         #: By number; used in the engine's loop only.
         self.streams = {}
+        #: The beam searches by name; used in the engine's loop only.
+        self.searches = {}
         self._model = model
         self._sender = sender
         self._changed = threading.Condition()
@@ -357,6 +367,7 @@ class TritonPythonModel:
         if kind == "generate":
             check_keys(message, KEYS, "")
             check_keys(message.get("return", {}), RETURNS, "return.")
+            check_keys(message.get("beams", {}), BEAMS, "beams.")
             self._call(self._begin, carrier, number, message, media, request_id)
         elif kind == "cancel":
             self._call(self._cancel, carrier, number)
@@ -370,7 +381,8 @@ class TritonPythonModel:
 
     def _begin(self, carrier, number, message, media, request_id):
         name = f"{request_id}/{carrier.name}/{number}"
-        stream = Stream(carrier, number, name, message.get("return", {}).get("logprobs"))
+        search = message.get("beams", {}).get("search")
+        stream = Stream(carrier, number, name, message.get("return", {}).get("logprobs"), search)
         if number in carrier.streams:
             # Neither can be told from the other.
             self._cancel(carrier, number)
@@ -380,12 +392,38 @@ class TritonPythonModel:
     async def _generate(self, stream, message, media):
         carrier = stream.carrier
         try:
+            if message.get("beams"):
+                self._output(stream, await self._found(stream, message, media))
+                return
             await self.engine.generate(stream, message, media, self._output)
             if carrier.streams.get(stream.number) is not stream:
                 # Cancelled meanwhile, or done: then this does nothing.
                 await self.engine.abort([stream.name])
         except Exception as error:  # noqa: BLE001 - the engine may fail in any way
             carrier.fail(stream, self._explained(error))
+
+    async def _found(self, stream, message, media):
+        """
+        Return what a beam search has found for *stream*.
+
+        The answers to one prompt share a search: the first that asks begins it, and it goes on while one is wanted.
+        """
+        carrier = stream.carrier
+        name = stream.search
+        search = carrier.searches.get(name)
+        if search is None:
+
+            def wanted():
+                return any(one.search == name for one in carrier.streams.values())
+
+            search = self.loop.create_task(self.engine.search(stream.name, message, media, wanted))
+            carrier.searches[name] = search
+            search.add_done_callback(lambda _: self.loop.call_later(KEPT, carrier.searches.pop, name, None))
+        answers = await asyncio.shield(search)
+        index = message["beams"]["index"]
+        if index >= len(answers):
+            raise Refused(f"The beam search has found {len(answers)} answers only.", "n", "engine")
+        return answers[index]
 
     def _explained(self, error):
         """Return *error*, or that the engine has died if it has."""
@@ -526,6 +564,51 @@ def prompt_positions(output):
 def finite(value):
     """Return *value*; for minus infinity, what vLLM's server writes."""
     return max(float(value), -9999.0)
+
+
+class Beam:
+    """An answer of a beam search, as far as it has come, with the fields of an output of vLLM."""
+
+    num_cached_tokens = None
+    prompt_logprobs = None
+    index = 0
+
+    def __init__(self, prompt_ids, token_ids=(), total=0.0, logprobs=(), stop_reason=None):
+        self.prompt_token_ids = prompt_ids
+        self.token_ids = [*token_ids]
+        #: The log probability of the whole.
+        self.total = total
+        self.logprobs = [*logprobs]
+        self.stop_reason = stop_reason
+        self.finish_reason = "length"
+        if stop_reason is not None:
+            self.finish_reason = "stop"
+
+    @property
+    def outputs(self):
+        """The only choice: itself."""
+        return [self]
+
+    def followed_by(self, token, entries, *, ends):
+        """Return this answer with one more *token*, of which *entries* have the log probability."""
+        stop_reason = None
+        if ends:
+            stop_reason = token
+        total = self.total + entries[token].logprob
+        tokens = [*self.token_ids, token]
+        return Beam(self.prompt_token_ids, tokens, total, [*self.logprobs, entries], stop_reason)
+
+    def score(self, length_penalty):
+        """Return by what answers are compared: the log probability for a token, those of the prompt included."""
+        length = len(self.prompt_token_ids) + len(self.token_ids)
+        if self.stop_reason is not None:
+            length -= 1
+        return self.total / max(length, 1) ** length_penalty
+
+
+def best(beams, count, length_penalty):
+    """Return the best *count* of *beams* in their order."""
+    return sorted(beams, key=lambda beam: beam.score(length_penalty), reverse=True)[:count]
 
 
 class Engine:
@@ -679,6 +762,53 @@ class Engine:
         early = collector.get_nowait()
         if early is not None:
             take(stream, early)
+
+    async def search(self, name, message, media, wanted):
+        """
+        Return the answers of a beam search, the best first, as vLLM's server finds them; fewer once none is *wanted*.
+
+        Each step asks the engine for one token of every beam, and keeps the likeliest continuations.
+        """
+        beams = message["beams"]
+        width = beams["width"]
+        asked = message.get("sampling", {})
+        prompt = self._prompt(message, media)
+        if "prompt_token_ids" not in prompt:
+            raise Refused("A beam search needs the prompt as token ids.", "ids")
+        one_token = {"max_tokens": 1, "temperature": asked.get("temperature", 1.0)}
+        params = self._sampling({"sampling": one_token, "return": {"logprobs": 2 * width}})
+        options = {"lora_request": self._lora(message.get("lora")), "priority": message.get("priority", 0)}
+        ends = set(beams.get("ends", ()))
+        penalty = beams.get("length_penalty", 1.0)
+        running = [Beam(prompt["prompt_token_ids"])]
+        ended = []
+        for step in range(asked["max_tokens"]):
+            if not running or not wanted():
+                break
+            steps = [
+                self._next_entries(beam, prompt, params, f"{name}/{step}-{place}", options)
+                for place, beam in enumerate(running)
+            ]
+            following = []
+            for beam, entries in zip(running, await asyncio.gather(*steps), strict=True):
+                for token, entry in entries.items():
+                    if token in ends:
+                        ended.append(beam.followed_by(token, entries, ends=True))
+                    else:
+                        following.append((beam.total + entry.logprob, token, beam, entries))
+            following.sort(key=lambda candidate: candidate[0], reverse=True)
+            running = [beam.followed_by(token, entries, ends=False) for _, token, beam, entries in following[:width]]
+            ended = best(ended, width, penalty)
+        return best([*ended, *running], width, penalty)
+
+    async def _next_entries(self, beam, prompt, params, name, options):
+        """Return the log probabilities of the tokens that may follow *beam*."""
+        longer = {**prompt, "prompt_token_ids": [*beam.prompt_token_ids, *beam.token_ids]}
+        async for output in self._engine.generate(longer, params, name, **options):
+            choice = output.outputs[0]
+            if choice.logprobs:
+                return choice.logprobs[0]
+        raise Refused("The engine has stopped the beam search.", kind="engine")
 
     def _prompt(self, message, media):
         """Return the prompt as vLLM takes it."""

@@ -12,8 +12,14 @@ import pytest
 from tests.cases import every_case
 from triton_openai.adapters.companion import Companion
 from triton_openai.companion.repository import config_text
-from triton_openai.errors import InvalidAnswer, InvalidRequest, PromptRefused, RequestRefused, ServiceError
-from triton_openai.generation import FinishReason, Generation, Guide, Lora, Sampling
+from triton_openai.errors import (
+    InvalidAnswer,
+    InvalidRequest,
+    PromptRefused,
+    RequestRefused,
+    ServiceError,
+)
+from triton_openai.generation import Beams, FinishReason, Generation, Guide, Lora, Sampling, Vocabulary
 from triton_openai.jobs import (
     ClassificationJob,
     ClassificationResult,
@@ -74,6 +80,22 @@ _ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a LoRA adapter": ({"lora": Lora(name="a", path="/a")}, {"lora": {"name": "a", "path": "/a"}}),
     "a priority": ({"priority": 1}, {"priority": -9}),
     "the last priority": ({"priority": 10}, {"priority": 0}),
+    "a beam search": (
+        {
+            "beams": Beams(width=3, index=1, search="s", length_penalty=2.0),
+            "sampling": {"stop_token_ids": (7,)},
+            "vocabulary": Vocabulary(size=10, end_ids=(4,)),
+        },
+        {"beams": {"width": 3, "index": 1, "search": "s", "ends": [4, 7], "length_penalty": 2.0}},
+    ),
+    "a beam search that goes on": (
+        {
+            "beams": Beams(width=1, search="s"),
+            "sampling": {"ignore_eos": True},
+            "vocabulary": Vocabulary(size=10, end_ids=(4,)),
+        },
+        {"beams": {"width": 1, "index": 0, "search": "s", "length_penalty": 1.0, "ends": []}},
+    ),
     "a schema": (
         {"guide": Guide(kind="json_schema", value='{"type":"object"}')},
         {"sampling": {"max_tokens": 9, "structured_outputs": {"json": {"type": "object"}}}},

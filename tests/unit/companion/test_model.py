@@ -284,6 +284,81 @@ def test_times_of_tokens_are_not_taken(model: Any) -> None:
     assert ([1], "times") == other.got
 
 
+class Scored:
+    """A token's log probability."""
+
+    def __init__(self, logprob: float, rank: int = 1) -> None:
+        self.logprob = logprob
+        self.rank = rank
+
+
+class Table:
+    """An engine whose next tokens depend on the tokens so far, as a table says."""
+
+    def __init__(self, table: dict[tuple[int, ...], dict[int, float]]) -> None:
+        self._table = table
+        self.asked: list[str] = []
+
+    async def generate(self, prompt: Any, params: Any, name: str, **options: Any) -> Any:
+        self.asked.append(name)
+        values = self._table[tuple(prompt["prompt_token_ids"])]
+        choice = types.SimpleNamespace(logprobs=[{token: Scored(value) for token, value in values.items()}])
+        yield types.SimpleNamespace(outputs=[choice])
+
+
+#: The greedy answer is 5 6, the likeliest 7 8; 9 ends an answer.
+TABLE = {
+    (1,): {5: -0.5, 7: -0.75, 9: -3.0},
+    (1, 5): {6: -2.0, 9: -2.5},
+    (1, 7): {8: -0.25, 9: -4.0},
+}
+
+
+def searching(model: Any, table: Any) -> Any:
+    """Return an engine of the model file over *table*."""
+    engine = model.Engine.__new__(model.Engine)
+    engine._engine = table
+    engine._vocabulary = 100
+    engine._arguments = {}
+    engine._sampling = lambda message: message
+    return engine
+
+
+_SEARCHES: dict[str, tuple[dict[str, Any], list[tuple[list[int], str, Any]]]] = {
+    "two beams": ({"width": 2}, [([7, 8], "length", None), ([5, 6], "length", None)]),
+    "one beam is greedy": ({"width": 1}, [([5, 6], "length", None)]),
+    "an answer that ends": (
+        {"width": 3, "ends": [9]},
+        [([7, 8], "length", None), ([5, 6], "length", None), ([5, 9], "stop", 9)],
+    ),
+    "short answers": (
+        {"width": 3, "ends": [9], "length_penalty": -4.0},
+        [([9], "stop", 9), ([5, 9], "stop", 9), ([7, 9], "stop", 9)],
+    ),
+}
+
+
+@every_case("name", list(_SEARCHES))
+async def test_a_beam_search(model: Any, name: str) -> None:
+    """It finds the answers that are likeliest as a whole, the best first, with their log probabilities."""
+    beams, expected = _SEARCHES[name]
+    message = {"ids": [1], "sampling": {"max_tokens": 2}, "beams": beams}
+    found = await searching(model, Table(TABLE)).search("x", message, [], lambda: True)
+
+    assert expected == [(beam.token_ids, beam.finish_reason, beam.stop_reason) for beam in found]
+    assert all(len(beam.logprobs) == len(beam.token_ids) for beam in found)
+
+
+async def test_a_beam_search_that_nobody_wants_ends(model: Any) -> None:
+    """The engine gets no more work for it."""
+    table = Table(TABLE)
+    wanted = iter([True, False])
+    message = {"ids": [1], "sampling": {"max_tokens": 2}, "beams": {"width": 2}}
+    await searching(model, table).search("x", message, [], lambda: next(wanted))
+
+    assert ["x/0-0"] == table.asked
+
+
 _REFUSED = {
     "a misspelt key": (lambda model: model.check_keys({"temprature": 1}, {"temperature"}, ""), "'temprature'"),
     "another version": (lambda model: model.read(_request('{"v": 2}')), "version 1"),
