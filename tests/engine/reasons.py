@@ -67,9 +67,6 @@ _ROWS: Mapping[Kind, Sequence[tuple[str, ...]]] = {
          ": min_tokens", r"choices\[\]\.stop_reason"),
     ],
     Kind.COMPANION: [
-        ("`use_beam_search`, `add_special_tokens` in chats, `use_activation` of embeddings",
-         "Refused: the service does none of them.",
-         "beam search|^chat: special tokens added|^embedding: not normalized"),
     ],
     Kind.STANDARD: [
         ("`usage`: cached tokens",

@@ -654,6 +654,7 @@ class Engine:
         self._model_config = config.model_config
         self._config = config
         self._vocabulary = self._model_config.get_vocab_size()
+        self._multimodal = bool(getattr(self._model_config, "is_multimodal_model", False))
         fields = inspect.signature(self.SamplingParams).parameters
         self._known = {name for name in fields if not name.startswith("_")} - OWN
         # Each request has parameters of its own: vLLM need not copy them.
@@ -717,7 +718,7 @@ class Engine:
             "max_model_len": config.max_model_len,
             "vocab_size": self._vocabulary,
             "runner": getattr(config, "runner_type", None),
-            "multimodal": bool(getattr(config, "is_multimodal_model", False)),
+            "multimodal": self._multimodal,
             "loras": sorted(self._loras),
             "max_num_seqs": self._config.scheduler_config.max_num_seqs,
             "priorities": getattr(self._config.scheduler_config, "policy", None) == "priority",
@@ -821,6 +822,8 @@ class Engine:
         else:
             raise Refused("The prompt is empty: there is nothing to continue.", "prompt")
         if message.get("media"):
+            if not self._multimodal:
+                raise Refused("The model takes texts only, no images, audio or video.", "messages", "unsupported")
             prompt["multi_modal_data"] = multi_modal_data(message["media"], media)
         if message.get("mm"):
             prompt["mm_processor_kwargs"] = message["mm"]

@@ -376,6 +376,28 @@ _REFUSED = {
 }
 
 
+_PROMPTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "an image for a model of texts": ({"ids": [1], "media": [{"type": "image", "at": 0}]}, "unsupported", "texts only"),
+    "audio for a model of texts": ({"ids": [1], "media": [{"type": "audio", "at": 0}]}, "unsupported", "texts only"),
+    "no tokens": ({"ids": []}, "invalid", "empty"),
+    "nothing": ({}, "invalid", "empty"),
+    "a token that there is not": ({"ids": [1, 100]}, "invalid", "100"),
+    "no token": ({"ids": [1, True]}, "invalid", "True"),
+}
+
+
+@every_case("name", list(_PROMPTS))
+def test_prompts_that_are_refused(model: Any, name: str) -> None:
+    """The error says what is wrong, and the engine does not see the prompt."""
+    message, kind, expected = _PROMPTS[name]
+    engine = searching(model, Table({}))
+    engine._multimodal = False
+
+    with pytest.raises(model.Refused, match=expected) as caught:
+        engine._prompt(message, [b""])
+    assert kind == caught.value.fields["kind"]
+
+
 def _request(*texts: str) -> Any:
     return dict(zip(("request", "carrier"), texts, strict=False))
 
