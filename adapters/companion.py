@@ -31,13 +31,32 @@ from triton_openai.adapters.vllm import GUIDE_FIELDS, MAX_ALTERNATIVES
 from triton_openai.errors import (
     ConfigurationError,
     InvalidAnswer,
+    InvalidRequest,
     PromptRefused,
     RequestRefused,
     ServiceError,
     UpstreamError,
 )
-from triton_openai.generation import Alternative, Delta, FinishReason, Generation, Guide, Sampling, TokenLogprob
-from triton_openai.jobs import ClassificationJob, ClassificationResult, EmbeddingJob, EmbeddingResult, JobType
+from triton_openai.generation import (
+    Alternative,
+    Beams,
+    Delta,
+    EngineLoad,
+    FinishReason,
+    Generation,
+    Guide,
+    Sampling,
+    TokenLogprob,
+)
+from triton_openai.jobs import (
+    ClassificationJob,
+    ClassificationResult,
+    EmbeddingJob,
+    EmbeddingResult,
+    JobType,
+    ScoreJob,
+    ScoreResult,
+)
 from triton_openai.triton.tensors import CarriedResponse, InferRequest, InferResponse, ModelConfig, Scored
 
 _log = structlog.get_logger(__name__)
@@ -69,7 +88,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("stop", otherwise=Rule.SERVICE),
     Parameter("include_stop_str_in_output", otherwise=Rule.SERVICE),
     Parameter("skip_special_tokens", otherwise=Rule.SERVICE),
-    Parameter("length_penalty"),
+    Parameter("length_penalty", why="it is one of beam searches: send 'use_beam_search' too"),
 )
 # The bytes of a number in a vector.
 _FLOAT = 4
@@ -92,9 +111,11 @@ class _Vector(msgspec.Struct):
     error: Any = msgspec.field(name="e", default=None)
 
 
-_JOBS: Mapping[str, Sequence[JobType]] = {"embed": (EmbeddingJob,), "classify": (ClassificationJob,)}
+# A cross-encoder is a classifier with one class.
+_JOBS: Mapping[str, Sequence[JobType]] = {"embed": (EmbeddingJob,), "classify": (ClassificationJob, ScoreJob)}
 _arguments = msgspec.json.Decoder(dict[str, Any])
 _vector = msgspec.json.Decoder(_Vector)
+_load = msgspec.json.Decoder(EngineLoad)
 
 
 class Companion(Adapter):
@@ -119,10 +140,12 @@ class Companion(Adapter):
             cumulative_logprob=True,
             prompt_logprobs=True,
             token_ids=True,
+            beam_search=True,
             priority_levels=LEVELS,
             lora="name",
             images=math.inf if _MEDIA in config.inputs else 0,
             audio=_MEDIA in config.inputs,
+            activation=True,
         )
 
     @classmethod
@@ -154,12 +177,14 @@ class Companion(Adapter):
             loras=arguments.get("enable_lora") is True,
         )
 
-    def encode(self, job: Generation | EmbeddingJob | ClassificationJob, /) -> Sequence[InferRequest]:
+    def encode(self, job: Generation | EmbeddingJob | ClassificationJob | ScoreJob, /) -> Sequence[InferRequest]:
         """Return the request of a generation, or one for each input of another job."""
         if isinstance(job, Generation):
             return [self._generation(job, scores_prompt=None)]
+        if isinstance(job, ScoreJob):
+            return [self._pair(job, number) for number in range(len(job.encoded))]
         kind = "embed"
-        pooling: dict[str, Any] = {}
+        pooling = _activation(job.activate)
         if isinstance(job, ClassificationJob):
             kind = "classify"
         elif job.dimensions is not None:
@@ -176,6 +201,30 @@ class Companion(Adapter):
             requests.append(self.request(f"{job.id}-{index}", [self._body(body)], (_RESPONSE,)))
         return requests
 
+    def _pair(self, job: ScoreJob, number: int) -> InferRequest:
+        """Return the request for the score of one pair."""
+        pair = job.encoded[number]
+        pooling = _activation(job.activate)
+        if 1 in pair.segments:
+            # Where the second text begins, for models that are trained with segments.
+            pooling["extra_kwargs"] = {"compressed_token_type_ids": list(pair.segments).index(1)}
+        body = {"v": 1, "kind": "classify", "ids": list(pair.ids), "pooling": pooling}
+        return self.request(f"{job.id}-{number}", [self._body(body)], (_RESPONSE,))
+
+    def load_request(self) -> InferRequest:
+        """Return the request for the engine's load."""
+        return self.request("load", [self._body({"v": 1, "kind": "info"})], (_RESPONSE,))
+
+    def decode_load(self, responses: Sequence[InferResponse]) -> EngineLoad | None:
+        """Return the load; ``None`` from an engine that does not measure it, or that has died."""
+        for response in responses:
+            for text in response.texts(_RESPONSE):
+                try:
+                    return _load.decode(text)
+                except msgspec.MsgspecError:
+                    return None
+        return None
+
     def encode_prompt_logits(self, generation: Generation) -> InferRequest:
         """Return a request that generates one token and brings the log probabilities of the prompt's."""
         plain = Sampling(max_tokens=1, temperature=0)
@@ -191,9 +240,9 @@ class Companion(Adapter):
         return [_entry(scored, count) for scored in response.delivery.prompt_logprobs[1:] if scored is not None]
 
     def decode(
-        self, job: EmbeddingJob | ClassificationJob, responses: Sequence[InferResponse], /
-    ) -> EmbeddingResult | ClassificationResult:
-        """Return vectors, or the values of classes."""
+        self, job: EmbeddingJob | ClassificationJob | ScoreJob, responses: Sequence[InferResponse], /
+    ) -> EmbeddingResult | ClassificationResult | ScoreResult:
+        """Return vectors, the values of classes, or scores."""
         vectors: list[bytes] = []
         tokens = 0
         for response in responses:
@@ -201,12 +250,24 @@ class Companion(Adapter):
                 vector = self._vector(response, text)
                 vectors.append(_raw(response, vector.vector))
                 tokens += vector.prompt or 0
+        if isinstance(job, ScoreJob):
+            checked_vectors(vectors, len(job.pairs), self.config.name)
+            return ScoreResult(scores=self._scores(vectors), prompt_tokens=tokens)
         checked_vectors(vectors, len(job.inputs), self.config.name)
         if isinstance(job, EmbeddingJob):
             return EmbeddingResult(vectors=vectors, prompt_tokens=tokens)
         return ClassificationResult(
             values=[memoryview(one).cast("f").tolist() for one in vectors], prompt_tokens=tokens
         )
+
+    def _scores(self, vectors: Sequence[bytes]) -> Sequence[float]:
+        """Return the scores that *vectors* hold. Raises :class:`InvalidRequest` for those of a classifier."""
+        classes = len(vectors[0]) // _FLOAT
+        if classes != 1:
+            raise InvalidRequest(
+                f"The model '{self.config.name}' does not rank texts: it has {classes} classes.", param="model"
+            )
+        return [memoryview(one).cast("f")[0] for one in vectors]
 
     def _vector(self, response: InferResponse, text: str) -> _Vector:
         try:
@@ -255,6 +316,8 @@ class Companion(Adapter):
         }
         if returns:
             body["return"] = returns
+        if generation.beams is not None:
+            body["beams"] = _beams(generation, generation.beams)
         if generation.priority:
             # Of vLLM's priorities the lowest comes first, and 0 is that of requests that bring none.
             body["priority"] = generation.priority - LEVELS
@@ -291,6 +354,22 @@ class Companion(Adapter):
 
     def decoder(self, generation: Generation) -> Decoder:
         return DeliveryDecoder(generation)
+
+
+def _beams(generation: Generation, beams: Beams) -> dict[str, Any]:
+    """Return the *beams* of *generation* as the model takes them."""
+    sampling = generation.sampling
+    ends = set(sampling.stop_token_ids)
+    if generation.vocabulary is not None and not sampling.ignore_eos:
+        ends.update(generation.vocabulary.end_ids)
+    return {**msgspec.structs.asdict(beams), "ends": sorted(ends)}
+
+
+def _activation(activate: bool) -> dict[str, Any]:
+    """Return the pooling parameters for whether the model's activation is applied."""
+    if activate:
+        return {}
+    return {"use_activation": False}
 
 
 class DeliveryDecoder:

@@ -59,7 +59,7 @@ _DONE_HERE = {
     "tool_choice", "parallel_tool_calls", "functions", "function_call", "reasoning_effort",
     "think", "thinking", "enable_thinking",
     "include_reasoning", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
-    "documents", "truncate_prompt_tokens", "truncation_side", "priority",
+    "documents", "truncate_prompt_tokens", "truncation_side", "priority", "use_beam_search",
 }  # fmt: skip
 
 

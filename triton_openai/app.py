@@ -36,6 +36,7 @@ from triton_openai.media.fetch import AllowedHosts, Fetcher, is_public, is_publi
 from triton_openai.media.images import ImageLoader
 from triton_openai.models.canary import PATIENCE, Canary
 from triton_openai.models.control import ModelControl
+from triton_openai.models.engine_loads import engine_loads
 from triton_openai.models.lookup import Models, keep_loaded
 from triton_openai.models.served import ServedModel
 from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS
@@ -134,6 +135,7 @@ def create_app(
         settings.metrics,
         settings.triton_metrics_url,
         None if files is None else partial(batch_state, files),
+        partial(engine_loads, models),
     )
     service = Service(
         settings=settings,

@@ -216,6 +216,19 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
         return f"Image({self.media_type}, {self.size} bytes)"
 
 
+class Beams(msgspec.Struct, frozen=True, kw_only=True):
+    """The beam search that an answer is of."""
+
+    #: How many answers the search keeps at each token.
+    width: int
+    #: The place of this answer among those that it finds, the best first.
+    index: int = 0
+    #: The name of the search, which the answers to one prompt share.
+    search: str = ""
+    #: The power of an answer's length by which its log probability is divided: above 0, long answers are favoured.
+    length_penalty: float = 1.0
+
+
 class Generation(Job[Any], frozen=True, kw_only=True):
     """One prompt to continue. Its answer comes in parts: those are decoded one by one."""
 
@@ -250,6 +263,8 @@ class Generation(Job[Any], frozen=True, kw_only=True):
     #: Whether the request asks for the token ids of the answer.
     token_ids: bool = False
     guide: Guide | None = None
+    #: The beam search that the answer is of, ``None`` where tokens are sampled.
+    beams: Beams | None = None
     lora: Lora | None = None
     #: The number of tokens in a block of the engine's cache, where it is known.
     kv_cache_block_size: int | None = None
@@ -432,3 +447,16 @@ class AnswerState:
         if prompt is None:
             prompt = tokens_in(self._generation.prompt)
         return Usage(prompt_tokens=prompt, completion_tokens=self.tokens or tokens_in_pieces(self.pieces))
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine reports of its load."""
+
+    #: Requests that it works on, and those that wait for it.
+    running: int
+    waiting: int
+    #: The share of its KV cache that is in use, from 0 to 1.
+    cache_usage: float | None = None
+    #: The blocks of the cache, and the tokens in one.
+    cache_blocks: int | None = None
+    block_size: int | None = None

@@ -90,6 +90,8 @@ class EmbeddingJob(TextJob[EmbeddingResult], frozen=True, kw_only=True):
     dimensions: int | None = None
     #: For a model that returns a vector for each token.
     pooling: Pooling = Pooling()
+    #: Whether the engine applies the model's activation, where it can leave it out: usually the vectors' normalization.
+    activate: bool = True
 
 
 class ClassificationResult(Result, frozen=True, kw_only=True):
@@ -106,6 +108,9 @@ class ClassificationJob(TextJob[ClassificationResult], frozen=True, kw_only=True
 
     tasks = ("classify",)
     does = ("classifies texts", "classify texts")
+
+    #: Whether the engine applies the model's activation, where it can leave it out: probabilities, not logits.
+    activate: bool = True
 
 
 class TokenPair(msgspec.Struct, gc=False, frozen=True):
@@ -131,7 +136,7 @@ class ScoreJob(Job[ScoreResult], frozen=True, kw_only=True):
     least = {"pairs": (("Hi", "Hi"),)}
 
     pairs: Sequence[tuple[str, str]]
-    #: Whether logits become probabilities where the operator says that they are logits.
+    #: Whether logits become probabilities where the operator says that they are logits, or the engine can.
     activate: bool = True
     #: The same pairs as token ids, for models that take those.
     encoded: Sequence[TokenPair] = ()

@@ -16,7 +16,16 @@ from typing import Any, ClassVar, Literal, Protocol
 import msgspec
 
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.generation import Delta, Generation, Logits, LoraFormat, Sampling, TensorMapping, TokenLogprob
+from triton_openai.generation import (
+    Delta,
+    EngineLoad,
+    Generation,
+    Logits,
+    LoraFormat,
+    Sampling,
+    TensorMapping,
+    TokenLogprob,
+)
 from triton_openai.jobs import JobType
 from triton_openai.triton.tensors import (
     INTEGER_RANGES,
@@ -206,6 +215,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: bool = False
     #: Tokens come with their ids.
     token_ids: bool = False
+    #: The engine does beam searches.
+    beam_search: bool = False
     #: A logit bias is sent as texts, each of which the backend tokenizes with its special tokens.
     bias_words: bool = False
     #: The levels of priority that the engine itself has; 1 comes first.
@@ -221,6 +232,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     images_as_turn: bool = False
     #: A classifier returns logits, not probabilities.
     logits: bool = False
+    #: The engine can leave out the activation of vectors, classes and scores.
+    activation: bool = False
     #: The backend has the labels of a classifier's classes.
     labels: bool = False
     #: The backend uses one seed for all requests that bring none.
@@ -417,6 +430,14 @@ class Adapter:
         For backends that send them in place of logits; ``None`` where *response* has none.
         """
         return None
+
+    def load_request(self) -> InferRequest | None:
+        """Return a request for the load of the engine, ``None`` where it does not report it by request."""
+        return None
+
+    def decode_load(self, responses: Sequence[InferResponse]) -> EngineLoad | None:
+        """Return the load that *responses* to that request bring, ``None`` where the engine does not measure it."""
+        raise NotImplementedError
 
     def cancel(self, generation: Generation) -> InferRequest | None:
         """Return a request that makes the engine stop *generation*, ``None`` where closing the stream is enough."""

@@ -68,6 +68,7 @@ class FakeTriton:
         app.router.add_post("/v2/repository/index", self._index)
         app.router.add_get("/v2/models/{name}/config", self._config)
         app.router.add_post("/v2/models/{name}/generate_stream", self._generate)
+        app.router.add_post("/v2/models/{name}/infer", self._infer)
         self._server = TestServer(app, skip_url_asserts=True)
 
     async def __aenter__(self) -> FakeTriton:
@@ -105,6 +106,10 @@ class FakeTriton:
         if config is None:
             return web.json_response({"error": "Request for unknown model"}, status=404)
         return web.json_response(config)
+
+    async def _infer(self, request: web.Request) -> web.Response:
+        name = unquote(request.match_info["name"])
+        return web.json_response({"error": f"Request for unknown model: '{name}' is not found"}, status=400)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         self.asked.append((unquote(request.match_info["name"]), await request.json()))

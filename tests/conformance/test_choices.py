@@ -384,6 +384,19 @@ async def test_a_prompt_that_brings_its_special_tokens(proxy, triton, model):
         assert len(tokenizer.encode(prompt)) - 1 == without.json["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize("model", MODELS)
+async def test_special_tokens_on_top_of_a_chat_template(proxy, triton, model):
+    """They are added to those of the template by a model that adds them, and refused by another one."""
+    body = {"model": model, "messages": [{"role": "user", "content": steered(text="one two")}], "max_tokens": 9}
+    plain = await proxy.post("/v1/chat/completions", body)
+    added = await proxy.post("/v1/chat/completions", {**body, "add_special_tokens": True})
+
+    if model in ADDS_BOS:
+        assert 1 + plain.json["usage"]["prompt_tokens"] == added.json["usage"]["prompt_tokens"]
+    else:
+        assert (400, "add_special_tokens") == (added.status, added.error["param"])
+
+
 @every_case("prompt", [[], [[]], [-1], [10**9], [1, "a"], [[1], "a", 5]])
 async def test_wrong_token_ids(proxy, prompt):
     """What can be no prompt is refused by name."""

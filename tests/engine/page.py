@@ -18,6 +18,9 @@ vLLM backend, over HTTP and over gRPC, and in front of the companion model, with
 status and every field of the answers, streams included. Ids, times and the messages of errors may differ, and a null
 counts as a missing field. Of these requests, {equal} have equal answers, and {unknown} differ in something that has no
 known reason. The others differ only in what follows.
+
+Not compared, because the service does not do it: transcription models of vLLM (Whisper, Voxtral, Qwen3-ASR), for which
+it would have to write the prompts and cut long recordings; video, which it does not read; and vectors of each token.
 """
 
 
@@ -25,6 +28,8 @@ def written(requests: int, equal: int, found: Mapping[Reason | None, int]) -> st
     """Return the document: so many *requests*, of them *equal*, and how many differ for each reason, or for none."""
     lines = [_HEAD.format(requests=requests, version=VLLM_VERSION, equal=equal, unknown=found.get(None, 0))]
     for kind in Kind:
+        if kind not in {one.kind for one in REASONS}:
+            continue
         lines += [f"## {kind.value}\n", "| Where | What differs, and why | Requests |", "| --- | --- | --- |"]
         lines += [f"| {one.where} | {one.why} | {found.get(one, 0)} |" for one in REASONS if one.kind is kind]
         lines.append("")

@@ -66,11 +66,6 @@ _ROWS: Mapping[Kind, Sequence[tuple[str, ...]]] = {
         ("`stop_reason` with `min_tokens`", "Null: the backend does not say which stop string has ended the answer.",
          ": min_tokens", r"choices\[\]\.stop_reason"),
     ],
-    Kind.COMPANION: [
-        ("`use_beam_search`, `add_special_tokens` in chats, `use_activation` of embeddings",
-         "Refused: the service does none of them.",
-         "beam search|^chat: special tokens added|^embedding: not normalized"),
-    ],
     Kind.STANDARD: [
         ("`usage`: cached tokens",
          "The companion model counts them, as OpenAI and Anthropic document it; the latter's `input_tokens` are without"
@@ -114,6 +109,9 @@ _ROWS: Mapping[Kind, Sequence[tuple[str, ...]]] = {
          "^response: bad: a response that is not there"),
     ],
     Kind.DESIGN: [
+        ("`use_beam_search` in streamed completions",
+         "Answered: each answer comes at the end of the search. vLLM refuses it.",
+         "^completion: beam search, streamed$"),
         ("several greedy answers", "Answered: they are all the same. vLLM refuses them.", "several greedy answers"),
         ("`best_of`, `guided_json`", "Honoured. vLLM's server has removed them, and ignores them.",
          "best of several|older name", "status|choices.*|usage.*"),

@@ -18,7 +18,7 @@ from tests.standins.repository import build_repository
 from tests.triton_fixture import TestTriton, embedded, shared
 from triton_openai.adapters.companion import Companion
 from triton_openai.demo.record import Record
-from triton_openai.errors import ModelCrashed
+from triton_openai.errors import ModelCrashed, UpstreamUnavailable
 from triton_openai.generation import Generation, Sampling, Vocabulary
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.triton import carrier
@@ -67,14 +67,16 @@ class Asking:
         return reader, self.endpoint.stream(request, reader)
 
     async def works(self) -> bool:
-        """Return whether an answer comes now."""
+        """Return whether an answer comes now. A client may try again after every error."""
         reader, stream = self.ask(SHORT)
         try:
-            return await asyncio.wait_for(reader.ended, 5) is None
+            error = await asyncio.wait_for(reader.ended, 5)
         except TimeoutError:
             return False
         finally:
             stream.close()
+        assert error is None or isinstance(error, UpstreamUnavailable)
+        return error is None
 
     async def works_again(self) -> None:
         """Wait until an answer comes."""

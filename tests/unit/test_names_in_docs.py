@@ -50,6 +50,7 @@ _KUBERNETES = {
 }
 # Of vLLM's engine, and of the Triton that it runs in.
 _ENGINE = {
+    "--max-logprobs",
     *("--backend-config", "--dtype", "--enable-lora", "--gpu-memory-utilization", "--hf-overrides", "--name"),
     *("--no-enable-prefix-caching", "--scheduling-policy", "--tensor-parallel-size"),
 }

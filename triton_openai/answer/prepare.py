@@ -85,7 +85,7 @@ async def prepare(
         first = secrets.randbelow(_SEEDS)
     single = len(prompts) * count == 1
     runs: list[Run] = []
-    for prompt in prompts:
+    for place, prompt in enumerate(prompts):
         prepared = await generation_of(model, tokenizer, prompt, spec)
         for number in range(count):
             if len(runs) % _RUNS_IN_A_TURN == _RUNS_IN_A_TURN - 1:
@@ -96,6 +96,9 @@ async def prepare(
                 own["id"] = f"{template.id}-{len(runs)}"
             if first is not None:
                 own["sampling"] = msgspec.structs.replace(prepared.sampling, seed=nth_seed(first, number))
+            if template.beams is not None:
+                search = f"{template.id}-{place}"
+                own["beams"] = msgspec.structs.replace(template.beams, index=number, search=search)
             new_run: Callable[..., Run] = Run
             if spec.thinking_budget is not None:
                 new_run = partial(BudgetedRun, budget=spec.thinking_budget)

@@ -55,7 +55,7 @@ Keep: TypeAlias = Callable[[bytes], Awaitable[None]]
 @accepting("prediction", "prompt_cache_options", "prompt_cache_retention")
 @refusing(
     modalities=["text"], audio=None, web_search_options=None, moderation=None, echo=False,
-    best_of=1, add_special_tokens=False,
+    best_of=1,
 )  # fmt: skip
 class ChatRequest(ChatOptions, kw_only=True):
     """The request. ``max_completion_tokens`` is the newer name of ``max_tokens`` and wins."""

@@ -48,15 +48,17 @@ async def create(service: Service, call: Call[ClassifyRequest]) -> Reply:
     context = await begin(service, call)
     body = context.body
     model = context.model
-    if body.use_activation is False and not model.adapter.capabilities.logits:
+    activate = body.use_activation is not False
+    capabilities = model.adapter.capabilities
+    if not activate and not (capabilities.logits or capabilities.activation):
         raise UnsupportedParameter(
             "This model gives probabilities, and 'use_activation' cannot turn them into logits.", param="use_activation"
         )
-    job = ClassificationJob(id=new_id("classify"), inputs=inputs_of(body))
+    job = ClassificationJob(id=new_id("classify"), inputs=inputs_of(body), activate=activate)
     result = await context.result_of(job, cut=truncation(body, side="right"))
     tokenizer = (await model.prompter()).tokenizer
     activation = activation_of(model, tokenizer)
-    if body.use_activation is False:
+    if not activate:
         activation = "none"
     labels = labels_of(result, tokenizer)
 

@@ -29,6 +29,7 @@ from triton_openai.api.tools import ToolPlan
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.media.audio import AudioReference, load, loaded_size, loading_size
 from triton_openai.media.images import ImageReference, images_size
+from triton_openai.models.served import ServedModel
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.parser_registry import TOOL_PARSERS, Parsers
 from triton_openai.parsers.tools.guided import ConstrainedCalls, ForcedCall, GuidedCalls
@@ -85,6 +86,12 @@ class ChatOptions(GenerationOptions, kw_only=True):
     ) = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
+    add_special_tokens: (
+        Annotated[
+            bool, Meta(description="Whether the tokenizer's special tokens are added to those of the chat template.")
+        ]
+        | None
+    ) = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -203,11 +210,30 @@ async def prompt_of(
         # The template takes tools, but shows none in a conversation like this one.
         report_ignored(context.record, [origins.name("tools")])
         _warn_hidden_tools(model.name, context.record.chat_template)
+    return _with_special(prompt, prompter, model, options), pictures, audio
+
+
+def _with_special(prompt: str, prompter: Prompter, model: ServedModel, options: ChatOptions) -> str:
+    """
+    Return the *prompt* of a chat template as a model takes it that may add special tokens by itself.
+
+    Raises :class:`UnsupportedParameter` where they are to be added and the model does not add them.
+    """
     tokenizer = prompter.tokenizer
-    if model.adapter.metadata.adds_bos and tokenizer is not None and tokenizer.adds_bos:
+    if tokenizer is None or not tokenizer.adds_bos:
+        return prompt
+    adds = model.adapter.metadata.adds_bos
+    if options.add_special_tokens:
+        if not adds:
+            raise UnsupportedParameter(
+                "'add_special_tokens' cannot be true: the model takes the prompt as the chat template writes it.",
+                param="add_special_tokens",
+            )
+        return prompt
+    if adds:
         # Else the prompt would begin with it twice.
-        prompt = tokenizer.strip_bos(prompt)
-    return prompt, pictures, audio
+        return tokenizer.strip_bos(prompt)
+    return prompt
 
 
 def _shows_tools(prompt: str, tools: Sequence[Mapping[str, Any]]) -> bool:

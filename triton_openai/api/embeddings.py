@@ -36,10 +36,15 @@ class InputRequest(TruncatedRequest, kw_only=True):
 
 
 # Names of vLLM's server. Embedding models normalize by themselves, or vLLM does it for them.
-@refusing(embed_dtype="float32", endianness=("native", "little"), normalize=True, use_activation=True)
+@refusing(embed_dtype="float32", endianness=("native", "little"), normalize=True)
 class EmbeddingsRequest(InputRequest, kw_only=True):
-    """The request; ``input`` is a text, texts, token ids, or lists of token ids."""
+    """
+    The request; ``input`` is a text, texts, token ids, or lists of token ids.
 
+    ``use_activation`` false returns vectors as they are before the model's activation, usually not normalized.
+    """
+
+    use_activation: bool | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
 
@@ -79,7 +84,13 @@ async def create(service: Service, call: Call[EmbeddingsRequest]) -> Reply:
     """Create embeddings of texts."""
     context = await begin(service, call)
     body = context.body
-    job = EmbeddingJob(id=new_id("embd"), inputs=inputs_of(body), dimensions=body.dimensions)
+    activate = body.use_activation is not False
+    if not activate and not context.model.adapter.capabilities.activation:
+        raise errors.UnsupportedParameter(
+            "'use_activation' is not supported with this model: its vectors are returned as the model computes them.",
+            param="use_activation",
+        )
+    job = EmbeddingJob(id=new_id("embd"), inputs=inputs_of(body), dimensions=body.dimensions, activate=activate)
     result = await context.result_of(job, cut=truncation(body, side="right"))
     as_text = body.encoding_format == "base64"
 
@@ -168,7 +179,8 @@ async def _score(
             "'truncate_prompt_tokens' is not supported with this model, because it takes texts.",
             param="truncate_prompt_tokens",
         )
-    if crosses and request.use_activation is not None and model.settings.score_activation != "sigmoid":
+    switchable = model.settings.score_activation == "sigmoid" or model.adapter.capabilities.activation
+    if crosses and request.use_activation is not None and not switchable:
         raise errors.UnsupportedParameter(
             "'use_activation' is not supported with this model: its scores are returned as the model computes them. If "
             "they are logits, the operator has to configure it (score_activation).",

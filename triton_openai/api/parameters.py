@@ -20,7 +20,7 @@ from triton_openai.answer.logits_reader import PromptScoring
 from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest, converted
 from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
-from triton_openai.generation import Guide, Sampling
+from triton_openai.generation import Beams, Guide, Sampling
 from triton_openai.models.served import ServedModel
 from triton_openai.offload import json_decoder
 from triton_openai.prompts.origins import CHAT_ORIGINS, Origins
@@ -236,6 +236,7 @@ class GenerationOptions(TruncatedRequest, kw_only=True):
     guided_choice: _Choices | None = None
     guided_grammar: _Text | None = None
     priority: Annotated[int, Meta(ge=0)] | None = None
+    use_beam_search: bool | None = None
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -268,7 +269,7 @@ def completing(kind: type[_Request]) -> type[_Request]:
     )  # fmt: skip
     refused = refusing(
         logits_processors=[], logprob_token_ids=[], prompt_embeds=[], structural_tag=None,
-        repetition_detection=False, watermarking=False, use_beam_search=False, return_prompt_text=False,
+        repetition_detection=False, watermarking=False, return_prompt_text=False,
         return_token_offsets=False, return_tokens_as_token_ids=False, spaces_between_special_tokens=True,
     )  # fmt: skip
     return accepted(ignored(refused(kind)))
@@ -483,6 +484,17 @@ def priority(options: GenerationOptions, levels: int, objective: int = 0) -> int
     if 0 < objective <= levels:
         return objective
     return asked
+
+
+def beams(options: GenerationOptions, adapter: Adapter, *, width: int) -> Beams | None:
+    """Return the beam search that *options* ask for, of *width* answers. Raises :class:`UnsupportedParameter`."""
+    if not options.use_beam_search:
+        return None
+    if not adapter.capabilities.beam_search:
+        raise UnsupportedParameter("This model's backend does no beam search.", param="use_beam_search")
+    if options.length_penalty is None:
+        return Beams(width=width)
+    return Beams(width=width, length_penalty=options.length_penalty)
 
 
 def token_ids(options: GenerationOptions, adapter: Adapter) -> bool:

@@ -543,6 +543,10 @@ def spec_of(
     truncation = parameters.truncation(options, keeps_special=keeps_special)
     if truncation is not None:
         truncation = truncation.within(limit.room_for_prompt)
+    beams = parameters.beams(options, adapter, width=n)
+    if beams is not None:
+        # It is one of the search.
+        options = msgspec.structs.replace(options, length_penalty=None)
     template = Generation(
         id=answer_id,
         prompt="",
@@ -553,7 +557,12 @@ def spec_of(
         priority=parameters.priority(options, model.priorities, objective),
         cumulative_logprob=cumulative_logprob,
         token_ids=parameters.token_ids(options, adapter),
+        beams=beams,
     )
+    if beams is not None and template.guide is not None:
+        raise InvalidRequest(
+            f"'use_beam_search' cannot be used together with '{template.guide.param}'.", param="use_beam_search"
+        )
     return GenerationSpec(
         template=template,
         limit=limit,

@@ -45,14 +45,20 @@ WINDOW = 32
 SILENCE = 30.0
 #: Seconds after which an idle carrier sends an empty response, which shows whether its client is still there.
 PULSE = 1.0
+#: Seconds for which the answers of a beam search are kept for the streams that share it.
+KEPT = 30.0
 #: Seconds between two looks at the engine's health.
 HEALTH = 1.0
 
 FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 # The keys of a generation. Any other key is an error: a misspelt one would change the answer silently.
-KEYS = {"v", "kind", "ids", "prompt", "sampling", "lora", "priority", "salt", "media", "mm", "return", "pooling"}
+KEYS = {
+    *("v", "kind", "ids", "prompt", "sampling", "lora", "priority", "salt", "media", "mm", "return", "pooling"),
+    "beams",
+}
 RETURNS = {"logprobs", "prompt_logprobs"}
+BEAMS = {"width", "index", "search", "length_penalty", "ends"}
 # The fields of SamplingParams that this file sets itself, or that are no parameters.
 OWN = {"output_kind", "detokenize", "n", "logprobs", "prompt_logprobs", "output_text_buffer_length", "skip_clone"}
 # Those that hold token ids.
@@ -108,15 +114,17 @@ def log(text):
 class Stream:
     """One generation of a carrier."""
 
-    __slots__ = ("carrier", "completion", "logprobs", "name", "number")
+    __slots__ = ("carrier", "completion", "logprobs", "name", "number", "search")
 
-    def __init__(self, carrier, number, name, logprobs):
+    def __init__(self, carrier, number, name, logprobs, search=None):
         self.carrier = carrier
         self.number = number
         #: What the engine calls it.
         self.name = name
         #: How many alternatives each token has, None without log probabilities.
         self.logprobs = logprobs
+        #: The name of the beam search that it takes its answer from, None for a generation of its own.
+        self.search = search
         #: The tokens of its answer so far.
         self.completion = 0
 
@@ -133,6 +141,8 @@ class Carrier:
         self.name = name
         #: By number; used in the engine's loop only.
         self.streams = {}
+        #: The beam searches by name; used in the engine's loop only.
+        self.searches = {}
         self._model = model
         self._sender = sender
         self._changed = threading.Condition()
@@ -357,6 +367,7 @@ class TritonPythonModel:
         if kind == "generate":
             check_keys(message, KEYS, "")
             check_keys(message.get("return", {}), RETURNS, "return.")
+            check_keys(message.get("beams", {}), BEAMS, "beams.")
             self._call(self._begin, carrier, number, message, media, request_id)
         elif kind == "cancel":
             self._call(self._cancel, carrier, number)
@@ -370,7 +381,8 @@ class TritonPythonModel:
 
     def _begin(self, carrier, number, message, media, request_id):
         name = f"{request_id}/{carrier.name}/{number}"
-        stream = Stream(carrier, number, name, message.get("return", {}).get("logprobs"))
+        search = message.get("beams", {}).get("search")
+        stream = Stream(carrier, number, name, message.get("return", {}).get("logprobs"), search)
         if number in carrier.streams:
             # Neither can be told from the other.
             self._cancel(carrier, number)
@@ -380,12 +392,38 @@ class TritonPythonModel:
     async def _generate(self, stream, message, media):
         carrier = stream.carrier
         try:
+            if message.get("beams"):
+                self._output(stream, await self._found(stream, message, media))
+                return
             await self.engine.generate(stream, message, media, self._output)
             if carrier.streams.get(stream.number) is not stream:
                 # Cancelled meanwhile, or done: then this does nothing.
                 await self.engine.abort([stream.name])
         except Exception as error:  # noqa: BLE001 - the engine may fail in any way
             carrier.fail(stream, self._explained(error))
+
+    async def _found(self, stream, message, media):
+        """
+        Return what a beam search has found for *stream*.
+
+        The answers to one prompt share a search: the first that asks begins it, and it goes on while one is wanted.
+        """
+        carrier = stream.carrier
+        name = stream.search
+        search = carrier.searches.get(name)
+        if search is None:
+
+            def wanted():
+                return any(one.search == name for one in carrier.streams.values())
+
+            search = self.loop.create_task(self.engine.search(stream.name, message, media, wanted))
+            carrier.searches[name] = search
+            search.add_done_callback(lambda _: self.loop.call_later(KEPT, carrier.searches.pop, name, None))
+        answers = await asyncio.shield(search)
+        index = message["beams"]["index"]
+        if index >= len(answers):
+            raise Refused(f"The beam search has found {len(answers)} answers only.", "n", "engine")
+        return answers[index]
 
     def _explained(self, error):
         """Return *error*, or that the engine has died if it has."""
@@ -443,7 +481,8 @@ class TritonPythonModel:
         """Answer a request that has one response."""
         try:
             if message["kind"] == "info":
-                body = self.engine.info()
+                streams = sum(len(carrier.streams) for carrier in self.carriers.values())
+                body = self.engine.info(streams)
             else:
                 check_keys(message, KEYS, "")
                 body = await self.engine.pool(message, request_id)
@@ -527,6 +566,51 @@ def finite(value):
     return max(float(value), -9999.0)
 
 
+class Beam:
+    """An answer of a beam search, as far as it has come, with the fields of an output of vLLM."""
+
+    num_cached_tokens = None
+    prompt_logprobs = None
+    index = 0
+
+    def __init__(self, prompt_ids, token_ids=(), total=0.0, logprobs=(), stop_reason=None):
+        self.prompt_token_ids = prompt_ids
+        self.token_ids = [*token_ids]
+        #: The log probability of the whole.
+        self.total = total
+        self.logprobs = [*logprobs]
+        self.stop_reason = stop_reason
+        self.finish_reason = "length"
+        if stop_reason is not None:
+            self.finish_reason = "stop"
+
+    @property
+    def outputs(self):
+        """The only choice: itself."""
+        return [self]
+
+    def followed_by(self, token, entries, *, ends):
+        """Return this answer with one more *token*, of which *entries* have the log probability."""
+        stop_reason = None
+        if ends:
+            stop_reason = token
+        total = self.total + entries[token].logprob
+        tokens = [*self.token_ids, token]
+        return Beam(self.prompt_token_ids, tokens, total, [*self.logprobs, entries], stop_reason)
+
+    def score(self, length_penalty):
+        """Return by what answers are compared: the log probability for a token, those of the prompt included."""
+        length = len(self.prompt_token_ids) + len(self.token_ids)
+        if self.stop_reason is not None:
+            length -= 1
+        return self.total / max(length, 1) ** length_penalty
+
+
+def best(beams, count, length_penalty):
+    """Return the best *count* of *beams* in their order."""
+    return sorted(beams, key=lambda beam: beam.score(length_penalty), reverse=True)[:count]
+
+
 class Engine:
     """vLLM's ``AsyncLLM``, as far as the model uses it. All of vLLM's interface is in this class."""
 
@@ -553,15 +637,24 @@ class Engine:
         if loras.exists():
             self._loras = json.loads(loras.read_text())
         self._lora_numbers = {}
-        # Nobody reads the engine's statistics in this process, and they cost some microseconds for each token.
+        # Nobody reads vLLM's own log in this process.
         arguments = {"disable_log_stats": True, **self._arguments}
         # The vLLM backend takes it, vLLM does not know it.
         arguments.pop("disable_log_requests", None)
-        self._engine = self.AsyncLLM.from_engine_args(self.AsyncEngineArgs(**arguments))
+        # By engine: what its scheduler has said last. Several engines share the work with data parallelism.
+        self._scheduled = {}
+        options = {}
+        if self.StatLogger is not None:
+            options["stat_loggers"] = [scheduler_logger(self.StatLogger, self._scheduled)]
+        self._engine = self.AsyncLLM.from_engine_args(self.AsyncEngineArgs(**arguments), **options)
+        skip_token_statistics(self._engine)
+        # The requests for vectors that run.
+        self._pooling = 0
         config = self._engine.vllm_config
         self._model_config = config.model_config
         self._config = config
         self._vocabulary = self._model_config.get_vocab_size()
+        self._multimodal = bool(getattr(self._model_config, "is_multimodal_model", False))
         fields = inspect.signature(self.SamplingParams).parameters
         self._known = {name for name in fields if not name.startswith("_")} - OWN
         # Each request has parameters of its own: vLLM need not copy them.
@@ -586,6 +679,12 @@ class Engine:
             self.has_collectors = callable(RequestOutputCollector.put) and callable(RequestOutputCollector.get_nowait)
         except (ImportError, AttributeError):
             self.has_collectors = False
+        self.StatLogger = None
+        if "stat_loggers" in inspect.signature(AsyncLLM.from_engine_args).parameters:
+            with contextlib.suppress(ImportError):
+                from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+                self.StatLogger = PrometheusStatLogger
         self.AsyncLLM = AsyncLLM
         self.AsyncEngineArgs = AsyncEngineArgs
         self.LoRARequest = LoRARequest
@@ -607,10 +706,11 @@ class Engine:
         """End the requests of these *names*."""
         await self._engine.abort(names)
 
-    def info(self):
-        """Return what the engine is."""
+    def info(self, streams):
+        """Return what the engine is, and its load: *streams* run or wait in it."""
         config = self._model_config
         return {
+            **self._load(streams),
             "engine": "vllm",
             "version": self.version,
             "model": config.model,
@@ -618,11 +718,31 @@ class Engine:
             "max_model_len": config.max_model_len,
             "vocab_size": self._vocabulary,
             "runner": getattr(config, "runner_type", None),
-            "multimodal": bool(getattr(config, "is_multimodal_model", False)),
+            "multimodal": self._multimodal,
             "loras": sorted(self._loras),
             "max_num_seqs": self._config.scheduler_config.max_num_seqs,
             "priorities": getattr(self._config.scheduler_config, "policy", None) == "priority",
         }
+
+    def _load(self, streams):
+        """Return running and waiting requests, and the use of the KV cache from 0 to 1; None where it is not known."""
+        cache = getattr(self._config, "cache_config", None)
+        load = {
+            "running": None,
+            "waiting": None,
+            "cache_usage": None,
+            "cache_blocks": getattr(cache, "num_gpu_blocks", None),
+            "block_size": getattr(cache, "block_size", None),
+        }
+        if not streams and not self._pooling:
+            # The scheduler says nothing more when its last request was aborted.
+            load.update(running=0, waiting=0, cache_usage=0.0)
+        elif self._scheduled:
+            engines = list(self._scheduled.values())
+            load["running"] = sum(one.num_running_reqs for one in engines)
+            load["waiting"] = sum(one.num_waiting_reqs + getattr(one, "num_skipped_waiting_reqs", 0) for one in engines)
+            load["cache_usage"] = max(one.kv_cache_usage for one in engines)
+        return load
 
     async def generate(self, stream, message, media, take):
         """
@@ -644,6 +764,53 @@ class Engine:
         if early is not None:
             take(stream, early)
 
+    async def search(self, name, message, media, wanted):
+        """
+        Return the answers of a beam search, the best first, as vLLM's server finds them; fewer once none is *wanted*.
+
+        Each step asks the engine for one token of every beam, and keeps the likeliest continuations.
+        """
+        beams = message["beams"]
+        width = beams["width"]
+        asked = message.get("sampling", {})
+        prompt = self._prompt(message, media)
+        if "prompt_token_ids" not in prompt:
+            raise Refused("A beam search needs the prompt as token ids.", "ids")
+        one_token = {"max_tokens": 1, "temperature": asked.get("temperature", 1.0)}
+        params = self._sampling({"sampling": one_token, "return": {"logprobs": 2 * width}})
+        options = {"lora_request": self._lora(message.get("lora")), "priority": message.get("priority", 0)}
+        ends = set(beams.get("ends", ()))
+        penalty = beams.get("length_penalty", 1.0)
+        running = [Beam(prompt["prompt_token_ids"])]
+        ended = []
+        for step in range(asked["max_tokens"]):
+            if not running or not wanted():
+                break
+            steps = [
+                self._next_entries(beam, prompt, params, f"{name}/{step}-{place}", options)
+                for place, beam in enumerate(running)
+            ]
+            following = []
+            for beam, entries in zip(running, await asyncio.gather(*steps), strict=True):
+                for token, entry in entries.items():
+                    if token in ends:
+                        ended.append(beam.followed_by(token, entries, ends=True))
+                    else:
+                        following.append((beam.total + entry.logprob, token, beam, entries))
+            following.sort(key=lambda candidate: candidate[0], reverse=True)
+            running = [beam.followed_by(token, entries, ends=False) for _, token, beam, entries in following[:width]]
+            ended = best(ended, width, penalty)
+        return best([*ended, *running], width, penalty)
+
+    async def _next_entries(self, beam, prompt, params, name, options):
+        """Return the log probabilities of the tokens that may follow *beam*."""
+        longer = {**prompt, "prompt_token_ids": [*beam.prompt_token_ids, *beam.token_ids]}
+        async for output in self._engine.generate(longer, params, name, **options):
+            choice = output.outputs[0]
+            if choice.logprobs:
+                return choice.logprobs[0]
+        raise Refused("The engine has stopped the beam search.", kind="engine")
+
     def _prompt(self, message, media):
         """Return the prompt as vLLM takes it."""
         ids = message.get("ids")
@@ -655,6 +822,8 @@ class Engine:
         else:
             raise Refused("The prompt is empty: there is nothing to continue.", "prompt")
         if message.get("media"):
+            if not self._multimodal:
+                raise Refused("The model takes texts only, no images, audio or video.", "messages", "unsupported")
             prompt["multi_modal_data"] = multi_modal_data(message["media"], media)
         if message.get("mm"):
             prompt["mm_processor_kwargs"] = message["mm"]
@@ -711,14 +880,59 @@ class Engine:
         params = self.PoolingParams(task=message["kind"], **values)
         prompt = self._prompt(message, [])
         result = None
-        async for output in self._engine.encode(
-            prompt, params, request_id, lora_request=self._lora(message.get("lora"))
-        ):
-            result = output
+        self._pooling += 1
+        try:
+            async for output in self._engine.encode(
+                prompt, params, request_id, lora_request=self._lora(message.get("lora"))
+            ):
+                result = output
+        finally:
+            self._pooling -= 1
         if result is None:
             raise Refused("The engine gave no answer.", kind="engine")
         vector = np.asarray(result.outputs.data.float().cpu().numpy(), dtype="<f4").reshape(-1)
         return {"vector": base64.b64encode(vector.tobytes()).decode(), "prompt": len(result.prompt_token_ids)}
+
+
+def scheduler_logger(base, scheduled):
+    """
+    Return a class for vLLM to log statistics with: it keeps what each engine's scheduler has said last in *scheduled*.
+
+    *base* is vLLM's logger for Prometheus, which is left out where a class of it is given: nobody reads it here.
+    """
+
+    class SchedulerLogger(base):
+        def __init__(self, vllm_config, engine_indexes=None):
+            """Register no metrics."""
+
+        def record(self, scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0):
+            if scheduler_stats is not None:
+                scheduled[engine_idx] = scheduler_stats
+
+        def ignore(self, *arguments, **options):
+            """Do nothing."""
+
+        log = ignore
+        log_engine_initialized = ignore
+        record_sleep_state = ignore
+        record_admission_rejection = ignore
+
+    return SchedulerLogger
+
+
+def skip_token_statistics(engine):
+    """Have vLLM take no times of each token: they cost some microseconds, and nobody reads them."""
+    processor = getattr(engine, "output_processor", None)
+    process = getattr(processor, "process_outputs", None)
+    if process is None or getattr(processor, "tracing_enabled", False):
+        return
+    if list(inspect.signature(process).parameters)[2:3] != ["iteration_stats"]:
+        return
+
+    def process_outputs(outputs, timestamp=None, iteration_stats=None, **options):
+        return process(outputs, timestamp, None, **options)
+
+    processor.process_outputs = process_outputs
 
 
 def multi_modal_data(described, media):

@@ -20,6 +20,7 @@ from triton_openai.models.served import ServedModel, Unserved
 from triton_openai.tasks import cancel, wait_any
 from triton_openai.triton.catalog import Snapshot
 from triton_openai.triton.fleet import Fleet
+from triton_openai.triton.reloading import reloading_error
 
 _log = structlog.get_logger(__name__)
 
@@ -170,6 +171,9 @@ class Models:
         triton_model = self.loras.waiting.get(name) or self._binder.aliases.get(name, name)
         if triton_model in snapshot.coming:
             raise UpstreamUnavailable(f"The model '{name}' is not ready.", param="model", retry_after=2)
+        reloading = reloading_error(triton_model, name)
+        if reloading is not None:
+            raise reloading
         if triton_model in snapshot.waiting:
             # A retry, as official clients do after a 503, would not help: clients load models here.
             raise ModelNotFound(name, why="is not loaded", detail=snapshot.waiting[triton_model])

@@ -37,6 +37,10 @@ WRITE_TIMEOUT = 300.0
 _VERSIONS = HttpVersion11, HttpVersion10
 # Connections that may wait to be accepted; net.core.somaxconn limits it too.
 _BACKLOG = 4096
+# How many of them are accepted in a turn of the event loop. uvloop accepts one: where its turns are long, clients that
+# connect would wait for seconds, while those that have connected are served. More in one turn would leave none to the
+# other workers.
+_ACCEPTED_IN_A_TURN = 16
 
 
 class HttpServer:
@@ -58,6 +62,8 @@ class HttpServer:
         # With TLS, all connections: aiohttp has those whose handshake has ended.
         self._handshakes: WeakSet[Connection] = WeakSet()
         self._taking: set[asyncio.Task[None]] = set()
+        # Whether the next turn of the event loop accepts further connections.
+        self._accepts_more = False
         self._stopping = False
 
     async def start(self) -> None:
@@ -98,7 +104,17 @@ class HttpServer:
         if self._tls:
             self._handshakes.add(connection)
         connection.closes = self._stopping
+        if not self._accepts_more:
+            self._accepts_more = True
+            asyncio.get_running_loop().call_soon(self._accept_more)
         return connection
+
+    def _accept_more(self) -> None:
+        """Accept what else waits: a client that connects seldom does so alone."""
+        self._accepts_more = False
+        for sock, _ in self._listeners:
+            for accepted in _accepted(sock, _ACCEPTED_IN_A_TURN):
+                spawn(self._take(accepted), self._taking)
 
     def _connections(self) -> set[Connection]:
         server = self._runner.server
@@ -112,16 +128,7 @@ class HttpServer:
         """Accept no more connections. Those that the kernel has accepted are taken first: closing would reset them."""
         accepted: list[socket.socket] = []
         for sock, listener in self._listeners:
-            # Here and not by the event loop, which accepts one in each of its turns.
-            while True:
-                try:
-                    accepted.append(sock.accept()[0])
-                except ConnectionError:
-                    # Its client has left.
-                    continue
-                except OSError:
-                    # There is none left, or no descriptor for it.
-                    break
+            accepted += _accepted(sock, _BACKLOG)
             listener.close()
         self._listeners.clear()
         taken = [spawn(self._take(one), self._taking) for one in accepted]
@@ -168,8 +175,22 @@ class HttpServer:
         """Stop the application, and close all that is open."""
         for _, listener in self._listeners:
             listener.close()
+        self._listeners.clear()
         await cancel(*self._taking)
         await self._runner.cleanup()
+
+
+def _accepted(sock: socket.socket, count: int) -> Iterator[socket.socket]:
+    """Accept *count* connections at most that wait at *sock*."""
+    for _ in range(count):
+        try:
+            yield sock.accept()[0]
+        except ConnectionError:
+            # Its client has left.
+            continue
+        except OSError:
+            # There is none left, or no descriptor for it.
+            return
 
 
 async def _turns() -> None:

@@ -16,6 +16,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.registry import Collector
 
 from triton_openai.config.tree import MetricsSettings
+from triton_openai.generation import EngineLoad
 from triton_openai.telemetry import gauges, instruments
 from triton_openai.telemetry.gauges import BatchState, ServedName, State
 from triton_openai.telemetry.metrics import Metrics
@@ -25,6 +26,8 @@ from triton_openai.telemetry.vllm_names import RENAMED, SCRAPED_RENAMED, cache_m
 # How long a model's load counts as current, and how long an answer may wait for Triton's part of it.
 _LOAD_SECONDS = 1.0
 _LOAD_TIMEOUT = 0.1
+# How long a scrape waits for the load of engines.
+_ENGINE_TIMEOUT = 0.5
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +44,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     first_token_seconds: float = 0.0
 
 
+async def no_engines(timeout: float) -> Mapping[str, EngineLoad]:
+    """Return that no engine reports its load by request."""
+    return {}
+
+
 class _Families(list[Metric], Collector):
     """Families that are already collected, for the library's renderers."""
 
@@ -52,7 +60,8 @@ class Exposition:
     """
     Renders ``/metrics``. *state* returns the state of Triton, whose metrics are at *triton_url*.
 
-    *batches* returns the state of batches, ``None`` while their tables cannot be read.
+    *batches* returns the state of batches, ``None`` while their tables cannot be read. *engines* takes a time in
+    seconds, and returns the load of each Triton model whose engine reports it by request within this time.
     """
 
     def __init__(
@@ -62,10 +71,12 @@ class Exposition:
         settings: MetricsSettings,
         triton_url: str,
         batches: Callable[[], Awaitable[BatchState | None]] | None = None,
+        engines: Callable[[float], Awaitable[Mapping[str, EngineLoad]]] = no_engines,
     ) -> None:
         self._metrics = counted
         self._state = state
         self._batches = batches
+        self._engines = engines
         self._relay = settings.relay_triton
         self._vllm_names = settings.vllm_names
         self._triton = TritonMetrics(triton_url) if self._relay or self._vllm_names else None
@@ -85,8 +96,9 @@ class Exposition:
             triton = None
         else:
             triton = await self._triton.read()
+        loads = await self._engines(_ENGINE_TIMEOUT)
         state = self._current_state()
-        families = gauges.state_metrics(state)
+        families = [*gauges.state_metrics(state), *gauges.engine_metrics(loads)]
         batches = None
         if self._batches is not None:
             batches = await self._batches()
@@ -94,11 +106,13 @@ class Exposition:
             families += gauges.batch_metrics(batches)
         if self._triton is not None:
             families.append(gauges.gauge(gauges.TRITON_METRICS_UP, {(): triton is not None}))
-        if self._vllm_names and triton is not None:
-            families += cache_metrics(state, cache_blocks(triton))
+        if self._vllm_names:
+            families += cache_metrics(state, cache_blocks(triton or {}), loads)
         openmetrics = not self._relay and "application/openmetrics-text" in accept.lower()
         # Reading the files of many workers takes a while.
-        body = await asyncio.to_thread(self._text, families, openmetrics, dict(self._triton_models), state.served)
+        body = await asyncio.to_thread(
+            self._text, families, openmetrics, dict(self._triton_models), state.served, loads
+        )
         if triton is not None and self._relay:
             # A name may be in an exposition once: ours have precedence, also while they have no samples.
             ours: set[str] = set()
@@ -129,12 +143,11 @@ class Exposition:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOAD_TIMEOUT):
                     triton = await self._triton.read()
+        engines = await self._engines(_LOAD_TIMEOUT)
         state = self._current_state()
-        if triton is None:
-            shown = []
-        else:
-            shown = cache_metrics(state, cache_blocks(triton))[:1]
-        shown += renamed("vllm:num_requests_waiting", await asyncio.to_thread(self._counted), self._triton_models)
+        shown = cache_metrics(state, cache_blocks(triton or {}), engines)[:1]
+        counted = await asyncio.to_thread(self._counted)
+        shown += renamed("vllm:num_requests_waiting", counted, self._triton_models, engines)
         loads: defaultdict[str, dict[str, float]] = defaultdict(dict)
         for metric in shown:
             for sample in metric.samples:
@@ -165,7 +178,12 @@ class Exposition:
         )
 
     def _text(
-        self, families: list[Metric], openmetrics: bool, triton_models: Mapping[str, str], served: Sequence[ServedName]
+        self,
+        families: list[Metric],
+        openmetrics: bool,
+        triton_models: Mapping[str, str],
+        served: Sequence[ServedName],
+        loads: Mapping[str, EngineLoad],
     ) -> bytes:
         counted = self._counted()
         if self._vllm_names:
@@ -173,7 +191,7 @@ class Exposition:
         families = [family for family in (*families, *counted.values()) if family.samples]
         if self._vllm_names:
             for name in RENAMED:
-                families += renamed(name, counted, triton_models)
+                families += renamed(name, counted, triton_models, loads)
         body: bytes
         if openmetrics:
             body = generate_openmetrics(_Families(families))

@@ -8,6 +8,7 @@ import msgspec
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from triton_openai import __version__
+from triton_openai.generation import EngineLoad
 from triton_openai.telemetry.instruments import Instrument
 
 BUILD = Instrument("triton_openai_build_info", ("version",), "The version of this service; always 1.")
@@ -32,6 +33,14 @@ TRITON_METRICS_UP = Instrument(
     "triton_openai_triton_metrics_up", (),
     "Whether Triton's own metrics could be read for this response; only with --relay-triton-metrics.",
 )  # fmt: skip
+ENGINE_REQUESTS = Instrument(
+    "triton_openai_engine_requests", ("model", "state"),
+    "Requests in the engine of a Triton model, by state: running, or waiting for the engine; only of companion models.",
+)  # fmt: skip
+ENGINE_CACHE = Instrument(
+    "triton_openai_engine_cache_usage", ("model",),
+    "Usage of the engine's KV cache, from 0 to 1; only of companion models.",
+)  # fmt: skip
 STORE_UP = Instrument(
     "triton_openai_store_up", (), "Whether the store of responses answers, as far as this process knows."
 )
@@ -46,7 +55,11 @@ BATCH_NEEDED = Instrument(
 )  # fmt: skip
 FILES_BYTES = Instrument("triton_openai_files_bytes", (), "Bytes of the files that are kept, uploads included.")
 OF_BATCHES = (BATCHES, BATCH_LAG, BATCH_NEEDED, FILES_BYTES)
-SCRAPED = (BUILD, WORKERS, UP, STORE_UP, TRITON_MODELS, SERVED, MODEL, CHAT, TRITON_METRICS_UP, *OF_BATCHES)
+OF_ENGINES = (ENGINE_REQUESTS, ENGINE_CACHE)
+SCRAPED = (
+    *(BUILD, WORKERS, UP, STORE_UP, TRITON_MODELS, SERVED, MODEL, CHAT, TRITON_METRICS_UP),
+    *(*OF_ENGINES, *OF_BATCHES),
+)
 
 
 class ServedName(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +124,18 @@ def state_metrics(state: State) -> list[Metric]:
         gauge(MODEL, {(name.name, name.triton_model, name.adapter): 1 for name in served}),
         gauge(CHAT, {(name.triton_model,): name.can_chat for name in served if name.can_chat is not None}),
     ]
+
+
+def engine_metrics(loads: Mapping[str, EngineLoad]) -> list[Metric]:
+    """Return the metrics of the engines' *loads*, by Triton model."""
+    requests: dict[tuple[str, ...], float] = {}
+    cache: dict[tuple[str, ...], float] = {}
+    for model, load in loads.items():
+        requests[model, "running"] = load.running
+        requests[model, "waiting"] = load.waiting
+        if load.cache_usage is not None:
+            cache[(model,)] = load.cache_usage
+    return [gauge(ENGINE_REQUESTS, requests), gauge(ENGINE_CACHE, cache)]
 
 
 def batch_metrics(state: BatchState) -> list[Metric]:

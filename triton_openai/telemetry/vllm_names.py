@@ -8,14 +8,17 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import Metric
 
+from triton_openai.generation import EngineLoad
 from triton_openai.telemetry import instruments
 from triton_openai.telemetry.gauges import ServedName, State, gauge
 from triton_openai.telemetry.instruments import Instrument
 
+_RUNNING = "vllm:num_requests_running"
+_WAITING = "vllm:num_requests_waiting"
 #: vLLM's names: the metric that each shows, and which of its series.
 RENAMED: Mapping[str, tuple[Instrument, Mapping[str, str]]] = {
-    "vllm:num_requests_running": (instruments.RUNNING, {}),
-    "vllm:num_requests_waiting": (instruments.QUEUED, {}),
+    _RUNNING: (instruments.RUNNING, {}),
+    _WAITING: (instruments.QUEUED, {}),
     "vllm:prompt_tokens_total": (instruments.TOKENS, {"type": "input"}),
     "vllm:generation_tokens_total": (instruments.TOKENS, {"type": "output"}),
     "vllm:request_success_total": (instruments.FINISHED, {}),
@@ -32,12 +35,13 @@ RENAMED: Mapping[str, tuple[Instrument, Mapping[str, str]]] = {
 RENAMED_LABELS = {"model": "model_name", "gen_ai_request_model": "model_name", "reason": "finished_reason", "le": "le"}
 CACHE_USAGE = Instrument(
     "vllm:kv_cache_usage_perc", ("model_name",),
-    "Usage of the engine's KV cache, from 0 to 1; only engines that report it in Triton's metrics.",
+    "Usage of the engine's KV cache, from 0 to 1; only companion models, and engines that report it in Triton's "
+    "metrics.",
 )  # fmt: skip
 CACHE_CONFIG = Instrument(
     "vllm:cache_config_info", ("model_name", "block_size", "num_gpu_blocks"),
-    "Tokens in a block of the engine's KV cache, and its blocks; always 1. Only engines that report them in Triton's "
-    "metrics.",
+    "Tokens in a block of the engine's KV cache, and its blocks; always 1. Only companion models, and engines that "
+    "report them in Triton's metrics.",
 )  # fmt: skip
 LORA_REQUESTS = Instrument(
     "vllm:lora_requests_info", ("model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"),
@@ -47,12 +51,14 @@ LORA_REQUESTS = Instrument(
 SCRAPED_RENAMED = (CACHE_USAGE, CACHE_CONFIG, LORA_REQUESTS)
 
 
-def renamed(name: str, counted: Mapping[str, Metric], triton_models: Mapping[str, str]) -> Iterable[Metric]:
+def renamed(
+    name: str, counted: Mapping[str, Metric], triton_models: Mapping[str, str], loads: Mapping[str, EngineLoad]
+) -> Iterable[Metric]:
     """
     Yield the metric that vLLM calls *name*, if any of it is *counted*.
 
     *triton_models* are those of served names. Aliases and LoRA adapters count for their model: a reader of these names
-    may take one series for the whole model.
+    may take one series for the whole model. Requests that wait in an engine, by its *loads*, do not run.
     """
     instrument, only = RENAMED[name]
     source = counted.get(instrument.name.removesuffix("_total"))
@@ -64,14 +70,32 @@ def renamed(name: str, counted: Mapping[str, Metric], triton_models: Mapping[str
             labels = {RENAMED_LABELS[label]: value for label, value in sample.labels.items() if label in RENAMED_LABELS}
             labels["model_name"] = triton_models.get(labels["model_name"], labels["model_name"])
             sums[sample.name.removeprefix(source.name), tuple(labels.items())] += sample.value
+    if name in (_RUNNING, _WAITING):
+        for series, value in sums.items():
+            load = loads.get(dict(series[1])["model_name"])
+            if load is not None:
+                sums[series] = _with_engine(name, value, load)
     metric = Metric(name.removesuffix("_total"), instrument.help, source.type)
     for (suffix, pairs), value in sums.items():
         metric.add_sample(metric.name + suffix, dict(pairs), value)
     yield metric
 
 
-def cache_metrics(state: State, engines: Mapping[str, Mapping[str, float]]) -> list[Metric]:
-    """Return the KV cache of each Triton model: that of the fullest of its *engines*."""
+def _with_engine(name: str, value: float, load: EngineLoad) -> float:
+    """Return how many requests run, or wait, where *load* says how many of those that were sent to the engine wait."""
+    if name == _WAITING:
+        return value + load.waiting
+    return max(value - load.waiting, 0.0)
+
+
+def cache_metrics(
+    state: State, engines: Mapping[str, Mapping[str, float]], loads: Mapping[str, EngineLoad]
+) -> list[Metric]:
+    """
+    Return the KV cache of each Triton model: that of the fullest of its *engines*.
+
+    Of models in *loads* it is what their engine reports by request.
+    """
     usage: dict[tuple[str, ...], float] = {}
     config: dict[tuple[str, ...], float] = {}
     for name in state.served:
@@ -81,6 +105,11 @@ def cache_metrics(state: State, engines: Mapping[str, Mapping[str, float]]) -> l
             usage[(name.triton_model,)] = kinds["used"] / kinds["max"]
             if "tokens_per" in kinds:
                 config[name.triton_model, f"{kinds['tokens_per']:.0f}", f"{kinds['max']:.0f}"] = 1
+    for model, load in loads.items():
+        if load.cache_usage is not None:
+            usage[(model,)] = load.cache_usage
+        if load.cache_blocks is not None:
+            config[model, str(load.block_size), str(load.cache_blocks)] = 1
     return [gauge(CACHE_USAGE, usage), gauge(CACHE_CONFIG, config)]
 
 

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import hashlib
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import structlog
 
 from triton_openai.errors import ServiceError
 from triton_openai.tasks import spawn
 from triton_openai.triton.client import TritonClient
+from triton_openai.triton.reloading import lock_of
 
 _log = structlog.get_logger(__name__)
+
+# Seconds after a model was loaded in which a process may still have an older list of models. A request that finds no
+# model has the list read again, at most twice a second.
+_LISTED_SECONDS = 1.0
 
 
 class Revivals:
@@ -48,6 +50,7 @@ class Revivals:
                 await client.unload_model(model)
                 await client.load_model(model)
                 _log.info("the model was loaded again", model=model)
+                await asyncio.sleep(_LISTED_SECONDS)
         except ServiceError as error:
             advice = "restart Triton, or start it with --model-control-mode=explicit"
             _log.error("the model cannot be loaded again", model=model, reason=error.reason, advice=advice)
@@ -65,9 +68,7 @@ class Revivals:
 @contextmanager
 def _alone(model: str) -> Iterator[bool]:
     """Yield whether no other process of this machine and user has *model* loaded again at the moment."""
-    digest = hashlib.sha256(model.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    path = Path(tempfile.gettempdir()) / f"triton-openai-{os.getuid()}-{digest}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(lock_of(model), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

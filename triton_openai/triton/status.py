@@ -16,6 +16,7 @@ import msgspec
 
 from triton_openai import errors
 from triton_openai.errors import ServiceError, UpstreamError
+from triton_openai.triton.reloading import unknown_model_error
 
 _REQUEST_ID = re.compile(r"\[request id: [^\]]*\]\s*")
 _ENSEMBLE = re.compile(r"in ensemble '[^']*', ")
@@ -104,7 +105,7 @@ RULES = (
         r"Stub process .* is not healthy|unhealthy|EngineCore encountered|Failed to retrieve the response error",
         retry_after=2,
     ),
-    _rule(errors.ModelNotFound, "{model}", r"Request for unknown model|has no available versions"),
+    _rule(unknown_model_error, "{model}", r"Request for unknown model|has no available versions"),
     # Its model repository.
     _rule(
         errors.NotImplementedUpstream,

@@ -21,6 +21,8 @@ log = structlog.get_logger(__name__)
 
 # A model may take many minutes to load; a Triton that ends while it loads is noticed at once all the same.
 _START_SECONDS = 3600.0
+# How long the process of a model of Triton's Python backend may take to start.
+_MODEL_START_SECONDS = 1800
 #: Between two looks at the process; and the pauses before a new start.
 POLL_SECONDS = 0.5
 FIRST_PAUSE = 1.0
@@ -116,8 +118,13 @@ def triton_for(settings: Settings, environment: Mapping[str, str], *, backends: 
         model_control_mode=settings.triton.model_control_mode,
         load_models=settings.triton.load_model,
         listen=listen if server.enable_kserve_frontends else None,
-        # A model that cannot be loaded must not take the others away.
-        extra_args=["--exit-on-error=false", "--strict-readiness=false", *trace_options(settings.traces)],
+        extra_args=[
+            # A model that cannot be loaded must not take the others away.
+            *("--exit-on-error=false", "--strict-readiness=false"),
+            # A model of Triton's Python backend that starts an engine needs minutes, and Triton's default is 30 s.
+            f"--backend-config=python,stub-timeout-seconds={_MODEL_START_SECONDS}",
+            *trace_options(settings.traces),
+        ],
     )
 
 

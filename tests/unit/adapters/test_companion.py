@@ -12,9 +12,22 @@ import pytest
 from tests.cases import every_case
 from triton_openai.adapters.companion import Companion
 from triton_openai.companion.repository import config_text
-from triton_openai.errors import InvalidAnswer, InvalidRequest, PromptRefused, RequestRefused, ServiceError
-from triton_openai.generation import FinishReason, Generation, Guide, Lora, Sampling
-from triton_openai.jobs import ClassificationJob, ClassificationResult, EmbeddingJob
+from triton_openai.errors import (
+    InvalidAnswer,
+    InvalidRequest,
+    PromptRefused,
+    RequestRefused,
+    ServiceError,
+)
+from triton_openai.generation import Beams, FinishReason, Generation, Guide, Lora, Sampling, Vocabulary
+from triton_openai.jobs import (
+    ClassificationJob,
+    ClassificationResult,
+    EmbeddingJob,
+    ScoreJob,
+    ScoreResult,
+    TokenPair,
+)
 from triton_openai.triton.tensors import CarriedResponse, Delivery, JsonResponse, ModelConfig, TensorSpec
 
 INPUTS = {name: TensorSpec(name=name, datatype="BYTES", dims=(1,)) for name in ("request", "carrier")}
@@ -67,6 +80,22 @@ _ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a LoRA adapter": ({"lora": Lora(name="a", path="/a")}, {"lora": {"name": "a", "path": "/a"}}),
     "a priority": ({"priority": 1}, {"priority": -9}),
     "the last priority": ({"priority": 10}, {"priority": 0}),
+    "a beam search": (
+        {
+            "beams": Beams(width=3, index=1, search="s", length_penalty=2.0),
+            "sampling": {"stop_token_ids": (7,)},
+            "vocabulary": Vocabulary(size=10, end_ids=(4,)),
+        },
+        {"beams": {"width": 3, "index": 1, "search": "s", "ends": [4, 7], "length_penalty": 2.0}},
+    ),
+    "a beam search that goes on": (
+        {
+            "beams": Beams(width=1, search="s"),
+            "sampling": {"ignore_eos": True},
+            "vocabulary": Vocabulary(size=10, end_ids=(4,)),
+        },
+        {"beams": {"width": 1, "index": 0, "search": "s", "length_penalty": 1.0, "ends": []}},
+    ),
     "a schema": (
         {"guide": Guide(kind="json_schema", value='{"type":"object"}')},
         {"sampling": {"max_tokens": 9, "structured_outputs": {"json": {"type": "object"}}}},
@@ -147,6 +176,42 @@ def test_vectors() -> None:
     classified = adapter.decode(classes, [answer({"vector": vector})])
     assert isinstance(classified, ClassificationResult)
     assert [[0.5, 0.25]] == [list(values) for values in classified.values]
+
+
+def pairs(**fields: Any) -> ScoreJob:
+    """Return a job of two pairs, of which one has segments."""
+    encoded = (TokenPair((5, 6, 7), (0, 0, 1)), TokenPair((5, 8), (0, 0)))
+    return ScoreJob(id="x", pairs=(("a", "b"), ("a", "c")), encoded=encoded, **fields)
+
+
+def test_scores() -> None:
+    """A cross-encoder is a classifier with one class: each pair is a request, and its number the score."""
+    adapter = Companion(config(triton_openai_runner="classify"), {})
+    assert [ClassificationJob, ScoreJob] == list(adapter.jobs)
+    first, second = [json.loads(one.inputs[0].values[0]) for one in adapter.encode(pairs())]
+    assert ("classify", [5, 6, 7]) == (first["kind"], first["ids"])
+    assert {"extra_kwargs": {"compressed_token_type_ids": 2}} == first["pooling"]
+    assert {} == second["pooling"]
+
+    one = base64.b64encode(array("f", [0.5]).tobytes()).decode()
+    result = adapter.decode(pairs(), [answer({"vector": one, "prompt": 3})] * 2)
+    assert isinstance(result, ScoreResult)
+    assert ([0.5, 0.5], 6) == (result.scores, result.prompt_tokens)
+
+    three = base64.b64encode(array("f", [0.5] * 3).tobytes()).decode()
+    with pytest.raises(InvalidRequest, match="does not rank texts: it has 3 classes"):
+        adapter.decode(pairs(), [answer({"vector": three})] * 2)
+
+
+@every_case("job", [
+    EmbeddingJob(id="x", inputs=("a",), activate=False),
+    ClassificationJob(id="x", inputs=("a",), activate=False),
+    pairs(activate=False),
+])  # fmt: skip
+def test_values_before_the_activation(job: Any) -> None:
+    """The engine leaves it out where the client asks for that."""
+    for request in Companion(config(), {}).encode(job):
+        assert json.loads(request.inputs[0].values[0])["pooling"]["use_activation"] is False
 
 
 @every_case("body,error", [

@@ -323,7 +323,7 @@ class One(ModelRequest):
     "kind, base, known",
     [
         (ChatRequest, {"messages": [{"role": "user", "content": "Hi"}]}, {"audio": (), "modalities": (["text"],)}),
-        (CompletionRequest, {"prompt": "Hi"}, {"use_beam_search": (False,)}),
+        (CompletionRequest, {"prompt": "Hi"}, {"watermarking": (False,)}),
         (One, {}, {"beams": (1,)}),
         (EmbeddingsRequest, {"input": "Hi"}, {"endianness": ("native", "little")}),
         (RerankRequest, {"query": "Hi", "documents": ["a"]}, {"rank_fields": (["text"],), "priority": (0,)}),

@@ -192,6 +192,173 @@ def test_an_engine_that_does_not_fit(model: Any, name: str, monkeypatch: pytest.
         model.Engine(tmp_path)
 
 
+class Logger:
+    """Stands for vLLM's logger for Prometheus, which registers metrics when it is made."""
+
+    def __init__(self, config: Any, engine_indexes: Any = None) -> None:
+        raise AssertionError("It registers metrics.")
+
+    def log(self) -> None:
+        raise AssertionError("It writes a log.")
+
+
+def stats(**fields: Any) -> Any:
+    """Return what a scheduler says of its load."""
+    return types.SimpleNamespace(
+        **{"num_running_reqs": 2, "num_waiting_reqs": 1, "kv_cache_usage": 0.5, "num_skipped_waiting_reqs": 1, **fields}
+    )
+
+
+def test_the_newest_statistics_are_kept(model: Any) -> None:
+    """One of each engine; nothing is logged, and no metrics are registered."""
+    kept: dict[int, Any] = {}
+    logger = model.scheduler_logger(Logger, kept)(object(), [0, 1])
+    logger.record(scheduler_stats="old", iteration_stats=None, mm_cache_stats=None, engine_idx=0)
+    logger.record("new", None, engine_idx=0)
+    logger.record("other", None, None, 1)
+    logger.record(None, None, engine_idx=0)
+    logger.log()
+    logger.log_engine_initialized()
+    logger.record_sleep_state(0, 0)
+
+    assert {0: "new", 1: "other"} == kept
+
+
+_LOADS: dict[str, tuple[int, int, dict[int, Any], tuple[Any, Any, Any]]] = {
+    "an engine": (4, 0, {0: stats()}, (2, 2, 0.5)),
+    "several engines": (9, 0, {0: stats(), 1: stats(num_running_reqs=5, kv_cache_usage=0.75)}, (7, 4, 0.75)),
+    "an engine whose last request was aborted": (0, 0, {0: stats()}, (0, 0, 0.0)),
+    "vectors alone": (0, 1, {0: stats()}, (2, 2, 0.5)),
+    "a release without the number": (4, 0, {0: types.SimpleNamespace(num_running_reqs=2, num_waiting_reqs=1,
+                                                                     kv_cache_usage=0.5)}, (2, 1, 0.5)),
+    "no statistics": (4, 0, {}, (None, None, None)),
+}  # fmt: skip
+
+
+@every_case("name", list(_LOADS))
+def test_the_load(model: Any, name: str) -> None:
+    """It is what the schedulers say, and nothing while nothing runs."""
+    streams, pooling, scheduled, expected = _LOADS[name]
+    engine = model.Engine.__new__(model.Engine)
+    cache = types.SimpleNamespace(num_gpu_blocks=100, block_size=16)
+    engine._config = types.SimpleNamespace(cache_config=cache)
+    engine._scheduled = scheduled
+    engine._pooling = pooling
+    load = engine._load(streams)
+
+    assert expected == (load["running"], load["waiting"], load["cache_usage"])
+    assert (100, 16) == (load["cache_blocks"], load["block_size"])
+
+
+class Processor:
+    """What vLLM processes outputs with."""
+
+    def __init__(self, *, tracing: bool = False) -> None:
+        self.tracing_enabled = tracing
+        self.got: Any = None
+
+    def process_outputs(self, outputs: Any, timestamp: Any = None, iteration_stats: Any = None, **more: Any) -> Any:
+        self.got = (outputs, timestamp, iteration_stats, more)
+        return "processed"
+
+
+class OtherProcessor(Processor):
+    """That of a release with another interface."""
+
+    def process_outputs(self, outputs: Any, statistics: Any = None) -> Any:  # type: ignore[override]
+        self.got = (outputs, statistics)
+
+
+def test_times_of_tokens_are_not_taken(model: Any) -> None:
+    """Unless vLLM sends traces, which have them; another interface stays as it is."""
+    plain, tracing, other = Processor(), Processor(tracing=True), OtherProcessor()
+    for processor in (plain, tracing, other):
+        model.skip_token_statistics(types.SimpleNamespace(output_processor=processor))
+    model.skip_token_statistics(types.SimpleNamespace())
+    assert "processed" == plain.process_outputs([1], 2.0, "times", weight_version="v")
+    tracing.process_outputs([1], 2.0, "times")
+    other.process_outputs([1], "times")
+
+    assert ([1], 2.0, None, {"weight_version": "v"}) == plain.got
+    assert ([1], 2.0, "times", {}) == tracing.got
+    assert ([1], "times") == other.got
+
+
+class Scored:
+    """A token's log probability."""
+
+    def __init__(self, logprob: float, rank: int = 1) -> None:
+        self.logprob = logprob
+        self.rank = rank
+
+
+class Table:
+    """An engine whose next tokens depend on the tokens so far, as a table says."""
+
+    def __init__(self, table: dict[tuple[int, ...], dict[int, float]]) -> None:
+        self._table = table
+        self.asked: list[str] = []
+
+    async def generate(self, prompt: Any, params: Any, name: str, **options: Any) -> Any:
+        self.asked.append(name)
+        values = self._table[tuple(prompt["prompt_token_ids"])]
+        choice = types.SimpleNamespace(logprobs=[{token: Scored(value) for token, value in values.items()}])
+        yield types.SimpleNamespace(outputs=[choice])
+
+
+#: The greedy answer is 5 6, the likeliest 7 8; 9 ends an answer.
+TABLE = {
+    (1,): {5: -0.5, 7: -0.75, 9: -3.0},
+    (1, 5): {6: -2.0, 9: -2.5},
+    (1, 7): {8: -0.25, 9: -4.0},
+}
+
+
+def searching(model: Any, table: Any) -> Any:
+    """Return an engine of the model file over *table*."""
+    engine = model.Engine.__new__(model.Engine)
+    engine._engine = table
+    engine._vocabulary = 100
+    engine._arguments = {}
+    engine._sampling = lambda message: message
+    return engine
+
+
+_SEARCHES: dict[str, tuple[dict[str, Any], list[tuple[list[int], str, Any]]]] = {
+    "two beams": ({"width": 2}, [([7, 8], "length", None), ([5, 6], "length", None)]),
+    "one beam is greedy": ({"width": 1}, [([5, 6], "length", None)]),
+    "an answer that ends": (
+        {"width": 3, "ends": [9]},
+        [([7, 8], "length", None), ([5, 6], "length", None), ([5, 9], "stop", 9)],
+    ),
+    "short answers": (
+        {"width": 3, "ends": [9], "length_penalty": -4.0},
+        [([9], "stop", 9), ([5, 9], "stop", 9), ([7, 9], "stop", 9)],
+    ),
+}
+
+
+@every_case("name", list(_SEARCHES))
+async def test_a_beam_search(model: Any, name: str) -> None:
+    """It finds the answers that are likeliest as a whole, the best first, with their log probabilities."""
+    beams, expected = _SEARCHES[name]
+    message = {"ids": [1], "sampling": {"max_tokens": 2}, "beams": beams}
+    found = await searching(model, Table(TABLE)).search("x", message, [], lambda: True)
+
+    assert expected == [(beam.token_ids, beam.finish_reason, beam.stop_reason) for beam in found]
+    assert all(len(beam.logprobs) == len(beam.token_ids) for beam in found)
+
+
+async def test_a_beam_search_that_nobody_wants_ends(model: Any) -> None:
+    """The engine gets no more work for it."""
+    table = Table(TABLE)
+    wanted = iter([True, False])
+    message = {"ids": [1], "sampling": {"max_tokens": 2}, "beams": {"width": 2}}
+    await searching(model, table).search("x", message, [], lambda: next(wanted))
+
+    assert ["x/0-0"] == table.asked
+
+
 _REFUSED = {
     "a misspelt key": (lambda model: model.check_keys({"temprature": 1}, {"temperature"}, ""), "'temprature'"),
     "another version": (lambda model: model.read(_request('{"v": 2}')), "version 1"),
@@ -207,6 +374,28 @@ _REFUSED = {
     "another medium": (lambda model: model.multi_modal_data([{"type": "smell", "at": 0}], [b"?"]), "'smell'"),
     "a file that is missing": (lambda model: model.multi_modal_data([{"type": "image", "at": 3}], [b"?"]), "3"),
 }
+
+
+_PROMPTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "an image for a model of texts": ({"ids": [1], "media": [{"type": "image", "at": 0}]}, "unsupported", "texts only"),
+    "audio for a model of texts": ({"ids": [1], "media": [{"type": "audio", "at": 0}]}, "unsupported", "texts only"),
+    "no tokens": ({"ids": []}, "invalid", "empty"),
+    "nothing": ({}, "invalid", "empty"),
+    "a token that there is not": ({"ids": [1, 100]}, "invalid", "100"),
+    "no token": ({"ids": [1, True]}, "invalid", "True"),
+}
+
+
+@every_case("name", list(_PROMPTS))
+def test_prompts_that_are_refused(model: Any, name: str) -> None:
+    """The error says what is wrong, and the engine does not see the prompt."""
+    message, kind, expected = _PROMPTS[name]
+    engine = searching(model, Table({}))
+    engine._multimodal = False
+
+    with pytest.raises(model.Refused, match=expected) as caught:
+        engine._prompt(message, [b""])
+    assert kind == caught.value.fields["kind"]
 
 
 def _request(*texts: str) -> Any:

@@ -127,6 +127,22 @@ async def test_who_asks_at_the_last_moment_is_answered() -> None:
 
 
 @on_uvloop
+async def test_who_connects_to_a_busy_service_is_answered() -> None:
+    """Clients that connect together are accepted in a few turns of the event loop, however long these are."""
+    async with serving() as server:
+        clients = server.connected()
+        for client in clients:
+            client.sendall(_REQUEST)
+        for _ in range(_CLIENTS // 2):
+            await asyncio.sleep(0)
+        answers = [client.recv(4096, socket.MSG_DONTWAIT) for client in clients]
+        for client in clients:
+            client.close()
+
+    assert all(answer.endswith(b"answer") for answer in answers)
+
+
+@on_uvloop
 async def test_a_long_answer_leaves() -> None:
     """
     A long answer leaves after its handler has ended; a client that takes nothing is waited for only as long as

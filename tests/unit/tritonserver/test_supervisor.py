@@ -10,11 +10,28 @@ from types import SimpleNamespace
 
 import pytest
 
+from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.tasks import Backoff
 from triton_openai.tritonserver import supervisor
 from triton_openai.tritonserver.embedded import EmbeddedTriton
-from triton_openai.tritonserver.supervisor import Supervisor
+from triton_openai.tritonserver.supervisor import Supervisor, triton_for
+
+
+def test_models_have_time_to_start(tmp_path: Path) -> None:
+    """A model of Triton's Python backend may start an engine, such as a companion model does: that takes minutes."""
+    binary = tmp_path / "tritonserver"
+    binary.write_text('#!/bin/sh\necho "$@"\nexit 1\n')
+    binary.chmod(0o755)
+    (tmp_path / "models").mkdir()
+    settings = Settings(triton=TritonSettings(model_repository=(tmp_path / "models",)))
+    server = triton_for(settings, {"PATH": f"{tmp_path}:/bin:/usr/bin"})
+    try:
+        with pytest.raises(ConfigurationError):
+            server.start()
+        assert "--backend-config=python,stub-timeout-seconds=1800" in server.log_path.read_text()
+    finally:
+        server.stop()
 
 
 class Server(EmbeddedTriton):
