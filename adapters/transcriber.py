@@ -483,7 +483,7 @@ class AudioSequence:
 
 
 def _sequence_number() -> int:
-    """Return the number of a new sequence. Its lower 32 bits are random, too: for some models, Triton cuts it to these."""
+    """Return the number of a new sequence. Its lower 32 bits are random, too: some models get only these."""
     return 1 + secrets.randbits(62)
 
 

@@ -205,6 +205,10 @@ class NoStream:
 class Session(Protocol):
     """A connection over which a client asks for more than one thing, in text frames."""
 
+    async def begin(self) -> None:
+        """Send what comes first: the connection is open."""
+        ...
+
     async def receive(self, frame: str) -> None:
         """Begin what *frame* asks for. What is wrong with it is answered by a frame."""
         ...

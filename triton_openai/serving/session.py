@@ -41,6 +41,10 @@ class CallSession(ABC):
         self._idle.set()
 
     @abstractmethod
+    async def begin(self) -> None:
+        """Send what comes first: the connection is open."""
+
+    @abstractmethod
     async def receive(self, frame: str) -> None:
         """Begin what *frame* asks for. What is wrong with it is answered by a frame."""
 
@@ -106,9 +110,9 @@ class CallSession(ABC):
 
         try:
             await self._executor.run(record, enter_and_work, failed=report, reservation=lambda: reservation)
-        finally:
+        except ConnectionError:
             # Nobody reads a further answer.
-            self.ended = self.ended or record.client_left
+            self.ended = True
 
     async def refuse(self, error: ServiceError) -> None:
         """Send *error*."""

@@ -78,7 +78,11 @@ async def _serve(socket: web.WebSocketResponse, session: Session, draining: Drai
     stopping = asyncio.create_task(_stop(session, socket, draining))
     try:
         async with asyncio.timeout(MAX_SECONDS):
+            await session.begin()
             await _read(socket, session)
+    except ConnectionError:
+        # The client has left, and does not read an answer.
+        return
     except TimeoutError:
         message = f"A connection ends after {MAX_SECONDS:g} seconds."
         await _end(socket, session, InvalidRequest(message, code="websocket_connection_limit_reached"), WSCloseCode.OK)
@@ -99,11 +103,9 @@ async def _read(socket: web.WebSocketResponse, session: Session) -> None:
     """Give *session* the frames of *socket* until it ends."""
     async for message in socket:
         if message.type is WSMsgType.TEXT:
-            try:
-                await session.receive(message.data)
-            except ConnectionError:
-                # The client has left, and does not read the answer.
-                return
+            await session.receive(message.data)
+            # Many frames that have come together leave others their turns.
+            await asyncio.sleep(0)
         elif message.type is WSMsgType.BINARY:
             await socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"Frames have to be text.")
 

@@ -17,7 +17,7 @@ from triton_openai.triton.tensors import InferRequest
 # The time limit for the end of a sequence that was given up, half of it for the request that still runs.
 _END_TIMEOUT = 20.0
 # The most parts of a live sequence that are kept, so that another Triton can get them.
-_MAX_KEPT = 256
+_MAX_KEPT = 64
 
 
 class Parts(Protocol):
@@ -78,6 +78,7 @@ class LiveSequence:
         self._count = 0
         self._answered = 0
         self._finished = False
+        self._closed = False
         # Both have one waiter: what sends the parts, and what adds them.
         self._added = asyncio.Event()
         self._taken = asyncio.Event()
@@ -95,10 +96,15 @@ class LiveSequence:
         return self._count - self._answered
 
     async def wait_until(self, unanswered: int) -> None:
-        """Return when no more than *unanswered* parts are not answered yet."""
-        while self.unanswered > unanswered:
+        """Return when no more than *unanswered* parts are not answered yet, or nobody waits for answers any more."""
+        while self.unanswered > unanswered and not self._closed:
             self._taken.clear()
             await self._taken.wait()
+
+    def close(self) -> None:
+        """Note that nobody waits for answers any more."""
+        self._closed = True
+        self._taken.set()
 
     async def get(self, number: int) -> InferRequest | None:
         while number >= self._count:

@@ -90,6 +90,9 @@ class ResponsesSession(CallSession):
         # By stream_id: those that run.
         self._lanes: dict[str | None, _Lane] = {}
 
+    async def begin(self) -> None:
+        """Do nothing: the client asks first."""
+
     async def receive(self, frame: str) -> None:
         read = await self._read(frame.encode(errors="surrogatepass"))
         try:
@@ -155,6 +158,8 @@ class ResponsesSession(CallSession):
             await self._refuse(frame.stream_id, error)
 
         await self.run_call(record, self._operation.group, work, failed)
+        # Nobody reads a further answer.
+        self.ended = self.ended or record.client_left
 
     async def _respond(self, frame: _Frame, entered: Entered) -> None:
         """Send the response to *frame*. Raises :class:`ServiceError`."""
