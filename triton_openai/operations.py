@@ -205,11 +205,14 @@ class NoStream:
 class Session(Protocol):
     """A connection over which a client asks for more than one thing, in text frames."""
 
+    #: The largest frame of the client, in bytes.
+    max_frame_size: int
+
     async def begin(self) -> None:
         """Send what comes first: the connection is open."""
         ...
 
-    async def receive(self, frame: str) -> None:
+    async def receive(self, frame: bytes) -> None:
         """Begin what *frame* asks for. What is wrong with it is answered by a frame."""
         ...
 

@@ -29,6 +29,9 @@ class CallSession(ABC):
     A subclass reads frames in :meth:`receive`, and renders errors.
     """
 
+    #: The largest frame of the client, in bytes.
+    max_frame_size: int
+
     def __init__(self, executor: Executor, authorizer: Authorizer, opening: Opening, send: Send) -> None:
         self.opening = opening
         self.send = send
@@ -45,7 +48,7 @@ class CallSession(ABC):
         """Send what comes first: the connection is open."""
 
     @abstractmethod
-    async def receive(self, frame: str) -> None:
+    async def receive(self, frame: bytes) -> None:
         """Begin what *frame* asks for. What is wrong with it is answered by a frame."""
 
     @abstractmethod

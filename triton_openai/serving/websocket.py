@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from typing import Literal, TypeAlias
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from triton_openai.access.keys import KEY
-from triton_openai.config.tree import Settings
 from triton_openai.draining import Draining
 from triton_openai.errors import InvalidRequest, ServiceError
 from triton_openai.operations import Opening, OpenSession, Session
 from triton_openai.telemetry.request_record import RECORD
 
+_Socket: TypeAlias = "web.WebSocketResponse[Literal[False]]"
 # Seconds between pings. A client that does not answer one within half of the time is gone.
 _PING_SECONDS = 30.0
 #: The longest time of one connection, in seconds, as OpenAI has it.
@@ -42,28 +43,30 @@ def is_upgrade(request: web.Request) -> bool:
     return request.headers.get("Upgrade", "").lower() == "websocket"
 
 
-async def serve_websocket(
-    request: web.Request, open_session: OpenSession, *, settings: Settings, draining: Draining
-) -> web.StreamResponse:
+async def serve_websocket(request: web.Request, open_session: OpenSession, *, draining: Draining) -> web.StreamResponse:
     """
     Return the response to *request* once its WebSocket has ended, whose frames the session gets.
 
     Raises what refuses the session, before the upgrade.
     """
-    socket = web.WebSocketResponse(
-        timeout=_CLOSE_SECONDS,
-        heartbeat=_PING_SECONDS,
-        max_msg_size=settings.server.max_body_size,
-        protocols=_PROTOCOLS,
-        compress=False,
-    )
+    socket: _Socket | None = None
 
     async def send(frame: bytes) -> None:
+        assert socket is not None, "the connection is open"
         await socket.send_frame(frame, WSMsgType.TEXT)
 
     opening = Opening(request.headers, request.query, request[RECORD], request[KEY])
     session = open_session(opening, send)
     try:
+        # Frames are not decoded here, where a large one would hold the event loop.
+        socket = web.WebSocketResponse(
+            timeout=_CLOSE_SECONDS,
+            heartbeat=_PING_SECONDS,
+            max_msg_size=session.max_frame_size,
+            protocols=_PROTOCOLS,
+            compress=False,
+            decode_text=False,
+        )
         # aiohttp raises what the middleware answers, if the request is no WebSocket's.
         await socket.prepare(request)
         await _serve(socket, session, draining)
@@ -73,7 +76,7 @@ async def serve_websocket(
     return socket
 
 
-async def _serve(socket: web.WebSocketResponse, session: Session, draining: Draining) -> None:
+async def _serve(socket: _Socket, session: Session, draining: Draining) -> None:
     """Give *session* the frames of *socket* until one of them ends."""
     stopping = asyncio.create_task(_stop(session, socket, draining))
     try:
@@ -99,7 +102,7 @@ async def _serve(socket: web.WebSocketResponse, session: Session, draining: Drai
         stopping.cancel()
 
 
-async def _read(socket: web.WebSocketResponse, session: Session) -> None:
+async def _read(socket: _Socket, session: Session) -> None:
     """Give *session* the frames of *socket* until it ends."""
     async for message in socket:
         if message.type is WSMsgType.TEXT:
@@ -110,14 +113,14 @@ async def _read(socket: web.WebSocketResponse, session: Session) -> None:
             await socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"Frames have to be text.")
 
 
-async def _stop(session: Session, socket: web.WebSocketResponse, draining: Draining) -> None:
+async def _stop(session: Session, socket: _Socket, draining: Draining) -> None:
     """Close *socket* when the service stops and *session* has nothing to do."""
     await draining.started.wait()
     await session.finish()
     await socket.close(code=WSCloseCode.SERVICE_RESTART, message=b"The service is stopping.")
 
 
-async def _end(socket: web.WebSocketResponse, session: Session, error: ServiceError, code: WSCloseCode) -> None:
+async def _end(socket: _Socket, session: Session, error: ServiceError, code: WSCloseCode) -> None:
     """End *session* by *error*, and close *socket*."""
     with suppress(ConnectionError):
         await session.end(error)

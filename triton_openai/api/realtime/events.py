@@ -26,6 +26,8 @@ _Text = Annotated[str, Meta(max_length=4096)]
 #: The samples a second of G.711 (ITU-T), and of OpenAI's PCM.
 G711_RATE = 8_000
 PCM_RATE = 24_000
+# The most bytes of what a session is to be.
+_MAX_SESSION_SIZE = 64 * 1024
 # The names of the formats in the beta form.
 _BETA_FORMATS: Mapping[str, str] = {"pcm16": "audio/pcm", "g711_ulaw": "audio/pcmu", "g711_alaw": "audio/pcma"}
 
@@ -34,7 +36,7 @@ class ClientEvent(msgspec.Struct):
     """An event of the client. What it has beside these fields is ignored."""
 
     type: str
-    event_id: str | None = None
+    event_id: Annotated[str, Meta(max_length=512)] | None = None
     #: Audio in base64.
     audio: str | None = None
     #: What a session is to be.
@@ -224,7 +226,7 @@ def _merged(settings: _T, update: msgspec.Struct) -> _T:
     return replace(settings, **changes)
 
 
-def read_event(frame: str) -> ClientEvent:
+def read_event(frame: bytes) -> ClientEvent:
     """Return the event in *frame*. Raises :class:`InvalidRequest`."""
     try:
         return _CLIENT_EVENT.decode(frame)
@@ -268,8 +270,13 @@ def read_beta_update(session: msgspec.Raw) -> InputUpdate:
 
 
 def _read(session: msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> Any:
-    if not memoryview(session).nbytes:
+    size = memoryview(session).nbytes
+    if not size:
         raise InvalidRequest("The event has no 'session'.", param="session", code="missing_required_parameter")
+    if size > _MAX_SESSION_SIZE:
+        raise InvalidRequest(
+            f"The session has more than {_MAX_SESSION_SIZE} bytes.", param="session", code="string_too_long"
+        )
     try:
         return decoder.decode(session)
     except msgspec.ValidationError as error:

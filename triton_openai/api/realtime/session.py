@@ -53,6 +53,8 @@ from triton_openai.shares import may_take
 
 # The largest piece of audio in one event, as OpenAI has it.
 _MAX_AUDIO_SIZE = 15 * 1024 * 1024
+# The same in base64, and what else an event has.
+_MAX_FRAME_SIZE = _MAX_AUDIO_SIZE * 4 // 3 + 64 * 1024
 # Characters of base64 that are decoded at once, and the most that pad it.
 _BASE64_SLICE = 1024 * 1024
 _PADDING = 2
@@ -91,6 +93,7 @@ class RealtimeSession(CallSession):
         intent = opening.query.get("intent", "transcription")
         if intent != "transcription":
             raise errors.InvalidValue("'intent' must be 'transcription'.", "intent")
+        self.max_frame_size = min(service.settings.server.max_body_size, _MAX_FRAME_SIZE)
         self._service = service
         operation = next(row for row in service.operations if row.name == "connect_realtime")
         self._operation = msgspec.structs.replace(operation, jobs=(TranscriptionJob,), label="transcription")
@@ -133,7 +136,7 @@ class RealtimeSession(CallSession):
             kind = "transcription_session.created"
         await self._send_settings(kind, beta=self._beta)
 
-    async def receive(self, frame: str) -> None:
+    async def receive(self, frame: bytes) -> None:
         if self._executor.draining.begun:
             # What was spoken before is still written down.
             return
@@ -434,10 +437,6 @@ class RealtimeSession(CallSession):
 
 async def _decoded(audio: str) -> bytes:
     """Return the bytes of *audio* in base64. Raises :class:`InvalidRequest`."""
-    if len(audio) > _MAX_AUDIO_SIZE * 4 // 3 + 4:
-        raise errors.InvalidRequest(
-            f"The audio of one event has more than {_MAX_AUDIO_SIZE} bytes.", param="audio", code="string_too_long"
-        )
     return await offload.run(_from_base64, audio, cost=offload.BYTE * len(audio))
 
 

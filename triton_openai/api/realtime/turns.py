@@ -186,7 +186,7 @@ class WholeTurn(Turn):
         recognition = recognition_of(context.model)
         longest = min(self.seconds, recognition.max_seconds * limits.parallel_chunks)
         with media_reservation(context.service) as reservation:
-            await reservation.grow(self.size + decoded_size(longest, recognition.sample_rate))
+            await reservation.finish(self.size + decoded_size(longest, recognition.sample_rate))
             recording = Recording(
                 await asyncio.to_thread(wav_of, self._pcm, self.rate),
                 rate=recognition.sample_rate,

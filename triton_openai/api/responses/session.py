@@ -83,6 +83,7 @@ class ResponsesSession(CallSession):
 
     def __init__(self, service: Service, opening: Opening, send: Send) -> None:
         super().__init__(service.executor, service.authorizer, opening, send)
+        self.max_frame_size = service.settings.server.max_body_size
         self._service = service
         operation = next(row for row in service.operations if row.name == "create_response")
         self._operation = msgspec.structs.replace(operation, request=CreateEvent)
@@ -93,8 +94,8 @@ class ResponsesSession(CallSession):
     async def begin(self) -> None:
         """Do nothing: the client asks first."""
 
-    async def receive(self, frame: str) -> None:
-        read = await self._read(frame.encode(errors="surrogatepass"))
+    async def receive(self, frame: bytes) -> None:
+        read = await self._read(frame)
         try:
             self._check_room(read)
         except errors.ServiceError as error:
