@@ -61,12 +61,13 @@ SPOKEN = pcm(np.concatenate([speak(SENTENCE), np.zeros(RATE, np.float32)]))
 
 def test_openais_client(hearing: Service) -> None:
     """Its types read every event, of turns that are detected and of those that the client ends."""
+    detections: list[Any] = [{"type": "server_vad", "silence_duration_ms": 400}, None]
     with (
         OpenAI(base_url=hearing.base_url, api_key=_KEY) as client,
         client.realtime.connect(extra_query={"intent": "transcription"}) as connection,
     ):
         assert "session.created" == connection.recv().type
-        for detection in ({"type": "server_vad", "silence_duration_ms": 400}, None):
+        for detection in detections:
             connection.session.update(
                 session={
                     "type": "transcription",
@@ -74,7 +75,7 @@ def test_openais_client(hearing: Service) -> None:
                         "input": {
                             "format": {"type": "audio/pcm", "rate": 24000},
                             "transcription": {"model": "gpt-4o-transcribe", "language": "en"},
-                            "turn_detection": detection,  # type: ignore[typeddict-item] # a dict is one
+                            "turn_detection": detection,
                         }
                     },
                 }
@@ -105,9 +106,7 @@ async def test_openais_asynchronous_client(hearing: Service) -> None:
         AsyncOpenAI(base_url=hearing.base_url, api_key=_KEY) as client,
         client.realtime.connect(model="gpt-realtime-whisper") as connection,
     ):
-        await connection.session.update(
-            session={"type": "transcription", "audio": {"input": {"turn_detection": None}}}  # type: ignore[typeddict-item]
-        )
+        await connection.session.update(session={"type": "transcription", "audio": {"input": {"turn_detection": None}}})
         for piece in pieces(SPOKEN):
             await connection.input_audio_buffer.append(audio=piece)
         seen = []
