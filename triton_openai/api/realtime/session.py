@@ -11,13 +11,11 @@ from __future__ import annotations
 import asyncio
 import binascii
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
 from triton_openai import errors, offload
-from triton_openai.access.authorizer import Entered
 from triton_openai.api.bodies import new_id, now
 from triton_openai.api.realtime.events import (
     ClientEvent,
@@ -25,7 +23,6 @@ from triton_openai.api.realtime.events import (
     InputUpdate,
     SessionSettings,
     TranscriptionSettings,
-    error_body,
     error_event,
     read_beta_update,
     read_event,
@@ -33,11 +30,10 @@ from triton_openai.api.realtime.events import (
     server_event,
 )
 from triton_openai.api.realtime.input_audio import InputAudio
-from triton_openai.api.realtime.turns import LiveTurn, Turn, TurnRequest, WholeTurn, job_of, recognition_of
+from triton_openai.api.realtime.turn_runner import Turns
+from triton_openai.api.realtime.turns import job_of
 from triton_openai.api.service import (
     Service,
-    begin,
-    counting_audio,
     job_not_taken_error,
     media_reservation,
 )
@@ -46,7 +42,7 @@ from triton_openai.media.audio import require_audio
 from triton_openai.media.pcm import SAMPLE_SIZE
 from triton_openai.media.voice_activity import Detector, SpeechStarted, VoiceActivity, detector_for
 from triton_openai.models.served import ServedModel
-from triton_openai.operations import Call, NoStream, Opening, Reply, Send
+from triton_openai.operations import Call, Opening, Reply, Send
 from triton_openai.serving.session import CallSession
 from triton_openai.serving.websocket import MAX_SECONDS
 from triton_openai.shares import may_take
@@ -68,8 +64,6 @@ _LOADING_COST = 100_000
 _MIN_COMMITTED = 100
 # The longest turn that is detected, in seconds: a speaker without pauses sees text, too.
 _MAX_TURN = 300.0
-# Turns of one session that are transcribed at the same time; above that, audio waits.
-_MAX_TURNS = 4
 # Memory is reserved in steps of so many bytes.
 _STEP = 256 * 1024
 # Events of clients of conversations.
@@ -84,7 +78,7 @@ class RealtimeSession(CallSession):
     """
     A transcription session of one connection.
 
-    Its methods are the events of the client, and the steps in the life of a turn.
+    It has more methods than other classes, because each event of the client has one, and audio and turns meet here.
     """
 
     def __init__(self, service: Service, opening: Opening, send: Send) -> None:
@@ -96,7 +90,7 @@ class RealtimeSession(CallSession):
         self.max_frame_size = min(service.settings.server.max_body_size, _MAX_FRAME_SIZE)
         self._service = service
         operation = next(row for row in service.operations if row.name == "connect_realtime")
-        self._operation = msgspec.structs.replace(operation, jobs=(TranscriptionJob,), label="transcription")
+        operation = msgspec.structs.replace(operation, jobs=(TranscriptionJob,), label="transcription")
         self._id = new_id("sess", "_")
         self._expires_at = now() + int(MAX_SECONDS)
         self._beta = _is_beta(opening.headers)
@@ -106,12 +100,10 @@ class RealtimeSession(CallSession):
         self._audio = InputAudio(self._settings.format, None)
         self._detectors: dict[int, Detector] = {}
         self._ready = False
-        self._turn: Turn | None = None
-        self._last_item: str | None = None
-        # Turns that have not been written down, with the one that is being spoken.
-        self._turns: set[Turn] = set()
-        self._turn_ended = asyncio.Event()
         self._reservation = media_reservation(service)
+        self._turns = Turns(
+            self, service, operation, beta=self._beta, on_forgotten=lambda: self._reservation.shrink(self._kept)
+        )
         # Audio, and the end of the service.
         self._lock = asyncio.Lock()
         self._owner = opening.key.name
@@ -157,8 +149,8 @@ class RealtimeSession(CallSession):
 
     async def finish(self) -> None:
         async with self._lock:
-            if self._turn is not None:
-                await self._end_turn(self._audio.end)
+            if self._turns.current is not None:
+                await self._end_turn(self._audio.end, detected=self._audio.activity is not None)
         await super().finish()
 
     def close(self) -> None:
@@ -166,8 +158,7 @@ class RealtimeSession(CallSession):
             self._counted = False
             self._service.realtime_sessions[self._owner] -= 1
         super().close()
-        for turn in self._turns:
-            turn.close()
+        self._turns.close()
         self._reservation.shrink(0)
 
     # Settings
@@ -186,7 +177,7 @@ class RealtimeSession(CallSession):
         """Use other settings from the next turn on. Raises :class:`InvalidRequest`."""
         settings = self._settings.updated(update)
         changes_audio = (settings.format, settings.detection) != (self._settings.format, self._settings.detection)
-        if changes_audio and self._turn is not None:
+        if changes_audio and self._turns.current is not None:
             raise errors.InvalidRequest(
                 "The format and the detection of turns cannot change during a turn: commit or clear the audio before.",
                 param="session.audio.input",
@@ -252,49 +243,53 @@ class RealtimeSession(CallSession):
         audio = self._audio
         seconds = len(data) / audio.bytes_per_second
         self._check_length(seconds)
-        await self._reserve(int(seconds * audio.rate) * SAMPLE_SIZE)
+        await self._reservation.grow(self._kept + _in_steps(int(seconds * audio.rate) * SAMPLE_SIZE))
         before = audio.end
         changes = await offload.run(audio.append, data, cost=_DETECTION_COST * seconds)
         activity = audio.activity
-        if activity is None and self._turn is None:
-            await self._begin_turn(before)
+        turns = self._turns
+        if activity is None and turns.current is None:
+            await self._begin_turn(before, detected=False)
         for change in changes:
             if isinstance(change, SpeechStarted):
-                await self._begin_turn(change.position)
-                await self._report_start(change.position)
+                await self._begin_turn(change.position, detected=True)
             else:
-                await self._end_turn(change.position)
-        await self._feed_turn(audio.end)
-        if activity is not None and self._turn is None:
+                await self._end_turn(change.position, detected=True)
+        await turns.feed(audio, audio.end)
+        if activity is not None and turns.current is None:
             audio.drop_before(activity.earliest_start)
-        elif activity is not None and self._turn is not None and self._turn.seconds > _MAX_TURN:
+        elif activity is not None and turns.current is not None and turns.current.seconds > _MAX_TURN:
             activity.finish(audio.end)
-            await self._end_turn(audio.end)
+            await self._end_turn(audio.end, detected=True)
+        self._reservation.shrink(self._kept)
+
+    async def _begin_turn(self, position: int, *, detected: bool) -> None:
+        model = self._model
+        assert model is not None, "there is audio"
+        await self._turns.begin(self._audio, position, model, self._settings.transcription, detected=detected)
+
+    async def _end_turn(self, position: int, *, detected: bool) -> None:
+        await self._turns.end(self._audio, position, self._settings.transcription, detected=detected)
 
     def _check_length(self, seconds: float) -> None:
         """Raise :class:`InvalidRequest` if the turn has no room for more *seconds*."""
         max_seconds = self._service.settings.audio.max_duration
-        if self._turn is not None and self._turn.seconds + seconds > max_seconds:
+        turn = self._turns.current
+        if turn is not None and turn.seconds + seconds > max_seconds:
             raise errors.InvalidRequest(
                 f"The audio is longer than {max_seconds:g} seconds (audio.max_duration): commit or clear it before.",
                 param="audio",
                 code="audio_too_long",
             )
 
-    async def _reserve(self, more: int) -> None:
-        """Reserve memory for what is kept, and *more* bytes. Raises :class:`ServiceOverloaded`."""
-        size = self._kept(more)
-        self._reservation.shrink(size)
-        await self._reservation.grow(size)
-
-    def _kept(self, more: int = 0) -> int:
-        """Return the bytes of what is kept, and of *more*, in whole steps."""
-        kept = self._audio.size + more + sum(turn.size for turn in self._turns)
-        return -(-kept // _STEP) * _STEP
+    @property
+    def _kept(self) -> int:
+        """The bytes of audio that are kept, in whole steps."""
+        return _in_steps(self._audio.size + self._turns.size)
 
     async def commit(self, event: ClientEvent) -> None:
         """End the turn."""
-        turn = self._turn
+        turn = self._turns.current
         milliseconds = 0.0
         if turn is not None:
             milliseconds = turn.seconds * 1000
@@ -307,132 +302,18 @@ class RealtimeSession(CallSession):
         end = self._audio.end
         if self._audio.activity is not None:
             self._audio.activity.finish(end)
-        await self._end_turn(end, by_client=True)
+        await self._end_turn(end, detected=False)
 
     async def clear(self, event: ClientEvent) -> None:
         """Forget the turn, and all audio that is not committed."""
-        turn = self._turn
-        self._turn = None
         self._audio.clear()
-        if turn is not None:
-            turn.close()
-            self._forget(turn)
+        self._turns.drop()
         await self.send(server_event("input_audio_buffer.cleared"))
 
-    # Turns
 
-    async def _begin_turn(self, position: int) -> None:
-        """Begin a turn at *position*."""
-        while len(self._turns) >= _MAX_TURNS:
-            self._turn_ended.clear()
-            await self._turn_ended.wait()
-        model = self._model
-        assert model is not None, "there is audio"
-        job, languages = job_of(model, self._settings.transcription)
-        rate = self._audio.rate
-        if recognition_of(model).live_idle is None:
-            turn: Turn = WholeTurn(position, rate, job, languages)
-        else:
-            turn = LiveTurn(position, rate, job, languages, model)
-        self._turn = turn
-        self._turns.add(turn)
-        if isinstance(turn, LiveTurn):
-            self._transcribe(turn)
-
-    async def _report_start(self, position: int) -> None:
-        assert self._turn is not None, "it has begun"
-        await self.send(
-            server_event(
-                "input_audio_buffer.speech_started",
-                audio_start_ms=self._audio.milliseconds(position),
-                item_id=self._turn.item_id,
-            )
-        )
-
-    async def _feed_turn(self, end: int) -> None:
-        """Give the turn its audio up to *end*."""
-        turn = self._turn
-        if turn is not None:
-            pcm = self._audio.take(turn.end, end)
-            self._audio.drop_before(end)
-            await turn.feed(pcm)
-
-    async def _end_turn(self, end: int, *, by_client: bool = False) -> None:
-        """End the turn at *end*, and report its item."""
-        await self._feed_turn(end)
-        turn = self._turn
-        assert turn is not None, "it has begun"
-        self._turn = None
-        turn.finish()
-        if self._audio.activity is not None and not by_client:
-            await self.send(
-                server_event(
-                    "input_audio_buffer.speech_stopped",
-                    audio_end_ms=self._audio.milliseconds(end),
-                    item_id=turn.item_id,
-                )
-            )
-        previous = self._last_item
-        self._last_item = turn.item_id
-        await self.send(server_event("input_audio_buffer.committed", previous_item_id=previous, item_id=turn.item_id))
-        item = _item(turn.item_id)
-        if self._beta:
-            await self.send(server_event("conversation.item.created", previous_item_id=previous, item=item))
-        else:
-            await self.send(server_event("conversation.item.added", previous_item_id=previous, item=item))
-            await self.send(server_event("conversation.item.done", previous_item_id=previous, item=item))
-        if not isinstance(turn, LiveTurn):
-            self._transcribe(turn)
-
-    def _transcribe(self, turn: Turn) -> None:
-        """Begin to write *turn* down."""
-        turn.task = self.start(self._answer(turn, self._settings.transcription), then=lambda _: self._forget(turn))
-
-    def _forget(self, turn: Turn) -> None:
-        """Note that *turn* is written down, or never will be."""
-        if turn.task is not None:
-            turn.task.cancel()
-        turn.close()
-        self._turns.discard(turn)
-        self._turn_ended.set()
-        self._reservation.shrink(self._kept())
-
-    async def _answer(self, turn: Turn, settings: TranscriptionSettings) -> None:
-        """Write *turn* down."""
-        record = self.new_record()
-        prefix = "conversation.item.input_audio_transcription"
-        place = {"item_id": turn.item_id, "content_index": 0}
-
-        async def on_delta(delta: str) -> None:
-            await self.send(server_event(f"{prefix}.delta", **place, delta=delta))
-
-        async def work(entered: Entered) -> None:
-            call: Call[TurnRequest] = Call(
-                self._operation,
-                TurnRequest.of(settings),
-                entered.key,
-                record,
-                NoStream(),
-                headers=self.opening.headers,
-                reservation=entered.reservation,
-            )
-            async with counting_audio(self._service, call):
-                try:
-                    context = await begin(self._service, call)
-                    record.response_id = turn.job.id
-                    text = await context.admitted(partial(turn.transcribe, on_delta=on_delta), param="audio")
-                finally:
-                    record.audio_seconds = {"input": turn.seconds}
-            fields: dict[str, Any] = {"transcript": text.text}
-            if text.language is not None:
-                fields["languages"] = [{"code": text.language}]
-            usage = {"type": "duration", "seconds": round(turn.seconds, 3)}
-            await self.send(server_event(f"{prefix}.completed", **place, **fields, usage=usage))
-
-        async def failed(error: errors.ServiceError) -> None:
-            await self.send(server_event(f"{prefix}.failed", **place, error=error_body(error)))
-
-        await self.run_call(record, self._operation.group, work, failed)
+def _in_steps(size: int) -> int:
+    """Return *size*, rounded up to the steps in which memory is reserved."""
+    return -(-size // _STEP) * _STEP
 
 
 async def _decoded(audio: str) -> bytes:
@@ -456,18 +337,6 @@ def _is_beta(headers: Mapping[str, str]) -> bool:
     """Return whether the client asks for the beta form."""
     offered = headers.get("Sec-WebSocket-Protocol", "")
     return _BETA in headers.get("OpenAI-Beta", "") or _BETA_SUBPROTOCOL in offered
-
-
-def _item(item_id: str) -> dict[str, Any]:
-    """Return the item of a turn, whose text follows."""
-    return {
-        "id": item_id,
-        "object": "realtime.item",
-        "type": "message",
-        "status": "completed",
-        "role": "user",
-        "content": [{"type": "input_audio", "transcript": None}],
-    }
 
 
 def _refuse_event(kind: str) -> NoReturn:
