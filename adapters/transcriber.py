@@ -162,6 +162,10 @@ class Transcriber(tensors.DescribedAdapter):
         if self._pad is None:
             self._pad = self._default_padding()
         rate, self._parts = self._sequence(audio)
+        idle = None
+        if self._parts is not None:
+            steps = (config, *(self.repository.get(step.model, config) for step in config.steps))
+            idle = min(step.sequence_idle for step in steps if step.sequences)
         self.prefers_grpc = config.decoupled
         if self._whisper:
             self.jobs = (TranscriptionJob, TranslationJob)
@@ -176,6 +180,7 @@ class Transcriber(tensors.DescribedAdapter):
                 languages=[code for code in self._languages if code != _AUTO],
                 language=self._language,
                 prompt=bool(audio.prompt) and (self._whisper or _PROMPT in inputs),
+                live_idle=idle,
             ),
         )
 
@@ -276,17 +281,23 @@ class Transcriber(tensors.DescribedAdapter):
         ends = range(first, first + max(length, 1), further)
         # This silence counts: a short first part would be refused, and models recognize an end by what follows.
         samples = np.pad(samples, (0, ends[-1] - length))
-        # Random, also in its lower 32 bits: for some models, Triton cuts it to these.
-        number = 1 + secrets.randbits(62)
+        number = _sequence_number()
         parts = []
         for end in ends:
             start = end - further
             if end == first:
                 start = 0
-            part = samples[start:end]
-            parameters = {"sequence_id": number, "sequence_start": end == first, "sequence_end": end == ends[-1]}
-            parts.append(replace(self._request(job, part, len(part)), parameters=parameters))
+            parts.append(self.part(job, samples[start:end], number, first=end == first, last=end == ends[-1]))
         return [replace(parts[0], following=tuple(parts[1:]))]
+
+    def part(self, job: TranscriptionJob, samples: Any, number: int, *, first: bool, last: bool) -> InferRequest:
+        """Return the request of a sequence, by its *number*, with a part of the audio: an array of *samples*."""
+        parameters = {"sequence_id": number, "sequence_start": first, "sequence_end": last}
+        return replace(self._request(job, samples, len(samples)), parameters=parameters)
+
+    def begin_live(self, job: TranscriptionJob, /) -> AudioSequence:
+        assert self._parts is not None, "the model takes sequences"
+        return AudioSequence(self, job, *self._parts)
 
     def _request(self, job: TranscriptionJob, samples: Any, length: int) -> InferRequest:
         inputs = [*self._audio(samples, length), *self._other_inputs(job)]
@@ -411,6 +422,69 @@ class Transcriber(tensors.DescribedAdapter):
                     return row[len(prompt) :]
                 return row
         return ()
+
+
+class AudioSequence:
+    """
+    The requests of a sequence for *job*, made while its audio comes.
+
+    The first has *first* samples and each of the others *further* ones. See :class:`LiveEncoder`.
+    """
+
+    def __init__(self, adapter: Transcriber, job: TranscriptionJob, first: int, further: int) -> None:
+        import numpy as np
+
+        self._adapter = adapter
+        self._job = job
+        self._first = first
+        self._further = further
+        self._number = _sequence_number()
+        self._begun = False
+        self._rest = np.zeros(0, "<f4")
+        self.closing = adapter.part(job, np.zeros(further, "<f4"), self._number, first=False, last=True)
+
+    def feed(self, samples: bytes) -> Sequence[InferRequest]:
+        import numpy as np
+
+        self._rest = np.concatenate([self._rest, np.frombuffer(samples, "<f4")])
+        requests = []
+        while len(self._rest) >= self._size:
+            requests.append(self._next(last=False))
+        return requests
+
+    def fill(self) -> Sequence[InferRequest]:
+        self._pad()
+        return [self._next(last=False)]
+
+    def finish(self) -> InferRequest:
+        # This silence counts: models recognize an end by what follows.
+        self._pad()
+        return self._next(last=True)
+
+    @property
+    def _size(self) -> int:
+        """The samples of the next request."""
+        if self._begun:
+            return self._further
+        return self._first
+
+    def _pad(self) -> None:
+        import numpy as np
+
+        self._rest = np.pad(self._rest, (0, self._size - len(self._rest)))
+
+    def _next(self, *, last: bool) -> InferRequest:
+        size = self._size
+        samples = self._rest[:size]
+        self._rest = self._rest[size:]
+        request = self._adapter.part(self._job, samples, self._number, first=not self._begun, last=last)
+        self._begun = True
+        return request
+
+
+def _sequence_number() -> int:
+    """Return the number of a new sequence. Its lower 32 bits are random, too: some models get only these."""
+    return 1 + secrets.randbits(62)
 
 
 def _written(text: str, word: str) -> str:

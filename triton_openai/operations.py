@@ -205,16 +205,23 @@ class NoStream:
 class Session(Protocol):
     """A connection over which a client asks for more than one thing, in text frames."""
 
-    async def receive(self, frame: str) -> None:
+    #: The largest frame of the client, in bytes.
+    max_frame_size: int
+
+    async def begin(self) -> None:
+        """Send what comes first: the connection is open."""
+        ...
+
+    async def receive(self, frame: bytes) -> None:
         """Begin what *frame* asks for. What is wrong with it is answered by a frame."""
         ...
 
-    async def idle(self) -> None:
-        """Return when nothing runs or waits."""
+    async def finish(self) -> None:
+        """Begin nothing more, because the service stops, and return when nothing runs or waits."""
         ...
 
-    async def end(self, code: str, message: str) -> None:
-        """End what runs, and send an error with *code* and *message*."""
+    async def end(self, error: ServiceError) -> None:
+        """End what runs, and send *error*."""
         ...
 
     def close(self) -> None:
@@ -224,8 +231,19 @@ class Session(Protocol):
 
 #: Sends a text frame, and returns when the client can take more. Raises :class:`ConnectionError`.
 Send: TypeAlias = Callable[[bytes], Awaitable[None]]
-#: Opens the session of a request that was upgraded, by its headers and its record.
-OpenSession: TypeAlias = Callable[[CIMultiDictProxy[str], RequestRecord, Send], Session]
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """The request that opens a session."""
+
+    headers: CIMultiDictProxy[str]
+    query: Mapping[str, str]
+    record: RequestRecord
+    key: ApiKey
+
+
+#: Opens the session of a request that asks for a WebSocket. Raises :class:`ServiceError` for one that is refused.
+OpenSession: TypeAlias = Callable[[Opening, Send], Session]
 
 
 class BodyKind(Enum):
@@ -286,7 +304,7 @@ class Operation(msgspec.Struct, frozen=True):
     #: A status that can have the *answer* itself as its body.
     failure: int | None = None
     #: Opens the session of a request that asks for a WebSocket. Gets the service.
-    session: Callable[[Any, CIMultiDictProxy[str], RequestRecord, Send], Session] | None = None
+    session: Callable[[Any, Opening, Send], Session] | None = None
     #: The answer to clients of Anthropic's API where both have the path.
     shared: type[msgspec.Struct] | None = None
 

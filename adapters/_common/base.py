@@ -178,6 +178,9 @@ class Recognition(msgspec.Struct, frozen=True, kw_only=True):
     language: str | None = None
     #: Whether a job can have a prompt.
     prompt: bool = False
+    #: Seconds without a request after which the model forgets audio that it gets while it is spoken, see
+    #: :meth:`Adapter.begin_live`; ``None`` for a model that gets audio only when it is complete.
+    live_idle: float | None = None
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -290,6 +293,25 @@ def with_engine_arguments(metadata: ModelMetadata, arguments: Mapping[str, Any],
     if not (type(limit) is int and limit > 0):
         limit = None
     return msgspec.structs.replace(metadata, tokenizer=source, max_model_len=limit)
+
+
+class LiveEncoder(Protocol):
+    """Makes the requests of one sequence from audio as it comes. Not to be shared."""
+
+    #: The request that ends the sequence early.
+    closing: InferRequest
+
+    def feed(self, samples: bytes) -> Sequence[InferRequest]:
+        """Return the requests that further *samples* complete: little-endian float32 at the model's rate."""
+        ...
+
+    def fill(self) -> Sequence[InferRequest]:
+        """Return the next request, completed with silence."""
+        ...
+
+    def finish(self) -> InferRequest:
+        """Return the last request, with the rest of the audio."""
+        ...
 
 
 class Decoder(Protocol):
@@ -406,6 +428,10 @@ class Adapter:
         A generation has one. Raises :class:`InvalidRequest` for values that no input can hold.
         """
         raise InvalidRequest(f"The model '{self.config.name}' does not {job.does[1]}.", param="model")
+
+    def begin_live(self, job: Any, /) -> LiveEncoder:
+        """Return what makes the requests of *job*, whose samples come while they are spoken."""
+        raise NotImplementedError
 
     def decode(self, job: Any, responses: Sequence[InferResponse], /) -> Any:
         """Return the result of *job*, of the type that it names, from the answers to its requests in their order."""

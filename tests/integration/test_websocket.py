@@ -261,6 +261,44 @@ async def test_keys_and_limits(triton: TestTriton, tmp_path: Path) -> None:
         assert 403 == refused.value.status
 
 
+async def test_the_key_of_a_page(triton: TestTriton, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A page gives its key as a subprotocol, gets an answer to the others, and no log has it."""
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys: [{name: few, key: one-key}]")
+    settings = changed(proxy_settings(triton, "http"), access={"api_keys_file": file}, responses={"store": "none"})
+    caplog.set_level("DEBUG")
+    async with serving(settings) as proxy:
+        await proxy.ready()
+        for protocols, chosen in (
+            (("realtime", "openai-insecure-api-key.one-key"), "realtime"),
+            (("openai-insecure-api-key.one-key",), None),
+        ):
+            async with proxy.client.ws_connect(_PATH, protocols=protocols) as raw:
+                assert chosen == raw.protocol
+                socket = Socket(raw)
+                await socket.ask()
+                assert "response.completed" == (await socket.events())[-1]["type"]
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await proxy.client.ws_connect(_PATH, protocols=("realtime", "openai-insecure-api-key.wrong"))
+        assert 401 == refused.value.status
+    assert "one-key" not in caplog.text
+
+
+async def test_the_size_of_what_waits(triton: TestTriton) -> None:
+    """Requests that wait have no more bytes than one request may have."""
+    settings = changed(proxy_settings(triton, "http"), responses={"store": "none"}, server={"max_body_size": 65_536})
+    async with serving(settings) as proxy, connected(proxy) as socket:
+        await proxy.ready()
+        await socket.ask("slow " * 20, delay=10, stream_id="a")
+        for _ in range(2):
+            await socket.ask("b", metadata={"filler": "x" * 512}, instructions="y" * 40_000, stream_id="a")
+        event = await socket.event()
+        while event["type"] != "error":
+            event = await socket.event()
+        assert "websocket_queue_limit_reached" == event["error"]["code"]
+        assert "server.max_body_size" in event["error"]["message"]
+
+
 async def test_a_client_that_leaves(proxies: dict[str, Proxy], triton: TestTriton) -> None:
     """The end of a connection cancels its requests."""
     proxy = proxies["http"]

@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import structlog
@@ -21,6 +21,7 @@ from triton_openai.draining import Draining
 from triton_openai.errors import InvalidRequest, holds_key
 from triton_openai.shares import SHARING_KEY
 from triton_openai.tasks import cancel
+from triton_openai.telemetry.request_record import RequestRecord
 
 _log = structlog.get_logger("triton_openai.access")
 # The prefixes of gateways' headers: llm-d's, and those of the Gateway API inference extension before it.
@@ -34,6 +35,15 @@ def gateway_header(headers: Mapping[str, str], what: Literal["objective", "fairn
         if prefix + what in headers:
             return headers[prefix + what]
     return ""
+
+
+class Entered(NamedTuple):
+    """A call that may run."""
+
+    #: ``NO_KEY`` where no key is asked for.
+    key: ApiKey
+    #: What the call uses of the key's limits; ``None`` where none of them holds.
+    reservation: Reservation | None
 
 
 class Authorizer:
@@ -146,6 +156,29 @@ class Authorizer:
         if key is not None and self.several_keys:
             name = key.name
         SHARING_KEY.set(name)
+
+    async def enter(
+        self, headers: CIMultiDictProxy[str], group: RouteGroup | None, record: RequestRecord, *, counted: bool
+    ) -> Entered:
+        """
+        Return the key of a call for *group* and what it uses of the key's limits, if it is *counted*.
+
+        *record* gets the key and the headers of its limits. From now on, what keys share is shared by that key. Raises
+        :class:`RateLimited`, and as :meth:`authenticate`.
+        """
+        key = self.authenticate(headers, group)
+        self.share(key)
+        if key is None:
+            return Entered(NO_KEY, None)
+        record.key = key.name
+        record.key_digest = key.digest
+        if not counted or not key.limit.any:
+            return Entered(key, None)
+        reservation = await self.admit(key)
+        record.headers = reservation.headers
+        if reservation.refusal is not None:
+            raise reservation.refusal
+        return Entered(key, reservation)
 
     async def admit(self, key: ApiKey) -> Reservation:
         """Count a request of *key* as running; the reservation's ``refusal`` is set if the key's limits forbid it."""

@@ -198,11 +198,16 @@ class Keys:
 
 # Azure's and Anthropic's clients have headers of their own.
 _PLAIN_HEADERS = ("api-key", "x-api-key")
+# How a page gives its key to a WebSocket, for which it can set no header. Source: openai-node, realtime/websocket.ts.
+_SUBPROTOCOLS = "Sec-WebSocket-Protocol"
+_KEY_SUBPROTOCOL = "openai-insecure-api-key."
 
 
 def identify(headers: CIMultiDictProxy[str], ring: Keyring) -> ApiKey:
     """Return the first key of *ring* that stands in *headers*. Raises :class:`InvalidApiKey`."""
     texts = [headers.get(name, "") for name in _PLAIN_HEADERS]
+    if _SUBPROTOCOLS in headers:
+        texts += _subprotocol_keys(headers)
     scheme, _, token = headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         texts.insert(0, token)
@@ -217,6 +222,13 @@ def identify(headers: CIMultiDictProxy[str], ring: Keyring) -> ApiKey:
         "You didn't provide an API key. Send it in the header Authorization, as 'Bearer KEY', or in api-key or "
         "x-api-key."
     )
+
+
+def _subprotocol_keys(headers: CIMultiDictProxy[str]) -> list[str]:
+    """Return the keys among the subprotocols that *headers* offer."""
+    offered = ",".join(headers.getall(_SUBPROTOCOLS)).split(",")
+    names = [name.strip() for name in offered]
+    return [name.removeprefix(_KEY_SUBPROTOCOL) for name in names if name.startswith(_KEY_SUBPROTOCOL)]
 
 
 #: The key of a request.

@@ -202,7 +202,7 @@ class _Asked:
         except ServiceError:
             # What cannot be read is reported at the end.
             return
-        sure = _agreed(self._before, text)
+        sure = agreed(self._before, text)
         self._before = text
         if len(sure) > len(self._sure) and sure.startswith(self._sure):
             self._sure = sure
@@ -234,7 +234,7 @@ def _show_text(show: _Show, adapter: Adapter, job: TranscriptionJob, responses: 
     show(lambda: str(adapter.decode(job, responses).text))
 
 
-def _agreed(before: str, text: str) -> str:
+def agreed(before: str, text: str) -> str:
     """Return what two successive answers of a model that revises its text both begin with, up to the end of a word."""
     end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False)))
     while end and any(_IN_WORD.match(each, end) and _IN_WORD.match(each, end - 1) for each in (before, text)):

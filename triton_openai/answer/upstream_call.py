@@ -31,7 +31,7 @@ from triton_openai.triton.client import (
 from triton_openai.triton.leasing import Attempts, lost_error
 from triton_openai.triton.member import Lease
 from triton_openai.triton.route import Route
-from triton_openai.triton.sequence import SequenceAnswers
+from triton_openai.triton.sequence import LiveSequence, Parts, SequenceAnswers, WholeSequence
 from triton_openai.triton.status import failed_midway_error, no_answer_error
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
@@ -64,6 +64,14 @@ class UpstreamClient(msgspec.Struct, frozen=True):
         if self.priority:
             request = replace(request, priority=self.priority)
         return await _CollectedCall(self, request, on_responses).result()
+
+    async def ask_live(
+        self, sequence: LiveSequence, on_responses: OnResponses | None = None
+    ) -> Sequence[InferResponse]:
+        """Return all responses to a *sequence* that is still being made, once it has ended. See :meth:`ask`."""
+        first = await sequence.get(0)
+        assert first is not None, "a sequence has a part"
+        return await _CollectedCall(self, first, on_responses, sequence).result()
 
 
 class CallProgress(msgspec.Struct, eq=False):
@@ -145,6 +153,12 @@ class UpstreamCall:
         """Return the request that stops the work, for a backend that does not notice a cancellation."""
         return None
 
+    def _parts(self, request: InferRequest) -> Parts | None:
+        """Return the parts of the sequence that *request* begins, if it does."""
+        if request.following:
+            return WholeSequence([request, *request.following])
+        return None
+
     # The lease and the stream
 
     def _send(self, receiver: Receiver | None = None) -> None:
@@ -186,8 +200,9 @@ class UpstreamCall:
             progress.sent = monotonic()
         if request.stream:
             return lease.client.stream(request, receiver)
-        if request.following:
-            return SequenceAnswers(lease.client, request, receiver, self._upstream.background)
+        parts = self._parts(request)
+        if parts is not None:
+            return SequenceAnswers(lease.client, request, receiver, self._upstream.background, parts)
         return SingleAnswer(lease.client, request, receiver)
 
     def end(self, error: Exception | None) -> None:
@@ -305,13 +320,20 @@ class UpstreamCall:
 
 
 class _CollectedCall(UpstreamCall):
-    """A call whose responses are returned together."""
+    """A call whose responses are returned together. *live* is the sequence that the request begins, if it does."""
 
     _repeatable = True
 
-    def __init__(self, upstream: UpstreamClient, request: InferRequest, on_responses: OnResponses | None) -> None:
+    def __init__(
+        self,
+        upstream: UpstreamClient,
+        request: InferRequest,
+        on_responses: OnResponses | None,
+        live: LiveSequence | None = None,
+    ) -> None:
         super().__init__(upstream, CallProgress())
         self._request = request
+        self._live = live
         self._collector = ResponseCollector(on_responses, request.max_answer)
 
     async def result(self) -> Sequence[InferResponse]:
@@ -329,8 +351,13 @@ class _CollectedCall(UpstreamCall):
     def _encode(self, lora: Lora | None) -> InferRequest:
         return self._request
 
+    def _parts(self, request: InferRequest) -> Parts | None:
+        return self._live or super()._parts(request)
+
     def receive(self, responses: Sequence[InferResponse]) -> None:
         self.progress.steps += len(responses)
+        if self._live is not None:
+            self._repeatable = self._live.complete
         self._collector.receive(responses)
 
     def _ended(self, error: Exception | None) -> None:

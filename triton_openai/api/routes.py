@@ -38,6 +38,7 @@ from triton_openai.api.messages import batch_body, message_batches
 from triton_openai.api.messages import operations as messages
 from triton_openai.api.messages import types as message_types
 from triton_openai.api.messages.message_events import OVERLOADED, AnthropicEnvelope, status_of, type_of
+from triton_openai.api.realtime import session as realtime
 from triton_openai.api.responses import conversations, retrieve
 from triton_openai.api.responses import create as responses
 from triton_openai.api.responses import objects as response_types
@@ -425,6 +426,10 @@ _AGAIN: Query = {
 }
 _OLDEST_FIRST = {**_PAGE, "order": (_PAGE["order"][0], {"enum": ["asc", "desc"], "default": "asc"})}
 _CHATS = {**_OLDEST_FIRST, "model": ("The model that answered.", _STRING)}
+_REALTIME: Query = {
+    "intent": ("What the session is for.", {"enum": ["transcription"]}),
+    "model": ("The model that transcribes, until the session names another one.", _STRING),
+}
 _VOICES_OF: Query = {"model": ("The model whose voices are wanted; all without it.", _STRING)}
 _ENDPOINT: Query = {"endpoint": ("The Triton that is meant; all of them without it.", _STRING)}
 _FILE_PAGE = {
@@ -531,6 +536,8 @@ OPERATIONS = (
               transcriptions.TranscriptionRequest, transcriptions.TranscriptObject,
               event=transcriptions.TranscriptEvent, text=True, jobs=(TranscriptionJob,), label="transcription",
               reads=BodyKind.FORM),
+    Operation(realtime.refuse_get, _openai("GET /realtime"), "connect_realtime", "inference",
+              session=realtime.RealtimeSession, query=_REALTIME, errors=(errors.InvalidRequest,)),
     Operation(transcriptions.translate, _deployed("POST /audio/translations"), "create_translation", "inference",
               transcriptions.TranslationRequest, transcriptions.TranscriptObject, text=True, jobs=(TranslationJob,),
               label="translation", reads=BodyKind.FORM),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -109,6 +110,8 @@ class Service:
     batches: BatchRunner | None = None
     #: Bytes of media in memory: files that are uploaded, and what is decoded of them and of chats.
     media: ByteBudget = field(default_factory=ByteBudget)
+    #: The open realtime sessions, by the names of their keys.
+    realtime_sessions: Counter[str] = field(default_factory=Counter)
 
     async def find_model(self, name: str, key: ApiKey) -> ServedModel:
         """

@@ -34,8 +34,29 @@ def data_event(data: bytes) -> bytes:
     return _FIELD + data + _END
 
 
+class Framing(msgspec.Struct, frozen=True):
+    """What stands before and after the JSON of an event that has a name."""
+
+    before: bytes
+    after: bytes
+
+    def begin(self, name: str) -> bytes:
+        """Return what stands before the JSON of the event *name*."""
+        return self.before.replace(b"NAME", name.encode())
+
+    def event(self, name: str, data: bytes) -> bytes:
+        """Return the event *name* with the JSON *data*."""
+        return b"".join((self.begin(name), data, self.after))
+
+
+#: Events for HTTP.
+SERVER_SENT = Framing(b"event: NAME\ndata: ", _END)
+#: Events for a WebSocket: lines of JSON, each of which becomes a frame. JSON has no line feed in it.
+JSON_LINES = Framing(b"", b"\n")
+
+
 def event(name: str, data: bytes) -> bytes:
-    """Return an event with a *name*, and the JSON *data*."""
+    """Return a server-sent event with a *name*, and the JSON *data*."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 

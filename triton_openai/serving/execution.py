@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
 
 import structlog
 
 from triton_openai.access.rate_limits import Reservation, tokens_charged
+from triton_openai.answer.fan_out import timeout_error
+from triton_openai.answer.run import Run
 from triton_openai.draining import Draining
 from triton_openai.errors import ServiceError
 from triton_openai.telemetry.logging import LOG_FIELDS, warn
@@ -32,6 +34,68 @@ def stream_error(record: RequestRecord, error: Exception) -> ServiceError:
     # A bug, or an error of a third party's parser. The answer has begun, so the error is an event in it.
     _log.exception("stream failed", **fields, exc_info=error)
     return ServiceError()
+
+
+class StreamSender(Protocol):
+    """Sends one stream to a client."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the answer has begun, so that an error can only be an event."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last event, the end or an error, was sent."""
+        ...
+
+    async def run(self) -> None:
+        """Send the stream up to its end. Raises its error, and ``ConnectionError`` if the client has left."""
+        ...
+
+    async def fail(self, error: ServiceError) -> None:
+        """Send *error* as the last event. Raises ``ConnectionError`` if the client has left."""
+        ...
+
+
+async def send_stream(
+    sender: StreamSender, record: RequestRecord, draining: Draining, *, timeout: float | None, runs: Sequence[Run] = ()
+) -> None:
+    """
+    Run *sender*, whose answer is of *runs* if there are any, within *timeout* seconds.
+
+    The error of an answer that has begun becomes its last event. Raises any other one, but none for a client that has
+    left.
+    """
+    try:
+        async with asyncio.timeout(timeout):
+            await sender.run()
+    except ConnectionError:
+        # A client that disconnects after the last event has read its answer.
+        record.client_left = not sender.complete
+    except asyncio.CancelledError:
+        reason = draining.reason()
+        if not sender.complete:
+            if reason is None or not sender.begun:
+                raise
+            await _fail_stream(sender, record, reason)
+    except Exception as error:  # noqa: BLE001 - what has begun ends with an event; the rest is raised
+        failure: Exception = error
+        if isinstance(error, TimeoutError):
+            failure = timeout_error(timeout, runs)
+        if not sender.begun:
+            raise failure from None
+        await _fail_stream(sender, record, stream_error(record, failure))
+
+
+async def _fail_stream(sender: StreamSender, record: RequestRecord, error: ServiceError) -> None:
+    record.error = error
+    try:
+        await sender.fail(error)
+    except (asyncio.CancelledError, ConnectionError):
+        # Some clients disconnect as soon as they have read the last event.
+        if not sender.complete:
+            raise
 
 
 class Executor:

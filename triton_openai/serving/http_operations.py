@@ -93,9 +93,7 @@ class HttpOperations:
             if check is not None:
                 check(service, key)
             if open_session is not None and is_upgrade(request):
-                return await serve_websocket(
-                    request, partial(open_session, service), settings=settings, draining=self._draining
-                )
+                return await serve_websocket(request, partial(open_session, service), draining=self._draining)
             body = None
             if kind is BodyKind.JSON or (kind is BodyKind.OPTIONAL_JSON and request.can_read_body):
                 if request.headers.get("Content-Type") != "application/json":

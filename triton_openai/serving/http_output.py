@@ -14,7 +14,7 @@ from time import monotonic
 
 from aiohttp import HttpVersion11, web
 
-from triton_openai.answer.fan_out import RunGroup, timeout_error
+from triton_openai.answer.fan_out import RunGroup
 from triton_openai.answer.run import Run
 from triton_openai.draining import Draining
 from triton_openai.errors import ServiceError
@@ -22,7 +22,7 @@ from triton_openai.generation import Delta
 from triton_openai.json_lines import escape_line_breaks
 from triton_openai.operations import STREAMED, Renderer, Streamed
 from triton_openai.serving.connections import WholeResponse
-from triton_openai.serving.execution import stream_error
+from triton_openai.serving.execution import send_stream
 from triton_openai.tasks import cancel
 from triton_openai.telemetry.request_record import RequestRecord
 
@@ -314,38 +314,10 @@ class HttpOutput:
     async def _send(
         self, sender: EventStream | _PartStream, timeout: float | None, runs: Sequence[Run] = ()
     ) -> Streamed:
-        """Run *sender*, whose answer is of *runs* if there are any."""
-        record = self._record
-        try:
-            async with asyncio.timeout(timeout):
-                await sender.run()
-        except ConnectionError:
-            # A client that disconnects after the last event has read its answer.
-            record.client_left = not sender.complete
-        except asyncio.CancelledError:
-            reason = self._draining.reason()
-            if not sender.complete:
-                if reason is None or not sender.begun:
-                    raise
-                await self._fail(sender, reason)
-        except Exception as error:  # noqa: BLE001 - what has begun ends with an event; the rest is raised
-            failure: Exception = error
-            if isinstance(error, TimeoutError):
-                failure = timeout_error(timeout, runs)
-            if not sender.begun:
-                raise failure from None
-            await self._fail(sender, stream_error(self._record, failure))
+        """Run *sender*, whose answer is of *runs* if there are any, and keep its response."""
+        await send_stream(sender, self._record, self._draining, timeout=timeout, runs=runs)
         self.response = sender.response
         return STREAMED
-
-    async def _fail(self, sender: EventStream | _PartStream, error: ServiceError) -> None:
-        self._record.error = error
-        try:
-            await sender.fail(error)
-        except (asyncio.CancelledError, ConnectionError):
-            # Some clients disconnect as soon as they have read the last event.
-            if not sender.complete:
-                raise
 
 
 class _PartStream:

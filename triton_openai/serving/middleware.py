@@ -21,7 +21,7 @@ from aiohttp.typedefs import Handler, Middleware
 from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.access.browsers import BROWSER_GUARD
 from triton_openai.access.cors import CORS
-from triton_openai.access.keys import COUNTED, KEY, NO_KEY, ROUTE_GROUPS, ApiKey
+from triton_openai.access.keys import COUNTED, KEY, ROUTE_GROUPS
 from triton_openai.access.rate_limits import RESERVATION
 from triton_openai.draining import DRAINING
 from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, ServiceError
@@ -77,27 +77,17 @@ def _middleware(app: web.Application) -> Middleware:
                 guard.check(request)
             response: web.StreamResponse | None = cors.preflight(request)
             if response is None:
-                key = authorizer.authenticate(request.headers, group)
-                request[KEY] = key or NO_KEY
-                authorizer.share(key)
-                if key is not None:
-                    record.key = key.name
-                    record.key_digest = key.digest
-                    if key.limit.any and group in COUNTED and request.method == "POST":
-                        await reserve(key)
+                counted = group in COUNTED and request.method == "POST"
+                entered = await authorizer.enter(request.headers, group, record, counted=counted)
+                request[KEY] = entered.key
+                if entered.reservation is not None:
+                    request[RESERVATION] = entered.reservation
                 try:
                     response = await handler(request)
                 except web.HTTPException as error:
                     raise _service_error(request, error) from None
             record.status = response.status
             return response
-
-        async def reserve(key: ApiKey) -> None:
-            reservation = await authorizer.admit(key)
-            request[RESERVATION] = reservation
-            record.headers = reservation.headers
-            if reservation.refusal is not None:
-                raise reservation.refusal
 
         async def failed(error: ServiceError) -> web.StreamResponse:
             response = _error_response(request, error)

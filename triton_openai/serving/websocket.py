@@ -9,20 +9,31 @@ for a token is short, and compression would hold it back.
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import suppress
+from typing import Literal, TypeAlias
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from triton_openai.config.tree import Settings
+from triton_openai.access.keys import KEY
 from triton_openai.draining import Draining
-from triton_openai.errors import ServiceError
-from triton_openai.operations import OpenSession, Session
+from triton_openai.errors import InvalidRequest, ServiceError
+from triton_openai.operations import Opening, OpenSession, Session
 from triton_openai.telemetry.request_record import RECORD
 
+_Socket: TypeAlias = "web.WebSocketResponse[Literal[False]]"
 # Seconds between pings. A client that does not answer one within half of the time is gone.
 _PING_SECONDS = 30.0
 #: The longest time of one connection, in seconds, as OpenAI has it.
 MAX_SECONDS = 3600.0
+# aiohttp warns about subprotocols that are not served, and one of them may be the client's key.
+logging.getLogger("aiohttp.websocket").setLevel(logging.ERROR)
+
+# What is chosen of the subprotocols that a client offers. A browser closes a connection without a choice. OpenAI's
+# clients in browsers offer this one, and their key as another.
+_PROTOCOLS = ("realtime",)
+# The longest reason of a close frame, in bytes (RFC 6455, 5.5: 125 with the code).
+_MAX_REASON = 123
 # Longest time that a client may take to answer the end of a connection.
 _CLOSE_SECONDS = 2.0
 
@@ -32,60 +43,86 @@ def is_upgrade(request: web.Request) -> bool:
     return request.headers.get("Upgrade", "").lower() == "websocket"
 
 
-async def serve_websocket(
-    request: web.Request, open_session: OpenSession, *, settings: Settings, draining: Draining
-) -> web.StreamResponse:
-    """Return the response to *request* once its WebSocket has ended, whose frames the session gets."""
-    socket = web.WebSocketResponse(
-        timeout=_CLOSE_SECONDS, heartbeat=_PING_SECONDS, max_msg_size=settings.server.max_body_size, compress=False
-    )
-    # aiohttp raises what the middleware answers, if the request is no WebSocket's.
-    await socket.prepare(request)
+async def serve_websocket(request: web.Request, open_session: OpenSession, *, draining: Draining) -> web.StreamResponse:
+    """
+    Return the response to *request* once its WebSocket has ended, whose frames the session gets.
+
+    Raises what refuses the session, before the upgrade.
+    """
+    socket: _Socket | None = None
 
     async def send(frame: bytes) -> None:
+        assert socket is not None, "the connection is open"
         await socket.send_frame(frame, WSMsgType.TEXT)
 
-    session = open_session(request.headers, request[RECORD], send)
+    opening = Opening(request.headers, request.query, request[RECORD], request[KEY])
+    session = open_session(opening, send)
+    try:
+        # Frames are not decoded here, where a large one would hold the event loop.
+        socket = web.WebSocketResponse(
+            timeout=_CLOSE_SECONDS,
+            heartbeat=_PING_SECONDS,
+            max_msg_size=session.max_frame_size,
+            protocols=_PROTOCOLS,
+            compress=False,
+            decode_text=False,
+        )
+        # aiohttp raises what the middleware answers, if the request is no WebSocket's.
+        await socket.prepare(request)
+        await _serve(socket, session, draining)
+    finally:
+        # Nothing is awaited: a client that has ended its connection in order has not left early.
+        session.close()
+    return socket
+
+
+async def _serve(socket: _Socket, session: Session, draining: Draining) -> None:
+    """Give *session* the frames of *socket* until one of them ends."""
     stopping = asyncio.create_task(_stop(session, socket, draining))
     try:
         async with asyncio.timeout(MAX_SECONDS):
+            await session.begin()
             await _read(socket, session)
+    except ConnectionError:
+        # The client has left, and does not read an answer.
+        return
     except TimeoutError:
-        await session.end("websocket_connection_limit_reached", f"A connection ends after {MAX_SECONDS:g} seconds.")
-        await socket.close()
+        message = f"A connection ends after {MAX_SECONDS:g} seconds."
+        await _end(socket, session, InvalidRequest(message, code="websocket_connection_limit_reached"), WSCloseCode.OK)
     except asyncio.CancelledError:
         reason = draining.reason()
         if reason is None:
             raise
         # The time for running requests is over, or the key was removed.
-        await _end(socket, session, reason)
+        code = WSCloseCode.SERVICE_RESTART
+        if reason.status < 500:
+            code = WSCloseCode.POLICY_VIOLATION
+        await _end(socket, session, reason, code)
     finally:
-        # Nothing is awaited: a client that has ended its connection in order has not left early.
         stopping.cancel()
-        session.close()
-    return socket
 
 
-async def _read(socket: web.WebSocketResponse, session: Session) -> None:
+async def _read(socket: _Socket, session: Session) -> None:
     """Give *session* the frames of *socket* until it ends."""
     async for message in socket:
         if message.type is WSMsgType.TEXT:
             await session.receive(message.data)
+            # Many frames that have come together leave others their turns.
+            await asyncio.sleep(0)
         elif message.type is WSMsgType.BINARY:
             await socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"Frames have to be text.")
 
 
-async def _stop(session: Session, socket: web.WebSocketResponse, draining: Draining) -> None:
+async def _stop(session: Session, socket: _Socket, draining: Draining) -> None:
     """Close *socket* when the service stops and *session* has nothing to do."""
     await draining.started.wait()
-    await session.idle()
+    await session.finish()
     await socket.close(code=WSCloseCode.SERVICE_RESTART, message=b"The service is stopping.")
 
 
-async def _end(socket: web.WebSocketResponse, session: Session, reason: ServiceError) -> None:
-    code = WSCloseCode.SERVICE_RESTART
-    if reason.status < 500:
-        code = WSCloseCode.POLICY_VIOLATION
+async def _end(socket: _Socket, session: Session, error: ServiceError, code: WSCloseCode) -> None:
+    """End *session* by *error*, and close *socket*."""
     with suppress(ConnectionError):
-        await session.end(reason.code or "server_error", reason.message)
-    await socket.close(code=code)
+        await session.end(error)
+    reason = error.message.encode()[:_MAX_REASON]
+    await socket.close(code=code, message=reason)

@@ -29,6 +29,7 @@ def read_model_config(config: Any, model: str) -> ModelConfig:
             "steps": [{"input_map": {}, "output_map": {}, **step, "model": step["model_name"]} for step in steps],
             "priority_levels": config.get("dynamic_batching", {}).get("priority_levels", 0),
             "sequences": "sequence_batching" in config,
+            "sequence_idle": _idle_seconds(config.get("sequence_batching", {})),
         }
         # Not strict: protobuf's JSON form writes int64 as text, Triton's own writes numbers.
         read = msgspec.convert(fields, ModelConfig, strict=False)
@@ -37,6 +38,11 @@ def read_model_config(config: Any, model: str) -> ModelConfig:
     if read.name != model:
         raise UpstreamError("Triton sent the configuration of another model.", detail=f"asked for {model!r}")
     return read
+
+
+def _idle_seconds(batching: Mapping[str, Any]) -> float:
+    """Return the seconds after which a sequence is idle. Source: ``ModelSequenceBatching``, whose default is 1 s."""
+    return (int(batching.get("max_sequence_idle_microseconds", 0)) or 1_000_000) / 1_000_000
 
 
 def _specs(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

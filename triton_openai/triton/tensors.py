@@ -90,6 +90,8 @@ class ModelConfig(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     priority_levels: int = 0
     #: Whether requests are parts of sequences, whose state the backend keeps.
     sequences: bool = False
+    #: The seconds without a request after which the backend forgets a sequence.
+    sequence_idle: float = 1.0
     #: The version of Triton ("2.53.0"), empty if unknown.
     server_version: str = ""
 

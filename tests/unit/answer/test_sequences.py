@@ -18,6 +18,7 @@ from triton_openai.triton.client import TritonClient
 from triton_openai.triton.fleet import Fleet
 from triton_openai.triton.route import Route
 from triton_openai.triton.routing import Target
+from triton_openai.triton.sequence import LiveSequence
 from triton_openai.triton.tensors import InferRequest, InferResponse, JsonResponse
 
 FIRST, *REST = (InferRequest(model="m", id=str(number), inputs=()) for number in range(4))
@@ -117,3 +118,58 @@ async def test_a_sequence_goes_on_at_no_other_triton() -> None:
     await upstream.background.close()
     assert [["0", "1", "2", "3"], ["0", "1", "2", "3"]] == [triton.got for triton in tritons]
     assert [1, 2, 1, 2, 3, 4] == heard
+
+
+def live(count: int, *, last: bool = True) -> LiveSequence:
+    """Return a sequence with the first *count* parts, whose early end is called "end"."""
+    sequence = LiveSequence(InferRequest(model="m", id="end", inputs=()))
+    for number in range(count):
+        part = InferRequest(model="m", id=str(number), inputs=())
+        sequence.add(part, last=last and number == count - 1)
+    return sequence
+
+
+async def test_parts_that_are_made_meanwhile() -> None:
+    """Each is sent when it is there, and what adds them can wait until they are answered."""
+    triton = FakeTriton()
+    sequence = live(1, last=False)
+    asking = asyncio.ensure_future(upstream_to(triton).ask_live(sequence))
+    await sequence.wait_until(0)
+    assert ["0"] == triton.got
+    sequence.add(FIRST)
+    sequence.add(REST[0], last=True)
+    assert 2 == sequence.unanswered
+    assert 3 == len(await asking)
+    assert ["0", "0", "1"] == triton.got
+
+
+async def test_a_live_sequence_that_nobody_waits_for() -> None:
+    """It is ended early, also while it waits for a part, and what adds parts does not wait for answers any more."""
+    for held in ("", "1"):
+        triton = FakeTriton(held=held)
+        sequence = live(2, last=False)
+        upstream = upstream_to(triton)
+        asking = asyncio.ensure_future(upstream.ask_live(sequence))
+        await (triton.holds.wait() if held else sequence.wait_until(0))
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        sequence.close()
+        await sequence.wait_until(0)
+        triton.released.set()
+        await upstream.background.close()
+        assert ["0", "1", "end"] == triton.got
+
+
+async def test_a_live_sequence_at_another_triton() -> None:
+    """It begins again there as long as all of its parts are kept, and fails after that."""
+    error = UpstreamUnavailable("gone")
+    tritons = [FakeTriton(failing="2", error=error), FakeTriton()]
+    await upstream_to(*tritons).ask_live(live(4))
+    assert ["0", "1", "2", "3"] == tritons[1].got
+    many = 100
+    tritons = [FakeTriton(failing=str(many - 1), error=error), FakeTriton()]
+    sequence = live(many)
+    with pytest.raises(ServiceError):
+        await upstream_to(*tritons).ask_live(sequence)
+    assert not sequence.complete
+    assert [] == tritons[1].got

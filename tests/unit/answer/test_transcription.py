@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from tests.cases import every_case
-from triton_openai.answer.transcription import _agreed, _Asked
+from triton_openai.answer.transcription import _Asked, agreed
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.jobs import Transcript
 from triton_openai.media.audio import Chunk
@@ -117,4 +117,4 @@ async def test_a_failure_is_raised_behind_what_was_told() -> None:
 )
 def test_agreement(before: str, text: str, expected: str) -> None:
     """It ends with a whole word, except where words have no blanks between them."""
-    assert expected == _agreed(before, text)
+    assert expected == agreed(before, text)

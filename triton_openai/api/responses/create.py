@@ -33,6 +33,7 @@ from triton_openai.api.responses.request_reader import ParsedRequest, read
 from triton_openai.api.responses.response_events import ResponseEvents, response_event, terminal_events
 from triton_openai.api.responses.stored import RecentLane, StoredResponse
 from triton_openai.api.service import RequestContext, Service, begin
+from triton_openai.api.sse import JSON_LINES, SERVER_SENT
 from triton_openai.operations import Call, Reply
 
 # What a response repeats of its request.
@@ -69,7 +70,9 @@ async def respond(service: Service, call: Call[ResponsesRequest], recent: Recent
 
 
 async def prepare(service: Service, call: Call[ResponsesRequest], recent: RecentLane) -> bytes:
-    """Return the events of a response for which the model is not asked: the next one goes on from its input."""
+    """
+    Return the events of a response for which the model is not asked, as lines: the next one goes on from its input.
+    """
     context = await begin(service, call, read_as_chat=True)
     made = _begun(context, recent)
     async with _conversation(context, made) as (asked, _):
@@ -80,7 +83,8 @@ async def prepare(service: Service, call: Call[ResponsesRequest], recent: Recent
     await made.finalize()
     recent.put(made)
     begun = msgspec.structs.replace(made.response, status="in_progress", completed_at=None)
-    return response_event("response.created", 0, response=begun) + terminal_events(made.response, 1)
+    created = response_event("response.created", 0, JSON_LINES, response=begun)
+    return created + terminal_events(made.response, 1, framing=JSON_LINES)
 
 
 def _begun(context: RequestContext[ResponsesRequest], recent: RecentLane | None = None) -> StoredResponse:
@@ -220,6 +224,12 @@ def _events(made: StoredResponse, request: ParsedRequest, prepared: PreparedChat
     names = request.tools.names
     forced = prepared.plan.forced
 
+    if made.recent is None:
+        framing = SERVER_SENT
+    else:
+        # The connection is a WebSocket.
+        framing = JSON_LINES
+
     async def keep() -> None:
         await made.finalize()
         if made.recent is not None:
@@ -234,6 +244,7 @@ def _events(made: StoredResponse, request: ParsedRequest, prepared: PreparedChat
         forced=forced,
         compaction=request.compaction,
         keep=keep,
+        framing=framing,
     )
 
 

@@ -16,7 +16,7 @@ from triton_openai.api.logprobs import ContentLogprob, chat_logprobs
 from triton_openai.api.responses import objects
 from triton_openai.api.responses.item_events import ITEM_KINDS, SUMMARY
 from triton_openai.api.responses.request_reader import ToolName
-from triton_openai.api.sse import EventRenderer, event
+from triton_openai.api.sse import SERVER_SENT, EventRenderer, Framing
 from triton_openai.api.tools import custom_input
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, Overloaded, ServiceError
 from triton_openai.generation import Delta, FinishReason
@@ -59,6 +59,7 @@ class ResponseEvents(EventRenderer):
     compaction: objects.OutputCompaction | None = None
     #: Keeps the response before its last event is sent.
     keep: Callable[[], Awaitable[None]] | None = None
+    framing: Framing = SERVER_SENT
 
     def __post_init__(self) -> None:
         self._output: list[objects.OutputItem] = []
@@ -124,7 +125,7 @@ class ResponseEvents(EventRenderer):
         if self._queued and not self._opened:
             status = "queued"
         begun = msgspec.structs.replace(self.response, status=status, error=None, output=())
-        return response_event(name, number, response=begun)
+        return response_event(name, number, self.framing, response=begun)
 
     def piece(self, choice: int, delta: Delta) -> bytes:
         if self.parser.plain and type(self._item) is objects.OutputMessage and not delta.logprobs:
@@ -165,7 +166,7 @@ class ResponseEvents(EventRenderer):
         param = None
         if error is not None:
             param = error.param
-        return events + terminal_events(self.response, self._next, param)
+        return events + terminal_events(self.response, self._next, param, framing=self.framing)
 
     def concluded(self, error: ServiceError | None) -> bytes:
         """Set how the response ended, by *error* if there is one; return the events before the last ones."""
@@ -198,7 +199,7 @@ class ResponseEvents(EventRenderer):
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._next += 1
-        return response_event(kind, self._next - 1, **fields)
+        return response_event(kind, self._next - 1, self.framing, **fields)
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
         """Return an event about the open item."""
@@ -277,17 +278,16 @@ class ResponseEvents(EventRenderer):
             content = b'"%b":0,' % names.index_field.encode()
         # All events for pieces of its text are alike.
         delta = f"response.{names.text}.delta"
-        marked = event(delta, b'{"type":"%b","sequence_number":' % delta.encode())
         # A custom tool's text is sent whole.
         if kind is objects.OutputCustomCall:
             self._head = b""
         else:
-            self._head = marked.rstrip(b"\n")
+            self._head = self.framing.begin(delta) + b'{"type":"%b","sequence_number":' % delta.encode()
         self._middle = b',"item_id":"%b","output_index":%d,%b"delta":' % (item.id.encode(), index, content)
         if kind is objects.OutputMessage:
-            self._tail = b',"logprobs":[]}\n\n'
+            self._tail = b',"logprobs":[]}' + self.framing.after
         else:
-            self._tail = b"}\n\n"
+            self._tail = b"}" + self.framing.after
         return rendered
 
     def _close(self, status: objects.ItemStatus) -> bytes:
@@ -345,7 +345,9 @@ def _failure(error: ServiceError) -> objects.ResponseFailure:
     return objects.ResponseFailure(unknown, error.message)
 
 
-def terminal_events(response: objects.ResponseObject, number: int, param: str | None = None) -> bytes:
+def terminal_events(
+    response: objects.ResponseObject, number: int, param: str | None = None, *, framing: Framing = SERVER_SENT
+) -> bytes:
     """
     Return what every stream of *response* ends with, from event *number* on; *param* is what a failure blames.
 
@@ -355,11 +357,11 @@ def terminal_events(response: objects.ResponseObject, number: int, param: str | 
     failure = response.error
     if failure is not None:
         # Some clients read only the one, some only the other.
-        rendered = response_event("error", number, code=failure.code, message=failure.message, param=param)
+        rendered = response_event("error", number, framing, code=failure.code, message=failure.message, param=param)
         number += 1
-    return rendered + response_event(f"response.{response.status}", number, response=response)
+    return rendered + response_event(f"response.{response.status}", number, framing, response=response)
 
 
-def response_event(kind: str, number: int, **fields: Any) -> bytes:
+def response_event(kind: str, number: int, framing: Framing = SERVER_SENT, **fields: Any) -> bytes:
     """Return the event of *kind* with the sequence number *number*."""
-    return event(kind, _encode(objects.ResponseEvent(type=kind, sequence_number=number, **fields)))
+    return framing.event(kind, _encode(objects.ResponseEvent(type=kind, sequence_number=number, **fields)))

@@ -9,37 +9,32 @@ each lane stays in memory, and the next can go on from it, also with ``store: fa
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 from time import monotonic
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-import structlog
 from msgspec import Meta
-from multidict import CIMultiDictProxy
 
 from triton_openai import errors, offload
-from triton_openai.access.keys import NO_KEY
-from triton_openai.access.rate_limits import Reservation
-from triton_openai.answer.fan_out import RunGroup, timeout_error
+from triton_openai.access.authorizer import Entered
+from triton_openai.answer.fan_out import RunGroup
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import decode_json, encode
 from triton_openai.api.responses.create import prepare, respond
 from triton_openai.api.responses.objects import ResponsesRequest
 from triton_openai.api.responses.stored import RecentResponses
 from triton_openai.api.service import Service
-from triton_openai.api.sse import event_data
 from triton_openai.draining import Draining
 from triton_openai.generation import Delta
-from triton_openai.operations import STREAMED, Call, NoStream, Renderer, Send, Streamed
-from triton_openai.serving.execution import stream_error
-from triton_openai.tasks import cancel
-from triton_openai.telemetry.request_record import RequestRecord, request_id
+from triton_openai.operations import STREAMED, Call, NoStream, Opening, Renderer, Send, Streamed
+from triton_openai.serving.execution import send_stream
+from triton_openai.serving.session import CallSession
+from triton_openai.telemetry.request_record import RequestRecord
 
-_log = structlog.get_logger(__name__)
 # Bytes of events that wait for a slow client, above which its runs pause.
 _HIGH_WATER = 64 * 1024
 # Requests of one lane that wait for those before them.
@@ -56,7 +51,7 @@ class CreateEvent(ResponsesRequest, kw_only=True):
 
 
 class _Head(msgspec.Struct):
-    """What decides where a frame goes, before the whole of it is read."""
+    """What the answer to a frame has that cannot be read as a request."""
 
     stream_id: str | None = None
 
@@ -65,172 +60,166 @@ class _Head(msgspec.Struct):
 _HEAD = msgspec.json.Decoder(_Head)
 
 
+class _Frame(msgspec.Struct):
+    """A frame of the client: a request, or the error that it could not be read for."""
+
+    record: RequestRecord
+    stream_id: str | None
+    size: int
+    request: CreateEvent | None = None
+    error: errors.ServiceError | None = None
+
+
 class _Lane:
     """The requests of one lane: the one that runs, and those that wait for it."""
 
     def __init__(self) -> None:
-        self.task: asyncio.Task[None] | None = None
-        self.waiting: deque[bytes] = deque()
+        self.running = False
+        self.waiting: deque[_Frame] = deque()
 
 
-class ResponsesSession:
-    """
-    The responses of one connection, which was opened with *headers*; *opened* is the record of that request.
+class ResponsesSession(CallSession):
+    """The responses of one connection."""
 
-    *send* sends a frame.
-    """
-
-    def __init__(self, service: Service, headers: CIMultiDictProxy[str], opened: RequestRecord, send: Send) -> None:
+    def __init__(self, service: Service, opening: Opening, send: Send) -> None:
+        super().__init__(service.executor, service.authorizer, opening, send)
+        self.max_frame_size = service.settings.server.max_body_size
         self._service = service
-        self._headers = headers
-        self._opened = opened
-        self._send = send
         operation = next(row for row in service.operations if row.name == "create_response")
         self._operation = msgspec.structs.replace(operation, request=CreateEvent)
-        self._recent = RecentResponses(service.settings.responses.max_lanes)
+        self._recent = RecentResponses(lambda: service.settings.responses.max_lanes)
         # By stream_id: those that run.
         self._lanes: dict[str | None, _Lane] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
 
-    async def receive(self, frame: str) -> None:
-        body = frame.encode(errors="surrogatepass")
-        stream_id = await self._stream_id(body)
-        lane = self._lanes.get(stream_id)
-        max_lanes = self._service.settings.responses.max_lanes
-        if self._service.executor.draining.begun:
-            stopping = errors.UpstreamUnavailable("The service is stopping.", code="service_stopping")
-            await self._refuse(stream_id, stopping)
-        elif lane is None and len(self._lanes) >= max_lanes:
-            message = f"At most {max_lanes} streams of a connection run at once (responses.max_lanes)."
-            await self._refuse(stream_id, errors.Overloaded(message, code="websocket_stream_limit_reached"))
-        elif lane is not None and len(lane.waiting) >= _MAX_WAITING:
-            message = f"At most {_MAX_WAITING} requests of one stream can wait."
-            await self._refuse(stream_id, errors.Overloaded(message, code="websocket_queue_limit_reached"))
-        else:
-            if lane is None:
-                lane = self._lanes[stream_id] = _Lane()
-                self._idle.clear()
-            lane.waiting.append(body)
-            if lane.task is None:
-                self._begin_next(stream_id, lane)
+    async def begin(self) -> None:
+        """Do nothing: the client asks first."""
 
-    async def _stream_id(self, body: bytes) -> str | None:
-        """Return the lane of a frame. One that cannot be read has the lane without a name, where it is refused."""
+    async def receive(self, frame: bytes) -> None:
+        read = await self._read(frame)
         try:
-            head: _Head = await offload.run(_HEAD.decode, body, cost=offload.json_cost(len(body)))
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            return None
-        if head.stream_id is None or len(head.stream_id) > 256:
-            return None
-        return head.stream_id
+            self._check_room(read)
+        except errors.ServiceError as error:
+            await self._refuse(read.stream_id, error)
+            return
+        lane = self._lanes.setdefault(read.stream_id, _Lane())
+        lane.waiting.append(read)
+        if not lane.running:
+            self._begin_next(read.stream_id, lane)
+
+    async def _read(self, body: bytes) -> _Frame:
+        """Return what is in a frame. One whose lane cannot be read has the lane without a name."""
+        record = self.new_record()
+        read = _Frame(record, None, len(body))
+        try:
+            read.request = await decode_json(body, self._operation, record, self._service.settings)
+            read.stream_id = read.request.stream_id
+        except errors.ServiceError as error:
+            read.error = error
+            read.stream_id = await _stream_id(body)
+        return read
+
+    def _check_room(self, read: _Frame) -> None:
+        """Raise :class:`ServiceError` unless there is room for another request."""
+        settings = self._service.settings
+        max_lanes = settings.responses.max_lanes
+        max_size = settings.server.max_body_size
+        lane = self._lanes.get(read.stream_id)
+        self.check_stopping()
+        if lane is None and len(self._lanes) >= max_lanes:
+            message = f"At most {max_lanes} streams of a connection run at once (responses.max_lanes)."
+            raise errors.Overloaded(message, code="websocket_stream_limit_reached")
+        if lane is None:
+            return
+        if len(lane.waiting) >= _MAX_WAITING:
+            message = f"At most {_MAX_WAITING} requests of one stream can wait."
+            raise errors.Overloaded(message, code="websocket_queue_limit_reached")
+        waiting = sum(frame.size for each in self._lanes.values() for frame in each.waiting)
+        if waiting + read.size > max_size:
+            message = f"The requests of a connection that wait have more than {max_size} bytes (server.max_body_size)."
+            raise errors.Overloaded(message, code="websocket_queue_limit_reached")
 
     def _begin_next(self, stream_id: str | None, lane: _Lane) -> None:
         """Begin the next request of *lane*, or forget the lane."""
-        if not lane.waiting:
+        lane.running = bool(lane.waiting) and not self.ended
+        if not lane.running:
             del self._lanes[stream_id]
-            if not self._lanes:
-                self._idle.set()
             return
-        lane.task = asyncio.create_task(self._answer(stream_id, lane.waiting.popleft()))
+        self.start(self._answer(lane.waiting.popleft()), then=lambda _: self._begin_next(stream_id, lane))
 
-        def ended(task: asyncio.Task[None]) -> None:
-            lane.task = None
-            if task.cancelled() or task.exception() is not None:
-                # The client has left.
-                lane.waiting.clear()
-            self._begin_next(stream_id, lane)
+    async def _answer(self, frame: _Frame) -> None:
+        """Answer the request in *frame*."""
+        record = frame.record
+        record.began = time.monotonic()
 
-        lane.task.add_done_callback(ended)
-
-    async def _answer(self, stream_id: str | None, body: bytes) -> None:
-        """Answer the request in *body*."""
-        service = self._service
-        record = RequestRecord(
-            request_id=request_id({}), method="POST", path=self._opened.path, client=self._opened.client
-        )
-        reservation: Reservation | None = None
-
-        async def work() -> None:
-            nonlocal reservation
-            service.executor.draining.check()
-            key = service.authorizer.authenticate(self._headers, self._operation.group)
-            service.authorizer.share(key)
-            if key is not None:
-                record.key = key.name
-                record.key_digest = key.digest
-                if key.limit.any:
-                    reservation = await service.authorizer.admit(key)
-                    if reservation.refusal is not None:
-                        raise reservation.refusal
-            request = await decode_json(body, self._operation, record, service.settings)
-            if request.background:
-                raise errors.UnsupportedParameter(
-                    "Responses over a WebSocket are not made in the background: use POST.", param="background"
-                )
-            request.stream = True
-            output = _FrameOutput(
-                self._sender(stream_id), record, service.executor.draining, service.settings.server.heartbeat_interval
-            )
-            call = Call(
-                self._operation,
-                request,
-                key or NO_KEY,
-                record,
-                output,
-                headers=self._headers,
-                reservation=reservation,
-            )
-            recent = self._recent.lane(stream_id)
-            if request.generate is False:
-                events = await prepare(service, call, recent)
-                await output.send(events)
-            else:
-                await respond(service, call, recent)
-            record.status = 200
+        async def work(entered: Entered) -> None:
+            await self._respond(frame, entered)
 
         async def failed(error: errors.ServiceError) -> None:
-            record.status = error.status
-            self._recent.drop(stream_id)
-            await self._refuse(stream_id, error)
+            self._recent.drop(frame.stream_id)
+            await self._refuse(frame.stream_id, error)
 
-        await service.executor.run(record, work, failed=failed, reservation=lambda: reservation)
+        await self.run_call(record, self._operation.group, work, failed)
+        # Nobody reads a further answer.
+        self.ended = self.ended or record.client_left
+
+    async def _respond(self, frame: _Frame, entered: Entered) -> None:
+        """Send the response to *frame*. Raises :class:`ServiceError`."""
+        if frame.error is not None:
+            raise frame.error
+        request = frame.request
+        assert request is not None, "a frame has a request or an error"
+        if request.background:
+            raise errors.UnsupportedParameter(
+                "Responses over a WebSocket are not made in the background: use POST.", param="background"
+            )
+        request.stream = True
+        service = self._service
+        heartbeat = service.settings.server.heartbeat_interval
+        sender = self._sender(frame.stream_id)
+        output = _FrameOutput(sender, frame.record, service.executor.draining, heartbeat)
+        call: Call[Any] = Call(
+            self._operation,
+            request,
+            entered.key,
+            frame.record,
+            output,
+            headers=self.opening.headers,
+            reservation=entered.reservation,
+        )
+        recent = self._recent.lane(frame.stream_id)
+        if request.generate is False:
+            await output.send(await prepare(service, call, recent))
+        else:
+            await respond(service, call, recent)
+
+    def error_frame(self, error: errors.ServiceError) -> bytes:
+        return b'{"type":"error","status":%d,' % error.status + error.envelope()[1:]
 
     async def _refuse(self, stream_id: str | None, error: errors.ServiceError) -> None:
         """Send *error* as the answer to a request."""
-        frame = b'{"type":"error","status":%d,' % error.status + error.envelope()[1:]
-        await self._sender(stream_id)(frame)
+        await self._sender(stream_id)(self.error_frame(error))
 
     def _sender(self, stream_id: str | None) -> Send:
         """Return what sends an event with its *stream_id*."""
         if stream_id is None:
-            return self._send
+            return self.send
         tail = b',"stream_id":' + encode(stream_id) + b"}"
 
         async def send(frame: bytes) -> None:
-            await self._send(frame[:-1] + tail)
+            await self.send(frame[:-1] + tail)
 
         return send
 
-    async def idle(self) -> None:
-        await self._idle.wait()
 
-    async def end(self, code: str, message: str) -> None:
-        await cancel(*self._drop_waiting())
-        await self._refuse(None, errors.InvalidRequest(message, code=code))
-
-    def close(self) -> None:
-        for task in self._drop_waiting():
-            task.cancel()
-
-    def _drop_waiting(self) -> Sequence[asyncio.Task[None]]:
-        """Forget the requests that wait, and return the tasks of those that run."""
-        running = []
-        for lane in self._lanes.values():
-            lane.waiting.clear()
-            if lane.task is not None:
-                running.append(lane.task)
-        return running
+async def _stream_id(body: bytes) -> str | None:
+    """Return the lane of a frame that is no request, if it can be read."""
+    try:
+        head: _Head = await offload.run(_HEAD.decode, body, cost=offload.json_cost(len(body)))
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+    if head.stream_id is None or len(head.stream_id) > 256:
+        return None
+    return head.stream_id
 
 
 class _FrameOutput(NoStream):
@@ -243,32 +232,13 @@ class _FrameOutput(NoStream):
         self._heartbeat = heartbeat
 
     async def send(self, events: bytes) -> None:
-        """Send whole *events*."""
-        for data in event_data(events):
-            if data:
-                await self._send(data)
+        """Send whole *events*, which are lines of JSON."""
+        for event in events.splitlines():
+            await self._send(event)
 
     async def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> Streamed:
         stream = _FrameStream(runs, renderer, self.send, self._heartbeat)
-        try:
-            async with asyncio.timeout(timeout):
-                await stream.run()
-        except ConnectionError:
-            raise
-        except asyncio.CancelledError:
-            reason = self._draining.reason()
-            if reason is None or not stream.begun:
-                raise
-            self._record.error = reason
-            await stream.fail(reason)
-        except Exception as error:  # noqa: BLE001 - what has begun ends with an event; the rest is raised
-            failure = error
-            if isinstance(error, TimeoutError):
-                failure = timeout_error(timeout, runs)
-            if not stream.begun:
-                raise failure from None
-            self._record.error = stream_error(self._record, failure)
-            await stream.fail(self._record.error)
+        await send_stream(stream, self._record, self._draining, timeout=timeout, runs=runs)
         return STREAMED
 
 
@@ -280,8 +250,8 @@ class _FrameStream:
     """
 
     def __init__(self, runs: Sequence[Run], renderer: Renderer, send: Send, heartbeat: float) -> None:
-        #: Whether an event was sent, so that an error can only be an event.
         self.begun = False
+        self.complete = False
         self._renderer = renderer
         self._send = send
         self._heartbeat = heartbeat
@@ -326,10 +296,12 @@ class _FrameStream:
                     events += await self._renderer.ended(None)
                 if events:
                     await self._write(events)
+        self.complete = True
 
     async def fail(self, error: errors.ServiceError) -> None:
         """Send *error* as the last event."""
         await self._write(self._take() + await self._renderer.ended(error))
+        self.complete = True
 
     def _take(self) -> bytes:
         """Return the events that wait."""

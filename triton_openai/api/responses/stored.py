@@ -18,7 +18,7 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -50,10 +50,11 @@ class RecentResponses:
     """
     The last response of each lane of one connection, with all that it goes on from, in memory.
 
-    The next response can go on from it, also if it is not stored. Only the last *max_lanes* lanes have one.
+    The next response can go on from it, also if it is not stored. Only the last lanes have one: as many as *max_lanes*
+    returns, which may change.
     """
 
-    def __init__(self, max_lanes: int) -> None:
+    def __init__(self, max_lanes: Callable[[], int]) -> None:
         self._max_lanes = max_lanes
         self._by_lane: dict[str | None, tuple[str, Sequence[bytes]]] = {}
 
@@ -79,7 +80,7 @@ class RecentResponses:
         if others + sum(map(len, items)) > _RECENT_SIZE:
             return
         self._by_lane[stream_id] = (response_id, items)
-        if len(self._by_lane) > self._max_lanes:
+        while len(self._by_lane) > self._max_lanes():
             del self._by_lane[next(iter(self._by_lane))]
 
 

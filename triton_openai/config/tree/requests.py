@@ -68,3 +68,7 @@ class AudioLimits(SettingsGroup, frozen=True):
     parallel_chunks: Annotated[
         Count, Meta(le=64), file_only("Most chunks of one recording that Triton has at the same time.")
     ] = 4
+    max_sessions: Annotated[
+        Count,
+        file_only("Most realtime sessions at the same time, divided among the workers; keys share them."),
+    ] = 128

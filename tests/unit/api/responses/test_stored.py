@@ -23,7 +23,7 @@ from tests.unit.prompts.test_template_support import save
 from triton_openai.api.responses.conversations import ConversationObject, claimed
 from triton_openai.api.responses.items import InputResolver
 from triton_openai.api.responses.objects import INTERRUPTED, OutputMessage, OutputText, ResponseObject
-from triton_openai.api.responses.stored import ResponseStore, StoredResponse
+from triton_openai.api.responses.stored import RecentResponses, ResponseStore, StoredResponse
 from triton_openai.app import SERVICE
 from triton_openai.config.tree import (
     ModelDefaults,
@@ -446,3 +446,15 @@ async def send(proxy: Proxy, method: str, path: str, body: Any) -> Answer:
         async with proxy.client.delete(path) as response:
             return Answer(response.status, response.headers.copy(), await response.read())
     return await (proxy.get(path) if body is None else proxy.post(path, body))
+
+
+def test_the_lanes_of_a_connection_follow_the_settings() -> None:
+    """The limit holds from the next response on: a smaller one drops the oldest."""
+    max_lanes = 3
+    recent = RecentResponses(lambda: max_lanes)
+    for number in range(3):
+        recent.put(f"lane-{number}", f"resp_{number}", [b"{}"])
+    assert recent.find("resp_0") is not None
+    max_lanes = 2
+    recent.put("lane-2", "resp_3", [b"{}"])
+    assert [False, True, True] == [recent.find(f"resp_{number}") is not None for number in (0, 1, 3)]
