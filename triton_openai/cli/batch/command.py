@@ -18,7 +18,7 @@ from triton_openai.cli.batch.answers import ResultFile, RunFiles, State, errors_
 from triton_openai.cli.batch.arguments import BatchOptions, parse
 from triton_openai.cli.batch.client import Client, RequestFailure, persistent, shown_url
 from triton_openai.cli.batch.live import LiveRun
-from triton_openai.cli.batch.progress import duration, progress_for, short
+from triton_openai.cli.batch.progress import duration, lines_text, progress_for, short
 from triton_openai.cli.batch.prompts import Prompts
 from triton_openai.cli.batch.remote import BatchFailed, RemoteRun, batches, problems_of
 from triton_openai.cli.batch.results import RunCounts, read_result
@@ -41,14 +41,22 @@ def run(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     try:
         return asyncio.run(_interruptible(options))
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+async def execute(options: BatchOptions) -> int:
+    """Run the command with these *options*, and return its exit status. Raises :class:`ConfigurationError`."""
+    try:
+        return await _ACTIONS[options.action](options)
     except RequestFailure as failure:
-        print(f"triton-openai: {failure.message}", file=sys.stderr)
+        _say(f"triton-openai: {failure.message}")
         return 1
 
 
 async def _interruptible(options: BatchOptions) -> int:
     """Run the command until it ends, or until a signal ends it."""
-    task = asyncio.ensure_future(_ACTIONS[options.action](options))
+    task = asyncio.ensure_future(execute(options))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)
