@@ -20,7 +20,7 @@ from triton_openai.api.paging import Page, fetch_page, page_query
 from triton_openai.api.responses.objects import Deleted
 from triton_openai.api.service import Service
 from triton_openai.batches.file_folder import UPLOAD_LEASE_SECONDS, UPLOAD_RENEWAL_SECONDS, Files, Writing
-from triton_openai.errors import ServiceError
+from triton_openai.errors import ServiceError, StoreUnavailable
 from triton_openai.operations import Call, Form, FormPart, LocalFile, RemoteFile, Reply
 from triton_openai.storage.batch_records import StoredFile
 
@@ -292,6 +292,22 @@ async def file_reply(
             raise _gone(file) from error
 
     return RemoteFile(file.id, file.bytes, read, media_type, headers)
+
+
+async def read_file(service: Service, file: StoredFile) -> bytes:
+    """Return the contents of *file*, which is small enough. Raises :class:`ServiceError`."""
+    files = files_of(service)
+    content = bytearray()
+    try:
+        while len(content) < file.bytes:
+            content += await files.read_piece(file.id, len(content), file.bytes)
+    except FileNotFoundError as error:
+        raise _gone(file) from error
+    except StoreUnavailable as error:
+        if await files.has(file.id):
+            raise
+        raise _gone(file) from error
+    return bytes(content)
 
 
 def _gone(file: StoredFile) -> errors.ObjectNotFound:

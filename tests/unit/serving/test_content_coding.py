@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -50,16 +50,20 @@ def test_a_body_comes_out_in_pieces() -> None:
             assert BODY == content, (coding, step, max_size)
 
 
+def _decode(coding: str, pieces: Sequence[bytes]) -> None:
+    decoder = decoder_for(coding)
+    for piece in pieces:
+        decoder.decode(piece, 1000)
+    decoder.close()
+
+
 def test_what_is_no_such_body() -> None:
     """A body that is cut, damaged, or followed by something is refused, also where that comes later."""
     for coding, pack in packers().items():
         packed = pack(b"a body")
         for pieces in ([packed[:-1]], [packed + b"x"], [packed, b"x"], [packed, packed], [b"a body"], []):
-            decoder = decoder_for(coding)
             with pytest.raises(InvalidRequest) as refused:
-                for piece in pieces:
-                    decoder.decode(piece, 1000)
-                decoder.close()
+                _decode(coding, pieces)
             assert (400, "invalid_encoding") == (refused.value.status, refused.value.code), (coding, pieces)
 
 
