@@ -219,10 +219,13 @@ def endpoints(operations: Iterable[Operation]) -> Mapping[str, Operation]:
             by_path[operation.path] = msgspec.structs.replace(
                 operation, request=operation.line_request, function=operation.line_function, reads=None
             )
-        elif operation.jobs and not operation.media and operation.request is not None:
-            if not issubclass(operation.request, FormRequest):
-                by_path[operation.path] = operation
+        elif operation.jobs and not operation.media and _reads_json(operation):
+            by_path[operation.path] = operation
     return by_path
+
+
+def _reads_json(operation: Operation) -> bool:
+    return operation.request is not None and not issubclass(operation.request, FormRequest)
 
 
 def groups_of(operations: Iterable[Operation], endpoint: str) -> Sequence[ApiGroup]:

@@ -189,9 +189,11 @@ async def transcribe_line(service: Service, call: Call[TranscriptionLine]) -> Re
     async with receiving_audio(service, stored) as upload:
         upload.end()
         content = await read_file(service, file)
-        strategy = line.chunking_strategy
-        if isinstance(strategy, VoiceActivity):
-            strategy = encode(strategy).decode()
+        strategy: str | None = None
+        if isinstance(line.chunking_strategy, VoiceActivity):
+            strategy = encode(line.chunking_strategy).decode()
+        else:
+            strategy = line.chunking_strategy
         body = TranscriptionRequest(
             model=line.model,
             file=FileField(file.filename, "", content),
