@@ -64,10 +64,11 @@ class ResultFile:
     """
     A file of results, to which whole lines are appended; *ids* are those of the lines that it has.
 
-    What follows the last line break, where a process or a machine has ended, is cut off. One process may write it.
+    What follows the last line break, where a process or a machine has ended, is cut off; what an *empty* file has is
+    removed. One process may write it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, empty: bool = False) -> None:
         self.path = path
         self.ids: set[str] = set()
         try:
@@ -76,6 +77,8 @@ class ResultFile:
             raise ConfigurationError(f"{path} cannot be written: {error.strerror}.") from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if empty:
+                self.clear()
             self._read()
         except OSError as error:
             self.close()
@@ -154,16 +157,13 @@ class RunFiles:
             for path in (output, self.errors_path):
                 if path.exists() and path.stat().st_size:
                     raise ConfigurationError(f"{path} exists. Name another output, or begin again with --overwrite.")
-        self.answers = ResultFile(output)
+        new = self.state is None
+        self.answers = ResultFile(output, empty=new)
         try:
-            self.errors = ResultFile(self.errors_path)
+            self.errors = ResultFile(self.errors_path, empty=new)
         except ConfigurationError:
             self.answers.close()
             raise
-        if self.state is None:
-            self.answers.clear()
-            self.errors.clear()
-            self._path.unlink(missing_ok=True)
 
     def _load(self) -> State | None:
         try:

@@ -276,9 +276,7 @@ async def _fetch(options: BatchOptions) -> int:
 
 async def _written(client: Client, paths: Sequence[str], output: Path, errors: Path) -> int:
     """Write the results that are at *paths*, and return the exit status."""
-    with closing(ResultFile(output)) as answers, closing(ResultFile(errors)) as failures:
-        answers.clear()
-        failures.clear()
+    with closing(ResultFile(output, empty=True)) as answers, closing(ResultFile(errors, empty=True)) as failures:
 
         async def write(path: str) -> None:
             async for line in client.lines(path):
