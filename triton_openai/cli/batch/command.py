@@ -150,6 +150,8 @@ async def _answered(client: Client, files: RunFiles, prompts: Prompts, model: st
     progress = progress_for(state.total, before + len(files.errors.ids))
     counts = RunCounts(files, state.total, progress)
     began = time.monotonic()
+    # Its lines ran while the command did not.
+    ran_before = bool(state.open_batches)
     try:
         if options.live:
             await _run_live(client, files, counts, prompts, model, options)
@@ -170,7 +172,10 @@ async def _answered(client: Client, files: RunFiles, prompts: Prompts, model: st
         ids = (request.custom_id for request in prompts.requests(model))
         await asyncio.to_thread(files.answers.put_in_order, ids)
     files.finish()
-    return _summary(files, counts, options, len(files.answers.ids) - before, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    if ran_before:
+        seconds = 0.0
+    return _summary(files, counts, options, len(files.answers.ids) - before, seconds)
 
 
 async def _run_live(
@@ -198,13 +203,20 @@ def _stopped(error: BaseException, files: RunFiles, options: BatchOptions) -> st
 
 
 def _summary(files: RunFiles, counts: RunCounts, options: BatchOptions, new: int, seconds: float) -> int:
-    """Say what came out of a run, and return the exit status."""
+    """
+    Say what came out of a run, and return the exit status.
+
+    *new* lines were answered in so many *seconds*; 0: the time is not known.
+    """
     answered = len(files.answers.ids)
     failed = len(files.errors.ids)
     _say(f"{answered:,} of {counts.total:,} lines have answers: {options.output}")
     if new:
         tokens = f"{short(counts.input_tokens)} tokens in, {short(counts.output_tokens)} out"
-        _say(f"{new:,} of them now, in {duration(seconds)}: {new / seconds:.1f} lines/s, {tokens}")
+        pace = ""
+        if seconds:
+            pace = f" in {duration(seconds)}, {new / seconds:.1f} lines/s"
+        _say(f"{new:,} of them now{pace}: {tokens}")
     if failed:
         _say(f"{lines_text(failed)} failed: {files.errors_path}. The same command again retries them.")
         return 1
