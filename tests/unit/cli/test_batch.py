@@ -249,7 +249,11 @@ async def test_live_requests_are_bounded_and_answered(prompts: Path, tmp_path: P
     """Each prompt has one answer, in a file whose lines no reader breaks; the key is in the header and nowhere else."""
     output = tmp_path / "out.jsonl"
     async with live() as service:
-        assert 0 == await run(service.url, prompts, "-o", output, "--live", "--concurrency", 3)
+        service.may_answer.clear()
+        task = asyncio.ensure_future(run(service.url, prompts, "-o", output, "--live", "--concurrency", 3))
+        await reached(lambda: service.running == 3)
+        service.may_answer.set()
+        assert 0 == await task
     assert sorted(ALL) == sorted(ids(output))
     assert 10 == len(output.read_text().splitlines())
     assert {"status_code": 200, "request_id": "", "body": ANSWER} == results(output)[0]["response"]
