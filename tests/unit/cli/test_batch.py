@@ -20,7 +20,7 @@ from tests.cases import every_case
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
 from tests.unit.api.test_batches import MODEL, settings_of
-from triton_openai.cli.batch import client, remote
+from triton_openai.cli.batch import client, remote, uploading
 from triton_openai.cli.batch.answers import RunFiles, state_path
 from triton_openai.cli.batch.arguments import parse
 from triton_openai.cli.batch.client import Client, RequestFailure, seconds_of
@@ -474,6 +474,28 @@ async def test_a_batch_that_is_refused_as_a_whole(prompts: Path, tmp_path: Path,
         assert 1 == await run(service.url, prompts, "-o", output, "--endpoint", "completions")
         assert 2 == len(await listed(service))
         assert 1 == await run(service.url, prompts, "-o", output, "--endpoint", "completions", key="sk-wrong")
+
+
+async def test_an_input_that_a_proxy_does_not_take_comes_in_parts(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A 413 with the page of a proxy is no limit of the service: the file is uploaded in parts."""
+    monkeypatch.setattr(uploading, "_PART_SIZE", 300)
+    asked: list[str] = []
+    real = Client.json
+
+    async def json_of(self: Client, method: str, path: str, **options: Any) -> Any:
+        asked.append(path)
+        if path == "/v1/files":
+            raise RequestFailure("HTTP 413: <html>", status=413)
+        return await real(self, method, path, **options)
+
+    monkeypatch.setattr(Client, "json", json_of)
+    output = tmp_path / "out.jsonl"
+    async with service_with_batches(tmp_path / "service") as service:
+        assert 0 == await run(service.url, prompts, "-o", output, "--endpoint", "completions", "--ordered")
+    assert ALL == ids(output)
+    assert len([path for path in asked if path.endswith("/parts")]) > 2
 
 
 @pytest.mark.parametrize("when", ["before", "after", "between"])

@@ -6,11 +6,9 @@ import asyncio
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from io import BufferedReader, FileIO
 from itertools import chain, islice
 from typing import IO, Any
 
-import aiohttp
 import msgspec
 
 from triton_openai.cli.batch.answers import RunFiles, SentBatch, State
@@ -18,13 +16,13 @@ from triton_openai.cli.batch.client import Client, RequestFailure, persistent
 from triton_openai.cli.batch.progress import lines_text
 from triton_openai.cli.batch.prompts import Request
 from triton_openai.cli.batch.results import RunCounts, read_result
+from triton_openai.cli.batch.uploading import upload
 
 # Bytes of the input of one batch: OpenAI takes 200 MB, and services of this kind have the same limit by default.
 _MAX_BATCH_SIZE = 190 * 1000 * 1000
 # Seconds between two looks at a batch: at first, and at most.
 _FIRST_POLL = 0.5
 _MAX_POLL = 10.0
-_SETUP_ATTEMPTS = 8
 # Batches among which one of this run is looked for.
 _PAGE = 100
 _MAX_PAGES = 20
@@ -86,8 +84,7 @@ class RemoteRun:
             sent = SentBatch(number=number, lines=lines)
             self._state.batches.append(sent)
             self._files.save()
-            upload = partial(self._upload, content, number)
-            file_id = await persistent(upload, self._counts.note, attempts=_SETUP_ATTEMPTS)
+            file_id = await upload(self._client, content, f"{self._state.run}-{number}.jsonl", self._counts.note)
         await self._create(sent, first.url, file_id)
         return sent
 
@@ -104,17 +101,6 @@ class RemoteRun:
                 break
         content.flush()
         return lines
-
-    async def _upload(self, content: IO[bytes], number: int) -> str:
-        """Upload the input of a batch, and return the id of its file."""
-        content.seek(0)
-        form = aiohttp.FormData()
-        form.add_field("purpose", "batch")
-        # The form closes the object that it has sent, and the file may be sent again.
-        unclosed = BufferedReader(FileIO(content.fileno(), closefd=False))
-        form.add_field("file", unclosed, filename=f"{self._state.run}-{number}.jsonl")
-        file = await self._client.json("POST", "/v1/files", data=form)
-        return str(file["id"])
 
     async def _create(self, sent: SentBatch, endpoint: str, file_id: str) -> None:
         """Make a batch of a file. It is looked for before another attempt: the answer may have been lost."""
