@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -66,7 +67,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> BatchOptions:
     """Read the command line. Raises :class:`ConfigurationError`, and :class:`SystemExit` after ``--help``."""
-    values = vars(_parser().parse_args(arguments))
+    parser, _ = _parser()
+    values = vars(parser.parse_args(arguments))
     key = environ.get("OPENAI_API_KEY", "").strip() or None
     url = service_url(values.pop("url") or environ.get("OPENAI_BASE_URL", "").strip() or _DEFAULT_URL)
     if values["action"] == "run":
@@ -110,7 +112,15 @@ def _json_object(text: str) -> dict[str, Any]:
         raise ConfigurationError(f"--body must be a JSON object: {error}.") from error
 
 
-def _parser() -> argparse.ArgumentParser:
+def flags() -> set[str]:
+    """Return the flags of all actions."""
+    _, commands = _parser()
+    helps = "".join(command.format_help() for command in commands.values())
+    return set(re.findall(r"--[a-z][a-z-]*", helps))
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser, and those of its actions."""
     parser = _Parser(prog=f"triton-openai {COMMAND}", description=PURPOSE, epilog=_EPILOG, allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=_Parser)
     commands: dict[str, argparse.ArgumentParser] = {}
@@ -127,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     fetch.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="The file to write.")
     fetch.add_argument("--overwrite", action="store_true", help="Replace an existing file.")
     fetch.add_argument("--partial", action="store_true", help="Of a batch that runs, write the results until now.")
-    return parser
+    return parser, commands
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +149,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="A text file with a prompt in each line, CSV, JSONL, or request lines of OpenAI's batches.",
     )
-    parser.add_argument("-i", "--input-file", dest="other_input", metavar="FILE", type=Path, help="The same.")
+    parser.add_argument("-i", "--input-file", dest="other_input", metavar="FILE", type=Path, help="The input, too.")
     parser.add_argument(
         "-o", "--output", "--output-file", metavar="FILE", type=Path, required=True, help="The file of answers."
     )
