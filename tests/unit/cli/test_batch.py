@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -383,6 +385,37 @@ async def test_an_interrupted_run_continues(prompts: Path, tmp_path: Path, capsy
     assert ALL == ids(output)
 
 
+async def test_a_killed_command_continues(prompts: Path, tmp_path: Path) -> None:
+    """After `kill -9` at any time, each line has one answer, and no answered line is sent again."""
+    output = tmp_path / "out.jsonl"
+    arguments = ["batch", "run", str(prompts), "-o", str(output), "--live", "--concurrency", "2", "--model", MODEL]
+    async with live() as service:
+        environ = {**os.environ, "OPENAI_BASE_URL": service.url, "OPENAI_API_KEY": KEY}
+
+        async def start() -> asyncio.subprocess.Process:
+            return await asyncio.create_subprocess_exec(
+                sys.executable, "-c", "import sys; from triton_openai.cli import main; sys.exit(main())", *arguments,
+                env=environ, stderr=asyncio.subprocess.DEVNULL,
+            )  # fmt: skip
+
+        for number in (2, 6):
+            service.may_answer.set()
+            process = await start()
+            await reached(lambda number=number: sum(service.asked.values()) >= number)  # type: ignore[misc]
+            service.may_answer.clear()
+            await reached(lambda: service.running == 2)
+            process.kill()
+            await process.wait()
+            await reached(lambda: service.running == 0)
+        service.may_answer.set()
+        answered = set(ids(output))
+        service.asked.clear()
+        process = await start()
+        assert 0 == await process.wait()
+        assert 10 - len(answered) == sum(service.asked.values())
+    assert sorted(ALL) == sorted(ids(output))
+
+
 async def test_what_is_not_continued(prompts: Path, tmp_path: Path) -> None:
     """A file that is no output of this run stays as it is, unless the user says so; two runs do not share one."""
     output = tmp_path / "out.jsonl"
@@ -496,6 +529,26 @@ async def test_an_input_that_a_proxy_does_not_take_comes_in_parts(
         assert 0 == await run(service.url, prompts, "-o", output, "--endpoint", "completions", "--ordered")
     assert ALL == ids(output)
     assert len([path for path in asked if path.endswith("/parts")]) > 2
+
+
+async def test_a_service_without_batches(prompts: Path, tmp_path: Path, capsys: Any) -> None:
+    """The error names the way that works there, and the same output can be used for it."""
+    output = tmp_path / "out.jsonl"
+    async with live() as service:
+        assert 1 == await run(service.url, prompts, "-o", output)
+        assert "--live" in capsys.readouterr().err
+        assert 0 == await run(service.url, prompts, "-o", output, "--live")
+    assert sorted(ALL) == sorted(ids(output))
+
+
+async def test_a_batch_that_cannot_be_made_leaves_nothing_open(prompts: Path, tmp_path: Path, capsys: Any) -> None:
+    """An endpoint without batches is refused by the service; the run is not stuck with it."""
+    output = tmp_path / "out.jsonl"
+    async with service_with_batches(tmp_path / "service") as service:
+        assert 1 == await run(service.url, prompts, "-o", output, "--endpoint", "completions", "--window", "999h")
+        assert "completion_window" in capsys.readouterr().err
+        assert 0 == await run(service.url, prompts, "-o", output, "--endpoint", "completions")
+    assert sorted(ALL) == sorted(ids(output))
 
 
 @pytest.mark.parametrize("when", ["before", "after", "between"])

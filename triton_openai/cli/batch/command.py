@@ -29,6 +29,8 @@ _CONTROL_TIMEOUT = 300.0
 _CONTROL_CONNECTIONS = 4
 _MAX_LISTED_PAGES = 10
 _INTERRUPTED = 130
+# What services answer that have no batches.
+_NO_SUCH_PATH = (404, 405, 501)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -192,6 +194,8 @@ def _stopped(error: BaseException, files: RunFiles, options: BatchOptions) -> st
     texts: list[str] = []
     if isinstance(error, RequestFailure):
         texts.append(error.message)
+        if error.status in _NO_SUCH_PATH and not options.live:
+            texts.append("A service without batches gets the requests one by one with --live.")
     elif isinstance(error, BatchFailed):
         texts.append(str(error))
     texts.append(f"Stopped: {len(files.answers.ids):,} of {state.total:,} lines have answers in {options.output}.")

@@ -81,10 +81,10 @@ class RemoteRun:
         with tempfile.TemporaryFile(dir=self._files.errors_path.parent) as content:
             lines = await asyncio.to_thread(self._write, content, chain([first], requests))
             number = len(self._state.batches) + 1
-            sent = SentBatch(number=number, lines=lines)
-            self._state.batches.append(sent)
-            self._files.save()
             file_id = await upload(self._client, content, f"{self._state.run}-{number}.jsonl", self._counts.note)
+        sent = SentBatch(number=number, lines=lines)
+        self._state.batches.append(sent)
+        self._files.save()
         await self._create(sent, first.url, file_id)
         return sent
 
@@ -122,8 +122,14 @@ class RemoteRun:
             batch = await self._client.json("POST", "/v1/batches", json=body)
             return str(batch["id"])
 
-        sent.id = await persistent(create, self._counts.note, attempts=None)
-        self._files.save()
+        try:
+            sent.id = await persistent(create, self._counts.note)
+        except RequestFailure:
+            # The service has refused it.
+            self._state.batches.remove(sent)
+            raise
+        finally:
+            self._files.save()
 
     async def _find(self, sent: SentBatch) -> str | None:
         """Return the id of a batch that this run may have made; ``None`` if it has not."""
