@@ -172,7 +172,10 @@ async def serving(
     """
     app = create_app(settings, client=client)
     app[LOOP_LAG] = LoopLag(app[LOOP_LAG]._report)
-    async with TestClient(TestServer(app)) as test_client:
+    server = TestServer(app)
+    # As the service's own server does it.
+    await server.start_server(auto_decompress=False)
+    async with TestClient(server) as test_client:
         proxy = Proxy(test_client, app[SERVICE].models, transport)
         _RUNNING.add(proxy)
         try:

@@ -305,6 +305,9 @@ class Operation(msgspec.Struct, frozen=True):
     failure: int | None = None
     #: Opens the session of a request that asks for a WebSocket. Gets the service.
     session: Callable[[Any, Opening, Send], Session] | None = None
+    #: The JSON with which a line of a batch asks an operation that takes a form, and what answers it.
+    line_request: type[msgspec.Struct] | None = None
+    line_function: OperationFunction | None = None
     #: The answer to clients of Anthropic's API where both have the path.
     shared: type[msgspec.Struct] | None = None
 

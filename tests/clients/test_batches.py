@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -46,6 +47,16 @@ def run(client: OpenAI, path: Any, *bodies: dict[str, Any]) -> tuple[Any, list[A
     ]
     assert batch.id in [one.id for one in client.batches.list(limit=1)]
     return done, contents[0], contents[1]
+
+
+def test_uploads_in_parts(client: OpenAI, tmp_path: Path) -> None:
+    """The client's helper cuts a file into parts and makes one of them."""
+    path = tmp_path / "input.jsonl"
+    path.write_bytes(b'{"a": 1}\n' * 30_000)
+    upload = client.uploads.upload_file_chunked(file=path, mime_type="text/jsonl", purpose="batch", part_size=100_000)
+    assert "completed" == upload.status
+    assert upload.file is not None
+    assert path.read_bytes() == client.files.content(upload.file.id).read()
 
 
 def test_chats(client: OpenAI) -> None:

@@ -31,6 +31,8 @@ from triton_openai.config.tree import (
     AccessSettings,
     AudioLimits,
     AudioSettings,
+    BatchesSettings,
+    FilesSettings,
     ModelSettings,
     ServerSettings,
     Settings,
@@ -596,3 +598,61 @@ async def test_audio_in_chats_of_other_models(proxies: dict[str, Proxy]) -> None
     answer = await proxies["http"].post("/v1/chat/completions", body)
     assert (400, "messages[0].content[0]") == (answer.status, answer.error["param"])
     assert "'input_audio' is not supported by this model" in answer.error["message"]
+
+
+async def test_lines_of_batches_name_uploaded_files(recognizers: TestTriton, tmp_path: Path) -> None:
+    """A line has the id of a file in place of the file. It is answered as a form is, and refused for its own faults."""
+    settings = replace(
+        settings_for(recognizers, "http"),
+        files=FilesSettings(store=f"dir:{tmp_path / 'files'}"),
+        batches=BatchesSettings(store=f"sqlite:{tmp_path / 'db'}"),
+        audio=AudioLimits(max_file_size=200_000),
+    )
+    async with serving(settings) as proxy:
+        await proxy.ready()
+
+        async def upload(content: bytes, purpose: str = "user_data") -> str:
+            form = aiohttp.FormData({"purpose": purpose})
+            form.add_field("file", io.BytesIO(content), filename="speech.wav")
+            async with proxy.client.post("/v1/files", data=form) as response:
+                return str((await response.json())["id"])
+
+        spoken = await upload(wav(speak(SENTENCE)))
+        large = await upload(bytes(200_001))
+        bodies: dict[str, dict[str, Any]] = {
+            "json": {"file": spoken},
+            "text": {"file": spoken, "response_format": "text", "chunking_strategy": "auto"},
+            "cut": {"file": spoken, "chunking_strategy": {"type": "server_vad"}},
+            "missing": {"file": "file-1"},
+            "no audio": {"file": await upload(b"no audio")},
+            "large": {"file": large},
+            "a path": {"file": "../db"},
+            "wrong type": {"file": 1},
+            "no file": {},
+        }
+        lines = [
+            {"custom_id": name, "method": "POST", "url": PATH, "body": {"model": "parakeet", **body}}
+            for name, body in bodies.items()
+        ]
+        file = await upload("\n".join(map(json.dumps, lines)).encode(), "batch")
+        made = {"input_file_id": file, "endpoint": PATH, "completion_window": "1h"}
+        batch = (await proxy.post("/v1/batches", made)).json
+        async with asyncio.timeout(60):
+            while batch["status"] in ("validating", "in_progress", "finalizing"):
+                await asyncio.sleep(0.02)
+                batch = (await proxy.get(f"/v1/batches/{batch['id']}")).json
+        assert "completed" == batch["status"], batch
+        results: dict[str, dict[str, Any]] = {}
+        for file_id in (batch["output_file_id"], batch["error_file_id"]):
+            async with proxy.client.get(f"/v1/files/{file_id}/content") as response:
+                for one in (await response.text()).splitlines():
+                    result = json.loads(one)
+                    results[result["custom_id"]] = result["response"]
+        assert {"text": TEXT, "usage": {"type": "duration", "seconds": 3}} == results["json"]["body"]
+        assert f"{TEXT}\n" == results["text"]["body"]
+        assert TEXT == results["cut"]["body"]["text"]
+        for name, status in (
+            ("missing", 404), ("no audio", 400), ("large", 413), ("a path", 404), ("wrong type", 400), ("no file", 400)
+        ):  # fmt: skip
+            error = results[name]["body"]["error"]
+            assert (status, "file") == (results[name]["status_code"], error["param"]), (name, error)

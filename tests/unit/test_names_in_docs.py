@@ -16,6 +16,8 @@ from triton_openai.app import create_app
 from triton_openai.cli import model_repository
 from triton_openai.cli.aliases import ALIASES, REFUSED, WITHOUT_EFFECT
 from triton_openai.cli.arguments import parse
+from triton_openai.cli.batch import COMMAND as BATCH
+from triton_openai.cli.batch import arguments as batch_arguments
 from triton_openai.config.options import ENVIRONMENT_PREFIX, options
 from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import AudioSettings, ServerSettings, Settings
@@ -99,7 +101,7 @@ def unknown(named: Collection[str], known: Collection[str]) -> list[str]:
 def test_flags(document: str) -> None:
     """Wherever they stand, examples included."""
     known = [option for option in options() if not option.file_only]
-    flags = {option.flag for option in known} | COMMANDS
+    flags = {option.flag for option in known} | COMMANDS | batch_arguments.flags()
     switches = {f"--no-{option.name}" for option in known if option.is_switch}
     named = re.findall(r"(?<![\w-])--[a-z][a-z_-]*[a-z]", TEXTS[document])
 
@@ -206,6 +208,10 @@ def test_commands(line: str, tmp_path: Path) -> None:
     if command == model_repository.COMMAND:
         _, further = model_repository.build_parser().parse_known_args(arguments)
         model_repository.engine_arguments(further)
+        return
+    if command == BATCH:
+        words = shlex.split(line.partition(" >")[0], comments=True)
+        batch_arguments.parse(words[2:], {})
         return
     parsed = parse(shlex.split(line.partition(" <")[0])[1:])
 

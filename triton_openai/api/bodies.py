@@ -459,6 +459,13 @@ class JsonCheck:
 _PIECE = 1024 * 1024
 
 
+def text_size(body: bytes) -> int:
+    """Return the bytes of the JSON *body* without its images and files."""
+    if body.find(_DATA) < 0:
+        return len(body)
+    return len(_without_images(body, len(body), None))
+
+
 def _without_images(body: bytes, max_size: int, param: str | None) -> bytes:
     """
     Return a *body* of more than *max_size* bytes without the data URLs of images and the base64 in fields ``data``.

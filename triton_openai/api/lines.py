@@ -7,6 +7,7 @@ runner starts it when there is room, and tries again if there is none any more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import msgspec
 from triton_openai import errors, offload
 from triton_openai.access.keys import ApiKey
 from triton_openai.access.rate_limits import RateLimit, Reservation
-from triton_openai.api.bodies import FormRequest, JsonCheck, decode_json, read_within
+from triton_openai.api.bodies import FormRequest, JsonCheck, decode_json, read_within, text_size
 from triton_openai.api.info import probe
 from triton_openai.api.messages.message_events import error_body
 from triton_openai.api.service import Service, job_not_taken_error
@@ -28,6 +29,8 @@ from triton_openai.prompts.prompt_template import PromptTemplate
 from triton_openai.storage.batch_records import Batch, BatchError, BatchUsage
 from triton_openai.telemetry.request_record import RequestRecord, request_id
 
+# About: of English prose, and more than of other texts.
+_BYTES_OF_TOKEN = 4
 # The prefix of the names of limits for batches alone. No key has such a name.
 _POOL = "batches\n"
 
@@ -103,6 +106,19 @@ class LineHost:
                 read_within(body, kind, limits, [])
 
         return check
+
+    def input_tokens(self, body: bytes) -> int:
+        return math.ceil(text_size(body) / _BYTES_OF_TOKEN)
+
+    def max_enqueued_tokens(self, model: str) -> tuple[str, int] | None:
+        target = self.target(model) or model
+        settings = self._service.settings
+        limit = settings.batches.max_enqueued_tokens
+        if target in settings.models:
+            limit = settings.models[target].max_enqueued_tokens or limit
+        if limit is None:
+            return None
+        return target, limit
 
     async def check(self, batch: Batch, model: str, *, brings_template: bool) -> str:
         served = await self._service.find_model(model or default_model(self._by_path[batch.endpoint]), self._key(batch))
@@ -192,15 +208,24 @@ def default_model(operation: Operation) -> str:
 
 
 def endpoints(operations: Iterable[Operation]) -> Mapping[str, Operation]:
-    """Return the operations that lines of batches can ask, by path: those whose requests to a model are in JSON."""
-    return {
-        operation.path: operation
-        for operation in operations
-        if operation.jobs
-        and not operation.media
-        and operation.request is not None
-        and not issubclass(operation.request, FormRequest)
-    }
+    """
+    Return the operations that lines of batches can ask, by path: those whose requests to a model are in JSON.
+
+    An operation that takes a form has a JSON of its own for lines, if it takes them.
+    """
+    by_path: dict[str, Operation] = {}
+    for operation in operations:
+        if operation.line_request is not None:
+            by_path[operation.path] = msgspec.structs.replace(
+                operation, request=operation.line_request, function=operation.line_function, reads=None
+            )
+        elif operation.jobs and not operation.media and _reads_json(operation):
+            by_path[operation.path] = operation
+    return by_path
+
+
+def _reads_json(operation: Operation) -> bool:
+    return operation.request is not None and not issubclass(operation.request, FormRequest)
 
 
 def groups_of(operations: Iterable[Operation], endpoint: str) -> Sequence[ApiGroup]:

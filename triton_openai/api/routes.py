@@ -19,7 +19,6 @@ import msgspec
 from triton_openai import __version__, errors
 from triton_openai.access.keys import COUNTED, Restrictions
 from triton_openai.api import (
-    batches,
     chat,
     classify,
     completions,
@@ -30,11 +29,10 @@ from triton_openai.api import (
     stored_chats,
     tokenize,
     transcriptions,
-    uploaded_files,
 )
-from triton_openai.api.bodies import IGNORED_HEADER, REPAIRED_HEADER, FileField, FormRequest, ModelRequest
+from triton_openai.api.batch_routes import BATCH_OPERATIONS, NEEDS_LINE_GROUPS, PAGE
+from triton_openai.api.bodies import IGNORED_HEADER, REPAIRED_HEADER, FileField, ModelRequest
 from triton_openai.api.chat_tools import ToolDefinition
-from triton_openai.api.messages import batch_body, message_batches
 from triton_openai.api.messages import operations as messages
 from triton_openai.api.messages import types as message_types
 from triton_openai.api.messages.message_events import OVERLOADED, AnthropicEnvelope, status_of, type_of
@@ -44,7 +42,6 @@ from triton_openai.api.responses import create as responses
 from triton_openai.api.responses import objects as response_types
 from triton_openai.api.responses.session import ResponsesSession
 from triton_openai.api.service import Service
-from triton_openai.api.uploaded_files import FileUpload
 from triton_openai.config.tree import ApiGroup, Settings
 from triton_openai.generation import Generation
 from triton_openai.jobs import ClassificationJob, EmbeddingJob, ScoreJob, SynthesisJob, TranscriptionJob, TranslationJob
@@ -187,7 +184,7 @@ def describe(settings: Settings) -> dict[str, Any]:
             else:
                 described["security"] = [{name: []} for name in _SCHEMES]
         if operation.request is not None:
-            is_form = issubclass(operation.request, FormRequest | FileUpload)
+            is_form = operation.body_kind is BodyKind.FORM
             if is_form:
                 media_type = "multipart/form-data"
             else:
@@ -248,7 +245,7 @@ def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Sequence[t
 
 def _groups_needed(operation: Operation) -> Collection[ApiGroup]:
     """Return the groups that a request for *operation* may need: a batch also needs those of its lines."""
-    if operation.function in (batches.create, message_batches.create):
+    if operation.function in NEEDS_LINE_GROUPS:
         return {operation.group, *COUNTED}
     return {operation.group}
 
@@ -415,16 +412,11 @@ _INFERENCE = (
 )
 _CONTROL = (*_TRITON, errors.ManagementDisabled, errors.KeyNotSufficient, errors.ModelNotFound, errors.ModelConflict)
 
-_PAGE: Query = {
-    "limit": ("Most items that are wanted.", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
-    "order": ("Whether the first or the last item comes first.", {"enum": ["asc", "desc"], "default": "desc"}),
-    "after": ("The id of the item that the list goes on from.", _STRING),
-}
 _AGAIN: Query = {
     "stream": ("Whether the events are wanted, of a response in the background.", {"enum": ["true", "false"]}),
     "starting_after": ("The number of the event that the stream goes on from.", {"type": "integer", "minimum": -1}),
 }
-_OLDEST_FIRST = {**_PAGE, "order": (_PAGE["order"][0], {"enum": ["asc", "desc"], "default": "asc"})}
+_OLDEST_FIRST = {**PAGE, "order": (PAGE["order"][0], {"enum": ["asc", "desc"], "default": "asc"})}
 _CHATS = {**_OLDEST_FIRST, "model": ("The model that answered.", _STRING)}
 _REALTIME: Query = {
     "intent": ("What the session is for.", {"enum": ["transcription"]}),
@@ -432,27 +424,11 @@ _REALTIME: Query = {
 }
 _VOICES_OF: Query = {"model": ("The model whose voices are wanted; all without it.", _STRING)}
 _ENDPOINT: Query = {"endpoint": ("The Triton that is meant; all of them without it.", _STRING)}
-_FILE_PAGE = {
-    **_PAGE,
-    "limit": ("Most files that are wanted.", {"type": "integer", "minimum": 1, "maximum": 10_000, "default": 10_000}),
-    "purpose": ("What the files are for.", _STRING),
-}
-_BATCH_PAGE = {name: _PAGE[name] for name in ("limit", "after")}
-_MESSAGE_PAGE: Query = {
-    "limit": ("Most batches that are wanted.", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 20}),
-    "after_id": ("The id of the batch that the page follows.", _STRING),
-    "before_id": ("The id of the batch that the page precedes.", _STRING),
-}
-# Files and batches may be off.
-_STORED = (errors.EndpointNotFound, errors.ObjectNotFound, errors.StorageFull, errors.StoreUnavailable)
 _KEPT = (errors.UnsupportedParameter, errors.ObjectNotFound, errors.ConversationBusy, errors.StoreUnavailable)
 _CHAT = "/chat/completions/{completion:[^/]+}"
 _RESPONSE = "/responses/{response:[^/]+}"
 _CONVERSATION = "/conversations/{conversation:[^/]+}"
 _ITEM = _CONVERSATION + "/items/{item:[^/]+}"
-_FILE = "/files/{file:[^/]+}"
-_BATCH = "/batches/{batch:[^/]+}"
-_MESSAGES = f"/messages{_BATCH}"
 _Type: TypeAlias = type[msgspec.Struct] | None
 
 
@@ -461,14 +437,6 @@ def _kept(
 ) -> Operation:
     """Return the row of an operation on responses, conversations and chats, which may be kept."""
     return Operation(function, _openai(route), name, "inference", request, answer, errors=_KEPT, **more)
-
-
-def _batch(
-    function: OperationFunction, route: str, name: str, request: _Type = None, answer: _Type = None, **more: Any
-) -> Operation:
-    """Return the row of an operation on files and batches."""
-    more["errors"] = (*_STORED, *more.get("errors", ()))
-    return Operation(function, _openai(route), name, "batch", request, answer, **more)
 
 
 OPERATIONS = (
@@ -497,7 +465,7 @@ OPERATIONS = (
     _kept(retrieve.delete, f"DELETE {_RESPONSE}", "delete_response", answer=response_types.Deleted),
     _kept(retrieve.cancel, f"POST {_RESPONSE}/cancel", "cancel_response", answer=response_types.ResponseObject),
     _kept(retrieve.list_input, f"GET {_RESPONSE}/input_items", "list_input_items", answer=response_types.ItemList,
-          query=_PAGE),
+          query=PAGE),
     _kept(conversations.create, "POST /conversations", "create_conversation", conversations.ConversationRequest,
           conversations.ConversationObject, reads=BodyKind.OPTIONAL_JSON, strict=True,
           check=conversations.check_kept),
@@ -506,7 +474,7 @@ OPERATIONS = (
           conversations.ConversationObject, strict=True, check=conversations.check_kept),
     _kept(conversations.delete, f"DELETE {_CONVERSATION}", "delete_conversation", answer=response_types.Deleted),
     _kept(conversations.list_items, f"GET {_CONVERSATION}/items", "list_items", answer=response_types.ItemList,
-          query=_PAGE),
+          query=PAGE),
     _kept(conversations.add_items, f"POST {_CONVERSATION}/items", "add_items", conversations.NewItems,
           response_types.ItemList, strict=True, check=conversations.check_kept),
     _kept(conversations.retrieve_item, f"GET {_ITEM}", "get_item"),
@@ -535,40 +503,14 @@ OPERATIONS = (
     Operation(transcriptions.transcribe, _deployed("POST /audio/transcriptions"), "create_transcription", "inference",
               transcriptions.TranscriptionRequest, transcriptions.TranscriptObject,
               event=transcriptions.TranscriptEvent, text=True, jobs=(TranscriptionJob,), label="transcription",
-              reads=BodyKind.FORM),
+              reads=BodyKind.FORM, line_request=transcriptions.TranscriptionLine,
+              line_function=transcriptions.transcribe_line),
     Operation(realtime.refuse_get, _openai("GET /realtime"), "connect_realtime", "inference",
               session=realtime.RealtimeSession, query=_REALTIME, errors=(errors.InvalidRequest,)),
     Operation(transcriptions.translate, _deployed("POST /audio/translations"), "create_translation", "inference",
               transcriptions.TranslationRequest, transcriptions.TranscriptObject, text=True, jobs=(TranslationJob,),
               label="translation", reads=BodyKind.FORM),
-    _batch(uploaded_files.create, "POST /files", "create_file", FileUpload, uploaded_files.FileObject,
-           reads=BodyKind.FORM, check=uploaded_files.check_files),
-    _batch(uploaded_files.list_files, "GET /files", "list_files", answer=uploaded_files.FileList, query=_FILE_PAGE,
-           errors=(errors.InvalidRequest,)),
-    _batch(uploaded_files.retrieve, f"GET {_FILE}", "get_file", answer=uploaded_files.FileObject),
-    _batch(uploaded_files.content, f"GET {_FILE}/content", "get_file_content", media=("application/octet-stream",)),
-    _batch(uploaded_files.delete, f"DELETE {_FILE}", "delete_file", answer=response_types.Deleted,
-           errors=(errors.ObjectInUse,)),
-    _batch(batches.create, "POST /batches", "create_batch", batches.BatchRequest, batches.BatchObject,
-           check=uploaded_files.check_files, errors=(errors.TooManyBatches,)),
-    _batch(batches.list_batches, "GET /batches", "list_batches", answer=batches.BatchList, query=_BATCH_PAGE,
-           errors=(errors.InvalidRequest,)),
-    _batch(batches.retrieve, f"GET {_BATCH}", "get_batch", answer=batches.BatchObject),
-    _batch(batches.cancel, f"POST {_BATCH}/cancel", "cancel_batch", answer=batches.BatchObject,
-           errors=(errors.InvalidRequest,)),
-    _batch(message_batches.create, "POST /messages/batches", "create_message_batch",
-           batch_body.MessageBatchRequest, message_batches.MessageBatch, reads=BodyKind.BYTES,
-           check=uploaded_files.check_files,
-           errors=(errors.ModelNotFound, errors.TooManyBatches, errors.ConfigurationError)),
-    _batch(message_batches.list_batches, "GET /messages/batches", "list_message_batches",
-           answer=message_batches.MessageBatchPage, query=_MESSAGE_PAGE, errors=(errors.InvalidRequest,)),
-    _batch(message_batches.retrieve, f"GET {_MESSAGES}", "get_message_batch", answer=message_batches.MessageBatch),
-    _batch(message_batches.cancel, f"POST {_MESSAGES}/cancel", "cancel_message_batch",
-           answer=message_batches.MessageBatch),
-    _batch(message_batches.delete, f"DELETE {_MESSAGES}", "delete_message_batch",
-           answer=message_batches.DeletedMessageBatch, errors=(errors.ObjectInUse,)),
-    _batch(message_batches.results, f"GET {_MESSAGES}/results", "get_message_batch_results",
-           media=("application/x-jsonl",)),
+    *BATCH_OPERATIONS,
     Operation(tokenize.tokenize, _openai("POST /tokenize"), "tokenize", "inference", tokenize.TokenizeRequest,
               tokenize.TokenizeAnswer),
     Operation(tokenize.detokenize, _openai("POST /detokenize"), "detokenize", "inference", tokenize.DetokenizeRequest,

@@ -12,7 +12,7 @@ import math
 import zlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -20,7 +20,7 @@ from msgspec import Meta
 from triton_openai.adapters._common.base import Recognition
 from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.transcription import Transcription, TranscriptionOptions
-from triton_openai.api.bodies import FileField, FormRequest, encode, new_id, whole
+from triton_openai.api.bodies import FileField, FormRequest, ModelRequest, encode, new_id, whole
 from triton_openai.api.parameters import refusing
 from triton_openai.api.service import (
     RequestContext,
@@ -33,6 +33,7 @@ from triton_openai.api.service import (
     receiving_audio,
 )
 from triton_openai.api.sse import data_event
+from triton_openai.api.uploaded_files import find_file, read_file
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.jobs import Segment, TranscriptionJob, TranslationJob
 from triton_openai.languages import LANGUAGES, code_of
@@ -92,6 +93,24 @@ class TranscriptionRequest(_AudioRequest, kw_only=True):
     silence: _Milliseconds | None = msgspec.field(default=None, name="chunking_strategy[silence_duration_ms]")
 
 
+# As in the form.
+@refusing(known_speaker_names=None, known_speaker_references=None)
+class TranscriptionLine(ModelRequest, kw_only=True):
+    """The request as the body of a line of a batch: ``file`` is the id of an uploaded file. The rest is as in forms."""
+
+    file: str
+    prompt: str | None = None
+    response_format: _Format = "json"
+    temperature: _Share | None = None
+    language: str | None = None
+    languages: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
+    timestamp_granularities: tuple[Literal["segment", "word"], ...] = ()
+    include: tuple[str, ...] = ()
+    stream: bool | None = None
+    chunking_strategy: Literal["auto"] | VoiceActivity | None = None
+
+
 class TranslationRequest(_AudioRequest, kw_only=True):
     """The request, a form. The answer is in English."""
 
@@ -147,6 +166,52 @@ async def transcribe(service: Service, call: Call[Form]) -> Reply:
         max_size = max_form_size(service.settings)
         body = await form_of(service, call, TranscriptionRequest, max_size=max_size, upload=upload)
         return await _transcribe(await begin(service, call.with_body(body)), upload)
+
+
+class _StoredSize(NamedTuple):
+    """A recording that is on the disk, as what is reserved for it sees it."""
+
+    size: int
+
+    @property
+    def declared_size(self) -> int:
+        return self.size
+
+
+async def transcribe_line(service: Service, call: Call[TranscriptionLine]) -> Reply:
+    """Write down what is spoken in an uploaded file, for a line of a batch. A text is a JSON string in the answer."""
+    line = call.body
+    file = await find_file(service, call.key, line.file, "file")
+    max_size = service.settings.audio.max_file_size
+    if file.bytes > max_size:
+        raise audio_too_large(max_size)
+    stored: Call[Any] = call.with_body(_StoredSize(file.bytes))
+    async with receiving_audio(service, stored) as upload:
+        upload.end()
+        content = await read_file(service, file)
+        strategy: str | None = None
+        if isinstance(line.chunking_strategy, VoiceActivity):
+            strategy = encode(line.chunking_strategy).decode()
+        else:
+            strategy = line.chunking_strategy
+        body = TranscriptionRequest(
+            model=line.model,
+            file=FileField(file.filename, "", content),
+            prompt=line.prompt,
+            response_format=line.response_format,
+            temperature=line.temperature,
+            language=line.language,
+            languages=line.languages,
+            keywords=line.keywords,
+            timestamp_granularities=line.timestamp_granularities,
+            include=line.include,
+            chunking_strategy=strategy,
+        )
+        reply = await _transcribe(await begin(service, call.with_body(body)), upload)
+    assert isinstance(reply, Whole), "it is no stream"
+    if reply.media_type == "application/json":
+        return reply
+    return Whole(encode(reply.body.decode()))
 
 
 async def _transcribe(context: RequestContext[TranscriptionRequest], upload: Upload) -> Reply:

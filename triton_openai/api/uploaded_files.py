@@ -20,7 +20,7 @@ from triton_openai.api.paging import Page, fetch_page, page_query
 from triton_openai.api.responses.objects import Deleted
 from triton_openai.api.service import Service
 from triton_openai.batches.file_folder import UPLOAD_LEASE_SECONDS, UPLOAD_RENEWAL_SECONDS, Files, Writing
-from triton_openai.errors import ServiceError
+from triton_openai.errors import ServiceError, StoreUnavailable
 from triton_openai.operations import Call, Form, FormPart, LocalFile, RemoteFile, Reply
 from triton_openai.storage.batch_records import StoredFile
 
@@ -109,20 +109,15 @@ async def create(service: Service, call: Call[Form]) -> Reply:
     if not await files.store.files.reserve(file, files.settings.max_total):
         raise too_much(files)
     writing: Writing | None = None
-    renewing = asyncio.create_task(_renew(files, file.id))
+    renewing = asyncio.create_task(renew_upload(files, file.id))
     try:
         writing = await files.write(file.id)
         upload = await _read(call, parts, writing, strict=service.settings.api.strict_parameters)
-        if upload.purpose == "batch":
-            largest = files.settings.max_batch_size
-        else:
-            largest = max_size
+        largest = max_size_for(files, upload.purpose)
         if writing.size > largest:
             raise errors.PayloadTooLarge(f"The file is larger than the limit of {largest} bytes.", param="file")
         await writing.end()
-        seconds = None
-        if upload.purpose == "batch":
-            seconds = files.settings.max_age * 86_400
+        seconds = seconds_kept(files, upload.purpose)
         if upload.expires_after is not None:
             seconds = upload.expires_after.seconds
         file = msgspec.structs.replace(
@@ -146,7 +141,27 @@ async def create(service: Service, call: Call[Form]) -> Reply:
     return whole(file_object(file))
 
 
-async def _renew(files: Files, file_id: str) -> None:
+def max_size_for(files: Files, purpose: str) -> int:
+    """Return the most bytes of a file for *purpose*."""
+    if purpose == "batch":
+        return files.settings.max_batch_size
+    return files.settings.max_size
+
+
+def seconds_kept(files: Files, purpose: str) -> float | None:
+    """Return for how long a file for *purpose* is kept if its client does not say; ``None``: until it is deleted."""
+    if purpose == "batch":
+        return files.settings.max_age * 86_400
+    return None
+
+
+def plain_name(name: str) -> str:
+    """Return the client's *name* of a file as it is stored."""
+    # Databases have no texts with a NUL.
+    return name[:_LONGEST_NAME].replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
+async def renew_upload(files: Files, file_id: str) -> None:
     """Count an upload for as long as this process works on it."""
     while True:
         await asyncio.sleep(UPLOAD_RENEWAL_SECONDS)
@@ -183,9 +198,7 @@ async def _read(call: Call[Form], parts: AsyncIterator[FormPart], writing: Writi
         elif key in into:
             raise errors.InvalidRequest(f"The form has '{name}' twice.", param=name, code="invalid_value")
         elif name == "file":
-            # Databases have no texts with a NUL.
-            name = (part.filename or name)[:_LONGEST_NAME].replace("\0", "\N{REPLACEMENT CHARACTER}")
-            into[key] = FileField(name, part.media_type, b"")
+            into[key] = FileField(plain_name(part.filename or name), part.media_type, b"")
             async for piece in part.pieces():
                 await writing.add(piece)
         else:
@@ -279,6 +292,22 @@ async def file_reply(
             raise _gone(file) from error
 
     return RemoteFile(file.id, file.bytes, read, media_type, headers)
+
+
+async def read_file(service: Service, file: StoredFile) -> bytes:
+    """Return the contents of *file*, which is small enough. Raises :class:`ServiceError`."""
+    files = files_of(service)
+    content = bytearray()
+    try:
+        while len(content) < file.bytes:
+            content += await files.read_piece(file.id, len(content), file.bytes)
+    except FileNotFoundError as error:
+        raise _gone(file) from error
+    except StoreUnavailable as error:
+        if await files.has(file.id):
+            raise
+        raise _gone(file) from error
+    return bytes(content)
 
 
 def _gone(file: StoredFile) -> errors.ObjectNotFound:

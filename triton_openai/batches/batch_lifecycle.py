@@ -21,6 +21,7 @@ import structlog
 from triton_openai import errors
 from triton_openai.batches import timing
 from triton_openai.batches.away_models import AwayModels
+from triton_openai.batches.enqueued import enqueue, max_inputs_of
 from triton_openai.batches.file_folder import Files
 from triton_openai.batches.host import Host
 from triton_openai.batches.inputs import InputReader
@@ -135,6 +136,8 @@ class BatchLifecycle:
             max_line_size=self._host.max_line_size,
             check_line=self._host.check_line,
             check_body=self._host.body_checker(batch),
+            max_inputs=max_inputs_of(batch, self._host.settings),
+            count_tokens=self._host.input_tokens,
         )
         # By the names that lines have for models: those with which the host finds them.
         names: dict[str, str] = {}
@@ -148,8 +151,8 @@ class BatchLifecycle:
                 if not reader.problems:
                     lines = [line._replace(model=names[line.model]) for line in lines]
                     await self._store.lines.add(batch, lines)
-        if reader.problems:
-            running.problems = reader.problems
+        running.problems = reader.problems or await enqueue(self._store.enqueued, self._host, batch, reader, names)
+        if running.problems:
             return
 
         def begin(batch: Batch) -> None:

@@ -2,8 +2,9 @@
 Files in a bucket of S3, or of a compatible server. Incomplete files are in the folder.
 
 A file is the object ``files/ID``. What belongs to a batch that has not ended is below ``batches/ID/``: ``requests`` if
-they are no file, and results as ``GENERATION-OFFSET``. No object is ever changed, so a reader never sees a part of a
-write. Services check by the object ``files/shared-ID`` that they have the same bucket.
+they are no file, and results as ``GENERATION-OFFSET``. The parts of an upload are there, too, under the id of its file.
+No object is ever changed, so a reader never sees a part of a write. Services check by the object ``files/shared-ID``
+that they have the same bucket.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from io import BufferedReader, FileIO
@@ -86,6 +87,19 @@ class BucketFiles(Files):
     async def _fetch(self, key: str, start: int, end: int) -> bytes:
         with _reported():
             return bytes(await obstore.get_range_async(self.bucket, key, start=start, end=min(end, start + _PIECE)))
+
+    async def rename(self, name: str, new_name: str) -> None:
+        with _reported():
+            await obstore.rename_async(self.bucket, file_key(name), file_key(new_name))
+
+    async def read_piece(self, name: str, start: int, end: int) -> bytes:
+        return await self.read(name, start, end)
+
+    async def part_sizes(self, file_id: str) -> Mapping[str, int]:
+        # The keys of names with a point begin with `batches`; see `file_key`.
+        prefix = f"batches/{file_id}/"
+        objects = await self._objects(f"batches/{file_id}")
+        return {f"{file_id}.{meta['path'].removeprefix(prefix)}": meta["size"] for meta in objects}
 
     async def unlink(self, *names: str) -> None:
         await self._delete([file_key(name) for name in names])

@@ -2,9 +2,9 @@
 Files in a folder: written as they arrive, and in the tables once they are on the disk.
 
 The names of the files are ids that this service made; the clients' names are data. The folder also has the inputs of
-Anthropic's batches (``ID.requests``), the parts of results (``ID-GENERATION.part``), incomplete files (``ID.new``), a
-lock of each process that runs batches (``HOLDER.lock``), and with PostgreSQL a file by which services check that they
-have the same folder (``shared-ID``).
+Anthropic's batches (``ID.requests``), the parts of results (``ID-GENERATION.part``), incomplete files (``ID.new``), the
+parts of uploads (``ID.PART.upload``), a lock of each process that runs batches (``HOLDER.lock``), and with PostgreSQL a
+file by which services check that they have the same folder (``shared-ID``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -150,6 +151,23 @@ class Files:
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
 
+    async def rename(self, name: str, new_name: str) -> None:
+        """Give the file *name* another name, and replace the file that has it. Raises :class:`ServiceError`."""
+
+        def rename() -> None:
+            (self.folder / name).rename(self.folder / new_name)
+            sync_folder(self.folder)
+
+        await on_disk(rename)
+
+    async def read_piece(self, name: str, start: int, end: int) -> bytes:
+        """Return the first bytes of the file *name* from *start* to *end*. Raises :class:`ServiceError`."""
+        return await on_disk(_read_piece, self.folder / name, start, min(end, start + _PIECE))
+
+    async def part_sizes(self, file_id: str) -> Mapping[str, int]:
+        """Return the bytes of each file that belongs to the upload of a file, by its name."""
+        return await on_disk(_sizes, self.folder, f"{file_id}.")
+
     async def delete(self, file: StoredFile) -> bool:
         """Delete *file*, unless an open batch reads it; return whether it was deleted."""
         if not await self.store.files.expire(file.id):
@@ -165,11 +183,13 @@ class Files:
         # The table has them until they are deleted.
         await self.unlink(*expired)
         await on_disk(self._unlink, [f"{file_id}.new" for file_id in expired])
+        for file_id in expired:
+            await self.unlink(*await self.part_sizes(file_id))
         await self.store.files.delete(expired)
         await self.store.batches.delete_ended(now - self.settings.max_age * 86_400)
         before = now - UPLOAD_SECONDS
         await on_disk(self._unlink, await on_disk(self.locks.stale_before, before))
-        incomplete = await on_disk(names_before, self.folder, (".new", ".part", ".requests"), before)
+        incomplete = await on_disk(names_before, self.folder, (".new", ".part", ".requests", ".upload"), before)
         batches = await self.store.batches.open_ids()
         await on_disk(self._unlink, [name for name in incomplete if _owner_of(name) not in batches])
         if expired:
@@ -271,6 +291,27 @@ class Writing:
             os.close(self._descriptor)
             self._descriptor = -1
             (self._files.folder / f"{self._name}.new").unlink(missing_ok=True)
+
+
+def _read_piece(path: Path, start: int, end: int) -> bytes:
+    """Return the bytes of a file from *start* to *end*. Runs in a thread."""
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(end - start)
+
+
+def _sizes(folder: Path, prefix: str) -> dict[str, int]:
+    """Return the bytes of the parts of an upload, whose names begin with *prefix*. Runs in a thread."""
+    sizes: dict[str, int] = {}
+    if not folder.exists():
+        return sizes
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(prefix) and entry.name.endswith(".upload"):
+                # Another process may delete it meanwhile.
+                with suppress(FileNotFoundError):
+                    sizes[entry.name] = entry.stat().st_size
+    return sizes
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:

@@ -55,6 +55,12 @@ class Host(Protocol):
         It checks bodies of requests to the endpoint of *batch*, as live requests are checked, and runs in a thread.
         """
 
+    def input_tokens(self, body: bytes) -> int:
+        """Return about how many input tokens the request *body* has. Runs in a thread."""
+
+    def max_enqueued_tokens(self, model: str) -> tuple[str, int] | None:
+        """Return the Triton model behind *model* and the most input tokens of a key for it; ``None`` for any number."""
+
     async def check(self, batch: Batch, model: str, *, brings_template: bool) -> str:
         """
         Check that lines of *batch* may ask *model*, and return the name with which :meth:`target` finds it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
+from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from io import BufferedReader, FileIO
@@ -76,7 +77,8 @@ class InputReader:
 
     *check_line* raises :class:`InvalidRequest` for a line that exceeds the limits of a request's JSON. Such a line is
     not decoded, because that would take long and hold the interpreter. *check_body* raises it for parameters of wrong
-    types. The *descriptor* of the file stays open.
+    types. *max_inputs* is the limit of the items of ``input`` of all lines, and *count_tokens* counts those of a body.
+    The *descriptor* of the file stays open.
     """
 
     def __init__(
@@ -88,6 +90,8 @@ class InputReader:
         max_line_size: int,
         check_line: Callable[[bytes], None],
         check_body: Callable[[bytes], None],
+        max_inputs: int | None = None,
+        count_tokens: Callable[[bytes], int] = len,
     ) -> None:
         self._file = BufferedReader(FileIO(descriptor, closefd=False))
         self._file.seek(0)
@@ -96,6 +100,11 @@ class InputReader:
         self._max_line_size = max_line_size
         self._check_line = check_line
         self._check_body = check_body
+        self._max_inputs = max_inputs
+        self._inputs = 0
+        self._count_tokens = count_tokens
+        #: About how many input tokens the lines have, by the models that they name.
+        self.tokens: Counter[str] = Counter()
         self._seen: set[bytes] = set()
         self._number = 0
         #: Errors of the input, in the order of the lines.
@@ -146,11 +155,27 @@ class InputReader:
                 self.report("too_many_requests", message, line=self._number)
                 break
             request = self._request(data)
+            if request is not None and not self._has_room(request):
+                break
             if request is not None:
                 lines.append(self._line(request, offset, data))
         if not lines and not self.total and not self.problems:
             self.report("empty_file", "The input file has no requests.")
         return lines
+
+    def _has_room(self, request: _Request) -> bool:
+        """Count the inputs of a line; return ``False`` and report that there are too many."""
+        if self._max_inputs is None:
+            return True
+        reported = self._inputs > self._max_inputs
+        self._inputs += _number_of_inputs(request.body.input)
+        if self._inputs <= self._max_inputs:
+            return True
+        if reported:
+            return False
+        message = f"The requests of a batch can have {self._max_inputs} embedding inputs together."
+        self.report("too_many_embedding_inputs", message, "body.input", self._number)
+        return False
 
     def _skip_line(self, data: bytes) -> None:
         message = f"The line has more than {self._max_line_size} bytes."
@@ -167,9 +192,11 @@ class InputReader:
         beginning = body.model.encode(errors="replace") + b"\0" + bytes(memoryview(texts)[:_PREFIX])
         prefix = int.from_bytes(blake2b(beginning, digest_size=7).digest())
         line = Line(self._number, offset, len(data), body.model, prefix)
+        content = bytes(_decode_named(data).body)
+        self.tokens[body.model] += self._count_tokens(content)
         if len(self.rejected) < _MAX_REJECTED:
             try:
-                self._check_body(bytes(_decode_named(data).body))
+                self._check_body(content)
             except InvalidRequest as error:
                 self._reject(line, request.custom_id, error)
         return line
@@ -237,6 +264,17 @@ class InputReader:
                 self.report(code, f"'{param}' must {requirement}.", param, self._number)
                 return False
         return True
+
+
+def _number_of_inputs(value: msgspec.Raw) -> int:
+    """Return how many texts or lists of token ids the ``input`` of a request has."""
+    if bytes(memoryview(value)[:1]) != b"[":
+        return 1
+    items = msgspec.json.decode(value, type=list[msgspec.Raw])
+    if items and bytes(memoryview(items[0])[:1]) in (b'"', b"["):
+        return len(items)
+    # The token ids of one input.
+    return 1
 
 
 def id_and_body(line: bytes) -> tuple[str, bytes]:

@@ -1,4 +1,4 @@
-"""The command ``triton-openai``: serve, demo, inspect, parse and model-repository."""
+"""The command ``triton-openai``: serve, demo, inspect, batch, parse and model-repository."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import structlog
 
 from triton_openai.cli.aliases import translate
 from triton_openai.cli.arguments import DEFAULTS, PARSE, parse
+from triton_openai.cli.batch import COMMAND as BATCH
 from triton_openai.cli.model_repository import COMMAND, run
 from triton_openai.cli.terminal import shows_colours
 from triton_openai.config.reload import Source
@@ -36,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given[:1] == [COMMAND]:
             return run(given[1:])
+        if given[:1] == [BATCH]:
+            from triton_openai.cli.batch.command import run as run_batch
+
+            return run_batch(given[1:])
         written, environ, warnings = translate(given, os.environ)
         parsed = parse(written)
         if parsed.command == PARSE:

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 import msgspec
 
 from triton_openai import __version__
+from triton_openai.cli.batch import COMMAND as BATCH
+from triton_openai.cli.batch import PURPOSE as BATCH_PURPOSE
 from triton_openai.cli.model_repository import COMMAND, PURPOSE
 from triton_openai.config.options import Option, bare_type, options
 from triton_openai.config.sources import refuse_if_file_only
@@ -138,7 +140,7 @@ def _check_command(first: str) -> None:
         problem = "The command is missing."
     else:
         problem = f"There is no command {first!r}."
-    commands = [*_COMMANDS, PARSE, COMMAND]
+    commands = [*_COMMANDS, BATCH, PARSE, COMMAND]
     raise ConfigurationError(
         f"{problem}{did_you_mean(first, commands)} The commands are {', '.join(commands)}. See triton-openai --help."
     )
@@ -180,7 +182,8 @@ def build_parser(*, everything: bool) -> argparse.ArgumentParser:
             for switch, (help_text, keywords) in _DEMO_SWITCHES.items():
                 command.add_argument(f"--{switch}", help=help_text, **keywords)
         _add_settings(command, name, everything=everything)
-    # It has flags of its own, and reads them itself.
+    # These have flags of their own, and read them themselves.
+    commands.add_parser(BATCH, help=BATCH_PURPOSE, add_help=False)
     commands.add_parser(COMMAND, help=PURPOSE, add_help=False)
     _add_parse_options(commands.add_parser(PARSE, description=_PARSE_PURPOSE, help=_PARSE_PURPOSE, allow_abbrev=False))
     return parser

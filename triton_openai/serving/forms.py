@@ -28,7 +28,14 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
-from triton_openai.serving.request_body import MIN_BODY_RATE, ask_for_body, check_body_size, content_coding
+from triton_openai.serving.content_coding import Decoder, decoder_for
+from triton_openai.serving.request_body import (
+    MIN_BODY_RATE,
+    ask_for_body,
+    check_body_size,
+    content_coding,
+    too_large_decompressed,
+)
 
 #: Parts of a form, files and repeated fields included.
 MAX_PARTS = 256
@@ -225,8 +232,12 @@ class HttpForm:
         kind = content_type.partition(";")[0].strip().lower()
         if kind != "multipart/form-data":
             raise UnsupportedMediaType(f"The body must be a form (multipart/form-data), not '{kind[:100]}'.")
-        if content_coding(request) is not None:
-            raise UnsupportedMediaType("The body's Content-Encoding is not supported: a form cannot be compressed.")
+        coding = content_coding(request)
+        self._decoder: Decoder | None = None
+        if coding is not None:
+            self._decoder = decoder_for(coding)
+        # The bytes that were parsed.
+        self._parsed_size = 0
         self._parser = FormParser(_boundary_of(content_type))
         self._request = request
         self._limits = limits
@@ -253,10 +264,15 @@ class HttpForm:
 
     @property
     def size(self) -> int:
+        if self._decoder is not None:
+            return self._parsed_size
         return self._request.content.total_bytes
 
     @property
     def declared_size(self) -> int | None:
+        if self._decoder is not None:
+            # That of the compressed bytes says nothing.
+            return None
         return self._request.content_length
 
     async def _contents(self, max_size: int, on_arrival: _OnArrival | None) -> AsyncIterator[bytes]:
@@ -270,7 +286,7 @@ class HttpForm:
     async def _parsed(self, max_size: int, on_arrival: _OnArrival | None) -> bool:
         """Wait until an event has been parsed; return whether there is one: there is none behind the form's end."""
         while not self._parser.events:
-            data = await self._next_slice(max_size)
+            data = await self._next_decoded(max_size)
             if not data:
                 self._parser.close()
                 return False
@@ -281,6 +297,32 @@ class HttpForm:
             await asyncio.sleep(0)
         return True
 
+    async def _next_decoded(self, max_size: int) -> bytes:
+        """
+        Return the next bytes of the form, decompressed, none at the end: one slice at most.
+
+        Raises as :meth:`_next_slice`. What comes out of a slice is not known before, so no more than a slice is taken
+        of it at a time.
+        """
+        decoder = self._decoder
+        if decoder is None:
+            return await self._next_slice(max_size)
+        content = b""
+        while not content:
+            data = b""
+            if not decoder.has_more:
+                data = await self._next_slice(max_size)
+                if not data:
+                    decoder.close()
+                    return b""
+            content = decoder.decode(data, SLICE)
+            # What comes next may be nothing again, for as long as the body is.
+            await asyncio.sleep(0)
+        self._parsed_size += len(content)
+        if self._parsed_size > max_size:
+            raise too_large_decompressed(max_size)
+        return content
+
     async def _next_slice(self, max_size: int) -> bytes:
         """
         Return the next bytes, none at the end.
@@ -289,7 +331,7 @@ class HttpForm:
         """
         loop = asyncio.get_running_loop()
         # A large form may take longer, if it arrives at a minimum rate.
-        allowed = self._limits.body_timeout + self.size / MIN_BODY_RATE
+        allowed = self._limits.body_timeout + self._request.content.total_bytes / MIN_BODY_RATE
         began = loop.time()
         try:
             async with asyncio.timeout(allowed - self._waited):
@@ -299,7 +341,7 @@ class HttpForm:
         except (HttpProcessingError, web.RequestPayloadError) as error:
             raise malformed_form() from error
         self._waited += loop.time() - began
-        check_body_size(max_size, self.size)
+        check_body_size(max_size, self._request.content.total_bytes)
         return data
 
 

@@ -7,7 +7,6 @@ The server by itself neither answers ``Expect`` nor decompresses: the service do
 from __future__ import annotations
 
 import asyncio
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -18,6 +17,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from triton_openai import offload
 from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
+from triton_openai.serving.content_coding import codings, decoder_for
 
 #: Whether the client waits for ``100 Continue`` before it sends the body.
 EXPECTS_CONTINUE: web.RequestKey[bool] = web.RequestKey("expects_continue", bool)
@@ -103,32 +103,28 @@ def check_body_size(max_size: int, size: int) -> None:
         raise PayloadTooLarge(f"The request's body is larger than the limit of {max_size} bytes.")
 
 
-# zlib's name for the format of each coding. Of gzip, a single member is taken: millions of empty ones would take long.
-_FORMATS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 # How many bodies are decompressed at the same time: each needs memory for a whole body.
 _THREADS = 2
 
 
 def content_coding(request: web.Request) -> str | None:
-    """Return the coding of the body, if any. Raises :class:`UnsupportedMediaType` for others than gzip and deflate."""
+    """Return the coding of the body, if any. Raises :class:`UnsupportedMediaType` for one that is not decoded."""
     if hdrs.CONTENT_ENCODING not in request.headers:
         return None
     named = ",".join(request.headers.getall(hdrs.CONTENT_ENCODING)).lower().split(",")
-    codings = [coding for coding in map(str.strip, named) if coding not in ("", "identity")]
-    if not codings:
+    used = [coding for coding in map(str.strip, named) if coding not in ("", "identity")]
+    if not used:
         return None
-    if len(codings) > 1 or codings[0] not in _FORMATS:
-        raise UnsupportedMediaType("The body's Content-Encoding is not supported: use gzip, deflate, or none.")
-    return codings[0]
+    supported = [coding for coding in codings() if coding != "x-gzip"]
+    if len(used) > 1 or used[0] not in codings():
+        names = ", ".join(supported)
+        raise UnsupportedMediaType(f"The body's Content-Encoding is not supported: use {names}, or none.")
+    return used[0]
 
 
 async def decompress(body: bytes, coding: str, limit: int) -> bytes:
     """Return *body*, decoded from *coding* to *limit* bytes at most. Raises :class:`InvalidRequest`."""
-    try:
-        return await asyncio.get_running_loop().run_in_executor(_threads(), _decompress, body, coding, limit)
-    except zlib.error as error:
-        message = f"The request's body is not valid {coding}, which its Content-Encoding says it is."
-        raise InvalidRequest(message, code="invalid_encoding") from error
+    return await asyncio.get_running_loop().run_in_executor(_threads(), _decompress, body, coding, limit)
 
 
 @cache
@@ -137,10 +133,14 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _decompress(body: bytes, coding: str, limit: int) -> bytes:
-    decoder = zlib.decompressobj(_FORMATS[coding])
-    content = decoder.decompress(body, limit + 1)
+    decoder = decoder_for(coding)
+    content = decoder.decode(body, limit + 1)
     if len(content) > limit:
-        raise PayloadTooLarge(f"The request's body is larger than the limit of {limit} bytes, decompressed.")
-    if not decoder.eof or decoder.unused_data:
-        raise zlib.error("the compressed data has no end, or something follows it")
+        raise too_large_decompressed(limit)
+    decoder.close()
     return content
+
+
+def too_large_decompressed(limit: int) -> PayloadTooLarge:
+    """Return the error for a body that has more than *limit* bytes when it is decompressed."""
+    return PayloadTooLarge(f"The request's body is larger than the limit of {limit} bytes, decompressed.")

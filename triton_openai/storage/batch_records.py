@@ -103,6 +103,8 @@ class Batch(msgspec.Struct, kw_only=True):
     #: Lines that succeeded although a process or a Triton had ended while they ran alone.
     exonerated: int = 0
     usage: BatchUsage = msgspec.field(default_factory=BatchUsage)
+    #: The input tokens of all lines by Triton model, about, for models with a limit of them.
+    enqueued: dict[str, int] = {}
     generation: int = 0
 
     @property

@@ -7,6 +7,7 @@ import sqlite3
 from triton_openai.storage.batch_schema import TABLES
 from triton_openai.storage.batch_table import BatchTable
 from triton_openai.storage.batch_tables import LONG_TIMEOUT, failed_write
+from triton_openai.storage.enqueued_table import EnqueuedTable
 from triton_openai.storage.file_table import FileTable
 from triton_openai.storage.lease_table import LeaseTable
 from triton_openai.storage.line_table import LineTable
@@ -22,6 +23,7 @@ class BatchStore:
         self.batches = BatchTable(database)
         self.leases = LeaseTable(database)
         self.lines = LineTable(database)
+        self.enqueued = EnqueuedTable(database)
 
     async def verify(self) -> None:
         """

@@ -67,6 +67,17 @@ class FileTable(Tables):
         return None
 
     @operation()
+    def find_upload(self, file_id: str, owner: str) -> Steps[StoredFile | None]:
+        """Return a file of *owner* that has not expired, whether it is complete or not."""
+        rows = yield (
+            f"SELECT {_COLUMNS} FROM file WHERE id = $1 AND owner = $2 AND (expires IS NULL OR expires > $3)",
+            *(file_id, owner, time.time()),
+        )
+        if rows:
+            return _file(rows[0])
+        return None
+
+    @operation()
     def page(
         self, owner: str, *, purpose: str | None, after: str | None, limit: int, reverse: bool
     ) -> Steps[Sequence[StoredFile] | None]:

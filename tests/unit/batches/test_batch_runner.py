@@ -106,6 +106,12 @@ class Host:
 
         return check
 
+    def input_tokens(self, body: bytes) -> int:
+        return len(body)
+
+    def max_enqueued_tokens(self, model: str) -> tuple[str, int] | None:
+        return None
+
     async def check(self, batch: Batch, model: str, *, brings_template: bool) -> str:
         if self.away:
             self.checks += 1

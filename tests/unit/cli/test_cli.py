@@ -106,7 +106,7 @@ def test_no_suggestion_misleads(name: str) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "The command is missing. The commands are serve, demo, inspect, parse, model-repository."),
+        ([], "The command is missing. The commands are serve, demo, inspect, batch, parse, model-repository."),
         (["--port", "1"], "The command is missing."),
         (["srve"], "There is no command 'srve'. Did you mean serve?"),
         (["serve", "--prt", "1"], "--prt is not an option of `triton-openai serve`. Did you mean --port?"),

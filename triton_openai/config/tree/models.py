@@ -230,5 +230,9 @@ class ModelSettings(ModelDefaults, frozen=True):
     text: Literal["delta", "cumulative", "final"] | None = None
     #: The format of the model's tool calls, if it is none of the built-in ones: see "Describe a format".
     tool_format: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    max_enqueued_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        file_only("Most input tokens of one key in batches for this model, in place of batches.max_enqueued_tokens."),
+    ] = None
     moderation: ModerationSettings = ModerationSettings()
     audio: AudioSettings = AudioSettings()

@@ -102,6 +102,18 @@ class BatchesSettings(SettingsGroup, frozen=True):
         file_only("With S3: how often results are uploaded. What was answered since then runs again after a crash."),
     ] = 60.0
     max_requests: Annotated[Count, Meta(le=1_000_000), file_only("Most requests of a batch.")] = 50_000
+    max_embedding_inputs: Annotated[
+        Count,
+        file_only("Most inputs of all embedding requests of a batch together; a request can have many.", live=True),
+    ] = 50_000
+    max_enqueued_tokens: Annotated[
+        Count | None,
+        file_only(
+            "Most input tokens of one key and one model in batches that have not ended, a token for each 4 bytes of a "
+            "request without its images; a batch beyond that fails. 'models' can have other numbers. By default any.",
+            live=True,
+        ),
+    ] = None
     max_batches: Annotated[Count, file_only("Most batches of one key that have not ended.")] = 100
     max_running: Annotated[
         Count, file_only("Most requests of batches that run for one model, divided among the workers.", live=True)

@@ -1,0 +1,204 @@
+"""The options of ``triton-openai batch``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from triton_openai.cli.batch import COMMAND, PURPOSE
+from triton_openai.errors import ConfigurationError
+
+_DEFAULT_URL = "http://localhost:9000/v1"
+_EPILOG = (
+    "The key is read from the environment variable OPENAI_API_KEY. The guide is docs/guides/batches.md, 'One command'."
+)
+_ABOUT: Mapping[str, str] = {
+    "run": "Send the prompts of a file, and write the answers. The same command again continues after an interruption.",
+    "list": "List the batches of this key, newest first.",
+    "cancel": "Cancel batches. The results until then are kept.",
+    "fetch": "Write the results of a batch into a file.",
+}
+
+
+class BatchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The command line of ``triton-openai batch``, and the key."""
+
+    action: str
+    url: str
+    key: str | None
+    #: Ids of batches, for ``cancel`` and ``fetch``.
+    batches: Sequence[str] = ()
+    # What `run` reads.
+    input: Path = Path()
+    format: str | None = None
+    model: str = ""
+    prompt: str | None = None
+    system: str | None = None
+    id_field: str | None = None
+    endpoint: str = "/v1/chat/completions"
+    body: Mapping[str, Any] = {}
+    # What it writes.
+    output: Path = Path()
+    ordered: bool = False
+    overwrite: bool = False
+    # How it sends.
+    live: bool = False
+    concurrency: int = 64
+    retries: int = 8
+    timeout: float = 3600.0
+    window: str = "24h"
+    lines_per_batch: int = 50_000
+    #: For ``fetch``: also of a batch that runs.
+    partial: bool = False
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports errors in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message[0].upper()}{message[1:].rstrip('.')}. See {self.prog} --help.")
+
+
+def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> BatchOptions:
+    """Read the command line. Raises :class:`ConfigurationError`, and :class:`SystemExit` after ``--help``."""
+    parser, _ = _parser()
+    values = vars(parser.parse_args(arguments))
+    key = environ.get("OPENAI_API_KEY", "").strip() or None
+    url = service_url(values.pop("url") or environ.get("OPENAI_BASE_URL", "").strip() or _DEFAULT_URL)
+    if values["action"] == "run":
+        _complete(values)
+    return BatchOptions(url=url, key=key, **values)
+
+
+def service_url(url: str) -> str:
+    """Return the address of a service without ``/v1`` and without a final slash."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigurationError(f"--url must begin with http:// or https://, and is {url!r}.")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _complete(values: dict[str, Any]) -> None:
+    """Check the options of ``run``, and put those of requests into their body."""
+    other = values.pop("other_input")
+    if (values["input"] is None) == (other is None):
+        raise ConfigurationError("Name one input file: triton-openai batch run FILE -o FILE.")
+    if other is not None:
+        values["input"] = other
+    if values["input"].resolve() == values["output"].resolve():
+        raise ConfigurationError("The input and the output must be two files.")
+    endpoint = values["endpoint"].strip("/")
+    values["endpoint"] = f"/v1/{endpoint.removeprefix('v1/')}"
+    body = _json_object(values["body"])
+    for name in ("max_tokens", "temperature"):
+        value = values.pop(name)
+        if value is not None:
+            body[name] = value
+    if values["endpoint"] == "/v1/responses" and "max_tokens" in body:
+        # Its name there.
+        body["max_output_tokens"] = body.pop("max_tokens")
+    values["body"] = body
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(f"--body must be a JSON object: {error}.") from error
+
+
+def flags() -> set[str]:
+    """Return the flags of all actions."""
+    _, commands = _parser()
+    helps = "".join(command.format_help() for command in commands.values())
+    return set(re.findall(r"--[a-z][a-z-]*", helps))
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser, and those of its actions."""
+    parser = _Parser(prog=f"triton-openai {COMMAND}", description=PURPOSE, epilog=_EPILOG, allow_abbrev=False)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=_Parser)
+    commands: dict[str, argparse.ArgumentParser] = {}
+    for name, about in _ABOUT.items():
+        command = actions.add_parser(name, description=about, help=about, epilog=_EPILOG, allow_abbrev=False)
+        command.add_argument(
+            "--url", help=f"The service. (default: OPENAI_BASE_URL of the environment, or {_DEFAULT_URL})"
+        )
+        commands[name] = command
+    _add_run(commands["run"])
+    commands["cancel"].add_argument("batches", metavar="ID", nargs="+", help="The id of a batch.")
+    fetch = commands["fetch"]
+    fetch.add_argument("batches", metavar="ID", nargs=1, help="The id of a batch.")
+    fetch.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="The file to write.")
+    fetch.add_argument("--overwrite", action="store_true", help="Replace an existing file.")
+    fetch.add_argument("--partial", action="store_true", help="Of a batch that runs, write the results until now.")
+    return parser, commands
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``run``."""
+    parser.add_argument(
+        "input",
+        metavar="FILE",
+        type=Path,
+        nargs="?",
+        help="A text file with a prompt in each line, CSV, JSONL, or request lines of OpenAI's batches.",
+    )
+    parser.add_argument("-i", "--input-file", dest="other_input", metavar="FILE", type=Path, help="The input, too.")
+    parser.add_argument(
+        "-o", "--output", "--output-file", metavar="FILE", type=Path, required=True, help="The file of answers."
+    )
+    reading = parser.add_argument_group("prompts")
+    reading.add_argument("--model", metavar="NAME", default="", help="The model. (default: the only one there)")
+    reading.add_argument(
+        "--prompt",
+        metavar="TEMPLATE",
+        help="The prompt, with fields of the row in braces: 'Summarize: {text}'. "
+        "(default: {prompt}; of a text file {text}, its line)",
+    )
+    reading.add_argument("--system", metavar="TEXT", help="The system message of each request.")
+    reading.add_argument(
+        "--id", dest="id_field", metavar="FIELD", help="The field with the name of a row. (default: its number)"
+    )
+    reading.add_argument("--format", choices=["text", "csv", "jsonl", "requests"], help="How to read the input.")
+    reading.add_argument(
+        "--endpoint",
+        metavar="PATH",
+        default="/v1/chat/completions",
+        help="What prompts are sent to: chat/completions, completions, responses or embeddings. (default: %(default)s)",
+    )
+    reading.add_argument("--max-tokens", metavar="N", type=_count, help="Most tokens of an answer.")
+    reading.add_argument("--temperature", metavar="N", type=float, help="The sampling temperature.")
+    reading.add_argument("--body", metavar="JSON", default="{}", help="Further fields of each request.")
+    sending = parser.add_argument_group("sending")
+    sending.add_argument(
+        "--live", action="store_true", help="Send requests one by one instead of a batch: to any OpenAI-compatible URL."
+    )
+    sending.add_argument(
+        "--concurrency", metavar="N", type=_count, default=64, help="With --live: requests at a time. (default: 64)"
+    )
+    sending.add_argument(
+        "--retries", metavar="N", type=_count, default=8, help="With --live: attempts after the first. (default: 8)"
+    )
+    sending.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=3600.0, help="With --live: longest request. (default: 3600)"
+    )
+    sending.add_argument("--window", metavar="HOURS", default="24h", help="Of a batch: its time. (default: 24h)")
+    sending.add_argument(
+        "--lines-per-batch", metavar="N", type=_count, default=50_000, help="More become several. (default: 50000)"
+    )
+    writing = parser.add_argument_group("answers")
+    writing.add_argument("--ordered", action="store_true", help="Write the answers in the order of the input.")
+    writing.add_argument("--overwrite", action="store_true", help="Begin again, and replace the output.")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("it must be 1 or more")
+    return number

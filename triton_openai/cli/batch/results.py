@@ -1,0 +1,143 @@
+"""Lines of results: those of batches as they are, and those of live requests in the same form."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import msgspec
+
+from triton_openai.cli.batch.answers import RunFiles
+from triton_openai.cli.batch.progress import Progress
+from triton_openai.json_lines import escape_line_breaks
+
+
+class _Usage(msgspec.Struct):
+    """The tokens of an answer, by the names of both of OpenAI's APIs."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Body(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Response(msgspec.Struct):
+    status_code: int = 0
+    body: msgspec.Raw = msgspec.Raw()
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    response: _Response | None = None
+
+
+_line = msgspec.json.Decoder(_Line).decode
+
+
+class Result(NamedTuple):
+    """A line of a file of results."""
+
+    custom_id: str
+    succeeded: bool
+    data: bytes
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+def read_result(data: bytes) -> Result:
+    """Return the result in a line of a batch's files. Raises :class:`msgspec.MsgspecError` for what is none."""
+    line = _line(data)
+    response = line.response
+    if response is None or not 200 <= response.status_code < 300:
+        return Result(line.custom_id, False, data)
+    read, written = tokens_of(bytes(response.body))
+    return Result(line.custom_id, True, data, read, written)
+
+
+def tokens_of(body: bytes) -> tuple[int, int]:
+    """Return the tokens that went in and came out, as the JSON *body* of an answer counts them; 0 if it does not."""
+    try:
+        usage = msgspec.json.decode(body, type=_Body).usage
+    except msgspec.MsgspecError:
+        return 0, 0
+    if usage is None:
+        return 0, 0
+    return usage.prompt_tokens or usage.input_tokens, usage.completion_tokens or usage.output_tokens
+
+
+def result_line(
+    custom_id: str, *, status: int = 0, request_id: str = "", body: bytes = b"", error: tuple[str, str] | None = None
+) -> bytes:
+    """
+    Return the line with an answer, in the form of OpenAI's batches; *error* has code and message of a line without.
+
+    Raises :class:`msgspec.MsgspecError` for a *body* that is no JSON.
+    """
+    response: dict[str, Any] | None = None
+    if status:
+        # One line, whatever the service has sent.
+        answer = msgspec.Raw(msgspec.json.format(body, indent=-1))
+        response = {"status_code": status, "request_id": request_id, "body": answer}
+    failure = None
+    if error is not None:
+        failure = {"code": error[0], "message": error[1]}
+    line = {"id": f"live_req_{os.urandom(16).hex()}", "custom_id": custom_id, "response": response, "error": failure}
+    return escape_line_breaks(msgspec.json.encode(line)) + b"\n"
+
+
+class RunCounts:
+    """What a run has done, with its files and what shows it."""
+
+    def __init__(self, files: RunFiles, total: int, progress: Progress) -> None:
+        self._files = files
+        self._progress = progress
+        self.total = total
+        #: Those of this run: of the lines in the files, and of batches whose results are not fetched.
+        self.remote_tokens = (0, 0)
+        self._tokens = (0, 0)
+        #: Lines with results that are not in the files yet, and how many of those have failed.
+        self.remote = 0
+        self.remote_failed = 0
+
+    @property
+    def done(self) -> int:
+        """The lines that were answered or have failed."""
+        return len(self._files.answers.ids) + len(self._files.errors.ids) + self.remote
+
+    @property
+    def failed(self) -> int:
+        """The lines that have failed."""
+        return len(self._files.errors.ids) + self.remote_failed
+
+    @property
+    def input_tokens(self) -> int:
+        """The tokens that went in."""
+        return self._tokens[0] + self.remote_tokens[0]
+
+    @property
+    def output_tokens(self) -> int:
+        """The tokens that came out."""
+        return self._tokens[1] + self.remote_tokens[1]
+
+    def add(self, result: Result) -> None:
+        """Write *result* into the file that it belongs to, unless it is there."""
+        if self._files.settled(result.custom_id):
+            return
+        if result.succeeded:
+            self._files.answers.add(result.custom_id, result.data)
+        else:
+            self._files.errors.add(result.custom_id, result.data)
+        read, written = self._tokens
+        self._tokens = (read + result.input_tokens, written + result.output_tokens)
+
+    def show(self) -> None:
+        """Show the progress."""
+        self._progress.update(self)
+
+    def note(self, text: str) -> None:
+        """Show a line that stays."""
+        self._progress.note(text)
