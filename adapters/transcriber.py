@@ -71,6 +71,12 @@ _SUBSAMPLED = 4
 _PADDED = 10.0
 # The name that sherpa's code for Whisper calls its engine by.
 _ENGINE = "whisper"
+# The token that every tokenizer of Whisper's has.
+_START = "<|startoftranscript|>"
+# What the encoder of sherpa's speech LLM returns.
+_SPEECH_FEATURES = "speech_features"
+# What the last step of a streaming Paraformer takes: by these weights it finds the words that are new.
+_NEW_WORDS = "alphas"
 _TAG = re.compile(r"<\|([^|<>]*)\|>")
 _LOUDEST_PCM = 32_767
 # The longest recording that a segment can be in: ten days.
@@ -97,7 +103,7 @@ def _framing(config: ModelConfig, rate: int | None) -> tuple[int, tuple[int, int
     Source: the code for features of sherpa, WeNet and FunASR: the first part makes as many frames as the encoder
     reads at once, and each further part as many as it advances by.
     """
-    parameters = {name: float(config.parameter(name) or usual) for name, usual in _FRAMING.items()}
+    parameters = {name: _number(config, name, usual) for name, usual in _FRAMING.items()}
     window = next((spec.dims[0] for spec in config.outputs.values() if len(spec.dims) == 2), 0)
     rate = rate or int(parameters["sample_rate"])
     shift = int(parameters["frame_shift_ms"] * rate / 1000)
@@ -109,6 +115,37 @@ def _framing(config: ModelConfig, rate: int | None) -> tuple[int, tuple[int, int
     if part and window > 0:
         return (rate, (part + -(-missing // shift) * shift, part))
     return None
+
+
+def _number(config: ModelConfig, name: str, usual: float) -> float:
+    """Return the parameter *name*, *usual* without one. Raises :class:`ConfigurationError`."""
+    value = config.parameter(name)
+    if value is None:
+        return usual
+    try:
+        return float(value)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"The parameter '{name}' of the model '{config.name}' is '{value}', which is not a number: fill in the "
+            "template of its config.pbtxt."
+        ) from error
+
+
+def _is_speech_llm(config: ModelConfig, repository: Mapping[str, ModelConfig]) -> bool:
+    """
+    Return whether a model is sherpa's front of a speech LLM, which has the tensors of the one of Whisper.
+
+    Source: k2-fsa/sherpa, ``triton/speech_llm``. Its code reads no prefix, and calls an encoder of speech beside it.
+    The front of Whisper has ``engine_dir``, from where it reads its tokenizer.
+    """
+    if _INPUTS[_PREFIX] not in config.inputs or "engine_dir" in config.parameters:
+        return False
+    return any(_SPEECH_FEATURES in other.outputs for other in repository.values())
+
+
+def _answers_in_new_words(config: ModelConfig) -> bool:
+    """Return whether a streaming model answers with new words only, as Paraformer does (modelscope/FunASR)."""
+    return any(_NEW_WORDS in step.input_map for step in config.steps)
 
 
 class Transcriber(tensors.DescribedAdapter):
@@ -134,8 +171,13 @@ class Transcriber(tensors.DescribedAdapter):
         self._inputs = inputs
         self._outputs = outputs
         self._ids = _IDS in inputs
-        self._whisper = self._ids or _PREFIX in inputs
-        self._text = "cumulative" if mapping is None else mapping.text
+        self._whisper = self._ids or (_PREFIX in inputs and not _is_speech_llm(config, self.repository))
+        if mapping is not None:
+            self._text = mapping.text
+        elif _answers_in_new_words(config):
+            self._text = "delta"
+        else:
+            self._text = "cumulative"
         spec = inputs[_AUDIO]
         whole = spec.datatype in ("BYTES", "UINT8")
         self._form = audio.form or ("file" if whole else "samples")
@@ -170,6 +212,7 @@ class Transcriber(tensors.DescribedAdapter):
         self.capabilities = Capabilities(
             streaming=(config.decoupled or self._parts is not None) and not self._ids,
             tokens=self._ids,
+            tokenizer_has=(_START,) if self._ids else (),
             recognition=Recognition(
                 sample_rate=rate,
                 max_seconds=audio.max_seconds or self._default_max_seconds(),
@@ -185,7 +228,7 @@ class Transcriber(tensors.DescribedAdapter):
             return _WINDOW
         if self._whisper and "engine_dir" in self.config.parameters:
             return _TENSORRT_LLM
-        if self._whisper:
+        if _PREFIX in self._inputs:
             return _SHERPA
         if self._inputs[_AUDIO].datatype == "FP64":
             return _ANY / 2
@@ -324,6 +367,8 @@ class Transcriber(tensors.DescribedAdapter):
             yield self.vector(self._inputs[_IDS].name, job.prompt_ids)
         elif self._whisper:
             yield self.tensor(self._inputs[_PREFIX].name, self._prefix(job, language))
+        elif _PREFIX in self._inputs:
+            yield self.tensor(self._inputs[_PREFIX].name, "")
         elif _LANGUAGE in self._inputs:
             spec = self._inputs[_LANGUAGE]
             name = self._languages.get(language or _AUTO)

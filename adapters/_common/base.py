@@ -191,6 +191,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: bool = False
     #: The model takes all texts as token ids, and generates in token ids: the text is made here.
     tokens: bool = False
+    #: With :attr:`tokens`: special tokens that the model's tokenizer must have. Another tokenizer is not the model's.
+    tokenizer_has: Sequence[str] = ()
     #: With :attr:`tokens`: the engine ends an answer by itself, and its tokens have the one that ended it. Log
     #: probabilities come with the tokens, not as logits.
     ends_itself: bool = False
