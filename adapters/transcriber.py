@@ -16,9 +16,9 @@ import re
 import secrets
 import wave
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -29,7 +29,7 @@ from triton_openai.adapters._common.base import Capabilities, Recognition, requi
 from triton_openai.adapters._common.tensor_mapping import Kind
 from triton_openai.errors import ConfigurationError, InvalidAnswer, UnsupportedParameter
 from triton_openai.generation import AudioFormat, TensorMapping
-from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
+from triton_openai.jobs import Segment, SpokenToken, Transcript, TranscriptionJob, TranslationJob, Word
 from triton_openai.languages import LANGUAGES, blank_between, code_of
 from triton_openai.triton.tensors import ARRAY_CODES, InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
 
@@ -42,6 +42,8 @@ _IDS = "ids"
 _PROMPT = "prompt"
 _TEXT = "text"
 _SEGMENTS = "segments"
+_WORDS = "words"
+_LOGPROBS = "logprobs"
 # What the public repositories call them.
 _INPUTS: Mapping[str, str] = {
     _AUDIO: "WAV", _LENGTH: "WAV_LENS", _PREFIX: "TEXT_PREFIX", _LANGUAGE: "LANGUAGE", _NORM: "TEXT_NORM",
@@ -50,7 +52,9 @@ _INPUTS: Mapping[str, str] = {
 _OUTPUTS: Mapping[str, str] = {_TEXT: "TRANSCRIPTS", _IDS: "OUTPUT_IDS"}
 #: What the settings can name.
 INPUTS: Mapping[str, Kind] = {_AUDIO: "audio", _LENGTH: "integer", _LANGUAGE: "code", _PROMPT: "text"}
-OUTPUTS: Mapping[str, Kind] = {_TEXT: "text", _LANGUAGE: "text", _SEGMENTS: "text"}
+OUTPUTS: Mapping[str, Kind] = {
+    _TEXT: "text", _LANGUAGE: "text", _SEGMENTS: "text", _WORDS: "text", _LOGPROBS: "text",
+}  # fmt: skip
 # SenseVoice's languages, and its switch for inverse text normalization: numbers are written in digits.
 _SENSEVOICE: Mapping[str, int] = {"auto": 0, "zh": 3, "en": 4, "yue": 7, "ja": 11, "ko": 12}
 _AUTO = "auto"
@@ -79,6 +83,7 @@ _SPEECH_FEATURES = "speech_features"
 _NEW_WORDS = "alphas"
 _TAG = re.compile(r"<\|([^|<>]*)\|>")
 _LOUDEST_PCM = 32_767
+_Item = TypeVar("_Item")
 # The longest recording that a segment can be in: ten days.
 _MAX_SECONDS = 864_000
 
@@ -219,6 +224,9 @@ class Transcriber(tensors.DescribedAdapter):
                 languages=[code for code in self._languages if code != _AUTO],
                 language=self._language,
                 prompt=bool(audio.prompt) and (self._whisper or _PROMPT in inputs),
+                segments=self._ids or _SEGMENTS in outputs,
+                words=_WORDS in outputs,
+                logprobs=_LOGPROBS in outputs,
             ),
         )
 
@@ -420,11 +428,34 @@ class Transcriber(tensors.DescribedAdapter):
         named = self._last_text(_LANGUAGE, responses)
         if named:
             language = code_of(named)
-        segments: Sequence[Segment] = ()
-        described = self._last_text(_SEGMENTS, responses)
-        if described:
-            segments = _segments(described, self.config.name)
-        return Transcript(text=_TAG.sub("", text).strip(), language=language, segments=segments)
+        segments = [
+            Segment(start=each.start, end=each.end, text=each.text)
+            for each in self._listed(_SEGMENTS, _decode_segments, responses)
+        ]
+        words = [
+            Word(start=each.start, end=each.end, text=each.word)
+            for each in self._listed(_WORDS, _decode_words, responses)
+        ]
+        return Transcript(
+            text=_TAG.sub("", text).strip(),
+            language=language,
+            segments=segments,
+            words=words,
+            logprobs=self._listed(_LOGPROBS, _decode_logprobs, responses),
+        )
+
+    def _listed(
+        self, use: str, decode: Callable[[str], Sequence[_Item]], responses: Sequence[InferResponse]
+    ) -> Sequence[_Item]:
+        """Return the JSON list in the output for *use*, which *decode* reads. Raises :class:`UpstreamError`."""
+        described = self._last_text(use, responses)
+        if not described:
+            return ()
+        try:
+            return decode(described)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            model = self.config.name
+            raise InvalidAnswer(f"its {use} cannot be read", model=model, detail=str(error)) from error
 
     def _text_of(self, response: InferResponse) -> str:
         return reduce(_written, response.texts(self._outputs[_TEXT].name), "")
@@ -492,13 +523,13 @@ class _Segment(msgspec.Struct):
     text: str
 
 
+class _Word(msgspec.Struct):
+    #: In seconds.
+    start: Annotated[float, Meta(ge=0, le=_MAX_SECONDS)]
+    end: Annotated[float, Meta(ge=0, le=_MAX_SECONDS)]
+    word: str
+
+
 _decode_segments = msgspec.json.Decoder(list[_Segment], strict=False).decode
-
-
-def _segments(text: str, model: str) -> list[Segment]:
-    """Return the segments of a described *model*: a JSON list of objects with start, end and text."""
-    try:
-        segments = _decode_segments(text)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidAnswer("its segments cannot be read", model=model, detail=str(error)) from error
-    return [Segment(start=segment.start, end=segment.end, text=segment.text) for segment in segments]
+_decode_words = msgspec.json.Decoder(list[_Word], strict=False).decode
+_decode_logprobs = msgspec.json.Decoder(list[SpokenToken], strict=False).decode

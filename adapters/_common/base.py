@@ -169,6 +169,12 @@ class Recognition(msgspec.Struct, frozen=True, kw_only=True):
     language: str | None = None
     #: Whether a job can have a prompt.
     prompt: bool = False
+    #: Whether answers have segments with times, so that words can be placed in them.
+    segments: bool = False
+    #: Whether answers have words with times.
+    words: bool = False
+    #: Whether answers have tokens with their probabilities.
+    logprobs: bool = False
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

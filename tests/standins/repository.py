@@ -185,7 +185,7 @@ def _of_speech(inputs: str, outputs: str, **options: Any) -> Builder:
 
 _WAV, _TRANSCRIPTS = "WAV FP32 [-1], WAV_LENS INT32 [1]", "TRANSCRIPTS STRING [1]"
 _WHISPER = f"{_WAV}, TEXT_PREFIX STRING [1]"
-_RICH = "OUTPUT_0 STRING [1], SEGMENTS STRING [1], SPOKEN STRING [1]"
+_RICH = "OUTPUT_0 STRING [1], SEGMENTS STRING [1], SPOKEN STRING [1], WORDS STRING [1], SCORES STRING [1]"
 #: Recognizers, for a Triton of their own: sherpa's two models for Whisper, TensorRT-LLM's, FunASR's, a transducer, a
 #: streaming one, one that chats about what it hears, and models that have to be described.
 RECOGNIZERS: Mapping[str, Builder] = {

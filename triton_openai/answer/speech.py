@@ -73,8 +73,8 @@ def pieces(text: str, longest: int, *, streams: bool) -> list[str]:
     """
     Return *text* in pieces of whole sentences, each of at most *longest* letters; none if there is nothing to speak.
 
-    If the model does not stream, the first piece is a sentence, and they grow. A sentence as short as "Hello." waits for
-    what follows, if that is not long.
+    If the model does not stream, the first piece is a sentence, and they grow. A sentence as short as "Hello." waits
+    for what follows, if that is not long.
     """
     parts: list[str] = []
     start = 0

@@ -106,6 +106,10 @@ class TritonPythonModel:
         found = {self._outputs[0]: text.split() if self._in_words else [text]}
         if "SEGMENTS" in self._outputs:
             found["SEGMENTS"] = [json.dumps([{"start": a, "end": b, "text": word} for a, b, word in heard])]
+        if "WORDS" in self._outputs:
+            found["WORDS"] = [json.dumps([{"start": a, "end": b, "word": word} for a, b, word in heard])]
+        if "SCORES" in self._outputs:
+            found["SCORES"] = [json.dumps([{"token": f" {word}", "logprob": -0.25} for word in words])]
         if "SPOKEN" in self._outputs:
             found["SPOKEN"] = ["de" if _is_german(words) else "en"]
         return pb.InferenceResponse([self._tensor(name, strings(values)) for name, values in found.items()])
