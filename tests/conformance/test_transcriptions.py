@@ -235,7 +235,7 @@ async def test_probabilities(services: dict[str, Proxy]) -> None:
     """Tokens come with their probabilities where the model returns them, in the answer and at the end of a stream."""
     file, expected = wav(speak(("no", "matter"))), [(" no", list(b" no"), -0.25), (" matter", list(b" matter"), -0.25)]
     for stream in (False, True):
-        fields = {"model": "pcm", "include": ["logprobs"], "stream": str(stream).lower()}
+        fields: dict[str, Any] = {"model": "pcm", "include": ["logprobs"], "stream": str(stream).lower()}
         answer = await send(services["grpc"], file, **fields)
         assert 200 == answer.status, answer.body
         found = events(answer)[-1] if stream else answer.json

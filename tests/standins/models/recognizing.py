@@ -48,7 +48,8 @@ class TritonPythonModel:
         self._batches = config["max_batch_size"] > 0
         self._in_words = "elements" in config["parameters"]
         self._outputs = [output["name"] for output in config["output"]]
-        self._audio = config["input"][0]["name"]
+        inputs = [each["name"] for each in config["input"]]
+        self._audio = "WAV" if "WAV" in inputs else inputs[0]
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
         """Answer each request."""
