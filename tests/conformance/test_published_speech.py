@@ -19,10 +19,10 @@ from tests.conformance.calls import in_session_loop
 from tests.conformance.test_speech import spoken
 from tests.conformance.test_transcriptions import TEXT, events, send
 from tests.proxy_fixture import TRANSPORTS, Proxy, serving
-from tests.speech import RATE, SENTENCE, speak, wav
+from tests.speech import RATE, SENTENCE, speak, wav, write_whisper_tokenizer
 from tests.standins import repository as standins
 from tests.triton_fixture import TestTriton, embedded, shared
-from triton_openai.config.tree import AudioSettings, ModelSettings, Settings, TritonSettings
+from triton_openai.config.tree import AudioSettings, ModelDefaults, ModelSettings, Settings, TritonSettings
 from triton_openai.demo.configs import Contract, render
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import Builder, Site, build_repository
@@ -122,13 +122,14 @@ async def services(published: TestTriton, tmp_path_factory: pytest.TempPathFacto
     tone = 0.3 * np.sin(np.arange(RATE) * 0.02)
     await asyncio.to_thread(soundfile.write, voices / "ada.wav", tone, RATE, subtype="PCM_16")
     (voices / "ada.txt").write_text("I am Ada.")
+    whisper = str(write_whisper_tokenizer(tmp_path_factory.mktemp("tokenizer") / "whisper"))
     async with AsyncExitStack() as stack:
         found = {}
         for transport in TRANSPORTS:
             url = {"http": published.http_url, "grpc": published.grpc_url}[transport]
-            # As an operator has it who serves a language model beside.
-            models = _settings(voices, str(published.tokenizer))
-            settings = Settings(triton=TritonSettings(url=(url,)), models=models)
+            # As an operator has it who serves a language model beside: its tokenizer is the one of all models.
+            defaults = ModelDefaults(tokenizer=str(published.tokenizer))
+            settings = Settings(triton=TritonSettings(url=(url,)), models=_settings(voices, whisper), defaults=defaults)
             found[transport] = await stack.enter_async_context(serving(settings, transport=transport))
             await found[transport].ready()
         yield found

@@ -118,7 +118,12 @@ async def test_a_prompt_and_times_of_words(speaking: TestTriton) -> None:
         assert "Catherine" in names[1]
         form = FormData()
         form.add_field("file", spoken.body, filename="speech.wav")
-        fields = {"model": "whisper", "response_format": "verbose_json", "timestamp_granularities[]": "word"}
+        fields = {
+            "model": "whisper",
+            "language": "en",
+            "response_format": "verbose_json",
+            "timestamp_granularities[]": "word",
+        }
         for name, value in fields.items():
             form.add_field(name, value)
         async with proxy.client.post("/v1/audio/transcriptions", data=form) as response:

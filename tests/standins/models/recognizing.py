@@ -46,6 +46,8 @@ class TritonPythonModel:
         self._recorder = Recorder(loaded.record, loaded.name)
         self._decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._batches = config["max_batch_size"] > 0
+        # The code of sherpa's speech LLM does not read it.
+        self._reads_prefix = loaded.name != "speech_llm"
         self._in_words = "elements" in config["parameters"]
         self._outputs = [output["name"] for output in config["output"]]
         inputs = [each["name"] for each in config["input"]]
@@ -76,7 +78,7 @@ class TritonPythonModel:
         if "OUTPUT_IDS" in self._outputs:
             prompt = array(request, "DECODER_INPUT_IDS").reshape(-1).tolist()
             return [self._response("OUTPUT_IDS", np.array(_tokens(heard, prompt), np.int32))]
-        text = _written(request, words)
+        text = _written(request, words) if self._reads_prefix else " ".join(words)
         if self._decoupled:
             texts = text.split()
             so_far = [
